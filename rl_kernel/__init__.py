@@ -1,0 +1,23 @@
+"""Operators for RL post-training: log-probs without logits, ratio and KL, policy loss, group advantage.
+
+Needs torch only, and knows nothing of the packages that call it. Every operator states its contract in its
+docstring.
+"""
+
+from rl_kernel.ops.group_advantage import group_advantage
+from rl_kernel.ops.grpo_loss import grpo_loss
+from rl_kernel.ops.linear_logp import linear_logp
+from rl_kernel.ops.logp import logp
+from rl_kernel.ops.masked import masked_mean, masked_sum, masked_whiten
+from rl_kernel.ops.ratio_kl import ratio_kl
+
+__all__ = [
+    "group_advantage",
+    "grpo_loss",
+    "linear_logp",
+    "logp",
+    "masked_mean",
+    "masked_sum",
+    "masked_whiten",
+    "ratio_kl",
+]

@@ -1,0 +1,97 @@
+"""The one wording of input errors. Owns the checks that several operators share; refuses nothing by itself.
+
+Every error is a ValueError that reads "<name> must <rule>, got <value>; <what to do>".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of real-valued inputs. float64 is for derivative checks: it is computed and returned in float64."""
+INTEGERS = (torch.int64, torch.int32)
+MASKS = (torch.bool, torch.uint8, *INTEGERS, *FLOATS)
+
+
+def invalid(name: str, rule: str, got: object, todo: str) -> ValueError:
+    """The error to raise (returned, so that the raise stays visible at the call)."""
+    return ValueError(f"{name} must {rule}, got {got}; {todo}")
+
+
+def check_tensor(
+    name: str,
+    value: Tensor,
+    shape: Sequence[int | str] | None,
+    dtypes: Sequence[torch.dtype] = FLOATS,
+    *,
+    device: torch.device | None = None,
+) -> None:
+    """`shape` holds sizes, or the letter of a dimension of any size; None is any shape."""
+    if not isinstance(value, Tensor):
+        raise invalid(name, "be a tensor", type(value).__name__, "convert it with torch.as_tensor")
+    if shape is not None and not _fits(value.shape, shape):
+        want = "[" + ", ".join(str(size) for size in shape) + "]"
+        raise invalid(name, f"have shape {want}", list(value.shape), "pass inputs of the same tokens")
+    if value.dtype not in dtypes:
+        names = ", ".join(dtype_name(dtype) for dtype in dtypes)
+        raise invalid(name, f"be one of {names}", dtype_name(value.dtype), "convert it with .to(dtype)")
+    if device is not None and value.device != device:
+        raise invalid(name, f"be on {device}", value.device, "move it with .to(device)")
+
+
+def _fits(actual: torch.Size, shape: Sequence[int | str]) -> bool:
+    return len(actual) == len(shape) and all(
+        isinstance(want, str) or want == size for want, size in zip(shape, actual, strict=True)
+    )
+
+
+def check_constant(**tensors: Tensor | None) -> None:
+    """Inputs that get no gradient: one that asks for it would be left with none, silently."""
+    for name, value in tensors.items():
+        if value is not None and value.requires_grad:
+            raise invalid(name, "not require grad", "requires_grad=True", "pass it through .detach()")
+
+
+def check_number(
+    name: str, value: float, *, above: float | None = None, at_least: float | None = None
+) -> None:
+    """A finite number, greater than `above` and no less than `at_least` where they are given."""
+    bounds = ["be finite"]
+    if above is not None:
+        bounds.append(f"be > {above:g}")
+    if at_least is not None:
+        bounds.append(f"be >= {at_least:g}")
+    low = (above is not None and value <= above) or (at_least is not None and value < at_least)
+    if not math.isfinite(value) or low:
+        raise invalid(name, " and ".join(bounds), value, "choose a value in that range")
+
+
+def check_temperature(temperature: float | Tensor, tokens: int, device: torch.device) -> None:
+    """A positive number, or one positive number per token; a constant. Reads a tensor back to the host."""
+    if not isinstance(temperature, Tensor):
+        check_number("temperature", temperature, above=0.0)
+        return
+    check_tensor("temperature", temperature, [tokens], device=device)
+    check_constant(temperature=temperature)
+    bad = ~((temperature > 0) & torch.isfinite(temperature))
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        got = f"{temperature[row].item()} for token {row}"
+        raise invalid(
+            "temperature", "be finite and be > 0 for every token", got, "give greedy tokens a value of 1"
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float32, or float64 when one of the inputs is float64."""
+    doubles = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if doubles else torch.float32

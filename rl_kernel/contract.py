@@ -1,0 +1,75 @@
+"""What each operator promises about its numbers, as data: the single source for tests, audits and docs.
+
+The truth is the operator's formula evaluated in float64 on the same inputs, as rounded to their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest permitted error: `absolute + relative * truth.abs().max()`."""
+
+    absolute: float
+    relative: float
+
+    def bound(self, truth: Tensor) -> float:
+        """The permitted error against `truth` (any shape, may be empty)."""
+        largest = truth.abs().max().item() if truth.numel() else 0.0
+        return self.absolute + self.relative * largest
+
+
+@dataclass(frozen=True)
+class Contract:
+    """`outputs` by dtype of the inputs (`linear_logp`: by `logits_dtype`); `gradients` by dtype of the input.
+
+    `differentiable` names the inputs with a gradient. `deterministic`: the same inputs give the same bits.
+    """
+
+    outputs: Mapping[str, Tolerance]
+    gradients: Mapping[str, Tolerance]
+    differentiable: tuple[str, ...]
+    deterministic: bool
+
+
+def _all_dtypes(tolerance: Tolerance) -> dict[str, Tolerance]:
+    """For operators that widen their inputs to float32 first: the dtype does not matter."""
+    return dict.fromkeys(("float32", "bfloat16", "float16"), tolerance)
+
+
+_GRADIENTS = {
+    # One rounding to the input's dtype dominates: 2**-9 and 2**-12 of the value, with a margin of two.
+    "float32": Tolerance(1e-7, 2e-5),
+    "bfloat16": Tolerance(1e-7, 2**-8),
+    "float16": Tolerance(1e-7, 2**-11),
+}
+_LINEAR_LOGP = {
+    "float32": Tolerance(3e-5, 1e-6),
+    # Two logits of magnitude up to 8, each off by half a unit in the last place (2**-6).
+    "bfloat16": Tolerance(3.2e-2, 0.0),
+}
+
+CONTRACTS: Mapping[str, Contract] = {
+    "linear_logp": Contract(_LINEAR_LOGP, _GRADIENTS, ("hidden", "weight", "bias"), True),
+    "logp": Contract(_all_dtypes(Tolerance(5e-6, 1e-6)), _GRADIENTS, ("logits",), True),
+    "ratio_kl": Contract(_all_dtypes(Tolerance(1e-6, 5e-6)), _GRADIENTS, ("log_probs",), True),
+    "grpo_loss": Contract(_all_dtypes(Tolerance(1e-5, 1e-5)), _GRADIENTS, ("log_probs", "entropy"), True),
+    "group_advantage": Contract(_all_dtypes(Tolerance(1e-7, 1e-6)), {}, (), True),
+    "masked_sum": Contract(_all_dtypes(Tolerance(0.0, 1e-7)), _GRADIENTS, ("values",), True),
+    "masked_mean": Contract(_all_dtypes(Tolerance(0.0, 1e-7)), _GRADIENTS, ("values",), True),
+    "masked_whiten": Contract(_all_dtypes(Tolerance(1e-7, 1e-6)), _GRADIENTS, ("values",), True),
+}
+
+
+def max_error(actual: Tensor, truth: Tensor) -> float:
+    """Largest absolute difference, in float64; 0 for empty tensors. A NaN is an infinite error."""
+    if truth.numel() == 0:
+        return 0.0
+    difference = (actual.double() - truth.double()).abs().max()
+    return float("inf") if torch.isnan(difference) else difference.item()

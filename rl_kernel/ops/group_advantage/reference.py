@@ -1,0 +1,64 @@
+"""`group_advantage` in plain PyTorch: the definition of correct.
+
+Sums run in float64 over the entries of a group in the order of the batch, on every device: a padded matrix
+with one row a group is summed along its rows, where scattered additions would leave the order open on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_kernel.checks import invalid
+
+
+def group_advantage_reference(
+    rewards: Tensor, group_ids: Tensor, rollout_ids: Tensor | None, normalize_std: bool, eps: float
+) -> Tensor:
+    """rewards [S] float, group_ids and rollout_ids [S] integer -> [S] float32."""
+    rewards = rewards.double()
+    group_names, group = torch.unique(group_ids, return_inverse=True)
+    values, owner = rewards, group
+    if rollout_ids is not None:
+        values, owner = _merge_siblings(rewards, group, group_names, rollout_ids)
+    table, counted = _rows_by(values, owner, len(group_names))
+    count = counted.sum(1)
+    mean = table.sum(1) / count
+    advantage = rewards - mean[group]
+    if normalize_std:
+        spread = torch.where(counted, table - mean[:, None], 0.0).square().sum(1)
+        std = (spread / (count - 1).clamp(min=1)).sqrt()
+        scale = torch.where(count > 1, std + eps, 1.0)
+        advantage = advantage / scale[group]
+    return advantage.float()
+
+
+def _merge_siblings(
+    rewards: Tensor, group: Tensor, group_names: Tensor, rollout_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One value a rollout (the mean reward of its samples) and the group it belongs to."""
+    names, rollout = torch.unique(rollout_ids, return_inverse=True)
+    table, counted = _rows_by(rewards, rollout, len(names))
+    groups, _ = _rows_by(group.double(), rollout, len(names))
+    low = torch.where(counted, groups, float("inf")).amin(1)
+    high = torch.where(counted, groups, -float("inf")).amax(1)
+    if (low != high).any():
+        which = int((low != high).nonzero()[0])
+        both = sorted({int(group_names[int(low[which])]), int(group_names[int(high[which])])})
+        got = f"rollout {int(names[which])} in groups {both}"
+        raise invalid(
+            "rollout_ids", "lie in one group each", got, "number rollouts without repeats over the batch"
+        )
+    return table.sum(1) / counted.sum(1), low.long()
+
+
+def _rows_by(values: Tensor, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
+    """Matrix [owners, most] of each owner's values in batch order, zero-padded, and which entries count."""
+    order = torch.argsort(owner, stable=True)
+    sizes = torch.bincount(owner, minlength=owners)
+    first = torch.cumsum(sizes, 0) - sizes
+    row = owner[order]
+    column = torch.arange(len(owner), device=owner.device) - first[row]
+    table = values.new_zeros(owners, int(sizes.max()))
+    table[row, column] = values[order]
+    return table, torch.arange(table.shape[1], device=owner.device) < sizes[:, None]

@@ -1,0 +1,130 @@
+"""`grpo_loss`: the clipped policy objective with KL and entropy terms, reduced with explicit denominators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_kernel.checks import (
+    FLOATS,
+    INTEGERS,
+    MASKS,
+    check_constant,
+    check_number,
+    check_tensor,
+    compute_dtype,
+    invalid,
+)
+from rl_kernel.ops.grpo_loss.reference import LossTerms, grpo_loss_reference
+from rl_kernel.ops.ratio_kl import check_kl_type
+
+
+def grpo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    denominators: Tensor | float,
+    *,
+    eps_clip: float = 0.2,
+    eps_clip_high: float | None = None,
+    eps_clip_c: float | None = None,
+    tis_weights: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    kl_type: str = "k1",
+    unbiased_kl: bool = False,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum over counted tokens of the per-token loss divided by its denominator, and per-token metrics.
+
+    `r = (log_probs - old_log_probs).exp()`; with A = advantages
+    `pg = torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)`; where A < 0 and `eps_clip_c`
+    is given `torch.minimum(pg, -eps_clip_c * A)`;
+    `loss = ((pg * tis_weights + kl_coef * kl - entropy_coef * entropy) / denominators)[mask != 0].sum()`.
+
+    Args:
+        log_probs: [N] nats, any float dtype; computed in float32 (float64 if it is float64).
+        old_log_probs, advantages: [N]; constants.
+        mask: [N] bool, integer or float; nonzero means counted. What stands elsewhere reaches nothing.
+        denominators: number or [N], > 0. For a mean over each sample (or rollout): its mask sum at each of its
+            tokens; for a mean over tokens: the mask sum of the batch; 1 for the sum.
+        eps_clip, eps_clip_high: bounds [1 - eps_clip, 1 + eps_clip_high] of the ratio; high defaults to low.
+        eps_clip_c: bound of the dual clip, > 1.
+        tis_weights: [N] importance weights of trainer over engine; constants. 0 drops the policy term.
+        ref_log_probs, kl_coef, kl_type, unbiased_kl: the KL term, see `ratio_kl`.
+        entropy, entropy_coef: [N] and its bonus; used if entropy_coef != 0.
+
+    Returns:
+        (loss, metrics): a float32 scalar, differentiable in `log_probs` and `entropy`, and detached [N]
+        tensors pg_loss (after tis_weights), pg_clipfrac (1 where the clip binds), ppo_kl (old - new), ratio
+        and, when there is a reference, kl_loss. Tokens not counted hold 0 (ratio: 1).
+
+    Raises:
+        ValueError: wrong shape, dtype or device, a constant that requires grad, a coefficient out of range or
+            without its tensor, a denominator <= 0 (values are read back to the host).
+
+    Deterministic. Sources: PPO (Schulman et al. 2017), GRPO (Shao et al. 2024), clip-higher (DAPO, Yu et al.
+    2025), dual clip (Ye et al. 2020), truncated importance sampling (Yao et al. 2025).
+    """
+    high = eps_clip if eps_clip_high is None else eps_clip_high
+    terms = LossTerms(eps_clip, high, eps_clip_c, kl_coef, kl_type, unbiased_kl, entropy_coef)
+    _check_terms(terms, ref_log_probs, entropy)
+    constants = {"old_log_probs": old_log_probs, "advantages": advantages}
+    optional = {"tis_weights": tis_weights, "ref_log_probs": ref_log_probs, "entropy": entropy}
+    divisor = _check_inputs(log_probs, mask, denominators, constants, optional)
+    dtype = compute_dtype(log_probs)
+    new, old, gain = log_probs.to(dtype), old_log_probs.to(dtype), advantages.to(dtype)
+    extra = {name: None if value is None else value.to(dtype) for name, value in optional.items()}
+    return grpo_loss_reference(terms, new, old, gain, mask != 0, divisor, **extra)
+
+
+def _check_inputs(
+    log_probs: Tensor,
+    mask: Tensor,
+    denominators: Tensor | float,
+    constants: dict[str, Tensor],
+    optional: dict[str, Tensor | None],
+) -> Tensor:
+    """The denominators as a tensor, after all checks of tensors."""
+    check_tensor("log_probs", log_probs, ["N"])
+    shape, device = log_probs.shape, log_probs.device
+    check_tensor("mask", mask, shape, MASKS, device=device)
+    check_constant(mask=mask)
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in (constants | given).items():
+        check_tensor(name, value, shape, device=device)
+        if name != "entropy":
+            check_constant(**{name: value})
+    return _check_denominators(denominators, shape, device, compute_dtype(log_probs))
+
+
+def _check_terms(terms: LossTerms, ref_log_probs: Tensor | None, entropy: Tensor | None) -> None:
+    check_number("eps_clip", terms.eps_clip, at_least=0.0)
+    check_number("eps_clip_high", terms.eps_clip_high, at_least=0.0)
+    if terms.eps_clip_c is not None:
+        check_number("eps_clip_c", terms.eps_clip_c, above=1.0)
+    check_number("kl_coef", terms.kl_coef)
+    check_number("entropy_coef", terms.entropy_coef)
+    check_kl_type(terms.kl_type)
+    if terms.kl_coef != 0 and ref_log_probs is None:
+        raise invalid("kl_coef", "be 0 without ref_log_probs", terms.kl_coef, "pass ref_log_probs")
+    if terms.entropy_coef != 0 and entropy is None:
+        raise invalid("entropy_coef", "be 0 without entropy", terms.entropy_coef, "pass entropy")
+
+
+def _check_denominators(
+    denominators: Tensor | float, shape: torch.Size, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    if not isinstance(denominators, Tensor):
+        check_number("denominators", denominators, above=0.0)
+        return torch.tensor(denominators, dtype=dtype, device=device)
+    check_tensor("denominators", denominators, shape, (*INTEGERS, *FLOATS), device=device)
+    check_constant(denominators=denominators)
+    bad = ~(denominators > 0)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        got = f"{denominators[row].item()} for token {row}"
+        raise invalid("denominators", "be > 0 for every token", got, "clamp mask sums to at least 1")
+    return denominators.to(dtype)

@@ -1,0 +1,33 @@
+"""Masked reductions in plain PyTorch: the definition of correct.
+
+Sums run in float64 and are added over processes in rank order, so that every rank holds the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rl_kernel.collectives import rank_sum
+
+
+def masked_total(values: Tensor, mask: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[2] float64: sum of the counted values and their number, over all ranks. `mask` is bool."""
+    total = torch.where(mask, values, 0).sum(dtype=torch.float64)
+    return rank_sum(torch.stack([total, mask.sum().double()]), group)
+
+
+def masked_whiten_reference(
+    values: Tensor, mask: Tensor, group: ProcessGroup | None, eps: float, shift_mean: bool
+) -> Tensor:
+    """`values` [...] float32 or float64, `mask` bool of the same shape."""
+    total, count = masked_total(values, mask, group)
+    mean = total / count.clamp(min=1)
+    centred = torch.where(mask, values, 0).double() - mean
+    spread, _ = masked_total(centred.square(), mask, group)
+    variance = spread / (count - 1).clamp(min=1)
+    white = centred * torch.rsqrt(variance + eps)
+    if not shift_mean:
+        white = white + mean
+    return torch.where(mask, white, 0.0).to(values.dtype)

@@ -1,0 +1,47 @@
+"""`ratio_kl` in plain PyTorch: the definition of correct. Autograd gives its gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_EXPONENT = 80.0
+"""Exponents stop here: exp(89) overflows float32, and infinity times a zero gradient is NaN."""
+LOW_VAR_BOUND = 10.0
+
+
+def ratio_kl_reference(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    ref_log_probs: Tensor | None,
+    mask: Tensor | None,
+    kl_type: str,
+    unbiased: bool,
+) -> tuple[Tensor, Tensor]:
+    """Inputs [N] of one dtype, float32 or float64; `mask` [N] bool."""
+    log_ratio = _difference(log_probs, old_log_probs, mask)
+    ratio = log_ratio.clamp(max=MAX_EXPONENT).exp()
+    if ref_log_probs is None:
+        return ratio, torch.zeros_like(log_ratio)
+    kl = approx_kl(_difference(log_probs, ref_log_probs, mask), kl_type)
+    if unbiased:
+        kl = ratio * kl
+    if kl_type == "low_var_kl":
+        kl = kl.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND)
+    return ratio, kl
+
+
+def approx_kl(log_ratio: Tensor, kl_type: str) -> Tensor:
+    """The estimate of KL(policy || base) for a log-ratio `log_probs - base`, before weight and clamp."""
+    if kl_type == "k1":
+        return log_ratio
+    if kl_type == "k2":
+        return log_ratio.square() / 2
+    # expm1 keeps the digits that exp(-x) - 1 loses near x = 0, where almost all tokens are.
+    return torch.expm1((-log_ratio).clamp(max=MAX_EXPONENT)) + log_ratio
+
+
+def _difference(log_probs: Tensor, base: Tensor, mask: Tensor | None) -> Tensor:
+    """log_probs - base, 0 where masked out: whatever stands there reaches neither values nor gradients."""
+    difference = log_probs - base
+    return difference if mask is None else torch.where(mask, difference, 0.0)

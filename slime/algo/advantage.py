@@ -1,0 +1,79 @@
+"""Rewards -> one advantage per response token, for every estimator. Pure functions of tensors.
+
+S samples; R_i response tokens of sample i; all lists have one tensor [R_i] per sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rl_kernel
+
+ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+def compute_advantages(
+    args: Any,
+    rewards: list[float],
+    loss_masks: list[Tensor],
+    kl: list[Tensor],
+    *,
+    dp_group: Any = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Advantages and returns, fp32, by `args.advantage_estimator`.
+
+    grpo, gspo, cispo: `A_t = r` (r already normalised over its group);
+    reinforce_plus_plus: `A_t = sum_{k>=t} gamma^(k-t) * (-kl_coef * kl_k * m_k + r * [k is the last trained token])`
+    (REINFORCE++, 2501.03262); reinforce_plus_plus_baseline: `A_t = r - kl_coef * kl_t`.
+    --normalize-advantages whitens A over all trained tokens of `dp_group`; returns stay as they were.
+    """
+    if args.advantage_estimator not in ESTIMATORS:
+        raise ValueError(
+            f"--advantage-estimator must be one of {', '.join(ESTIMATORS)}, got {args.advantage_estimator}"
+        )
+    returns = []
+    for reward, mask, kl_i in zip(rewards, loss_masks, kl, strict=True):
+        if args.advantage_estimator == "reinforce_plus_plus":
+            returns.append(discounted_returns(reward, mask, kl_i, kl_coef=args.kl_coef, gamma=args.gamma))
+        elif args.advantage_estimator == "reinforce_plus_plus_baseline":
+            returns.append(reward - args.kl_coef * kl_i.float())
+        else:
+            returns.append(torch.full_like(kl_i, reward, dtype=torch.float32))
+    if not args.normalize_advantages:
+        return returns, returns
+    sizes = [len(r) for r in returns]
+    whitened = rl_kernel.masked_whiten(torch.cat(returns), torch.cat(loss_masks), group=dp_group)
+    return list(whitened.split(sizes)), returns
+
+
+def discounted_returns(reward: float, mask: Tensor, kl: Tensor, *, kl_coef: float, gamma: float) -> Tensor:
+    """`G_t = x_t + gamma * G_{t+1}` with `x = -kl_coef * kl * mask`, and `reward` added at the last trained token."""
+    x = -kl_coef * kl.float() * mask
+    trained = mask.nonzero()
+    if len(trained):
+        x[trained[-1]] += reward
+    return discounted_sum(x, gamma)
+
+
+def discounted_sum(x: Tensor, discount: float) -> Tensor:
+    """`y_t = x_t + discount * y_{t+1}` along the last dimension, fp32, in log2(T) vector steps instead of T scalar ones."""
+    y = x.float().clone()
+    span = 1
+    while span < y.shape[-1]:
+        # y_t already sums span terms; the next span terms are what y_{t+span} holds.
+        y[..., :-span] += discount**span * y[..., span:].clone()
+        span *= 2
+    return y
+
+
+def gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (1506.02438) along the last dimension: returns (advantages, advantages + values).
+
+    `delta_t = r_t + gamma * V_{t+1} - V_t` with V after the end 0, `A_t = delta_t + gamma * lambd * A_{t+1}`; fp32.
+    """
+    next_values = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1)
+    advantages = discounted_sum(rewards + gamma * next_values - values, gamma * lambd)
+    return advantages, advantages + values

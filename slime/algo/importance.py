@@ -1,0 +1,41 @@
+"""Correction for tokens that another distribution sampled: truncated importance sampling and its metrics.
+
+R response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def truncated_importance(
+    train_log_probs: Tensor, rollout_log_probs: Tensor, *, clip: float, clip_low: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`w = exp(train_log_probs - rollout_log_probs).clamp(clip_low, clip)`, detached, [R] fp32, with per-token metrics.
+
+    Metrics: tis (the unclamped ratio), tis_clipfrac (1 where clamped), tis_abs (|ratio - 1|).
+    """
+    ratio = (train_log_probs.detach().float() - rollout_log_probs.float()).exp()
+    weights = ratio.clamp(clip_low, clip)
+    return weights, {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1).abs()}
+
+
+def sequence_mean(per_token: Tensor, mask: Tensor, sample_of_row: Tensor, num_samples: int) -> Tensor:
+    """Masked mean of each sample, [num_samples]: `Σ_t x·m / max(Σ_t m, 1)`; differentiable."""
+    weights = mask.to(per_token.dtype)
+    total = per_token.new_zeros(num_samples).index_add(0, sample_of_row, per_token * weights)
+    count = per_token.new_zeros(num_samples).index_add(0, sample_of_row, weights)
+    return total / count.clamp(min=1)
+
+
+def opsm_mask(
+    advantages: Tensor, seq_kl: Tensor, sample_of_row: Tensor, *, delta: float
+) -> tuple[Tensor, Tensor]:
+    """Off-policy sequence mask: tokens of a sample with negative advantage and sequence KL above `delta` count 0.
+
+    `seq_kl` [num_samples] is the masked mean of `old - new`. Returns the multiplier [R] and 1 - multiplier.
+    """
+    dropped = (advantages < 0) & (seq_kl.detach()[sample_of_row] > delta)
+    keep = torch.where(dropped, 0.0, 1.0)
+    return keep, 1.0 - keep

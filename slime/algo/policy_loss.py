@@ -1,0 +1,181 @@
+"""Log-probs of a micro-batch -> the loss, for every estimator. Pure functions of tensors: no model, no ranks.
+
+R response tokens of the micro-batch, S its samples. Token t of the loss is divided by `denominators[t]`, which holds the
+means over sample and batch; losses and metrics of micro-batches and ranks are therefore added up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rl_kernel
+from slime.algo.importance import opsm_mask, sequence_mean, truncated_importance
+from slime.algo.ppo import compute_cispo_loss, compute_policy_loss
+from slime.hooks import load_function
+
+
+@dataclass
+class TokenColumns:
+    """What a loss may read: [R] each, fp32 nats for log-probs; None where the run has no such column.
+
+    `normaliser` is the last factor of `denominators`: the step's rollouts, or tokens with --calculate-per-token-loss.
+    `old_log_probs` None means that the policy is still the old one: the detached `log_probs` serve.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    mask: Tensor
+    denominators: Tensor
+    normaliser: float
+    sample_of_row: Tensor
+    total_lengths: list[int]
+    response_lengths: list[int]
+    advantages: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+
+    @cached_property
+    def weights(self) -> Tensor:
+        return self.mask / self.denominators
+
+    def mean(self, per_token: Tensor) -> Tensor:
+        """`(mask / denominators * per_token).sum()`: this micro-batch's part of the mean over the step."""
+        return (self.weights * per_token).sum()
+
+    def per_sample(self, column: Tensor) -> list[Tensor]:
+        return list(column.split(self.response_lengths))
+
+
+Losses = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+"""Loss, metrics to add up, metrics to take the maximum of."""
+
+
+def sft_loss(args: Any, t: TokenColumns) -> Losses:
+    """`-(mask / denominators * log_probs).sum()`."""
+    loss = -t.mean(t.log_probs)
+    return loss, {"loss": loss.detach()}, {}
+
+
+def policy_loss(args: Any, t: TokenColumns) -> Losses:
+    """`(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl)).sum()`, pg by --advantage-estimator.
+
+    grpo, reinforce_plus_plus*: the clipped surrogate of rl_kernel.grpo_loss with r = exp(log_probs - old); gspo: the
+    same with r from the masked mean over the sequence (2507.18071); cispo: -sg(clip(r)) A log_probs (2506.13585).
+    pg is multiplied by the truncated importance weight exp(old - rollout) with --use-tis, and by 0 for samples that
+    --use-opsm drops. The entropy carries a gradient only when its coefficient is not 0.
+    """
+    old = t.log_probs.detach() if t.old_log_probs is None else t.old_log_probs
+    factor, per_token = pg_factor(args, t, old)
+    pg_loss, terms = pg_loss_of(args, t, old, factor)
+    entropy_loss = t.mean(t.entropy)
+    sums = {"pg_loss": pg_loss, "entropy_loss": entropy_loss}
+    loss = pg_loss
+    if args.entropy_coef != 0:
+        loss = loss - args.entropy_coef * entropy_loss
+    if args.use_kl_loss:
+        _, kl = rl_kernel.ratio_kl(
+            t.log_probs, old, t.ref_log_probs, t.mask, args.kl_loss_type, unbiased=args.use_unbiased_kl
+        )
+        sums["kl_loss"] = t.mean(kl)
+        loss = loss + args.kl_loss_coef * sums["kl_loss"]
+    per_token |= {**terms, "log_probs": t.log_probs}
+    maxima = {}
+    if t.rollout_log_probs is not None:
+        # With --use-rollout-logprobs old is the engine's own: only the present policy says how far trainer and engine are.
+        trainer_side = t.log_probs.detach() if args.use_rollout_logprobs else old
+        difference = (trainer_side - t.rollout_log_probs).abs()
+        per_token["train_rollout_logprob_abs_diff"] = difference
+        maxima["train_rollout_logprob_abs_diff_max"] = (difference * t.mask).max()
+    sums |= {name: t.mean(value) for name, value in per_token.items()}
+    return loss, {"loss": loss, **sums}, maxima
+
+
+def pg_factor(args: Any, t: TokenColumns, old: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """What the policy-gradient term of each token is multiplied by ([R], constant; None for 1), and its metrics."""
+    factor, metrics = None, {}
+    if args.use_opsm:
+        seq_kl = sequence_mean(old - t.log_probs.detach(), t.mask, t.sample_of_row, len(t.response_lengths))
+        factor, metrics["opsm_clipfrac"] = opsm_mask(
+            t.advantages, seq_kl, t.sample_of_row, delta=args.opsm_delta
+        )
+    if args.use_tis or args.get_mismatch_metrics:
+        metrics["ois"] = (t.log_probs.detach() - old).exp()
+        if not args.custom_tis_function_path:
+            weights, extra = truncated_importance(
+                old, t.rollout_log_probs, clip=args.tis_clip, clip_low=args.tis_clip_low
+            )
+            metrics |= extra
+            if args.use_tis:
+                factor = weights if factor is None else factor * weights
+    return factor, metrics
+
+
+def pg_loss_of(
+    args: Any, t: TokenColumns, old: Tensor, factor: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The reduced policy-gradient term, and per-token metrics (pg_clipfrac, ppo_kl and those of hooks)."""
+    new, base = t.log_probs, old
+    if args.advantage_estimator == "gspo":
+        log_ratio = sequence_mean(new - old, t.mask, t.sample_of_row, len(t.response_lengths))
+        new, base = log_ratio[t.sample_of_row], torch.zeros_like(old)
+    hooked = args.custom_tis_function_path or args.custom_pg_loss_reducer_function_path
+    if args.advantage_estimator != "cispo" and not hooked:
+        loss, terms = rl_kernel.grpo_loss(
+            new,
+            base,
+            t.advantages,
+            t.mask,
+            t.denominators,
+            eps_clip=args.eps_clip,
+            eps_clip_high=args.eps_clip_high,
+            eps_clip_c=args.eps_clip_c,
+            tis_weights=factor,
+        )
+        return loss, {name: terms[name] for name in ("pg_clipfrac", "ppo_kl")}
+    ppo_kl = base - new
+    if args.advantage_estimator == "cispo":
+        pg, clipped = compute_cispo_loss(ppo_kl, new, t.advantages, args.eps_clip, args.eps_clip_high)
+    else:
+        pg, clipped = compute_policy_loss(
+            ppo_kl, t.advantages, args.eps_clip, args.eps_clip_high, args.eps_clip_c
+        )
+    if factor is not None:
+        pg = pg * factor
+    loss, extra = reduce_with_hooks(args, t, pg, old)
+    return loss, {"pg_clipfrac": clipped, "ppo_kl": ppo_kl, **extra}
+
+
+def reduce_with_hooks(
+    args: Any, t: TokenColumns, pg: Tensor, old: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Per-token losses through --custom-tis-function-path and --custom-pg-loss-reducer-function-path.
+
+    The first may return masks: they zero numerators, the denominators stay. The second is
+    fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> callable(pg) -> sum of sample means.
+    """
+    masks, metrics = t.per_sample(t.mask), {}
+    if args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics):
+        hook = load_function(args.custom_tis_function_path, flag="--custom-tis-function-path")
+        corrected, new_masks, metrics = hook(
+            args=args,
+            pg_loss=pg,
+            train_log_probs=t.per_sample(old),
+            rollout_log_probs=t.per_sample(t.rollout_log_probs),
+            loss_masks=masks,
+            total_lengths=t.total_lengths,
+            response_lengths=t.response_lengths,
+        )
+        if args.use_tis:
+            pg, masks = corrected, list(new_masks)
+    path = args.custom_pg_loss_reducer_function_path
+    if path is None:
+        return (torch.cat(masks) / t.denominators * pg).sum(), metrics
+    make = load_function(path, flag="--custom-pg-loss-reducer-function-path")
+    reducer = make(t.total_lengths, t.response_lengths, masks, args.calculate_per_token_loss)
+    return reducer(pg) / t.normaliser, metrics

@@ -1,0 +1,82 @@
+"""Per-token pieces of policy-gradient losses under the names and signatures that existing hooks import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rl_kernel
+from slime.algo.advantage import gae
+
+
+def compute_approx_kl(
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    kl_loss_type: str,
+    importance_ratio: Tensor | None = None,
+) -> Tensor:
+    """The `kl_loss_type` estimate (k1, k2, k3, low_var_kl) of KL(policy || base) per token; see rl_kernel.ratio_kl.
+
+    `importance_ratio`, exp(log_probs - old log-probs), multiplies it (before low_var_kl's clamp), with its gradient.
+    """
+    if importance_ratio is None:
+        return rl_kernel.ratio_kl(log_probs, log_probs_base.detach(), log_probs_base.detach(), None, kl_loss_type)[1]
+    old = (log_probs - importance_ratio.log()).detach()
+    return rl_kernel.ratio_kl(log_probs, old, log_probs_base.detach(), None, kl_loss_type, unbiased=True)[1]
+
+
+def calculate_log_probs_and_entropy(
+    logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False, chunk_size: int = -1
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of `tokens` [R] (and entropy) from logits [R, V_local] split over `tp_group`; see rl_kernel.logp.
+
+    `chunk_size` is kept for callers that bounded memory with it.
+    """
+    size = torch.distributed.get_world_size(tp_group) if tp_group is not None else 1
+    start = torch.distributed.get_rank(tp_group) * logits.shape[-1] if size > 1 else 0
+    group = tp_group if size > 1 else None
+    out = rl_kernel.logp(logits, tokens, tp_group=group, vocab_start=start, return_entropy=with_entropy)
+    return out if with_entropy else (out, None)
+
+
+def compute_policy_loss(
+    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)` with `r = (-ppo_kl).exp()`.
+
+    With `eps_clip_c` (above 1) the loss of a token with A < 0 is at most `-eps_clip_c * A` (dual clip, 1912.09729).
+    Returns the loss and 1.0 where the clip was active, both the shape of `ppo_kl`. PPO: 1707.06347.
+    """
+    ratio = (-ppo_kl).exp()
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
+    loss = torch.maximum(plain, clipped)
+    active = (clipped > plain).float()
+    if eps_clip_c is not None:
+        if eps_clip_c <= 1:
+            raise ValueError(f"--eps-clip-c must be above 1, got {eps_clip_c}; leave it out to turn dual clip off")
+        loss = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
+    return loss, active
+
+
+def compute_cispo_loss(
+    ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """`-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs` and 1.0 where the clip was active (2506.13585)."""
+    ratio = (-ppo_kl).exp().detach()
+    bounded = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
+    return -bounded * advantages * log_probs, (bounded != ratio).float()
+
+
+def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T]; see slime.algo.advantage.gae."""
+    return gae(rewards, values, gamma, lambd)
+
+
+def chunked_gae(
+    rewards: Tensor, values: Tensor, gamma: float, lambd: float, chunk_size: int = 128
+) -> tuple[Tensor, Tensor]:
+    """The same numbers as `vanilla_gae`, which needs no chunks to be fast; `chunk_size` is kept for its callers."""
+    return gae(rewards, values, gamma, lambd)

@@ -1,0 +1,124 @@
+"""Ray actors around the rollout manager and the trainer ranks, and the handles through which the loop calls them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from slime.cluster.placement import Placement, cpu_threads
+from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
+
+
+class TrainerActor:
+    """One trainer rank in its own process. Megatron is imported here, never in the driver."""
+
+    def __init__(self, config: Any, rank: int, world_size: int, threads: int) -> None:
+        os.environ.update({key: str(value) for key, value in config.train_env_vars.items()})
+        self.config, self.rank, self.world_size = config, rank, world_size
+        if threads:
+            import torch
+
+            torch.set_num_threads(threads)
+
+    def rendezvous(self) -> str:
+        """A torch.distributed address on this rank's node. The port is free now; a taken one fails loudly at start."""
+        with socket.socket() as probe:
+            probe.bind((ray.util.get_node_ip_address(), 0))
+            host, port = probe.getsockname()
+        return f"tcp://{host}:{port}"
+
+    def build(self, init_method: str) -> tuple[int, int]:
+        """Build the model; returns (data-parallel rank, first rollout to train)."""
+        from slime.megatron_backend.trainer import MegatronTrainer
+
+        self.trainer = MegatronTrainer(self.config, self.rank, self.world_size, init_method=init_method)
+        return self.trainer.info.dp_rank, self.trainer.start_rollout_id
+
+    def train(self, rollout_id: int, data: dict[str, Any]) -> TrainResult:
+        return self.trainer.train(rollout_id, data)
+
+    def save(self, rollout_id: int) -> None:
+        self.trainer.save(rollout_id)
+
+    def publish_weights(self, version: int, checksums: bool) -> WeightUpdate | None:
+        return self.trainer.publish_weights(version, checksums=checksums)
+
+
+class TrainerGroup:
+    """All trainer ranks. Implements slime.protocols.TrainerHandle; a call runs on every rank and its future holds rank 0's answer."""
+
+    def __init__(self, config: Any, placement: Placement) -> None:
+        world_size = len(placement.trainer_bundles)
+        threads = cpu_threads(config)[0] if placement.resource == "CPU" else 0
+        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="trainer-group")
+        self._actors = [
+            ray.remote(TrainerActor)
+            .options(name=f"trainer-{rank}", runtime_env={"env_vars": env}, **placement.options(bundle))
+            .remote(config, rank, world_size, threads)
+            for rank, bundle in enumerate(placement.trainer_bundles)
+        ]
+        init_method = ray.get(self._actors[0].rendezvous.remote())
+        self._building = [actor.build.remote(init_method) for actor in self._actors]
+
+    def wait_built(self) -> None:
+        built = first_failure_or_all(self._building)
+        self._dp_ranks = [dp_rank for dp_rank, _ in built]
+        self.start_rollout_id = built[0][1]
+
+    def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]:
+        return self._on_all(
+            [
+                actor.train.remote(rollout_id, rank_data[dp_rank])
+                for actor, dp_rank in zip(self._actors, self._dp_ranks, strict=True)
+            ]
+        )
+
+    def save(self, rollout_id: int) -> Future[None]:
+        return self._on_all([actor.save.remote(rollout_id) for actor in self._actors])
+
+    def publish_weights(self, version: int, *, checksums: bool) -> Future[WeightUpdate]:
+        return self._on_all([actor.publish_weights.remote(version, checksums) for actor in self._actors])
+
+    def _on_all(self, refs: list[Any]) -> Future[Any]:
+        return self._threads.submit(lambda: first_failure_or_all(refs)[0])
+
+    def stop(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for actor in self._actors:
+            ray.kill(actor)
+
+
+def first_failure_or_all(refs: list[Any]) -> list[Any]:
+    """All results; the first rank that fails raises at once, while its peers still wait for it in a collective."""
+    waiting = list(refs)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1)
+        ray.get(done)
+    return ray.get(refs)
+
+
+class RolloutGroup:
+    """The rollout manager's actor. Implements slime.protocols.RolloutHandle."""
+
+    def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
+        from slime.rollout.manager import RolloutManager
+
+        self._actor = ray.remote(RolloutManager).options(num_cpus=0).remote(config, engine, dp_size, facts, ray.put)
+
+    def load(self, start_rollout_id: int) -> None:
+        """Bring the data source to where it stood before rollout `start_rollout_id`."""
+        ray.get(self._actor.load.remote(start_rollout_id))
+
+    def generate(self, rollout_id: int) -> Future[RolloutBatch]:
+        return self._actor.generate.remote(rollout_id).future()
+
+    def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
+        return self._actor.evaluate.remote(rollout_id).future()
+
+    def stop(self) -> None:
+        ray.kill(self._actor)

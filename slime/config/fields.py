@@ -1,0 +1,117 @@
+"""How a section of the configuration declares a flag, and how command-line strings become its typed value.
+
+A section is a frozen dataclass whose fields are made by `flag`; field name and flag name are the same words
+(`rollout_batch_size`, `--rollout-batch-size`). The annotation decides the type: bool, int, float, str, dict
+(JSON), `list[...]` (any number of values), each with `| None` where "not given" is a state of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+TRUE_WORDS = ("true", "1", "yes", "on")
+FALSE_WORDS = ("false", "0", "no", "off")
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable[Any] | None = None,
+    append: bool = False,
+    secret: bool = False,
+) -> Any:
+    """A dataclass field that is a flag. `append` collects repeated uses, `secret` is masked when saved."""
+    meta = {"help": help, "choices": tuple(choices) if choices else None, "append": append, "secret": secret}
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=meta)
+    return dataclasses.field(default=default, metadata=meta)
+
+
+def spelled(name: str) -> str:
+    """The flag of a field name: "rollout_seed" -> "--rollout-seed"."""
+    return "--" + name.replace("_", "-")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name closest to `name`, as the end of an error message; empty when nothing is near."""
+    close = get_close_matches(name.replace("_", "-"), [k.replace("_", "-") for k in known], n=1, cutoff=0.6)
+    return f"; did you mean --{close[0]}?" if close else ""
+
+
+@dataclass(frozen=True)
+class FlagSpec:
+    """What is known about one flag. `kind` makes one value of a string; `many` means a list of them."""
+
+    name: str
+    kind: Callable[[str], Any]
+    default: Any
+    help: str
+    many: bool = False
+    append: bool = False
+    choices: tuple[Any, ...] | None = None
+    secret: bool = False
+
+    def parse(self, values: list[str], typed: str) -> Any:
+        """The typed value of the strings that followed the flag, which the user spelled as `typed`."""
+        if self.kind is bool:
+            return self._parse_bool(values, typed)
+        if self.many:
+            return [self._parse_one(v, typed) for v in values]
+        if len(values) != 1:
+            raise ValueError(
+                f"{typed} must be followed by one value, got {len(values)}: {' '.join(values) or 'none'}"
+            )
+        return self._parse_one(values[0], typed)
+
+    def _parse_bool(self, values: list[str], typed: str) -> bool:
+        word = values[0].lower() if len(values) == 1 else ""
+        if not values or word in TRUE_WORDS:
+            return True
+        if word in FALSE_WORDS:
+            return False
+        raise ValueError(f"{typed} must stand alone or be true or false, got {' '.join(values)!r}")
+
+    def _parse_one(self, text: str, typed: str) -> Any:
+        try:
+            value = json.loads(text) if self.kind is dict else self.kind(text)
+        except ValueError as error:
+            wanted = "a JSON object" if self.kind is dict else f"of type {self.kind.__name__}"
+            raise ValueError(f"{typed} must be {wanted}, got {text!r}") from error
+        if self.kind is dict and not isinstance(value, dict):
+            raise ValueError(f"{typed} must be a JSON object, got {text!r}")
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{typed} must be one of {', '.join(map(str, self.choices))}, got {value}")
+        return value
+
+
+@functools.cache
+def specs_of(section: type) -> dict[str, FlagSpec]:
+    """Field name -> spec, for the fields of a section made by `flag` (others are results, not flags)."""
+    hints = typing.get_type_hints(section)
+    specs = {}
+    for f in dataclasses.fields(section):
+        if "help" not in f.metadata:
+            continue
+        kind, many = _kind_of(hints[f.name])
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        specs[f.name] = FlagSpec(f.name, kind, default, many=many, **f.metadata)
+    return specs
+
+
+def _kind_of(hint: Any) -> tuple[type, bool]:
+    """(type of one value, is it a list) of an annotation such as `list[str] | None`."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    origin = typing.get_origin(hint)
+    if origin is list:
+        return typing.get_args(hint)[0], True
+    return origin or hint, False

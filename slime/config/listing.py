@@ -1,0 +1,60 @@
+"""Every flag that parse_args accepts by itself, as rows: for `vime flags` and for the frozen-surface test."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from slime.config.fields import FlagSpec, specs_of, spelled
+from slime.config.megatron_flags import HISTORICAL, MODEL_ARGS, core_config_classes, core_flags
+from slime.config.schema import SECTIONS, own_flags
+from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
+
+Row = dict[str, Any]
+
+
+def row(
+    flag: str, owner: str, default: Any, help: str, choices: Any = None, translated_to: str | None = None
+) -> Row:
+    """One line of the listing; the same keys for every owner."""
+    return {
+        "flag": flag,
+        "owner": owner,
+        "default": default,
+        "help": help,
+        "choices": list(choices) if choices else None,
+        "translated_to": translated_to,
+    }
+
+
+def own_rows() -> Iterator[Row]:
+    """The flags that this project acts on, then those it accepts at their default or without effect."""
+    for section, cls in SECTIONS.items():
+        for name, spec in specs_of(cls).items():
+            yield row(spelled(name), f"slime.config.{section}", spec.default, spec.help, spec.choices)
+    for name, entry in UNSUPPORTED.items():
+        yield row(spelled(name), "not supported yet", entry.default, f"only the default: {entry.why}")
+    for name, spec in NO_EFFECT.items():
+        yield row(spelled(name), "no effect", spec.default, spec.help)
+
+
+def megatron_rows() -> Iterator[Row]:
+    """Megatron's flags (imports megatron.core), each with the field it sets."""
+    for name, spec in MODEL_ARGS.items():
+        yield _megatron_row(name, spec, "compared with config.json of --hf-checkpoint")
+    fields = {f.name for cls in core_config_classes() for f in dataclasses.fields(cls)}
+    for name, entry in HISTORICAL.items():
+        assert entry.field in fields, entry.field
+        spec = entry.spec or FlagSpec(name, bool, False, "")
+        value = "" if entry.spec else f" = {entry.value}"
+        yield _megatron_row(name, spec, f"megatron-core {entry.field}{value}")
+    taken = {*own_flags(), *UNSUPPORTED, *NO_EFFECT}
+    for name, flag in core_flags().items():
+        if name in taken:
+            continue  # a core field that this project reads itself, or does not support yet
+        yield _megatron_row(name, flag.spec, f"{flag.spec.help}{' = False' if flag.negated else ''}")
+
+
+def _megatron_row(name: str, spec: FlagSpec, becomes: str) -> Row:
+    return row(spelled(name), "megatron-core", spec.default, spec.help or becomes, spec.choices, becomes)

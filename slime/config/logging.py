@@ -1,0 +1,36 @@
+"""Flags of the logging section: where metrics and records of a run go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config.fields import flag
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """metrics.jsonl is always written; TensorBoard and wandb on request."""
+
+    run_dir: str | None = flag(None, "records of this run (default: runs/<model>-<time>)")
+    use_tensorboard: bool = flag(False, "write TensorBoard events")
+    tb_project_name: str | None = flag(
+        None, "TensorBoard directory (default: tensorboard/ in the run directory)"
+    )
+    tb_experiment_name: str | None = flag(None, "sub-directory of --tb-project-name")
+    use_wandb: bool = flag(False, "log to Weights & Biases")
+    wandb_mode: str | None = flag(None, "wandb mode", choices=("online", "offline", "disabled"))
+    wandb_dir: str | None = flag(None, "wandb directory (default: the run directory)")
+    wandb_key: str | None = flag(
+        None, "wandb key; prefer the environment variable WANDB_API_KEY", secret=True
+    )
+    wandb_host: str | None = flag(None, "wandb server")
+    wandb_team: str | None = flag(None, "wandb entity")
+    wandb_group: str | None = flag(None, "wandb group")
+    wandb_project: str | None = flag(None, "wandb project")
+    wandb_run_id: str | None = flag(None, "wandb run to continue")
+    disable_wandb_random_suffix: bool = flag(False, "no random suffix on the wandb run name")
+    wandb_always_use_train_step: bool = flag(False, "use the training step as the x axis everywhere")
+    log_multi_turn: bool = flag(False, "report multi_turn/* metrics")
+    log_passrate: bool = flag(False, "report pass@k of the training samples")
+    log_reward_category: str | None = flag(None, "key of a dict reward whose values are counted")
+    log_correct_samples: bool = flag(False, "report lengths of correct samples apart")

@@ -1,0 +1,70 @@
+"""The Megatron section: parallel sizes, precision, optimizer, schedule, and what else of Megatron was given.
+
+The fields made by `flag` are known without importing Megatron. Every other Megatron flag (megatron_flags.py)
+lands in `overrides`, by the name of the megatron-core field it sets; MODEL_ARGS of launch scripts land in
+`model_args`, which change nothing: they are compared with the checkpoint's config.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import typing
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.config.fields import flag
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """`params_dtype` is the name of a torch dtype, resolved from --bf16, --fp16, --fp32 and the device."""
+
+    tensor_model_parallel_size: int = flag(1, "tensor-parallel ranks")
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages")
+    context_parallel_size: int = flag(1, "context-parallel ranks")
+    expert_model_parallel_size: int = flag(1, "expert-parallel ranks")
+    expert_tensor_parallel_size: int | None = flag(None, "tensor-parallel ranks inside an expert")
+    sequence_parallel: bool = flag(False, "shard activations between tensor-parallel regions")
+    bf16: bool = flag(False, "bfloat16 parameters (the default on a GPU)")
+    fp16: bool = flag(False, "float16 parameters")
+    fp32: bool = flag(False, "float32 parameters (the default on a CPU)")
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this times tensor parallel"
+    )
+    optimizer: str = flag("adam", "optimizer", choices=("adam", "sgd"))
+    use_distributed_optimizer: bool = flag(True, "shard optimizer state over the data-parallel ranks")
+    lr: float = flag(1e-6, "learning rate")
+    min_lr: float = flag(0.0, "floor of the decayed learning rate")
+    lr_decay_style: str = flag("constant", "schedule", choices=("constant", "linear", "cosine"))
+    lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up")
+    lr_decay_iters: int | None = flag(None, "optimizer steps until --min-lr (default: all of the run)")
+    weight_decay: float = flag(0.01, "decoupled weight decay")
+    adam_beta1: float = flag(0.9, "Adam beta1")
+    adam_beta2: float = flag(0.999, "Adam beta2")
+    adam_eps: float = flag(1e-8, "Adam epsilon")
+    clip_grad: float = flag(1.0, "largest gradient norm; 0 is no clipping")
+    params_dtype: str = "bfloat16"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    model_args: dict[str, Any] = field(default_factory=dict)
+
+    def core_overrides(self, config_class: type) -> dict[str, Any]:
+        """The `overrides` that are fields of `config_class` (a megatron-core dataclass), in its own types.
+
+        Enums and torch dtypes are kept by name in `overrides`, so that a saved configuration is plain JSON.
+        """
+        hints = typing.get_type_hints(config_class)
+        names = {f.name for f in dataclasses.fields(config_class)}
+        return {k: _core_value(hints[k], v) for k, v in self.overrides.items() if k in names}
+
+
+def _core_value(hint: Any, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint[value]
+    if "torch.dtype" in str(hint):
+        import torch
+
+        return getattr(torch, value)
+    return value

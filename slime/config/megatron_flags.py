@@ -1,0 +1,203 @@
+"""Megatron's own flags: made from the fields of megatron-core's configs, plus historical names that differ.
+
+The megatron-core wheel holds no argument parser, so the flags are made here from TransformerConfig,
+OptimizerConfig and DistributedDataParallelConfig. `HISTORICAL` and `MODEL_ARGS` need no import; `core_flags`
+imports megatron.core (seconds) and is called only for a flag that nobody else owns. Refused: fields that hold
+callables or other objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import types
+import typing
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.fields import FlagSpec, spelled
+
+MODEL_ARGS = {
+    spec.name: spec
+    for spec in (
+        FlagSpec("num_layers", int, None, "transformer layers"),
+        FlagSpec("hidden_size", int, None, "width of the residual stream"),
+        FlagSpec("ffn_hidden_size", int, None, "width of the MLP"),
+        FlagSpec("num_attention_heads", int, None, "query heads"),
+        FlagSpec("group_query_attention", bool, False, "fewer key/value heads than query heads"),
+        FlagSpec("num_query_groups", int, None, "key/value heads"),
+        FlagSpec("kv_channels", int, None, "width of a head"),
+        FlagSpec("qk_layernorm", bool, False, "normalise queries and keys"),
+        FlagSpec("swiglu", bool, False, "gated SiLU in the MLP"),
+        FlagSpec("disable_bias_linear", bool, False, "no bias in linear layers"),
+        FlagSpec("add_qkv_bias", bool, False, "bias in the query, key and value projections"),
+        FlagSpec("normalization", str, None, "kind of norm", choices=("LayerNorm", "RMSNorm")),
+        FlagSpec("norm_epsilon", float, None, "epsilon of the norms"),
+        FlagSpec(
+            "position_embedding_type", str, None, "position embedding", choices=("rope", "learned_absolute")
+        ),
+        FlagSpec("use_rotary_position_embeddings", bool, False, "rotary position embedding"),
+        FlagSpec("rotary_base", float, None, "base of the rotary frequencies"),
+        FlagSpec("rotary_percent", float, None, "rotated fraction of a head"),
+        FlagSpec("vocab_size", int, None, "tokens of the vocabulary, without padding"),
+        FlagSpec("max_position_embeddings", int, None, "longest context"),
+        FlagSpec("untie_embeddings_and_output_weights", bool, False, "output layer with weights of its own"),
+        FlagSpec("num_experts", int, None, "routed experts"),
+        FlagSpec("moe_ffn_hidden_size", int, None, "width of an expert"),
+        FlagSpec("moe_router_topk", int, None, "experts of a token"),
+        FlagSpec("moe_shared_expert_intermediate_size", int, None, "width of the shared expert"),
+    )
+}
+"""MODEL_ARGS of launch scripts. They describe the checkpoint and are compared with its config.json."""
+
+
+@dataclass(frozen=True)
+class Historical:
+    """A Megatron flag whose name is not that of the field it sets. `value` is what the bare flag means."""
+
+    field: str
+    value: Any = None
+    spec: FlagSpec | None = None
+
+    def parse(self, values: list[str], typed: str) -> Any:
+        """The value for the core field, of the strings that followed the flag."""
+        if self.spec is not None:
+            return self.spec.parse(values, typed)
+        if values:
+            raise ValueError(f"{typed} must stand alone, got {' '.join(values)!r}")
+        return self.value
+
+
+HISTORICAL = {
+    "accumulate_allreduce_grads_in_fp32": Historical("grad_reduce_in_fp32", True),
+    "attention_backend": Historical(
+        "attention_backend", spec=FlagSpec("attention_backend", str, "auto", "", choices=("auto", "flash"))
+    ),
+    "check_for_nan_in_loss_and_grad": Historical("check_for_nan_in_grad", True),
+    "ddp_average_in_collective": Historical("average_in_collective", True),
+    "ddp_bucket_size": Historical("bucket_size", spec=FlagSpec("ddp_bucket_size", int, None, "")),
+    "no_async_tensor_model_parallel_allreduce": Historical("async_tensor_model_parallel_allreduce", False),
+    "no_bias_dropout_fusion": Historical("bias_dropout_fusion", False),
+    "no_bias_gelu_fusion": Historical("bias_activation_fusion", False),
+    "no_bias_swiglu_fusion": Historical("bias_activation_fusion", False),
+    "no_check_for_nan_in_loss_and_grad": Historical("check_for_nan_in_grad", False),
+    "no_gradient_accumulation_fusion": Historical("gradient_accumulation_fusion", False),
+    "no_masked_softmax_fusion": Historical("masked_softmax_fusion", False),
+    "no_overlap_p2p_communication": Historical("overlap_p2p_comm", False),
+    "no_persist_layer_norm": Historical("persist_layer_norm", False),
+    "no_rope_fusion": Historical("apply_rope_fusion", False),
+    "recompute_activations": Historical("recompute_granularity", "selective"),
+    "recompute_granularity": Historical(
+        "recompute_granularity",
+        spec=FlagSpec("recompute_granularity", str, None, "", choices=("full", "selective")),
+    ),
+}
+"""Megatron's names for settings of its core fields."""
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "uint8"}
+
+MANAGED = {
+    "params_dtype": "set by --bf16, --fp16 or --fp32",
+    "pipeline_dtype": "set by --bf16, --fp16 or --fp32",
+    "autocast_dtype": "autocast is not used",
+    "enable_autocast": "autocast is not used",
+    "layernorm_epsilon": "spelled --norm-epsilon and read from the checkpoint's config.json",
+    "add_bias_linear": "read from the checkpoint's config.json",
+    "gated_linear_unit": "read from the checkpoint's config.json",
+    "num_moe_experts": "spelled --num-experts and read from the checkpoint's config.json",
+    "bias_activation_fusion": "spelled --no-bias-swiglu-fusion",
+}
+"""Core fields that no flag sets, and what decides them instead."""
+
+
+@dataclass(frozen=True)
+class CoreFlag:
+    """A flag made from a megatron-core field: how to parse it, which field it sets, whether it negates it."""
+
+    field: str
+    spec: FlagSpec
+    negated: bool = False
+
+    def parse(self, values: list[str], typed: str) -> Any:
+        value = self.spec.parse(values, typed)
+        return not value if self.negated else value
+
+
+def core_config_classes() -> tuple[type, ...]:
+    """The megatron-core dataclasses whose fields are flags. ValueError when megatron-core is missing."""
+    try:
+        with warnings.catch_warnings():
+            # Megatron remarks on optional packages at import; of no use to someone who mistyped a flag.
+            warnings.simplefilter("ignore", UserWarning)
+            from megatron.core.distributed import DistributedDataParallelConfig
+            from megatron.core.optimizer import OptimizerConfig
+            from megatron.core.transformer.transformer_config import TransformerConfig
+    except ImportError as error:
+        raise ValueError(
+            f"megatron-core must be installed to check Megatron flags, got {error}; run scripts/setup.sh"
+        ) from error
+    return TransformerConfig, OptimizerConfig, DistributedDataParallelConfig
+
+
+@functools.cache
+def core_flags() -> dict[str, CoreFlag]:
+    """Flag name (with underscores) -> flag, for every settable field of megatron-core's configs."""
+    out: dict[str, CoreFlag] = {}
+    for config_class in core_config_classes():
+        hints = typing.get_type_hints(config_class)
+        for f in dataclasses.fields(config_class):
+            if f.name.startswith("_") or f.name in MANAGED or f.name in MODEL_ARGS or f.name in HISTORICAL:
+                continue
+            spec = _spec_of_field(f, hints[f.name], config_class.__name__)
+            if spec is None:
+                continue
+            for name in f.metadata.get("argparse_meta", {}).get("arg_names", [spelled(f.name)]):
+                key = name.removeprefix("--").replace("-", "_")
+                negated = spec.kind is bool and key.startswith(("no_", "disable_")) and key != f.name
+                out.setdefault(key, CoreFlag(f.name, spec, negated))
+    return out
+
+
+def _spec_of_field(f: dataclasses.Field[Any], hint: Any, owner: str) -> FlagSpec | None:
+    """None for a field that a command line cannot express."""
+    default = None if f.default is dataclasses.MISSING else f.default
+    kinds = [k for k in _alternatives(hint) if k is not type(None)]
+    spec = FlagSpec(f.name, str, default, f"megatron-core {owner}.{f.name}")
+    literals = [k for k in kinds if typing.get_origin(k) is typing.Literal]
+    if literals:
+        return dataclasses.replace(spec, choices=typing.get_args(literals[0]))
+    if any(isinstance(k, type) and issubclass(k, enum.Enum) for k in kinds):
+        names = next(tuple(k.__members__) for k in kinds if isinstance(k, type) and issubclass(k, enum.Enum))
+        return dataclasses.replace(spec, choices=names, default=getattr(default, "name", default))
+    if "torch.dtype" in str(hint):
+        return dataclasses.replace(spec, kind=_dtype_name, default=str(default).removeprefix("torch."))
+    if len(kinds) == 1 and typing.get_args(kinds[0]) in ((str,), (int,)):
+        return dataclasses.replace(spec, kind=typing.get_args(kinds[0])[0], many=True)
+    if any(typing.get_origin(k) in (list, tuple) for k in kinds):
+        return dataclasses.replace(spec, kind=_json_or_text)
+    plain = [k for k in (bool, int, float, str) if k in kinds]
+    return dataclasses.replace(spec, kind=plain[0]) if plain else None
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _dtype_name(text: str) -> str:
+    """A torch dtype by name, from Megatron's short or torch's long spelling."""
+    name = DTYPES.get(text, text)
+    if name not in DTYPES.values():
+        raise ValueError(f"unknown dtype {text!r}")
+    return name
+
+
+def _json_or_text(text: str) -> Any:
+    """Numbers and lists as JSON, anything else as it stands (layer patterns, names)."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

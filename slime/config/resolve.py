@@ -1,0 +1,138 @@
+"""Derived values: what the user left open, filled in once. Checks nothing (see validate.py)."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from slime.config.schema import SECTIONS, Config
+
+FALLBACKS = {
+    "over_sampling_batch_size": "rollout_batch_size",
+    "log_probs_max_tokens_per_gpu": "max_tokens_per_gpu",
+    "eps_clip_high": "eps_clip",
+    "ref_load": "hf_checkpoint",
+    "eval_function_path": "rollout_function_path",
+    "eval_input_key": "input_key",
+    "eval_label_key": "label_key",
+    "eval_tool_key": "tool_key",
+    "eval_temperature": "rollout_temperature",
+    "eval_top_p": "rollout_top_p",
+    "eval_top_k": "rollout_top_k",
+    "eval_max_response_len": "rollout_max_response_len",
+    "eval_max_prompt_len": "rollout_max_prompt_len",
+    "eval_max_context_len": "rollout_max_context_len",
+    "eval_reward_key": "reward_key",
+}
+"""Field left at None -> the field whose value it takes."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
+    """The configuration of the given flat values, every derived value filled in; not yet validated."""
+    draft = argparse.Namespace(**{**_defaults(), **given}, notes=list(notes or []))
+    _debug(draft)
+    _device(draft)
+    _placement(draft)
+    _batches(draft)
+    for name, source in FALLBACKS.items():
+        if getattr(draft, name) is None:
+            setattr(draft, name, getattr(draft, source))
+    _algorithm(draft)
+    _directories(draft)
+    remarks = tuple(vars(draft).pop("notes"))
+    return Config.from_flat(vars(draft), remarks)
+
+
+def _defaults() -> dict[str, Any]:
+    return {k: v for cls in SECTIONS.values() for k, v in vars(cls()).items()}
+
+
+def _debug(c: argparse.Namespace) -> None:
+    if c.dump_details:
+        c.save_debug_rollout_data = (
+            c.save_debug_rollout_data or f"{c.dump_details}/rollout_data/{{rollout_id}}.pt"
+        )
+        c.save_debug_train_data = (
+            c.save_debug_train_data or f"{c.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt"
+        )
+    if c.load_debug_rollout_data:
+        c.debug_train_only = True
+
+
+def _device(c: argparse.Namespace) -> None:
+    if c.device == "auto":
+        import torch
+
+        c.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if c.device == "cpu":
+        c.distributed_backend = "gloo"
+    by_flag = {"float32": c.fp32, "float16": c.fp16, "bfloat16": c.bf16}
+    c.params_dtype = next(
+        (k for k, on in by_flag.items() if on), "float32" if c.device == "cpu" else "bfloat16"
+    )
+
+
+def _placement(c: argparse.Namespace) -> None:
+    world = c.actor_num_nodes * c.actor_num_gpus_per_node
+    if c.debug_train_only:
+        if c.rollout_num_gpus:
+            c.notes.append(f"--rollout-num-gpus {c.rollout_num_gpus} is taken as 0: only the trainer runs")
+        c.rollout_num_gpus = 0
+    elif c.colocate:
+        if c.rollout_num_gpus not in (None, world):
+            c.notes.append(
+                f"--rollout-num-gpus {c.rollout_num_gpus} is taken as {world}, as --colocate shares all GPUs"
+            )
+        c.rollout_num_gpus = world
+    elif c.debug_rollout_only and c.rollout_num_gpus is None:
+        c.rollout_num_gpus = world
+    share = (c.colocate and not c.debug_train_only and not c.debug_rollout_only) or c.offload
+    c.offload_train = share if c.offload_train is None else c.offload_train
+    c.offload_rollout = share if c.offload_rollout is None else c.offload_rollout
+
+
+def _batches(c: argparse.Namespace) -> None:
+    if c.rollout_batch_size is None:
+        return
+    samples = c.rollout_batch_size * c.n_samples_per_prompt
+    if c.global_batch_size is None:
+        c.global_batch_size = samples // max(c.num_steps_per_rollout or 1, 1)
+    if c.num_steps_per_rollout is None:
+        c.num_steps_per_rollout = max(samples // max(c.global_batch_size, 1), 1)
+    if c.num_rollout is not None and c.num_epoch is not None:
+        c.notes.append(f"--num-epoch {c.num_epoch} has no effect, as --num-rollout {c.num_rollout} is given")
+
+
+def _algorithm(c: argparse.Namespace) -> None:
+    if c.n_samples_per_prompt == 1 and not c.disable_grpo_std_normalization:
+        # The std of one reward is undefined, and dividing by eps would blow the advantage up.
+        c.disable_grpo_std_normalization = True
+    if c.use_kl_loss and c.kl_loss_coef == 0:
+        c.notes.append(
+            "--use-kl-loss with --kl-loss-coef 0 only reports the KL, for a reference pass each rollout; "
+            "leave it out to save that"
+        )
+    if c.rollout_top_p < 1 or c.rollout_top_k != -1:
+        c.notes.append(
+            "--rollout-top-p below 1 and --rollout-top-k restrict the engine's distribution, the trainer's "
+            "is over the whole vocabulary: train/train_rollout_logprob_abs_diff will not be near zero"
+        )
+
+
+def _directories(c: argparse.Namespace) -> None:
+    """Fresh directories for records and published weights; the weights of two runs must never meet."""
+    if c.run_dir is None:
+        model = Path(c.hf_checkpoint).name if c.hf_checkpoint else "run"
+        c.run_dir = str(Path("runs") / f"{model}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    if c.weight_dir is None:
+        c.weight_dir = c.update_weight_disk_dir
+    if c.weight_dir is None:
+        in_memory = os.access(SHARED_MEMORY, os.W_OK)
+        name = f"vime-{Path(c.run_dir).name}-{secrets.token_hex(4)}"
+        c.weight_dir = str(SHARED_MEMORY / name) if in_memory else str(Path(c.run_dir) / "weights")

@@ -1,0 +1,187 @@
+"""The whole configuration: one frozen record of frozen sections, readable flat by flag name."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime.config.algorithm import AlgorithmConfig
+from slime.config.checkpoint import CheckpointConfig
+from slime.config.cluster import ClusterConfig
+from slime.config.data import DataConfig
+from slime.config.debug import DebugConfig
+from slime.config.engine import EngineConfig
+from slime.config.evaluation import EvaluationConfig
+from slime.config.fault_tolerance import FaultToleranceConfig
+from slime.config.fields import FlagSpec, specs_of
+from slime.config.logging import LoggingConfig
+from slime.config.megatron import MegatronConfig
+from slime.config.off_policy import OffPolicyConfig
+from slime.config.reward import RewardConfig
+from slime.config.rollout import RolloutConfig
+from slime.config.train import TrainConfig
+from slime.config.weight_update import WeightUpdateConfig
+
+SECTIONS: dict[str, type] = {
+    "cluster": ClusterConfig,
+    "train": TrainConfig,
+    "weight_update": WeightUpdateConfig,
+    "rollout": RolloutConfig,
+    "engine": EngineConfig,
+    "data": DataConfig,
+    "evaluation": EvaluationConfig,
+    "checkpoint": CheckpointConfig,
+    "algorithm": AlgorithmConfig,
+    "off_policy": OffPolicyConfig,
+    "reward": RewardConfig,
+    "fault_tolerance": FaultToleranceConfig,
+    "logging": LoggingConfig,
+    "debug": DebugConfig,
+    "megatron": MegatronConfig,
+}
+
+SECTION_OF = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
+"""Field name -> name of its section. A name belongs to one section only (tested)."""
+
+NEGATED = {
+    "rollout_global_dataset": "disable_rollout_global_dataset",
+    "grpo_std_normalization": "disable_grpo_std_normalization",
+    "rewards_normalization": "disable_rewards_normalization",
+    "compute_advantages_and_returns": "disable_compute_advantages_and_returns",
+    "wandb_random_suffix": "disable_wandb_random_suffix",
+}
+"""Names under which existing hooks read the opposite of a --disable-* flag from `args`."""
+
+
+def own_flags() -> dict[str, FlagSpec]:
+    """Every flag that a section declares, by field name."""
+    return {name: spec for cls in SECTIONS.values() for name, spec in specs_of(cls).items()}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A resolved, validated configuration. `notes` are remarks made on the way (what was adjusted and why).
+
+    Any field of any section is also an attribute by its own name: `config.rollout_batch_size`.
+    """
+
+    cluster: ClusterConfig
+    train: TrainConfig
+    weight_update: WeightUpdateConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    data: DataConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    algorithm: AlgorithmConfig
+    off_policy: OffPolicyConfig
+    reward: RewardConfig
+    fault_tolerance: FaultToleranceConfig
+    logging: LoggingConfig
+    debug: DebugConfig
+    megatron: MegatronConfig
+    notes: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def from_flat(cls, values: dict[str, Any], notes: tuple[str, ...] = ()) -> Config:
+        """Sections from one flat mapping of field name to value; fields left out take their defaults."""
+        given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        for name, value in values.items():
+            given[SECTION_OF[name]][name] = value
+        return cls(**{name: SECTIONS[name](**given[name]) for name in SECTIONS}, notes=notes)
+
+    def __getattr__(self, name: str) -> Any:
+        section = SECTION_OF.get(name)
+        if section is not None and section in self.__dict__:
+            return getattr(self.__dict__[section], name)
+        if name in NEGATED:
+            return not getattr(self, NEGATED[name])
+        raise AttributeError(f"the configuration has no field {name!r}")
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks."""
+        return self.cluster.actor_num_nodes * self.cluster.actor_num_gpus_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Trainer ranks that see different samples."""
+        m = self.megatron
+        return self.world_size // (
+            m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+        )
+
+    @property
+    def num_engines(self) -> int:
+        """Rollout engines; 0 when only the trainer runs."""
+        return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model is loaded and its log-probs are computed."""
+        return self.algorithm.use_kl_loss or self.algorithm.kl_coef != 0
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run; with --num-epoch only known after `with_values(num_rollout=...)`."""
+        rollouts, steps = self.data.num_rollout, self.data.num_steps_per_rollout
+        if rollouts is None or steps is None:
+            raise ValueError(
+                f"num_rollout must be known to count the steps, got {rollouts}; read the data first"
+            )
+        return rollouts * steps
+
+    def with_values(self, **values: Any) -> Config:
+        """A copy with fields replaced: for what is known only once the data are read (`num_rollout`)."""
+        flat = {name: getattr(self, name) for name in SECTION_OF}
+        return Config.from_flat({**flat, **values}, self.notes)
+
+    def namespace(self, **facts: Any) -> argparse.Namespace:
+        """A flat, mutable copy for user hooks (their `args`) with run-time facts added (vllm_router_ip).
+
+        Holds every field by name, the negated names of `NEGATED`, Megatron overrides by core field name and
+        vLLM arguments with the prefix vllm_; `facts` win.
+        """
+        flat = {name: copy.deepcopy(getattr(self, name)) for name in SECTION_OF}
+        flat.update({positive: not flat[negative] for positive, negative in NEGATED.items()})
+        flat.update(
+            {
+                k: v
+                for k, v in {**self.megatron.model_args, **self.megatron.overrides}.items()
+                if k not in flat
+            }
+        )
+        flat.update({f"vllm_{k}": v for k, v in self.engine.vllm_args.items()})
+        flat.update(world_size=self.world_size, data_parallel_size=self.data_parallel_size)
+        return argparse.Namespace(**{**flat, **facts})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Section name -> its fields, plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Config:
+        """Inverse of `to_dict`. A key that is no field raises ValueError."""
+        try:
+            sections = {name: SECTIONS[name](**data[name]) for name in SECTIONS}
+            return cls(**sections, notes=tuple(data.get("notes", ())))
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"saved configuration must have the fields of this version, got {error}"
+            ) from error
+
+    def save_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` as JSON, secrets masked, whole or not at all. (`config.save` is --save.)"""
+        data = self.to_dict()
+        for name, spec in own_flags().items():
+            if spec.secret and data[SECTION_OF[name]][name] is not None:
+                data[SECTION_OF[name]][name] = "***"
+        temporary = Path(f"{path}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(data, indent=2) + "\n")
+        temporary.replace(path)

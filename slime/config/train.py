@@ -1,0 +1,26 @@
+"""Flags of the train section: the training backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config.fields import flag
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training backend, and what holds for every tool that reads a checkpoint."""
+
+    train_backend: str = flag("megatron", "training backend", choices=("megatron",))
+    custom_config_path: str | None = flag(
+        None, "YAML file of flag: value; its entries win over the command line"
+    )
+    trust_remote_code: bool = flag(
+        False, "run Python code that ships with the checkpoint (tokenizer, engine)"
+    )
+    custom_megatron_init_path: str | None = flag(None, "fn(args), after the process groups are up")
+    custom_megatron_before_log_prob_hook_path: str | None = flag(None, "fn(args, model, store_prefix)")
+    custom_megatron_before_train_step_hook_path: str | None = flag(
+        None, "fn(args, rollout_id, step_id, model, optimizer, scheduler)"
+    )
+    seed: int = flag(1234, "seed of the trainer")

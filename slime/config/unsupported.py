@@ -1,0 +1,158 @@
+"""Flags that slime or Megatron scripts know and this version does not act on. Two kinds, never silent.
+
+UNSUPPORTED: accepted at the default only; any other value is an error that says why and what to do instead.
+NO_EFFECT: the purpose is met without the flag, so any value is accepted with a note that says how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.fields import FlagSpec, spelled
+
+_CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
+_MOE = "mixture-of-experts and latent-attention models are not supported yet"
+_PIPELINE = "pipeline parallelism is not supported yet"
+_DELTA = "delta weight updates are not supported yet; whole weights are sent"
+_OPD = "on-policy distillation is not supported yet"
+_MTP = "multi-token prediction is not supported yet"
+_HOOK = "this hook is not called yet"
+_SELECT = "training a part of the parameters is not supported yet"
+_PROFILE = "profiling through flags is not supported yet; perf/*_time metrics are always reported"
+_CI = "these checks are tests of this project, not flags; see tests/e2e"
+_BUFFER = "an external trajectory buffer is not supported; write a --rollout-function-path instead"
+_EXTERNAL = "engines that run elsewhere are not supported yet"
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """`default` is the only accepted value."""
+
+    default: Any
+    why: str
+
+
+UNSUPPORTED: dict[str, Unsupported] = {
+    # train
+    "qwen_gdn_backend": Unsupported("fla", "linear-attention models are not supported yet"),
+    "custom_model_provider_path": Unsupported(None, "the model is built from the checkpoint's config.json"),
+    "only_train_params_name_list": Unsupported(None, _SELECT),
+    "freeze_params_name_list": Unsupported(None, _SELECT),
+    "freeze_indexer": Unsupported(False, _SELECT),
+    "allgather_cp": Unsupported(False, "context parallelism is not supported yet"),
+    "release_train": Unsupported(False, "use --offload-train"),
+    "megatron_config_path": Unsupported(None, "give Megatron's settings as flags or in --custom-config-path"),
+    "padded_vocab_size": Unsupported(None, "use --make-vocab-size-divisible-by"),
+    "megatron_deepgemm_forward_layers": Unsupported(None, _MOE),
+    "megatron_deepgemm_forward_modules": Unsupported(None, _MOE),
+    "megatron_deepgemm_moe_forward_layers": Unsupported(None, _MOE),
+    "megatron_deepgemm_moe_forward_modules": Unsupported(None, _MOE),
+    # weight update
+    "update_weight_mode": Unsupported("full", _DELTA),
+    "update_weight_disk_keep_files": Unsupported(
+        False, "only the newest version is kept; use --save-hf to keep weights"
+    ),
+    "update_weight_delta_encoding": Unsupported("xor", _DELTA),
+    "update_weight_delta_checksum": Unsupported("xxh3-128", _DELTA),
+    "update_weight_local_checkpoint_dir": Unsupported(None, _DELTA),
+    "custom_update_weight_post_write_path": Unsupported(None, _HOOK),
+    "keep_old_actor": Unsupported(
+        False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
+    ),
+    # rollout and data
+    "rollout_data_transport": Unsupported("object-store", "rollout data travels through Ray's object store"),
+    "rollout_external_engine_addrs": Unsupported(None, _EXTERNAL),
+    "vllm_router_ip": Unsupported(None, _EXTERNAL),
+    "vllm_router_port": Unsupported(None, _EXTERNAL + "; the router takes a free port"),
+    "prefill_num_servers": Unsupported(None, "separate prefill servers are not supported yet"),
+    "rollout_buffer_url": Unsupported(None, _BUFFER),
+    "fetch_trajectory_retry_times": Unsupported(-1, _BUFFER),
+    "min_batch_collection_ratio": Unsupported(1, _BUFFER),
+    "rollout_task_type": Unsupported("math", _BUFFER),
+    "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
+    # checkpoint
+    "ref_ckpt_step": Unsupported(None, "name the step's own directory in --ref-load"),
+    "ckpt_step": Unsupported(None, "the newest checkpoint of --load is used"),
+    "async_save": Unsupported(False, "checkpoints are written before the next step starts"),
+    "no_load_optim": Unsupported(False, "give the weights as --hf-checkpoint and no --load"),
+    "no_load_rng": Unsupported(False, "give the weights as --hf-checkpoint and no --load"),
+    "finetune": Unsupported(False, "give the weights as --hf-checkpoint and no --load"),
+    # algorithm
+    "value_clip": Unsupported(0.2, _CRITIC),
+    "lambd": Unsupported(1.0, _CRITIC),
+    "num_critic_only_steps": Unsupported(0, _CRITIC),
+    "reset_optimizer_states": Unsupported(False, "the optimizer keeps its states"),
+    "use_stateless_adam": Unsupported(False, "use --optimizer sgd"),
+    "use_routing_replay": Unsupported(False, _MOE),
+    "use_rollout_routing_replay": Unsupported(False, _MOE),
+    "use_opd": Unsupported(False, _OPD),
+    "opd_type": Unsupported(None, _OPD),
+    "opd_kl_coef": Unsupported(1.0, _OPD),
+    "opd_teacher_load": Unsupported(None, _OPD),
+    "opd_teacher_ckpt_step": Unsupported(None, _OPD),
+    "mtp_num_layers": Unsupported(None, _MTP),
+    "enable_mtp_training": Unsupported(False, _MTP),
+    "mtp_loss_scaling_factor": Unsupported(0.2, _MTP),
+    # debug
+    "load_forge_rollout_data": Unsupported(None, "use --load-debug-rollout-data"),
+    "record_memory_history": Unsupported(False, _PROFILE),
+    "memory_snapshot_dir": Unsupported(".", _PROFILE),
+    "memory_snapshot_num_steps": Unsupported(None, _PROFILE),
+    "memory_recorder": Unsupported("torch", _PROFILE),
+    "profile_target": Unsupported("train_overall", _PROFILE),
+    "ci_test": Unsupported(False, _CI),
+    "ci_disable_kl_checker": Unsupported(False, _CI),
+    "ci_train_rollout_logprob_abs_diff_threshold": Unsupported(0.1, _CI),
+    "ci_save_grad_norm": Unsupported(None, _CI),
+    "ci_load_grad_norm": Unsupported(None, _CI),
+    "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),
+    "use_distributed_post": Unsupported(False, "requests leave from the rollout manager"),
+    # Megatron
+    "transformer_impl": Unsupported("local", "Transformer Engine layers are not supported yet"),
+    "virtual_pipeline_model_parallel_size": Unsupported(None, _PIPELINE),
+    "num_layers_per_virtual_pipeline_stage": Unsupported(None, _PIPELINE),
+    "decoder_first_pipeline_num_layers": Unsupported(None, _PIPELINE),
+    "decoder_last_pipeline_num_layers": Unsupported(None, _PIPELINE),
+    "multi_latent_attention": Unsupported(False, _MOE),
+    "use_rope_scaling": Unsupported(False, "rope scaling is read from the checkpoint's config.json"),
+    "ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
+    "dist_ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
+}
+
+_TEXT = {
+    "log_probs_chunk_size": "log-probs are computed from hidden states in bounded chunks",
+    "update_weight_buffer_size": "the disk transport writes one file a version and needs no bucket",
+    "model_name": "the model family is read from the checkpoint's config.json",
+    "seq_length": "sequences are packed at their own length",
+    "vllm_router_request_timeout_secs": "one request may take --rollout-deadline-s",
+}
+_BARE = {
+    "recompute_loss_function": "log-probs are computed from hidden states, no logits are kept",
+    "variable_seq_lengths": "sequences are always packed at their own length",
+    "ckpt_fully_parallel_load": "checkpoints are always loaded in parallel",
+    "ckpt_fully_parallel_save": "checkpoints are always saved in parallel",
+    "use_mcore_models": "models are always megatron-core models",
+}
+NO_EFFECT = {
+    **{name: FlagSpec(name, str, None, why) for name, why in _TEXT.items()},
+    **{name: FlagSpec(name, bool, False, why) for name, why in _BARE.items()},
+}
+
+
+def check_unsupported(name: str, values: list[str], typed: str) -> None:
+    """Raise ValueError unless the strings after the flag spell its default."""
+    entry = UNSUPPORTED[name]
+    if isinstance(entry.default, bool):
+        at_default = FlagSpec(name, bool, False, "").parse(values, typed) == entry.default
+    elif isinstance(entry.default, int | float):
+        at_default = FlagSpec(name, float, None, "").parse(values, typed) == entry.default
+    else:
+        at_default = values == [entry.default]
+    if not at_default:
+        default = (
+            "left out" if entry.default is None or entry.default is False else f"left at {entry.default}"
+        )
+        raise ValueError(
+            f"{typed} must be {default} in this version, got {' '.join(values) or spelled(name)}; {entry.why}"
+        )

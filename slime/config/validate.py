@@ -1,0 +1,378 @@
+"""The rules a resolved configuration must meet, one small function each. Changes nothing.
+
+Every error says which flag, the rule, the numbers found and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from slime.config.fields import spelled
+from slime.config.model_args import check_model_args
+from slime.config.schema import Config, own_flags
+from slime.hooks import load_function
+
+POSITIVE = (
+    "actor_num_nodes",
+    "actor_num_gpus_per_node",
+    "rollout_num_gpus_per_engine",
+    "num_gpus_per_node",
+    "distributed_timeout_minutes",
+    "update_weights_interval",
+    "rollout_batch_size",
+    "over_sampling_batch_size",
+    "n_samples_per_prompt",
+    "global_batch_size",
+    "num_steps_per_rollout",
+    "micro_batch_size",
+    "max_tokens_per_gpu",
+    "log_probs_max_tokens_per_gpu",
+    "data_pad_size_multiplier",
+    "ref_update_interval",
+    "num_rollout",
+    "num_epoch",
+    "eval_interval",
+    "save_interval",
+    "n_samples_per_eval_prompt",
+    "rollout_max_response_len",
+    "rollout_max_context_len",
+    "rollout_max_prompt_len",
+    "eval_max_response_len",
+    "rollout_temperature",
+    "rollout_deadline_s",
+    "engine_start_timeout_s",
+    "rollout_health_check_interval",
+    "rollout_health_check_timeout",
+    "vllm_server_concurrency",
+    "tensor_model_parallel_size",
+    "make_vocab_size_divisible_by",
+    "adam_eps",
+)
+NOT_NEGATIVE = (
+    "max_staleness",
+    "lr",
+    "min_lr",
+    "lr_warmup_iters",
+    "weight_decay",
+    "clip_grad",
+    "eps_clip",
+    "eps_clip_high",
+    "tis_clip_low",
+    "opsm_delta",
+    "rollout_health_check_first_wait",
+    "eval_temperature",
+)
+
+
+def validate(config: Config) -> None:
+    """Raise ValueError at the first rule that does not hold."""
+    for rule in RULES:
+        rule(config)
+
+
+def _required(c: Config) -> None:
+    needed = {
+        "hf_checkpoint": "a Hugging Face checkpoint directory",
+        "rollout_batch_size": "prompts of a rollout",
+    }
+    if not c.load_debug_rollout_data and not c.disable_rollout_global_dataset:
+        needed["prompt_data"] = "a prompt file, unless --disable-rollout-global-dataset"
+    for name, what in needed.items():
+        if getattr(c, name) is None:
+            raise ValueError(f"{spelled(name)} must be given ({what}), got none")
+    if c.num_rollout is None and c.num_epoch is None:
+        raise ValueError("--num-rollout must be given, got none; or give --num-epoch")
+    if c.num_rollout is None and c.disable_rollout_global_dataset:
+        raise ValueError("--num-rollout must be given with --disable-rollout-global-dataset, got none")
+    generates = c.rollout_num_gpus != 0
+    if generates and c.rollout_max_response_len is None and c.rollout_max_context_len is None:
+        raise ValueError(
+            "--rollout-max-response-len must be given, got none; or give --rollout-max-context-len"
+        )
+
+
+def _ranges(c: Config) -> None:
+    for name in POSITIVE:
+        value = getattr(c, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{spelled(name)} must be above 0, got {value}")
+    for name in NOT_NEGATIVE:
+        value = getattr(c, name)
+        if value is not None and value < 0:
+            raise ValueError(f"{spelled(name)} must be 0 or more, got {value}")
+    for name in ("rollout_top_p", "eval_top_p"):
+        if not 0 < getattr(c, name) <= 1:
+            raise ValueError(f"{spelled(name)} must lie in (0, 1], got {getattr(c, name)}")
+    for name in ("rollout_top_k", "eval_top_k"):
+        if getattr(c, name) != -1 and getattr(c, name) < 1:
+            raise ValueError(f"{spelled(name)} must be -1 (off) or above 0, got {getattr(c, name)}")
+    if not 0 <= c.adam_beta1 < 1 or not 0 <= c.adam_beta2 < 1:
+        raise ValueError(
+            f"--adam-beta1 and --adam-beta2 must lie in [0, 1), got {c.adam_beta1} and {c.adam_beta2}"
+        )
+    if c.load_debug_rollout_data_subsample is not None and not 0 < c.load_debug_rollout_data_subsample <= 1:
+        got = c.load_debug_rollout_data_subsample
+        raise ValueError(f"--load-debug-rollout-data-subsample must lie in (0, 1], got {got}")
+
+
+def _precision(c: Config) -> None:
+    chosen = [name for name in ("bf16", "fp16", "fp32") if getattr(c, name)]
+    if len(chosen) > 1:
+        raise ValueError(
+            f"--bf16, --fp16 and --fp32 must not be combined, got {' and '.join(map(spelled, chosen))}"
+        )
+    if c.device == "cpu" and c.fp16:
+        raise ValueError("--fp16 must not be used on a CPU, got --device cpu; use --fp32 or --bf16")
+
+
+def _parallel_sizes(c: Config) -> None:
+    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
+        if getattr(c, name) != 1:
+            raise ValueError(
+                f"{spelled(name)} must be 1 in this version, got {getattr(c, name)}; it is not supported yet"
+            )
+    if c.expert_tensor_parallel_size not in (None, 1):
+        raise ValueError(
+            f"--expert-tensor-parallel-size must be 1 in this version, got {c.expert_tensor_parallel_size}; "
+            "it is not supported yet"
+        )
+    model = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
+    if c.world_size % model:
+        raise ValueError(
+            f"--actor-num-nodes * --actor-num-gpus-per-node must be a multiple of TP * PP * CP, got "
+            f"{c.actor_num_nodes} * {c.actor_num_gpus_per_node} = {c.world_size} and "
+            f"{c.tensor_model_parallel_size} * {c.pipeline_model_parallel_size} * {c.context_parallel_size} "
+            f"= {model}"
+        )
+
+
+def _engines(c: Config) -> None:
+    if c.debug_rollout_only and c.debug_train_only:
+        raise ValueError("--debug-rollout-only must not be combined with --debug-train-only, got both")
+    if c.debug_train_only:
+        return
+    if c.rollout_num_gpus is None:
+        raise ValueError("--rollout-num-gpus must be given when --colocate is not, got none")
+    if c.rollout_num_gpus <= 0 or c.rollout_num_gpus % c.rollout_num_gpus_per_engine:
+        raise ValueError(
+            "--rollout-num-gpus must be a positive multiple of --rollout-num-gpus-per-engine, got "
+            f"{c.rollout_num_gpus} and {c.rollout_num_gpus_per_engine}"
+        )
+    if c.rollout_num_gpus_per_engine > c.num_gpus_per_node:
+        raise ValueError(
+            "--rollout-num-gpus-per-engine must be at most --num-gpus-per-node, got "
+            f"{c.rollout_num_gpus_per_engine} and {c.num_gpus_per_node}; an engine over several nodes is not "
+            "supported yet"
+        )
+
+
+def _staleness(c: Config) -> None:
+    if c.colocate and c.max_staleness > 0:
+        raise ValueError(
+            f"--max-staleness must be 0 with --colocate, got {c.max_staleness}; engines and trainer take "
+            "turns on the same GPUs, so nothing runs ahead: leave out one of the two"
+        )
+    if c.update_weights_interval > c.max_staleness + 1:
+        raise ValueError(
+            "--update-weights-interval must be at most --max-staleness + 1, got "
+            f"{c.update_weights_interval} and {c.max_staleness}"
+        )
+    if c.update_weight_transport == "nccl":
+        raise ValueError(
+            "--update-weight-transport must be disk in this version, got nccl; it is not supported yet"
+        )
+
+
+def _batch_equation(c: Config) -> None:
+    samples = c.rollout_batch_size * c.n_samples_per_prompt
+    used = c.global_batch_size * c.num_steps_per_rollout
+    if samples != used:
+        raise ValueError(
+            "--rollout-batch-size * --n-samples-per-prompt must equal "
+            f"--global-batch-size * --num-steps-per-rollout, got {c.rollout_batch_size} * "
+            f"{c.n_samples_per_prompt} = {samples} and "
+            f"{c.global_batch_size} * {c.num_steps_per_rollout} = {used}"
+        )
+    if c.over_sampling_batch_size < c.rollout_batch_size:
+        raise ValueError(
+            "--over-sampling-batch-size must be at least --rollout-batch-size, got "
+            f"{c.over_sampling_batch_size} and {c.rollout_batch_size}"
+        )
+
+
+def _micro_batches(c: Config) -> None:
+    if c.debug_rollout_only:
+        return
+    ranks, size = c.data_parallel_size, c.micro_batch_size
+    if c.use_dynamic_batch_size:
+        if c.max_tokens_per_gpu is None:
+            raise ValueError("--max-tokens-per-gpu must be given with --use-dynamic-batch-size, got none")
+        if c.global_batch_size < ranks:
+            raise ValueError(
+                f"--global-batch-size must be at least the data-parallel size, got {c.global_batch_size} for "
+                f"{ranks} ranks; every rank needs a sample in every step"
+            )
+    elif c.global_batch_size % (ranks * size):
+        raise ValueError(
+            "--global-batch-size must be a multiple of data-parallel size * --micro-batch-size, got "
+            f"{c.global_batch_size} and {ranks} * {size} = {ranks * size}; or use --use-dynamic-batch-size"
+        )
+
+
+def _algorithm(c: Config) -> None:
+    if c.advantage_estimator == "ppo":
+        raise ValueError(
+            "--advantage-estimator must not be ppo, got ppo; it needs a critic, not supported yet: use grpo"
+        )
+    if c.advantage_estimator.startswith("reinforce_plus_plus") and not c.normalize_advantages:
+        raise ValueError(
+            f"--advantage-estimator {c.advantage_estimator} must be used with --normalize-advantages"
+        )
+    if c.loss_type == "custom_loss" and c.custom_loss_function_path is None:
+        raise ValueError("--custom-loss-function-path must be given with --loss-type custom_loss, got none")
+    if c.eps_clip_c is not None and c.eps_clip_c <= 1:
+        raise ValueError(f"--eps-clip-c must be above 1, got {c.eps_clip_c}")
+    if c.eps_clip >= 1:
+        raise ValueError(f"--eps-clip must be below 1, got {c.eps_clip}")
+
+
+def _kl(c: Config) -> None:
+    if c.kl_coef != 0 and c.kl_loss_coef != 0:
+        raise ValueError(
+            f"--kl-coef and --kl-loss-coef must not both be set, got {c.kl_coef} and {c.kl_loss_coef}; "
+            "the KL belongs either in the reward or in the loss"
+        )
+    if c.kl_loss_coef != 0 and not c.use_kl_loss:
+        raise ValueError(
+            f"--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef {c.kl_loss_coef}"
+        )
+
+
+def _off_policy(c: Config) -> None:
+    if c.use_rollout_logprobs and c.use_tis:
+        raise ValueError(
+            "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
+            "the old policy there is nothing left to correct"
+        )
+    if c.use_rollout_logprobs and (c.rollout_top_p < 1 or c.rollout_top_k != -1):
+        raise ValueError(
+            "--use-rollout-logprobs must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
+            f"{c.rollout_top_p} and {c.rollout_top_k}; the engine's log-probs are of fewer tokens"
+        )
+    if c.tis_clip_low > c.tis_clip:
+        raise ValueError(f"--tis-clip-low must be at most --tis-clip, got {c.tis_clip_low} and {c.tis_clip}")
+
+
+def _rewards(c: Config) -> None:
+    if c.rm_type is None:
+        return
+    from slime.rollout.rewards import REWARD_NAMES
+
+    if c.rm_type not in REWARD_NAMES:
+        raise ValueError(
+            f"--rm-type must be one of {', '.join(REWARD_NAMES)}, got {c.rm_type}; or give --custom-rm-path"
+        )
+    if c.rm_type == "remote_rm" and c.rm_url is None:
+        raise ValueError("--rm-url must be given with --rm-type remote_rm, got none")
+
+
+def _hooks(c: Config) -> None:
+    """Load every function the user named, so that a misspelled path ends the run here and not hours later."""
+    for name, spec in own_flags().items():
+        value = getattr(c, name)
+        if name.endswith("_path") and name != "custom_config_path" and value != spec.default:
+            for path in value if spec.many else [value]:
+                load_function(path, spelled(name))
+
+
+def _intervals(c: Config) -> None:
+    if c.save_interval is not None and c.save is None:
+        raise ValueError(
+            f"--save must be given with --save-interval, got only --save-interval {c.save_interval}"
+        )
+    if c.eval_interval is not None and not c.eval_prompt_data and c.eval_config is None:
+        raise ValueError(f"--eval-prompt-data must be given with --eval-interval {c.eval_interval}, got none")
+    if len(c.eval_prompt_data or []) % 2:
+        raise ValueError(
+            f"--eval-prompt-data must be pairs of name and path, got {' '.join(c.eval_prompt_data)}"
+        )
+
+
+def _files(c: Config) -> None:
+    paths = {"--prompt-data": [c.prompt_data], "--eval-prompt-data": (c.eval_prompt_data or [])[1::2]}
+    for name, files in {**paths, "--eval-config": [c.eval_config]}.items():
+        for path in files:
+            # path@[start:end] names a slice of the file.
+            if path is not None and not Path(re.sub(r"@\[[^\]]*\]$", "", path)).exists():
+                raise ValueError(f"{name} must name a file that exists, got {path}; check the path")
+    if c.needs_reference and not Path(c.ref_load).exists():
+        raise ValueError(
+            f"--ref-load must name a directory that exists, got {c.ref_load}; or leave it out to use "
+            "--hf-checkpoint as the reference"
+        )
+
+
+def _checkpoint(c: Config) -> None:
+    hf_config = read_hf_config(c.hf_checkpoint)
+    check_model_args(c.model_args, hf_config)
+    largest, vocabulary = largest_token_id(c.hf_checkpoint), hf_config.get("vocab_size")
+    if largest is not None and vocabulary is not None and largest >= vocabulary:
+        raise ValueError(
+            "--hf-checkpoint must have a tokenizer whose ids fit the model, got token id "
+            f"{largest} and vocab_size {vocabulary} in {c.hf_checkpoint}; the two are not of the same model"
+        )
+
+
+RULES = (
+    _required,
+    _ranges,
+    _precision,
+    _parallel_sizes,
+    _engines,
+    _staleness,
+    _batch_equation,
+    _micro_batches,
+    _algorithm,
+    _kl,
+    _off_policy,
+    _rewards,
+    _intervals,
+    _files,
+    _hooks,
+    _checkpoint,
+)
+
+
+def read_hf_config(checkpoint: str) -> dict[str, Any]:
+    """config.json of a Hugging Face checkpoint directory; ValueError when it is missing or no JSON object."""
+    path = Path(checkpoint) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; check the path"
+        )
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--hf-checkpoint must hold a valid config.json, got {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"--hf-checkpoint must hold a JSON object in config.json, got {type(content).__name__}"
+        )
+    return content
+
+
+def largest_token_id(checkpoint: str) -> int | None:
+    """The highest id that tokenizer.json can produce; None when the checkpoint has no such file."""
+    path = Path(checkpoint) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--hf-checkpoint must hold a valid tokenizer.json, got {path}: {error}") from error
+    vocabulary = content.get("model", {}).get("vocab", {})
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max([*ids, *(token["id"] for token in content.get("added_tokens", []))], default=None)

@@ -1,0 +1,208 @@
+"""Which sample is trained in which optimizer step, on which data-parallel rank, in which micro-batch; and the packing
+of a micro-batch into one row of tokens.
+
+The schedule follows the rules that slime users know (SLIME contract, "Micro-batches"). Pure functions of lengths.
+Shapes: T packed tokens (padded), S sequences, R response tokens of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime.types import TrainData
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`ranks[r][step][k]` is the list of sample positions in micro-batch k of that rank and optimizer step."""
+
+    ranks: list[list[list[list[int]]]]
+    step_samples: list[list[int]]
+    global_batch_sizes: list[int]
+
+
+def sample_flops(length: int, hf_config: dict[str, Any]) -> float:
+    """Forward FLOPs of one sequence: two per weight and token, plus causal attention. Used to balance, not to report."""
+    hidden, layers = hf_config["hidden_size"], hf_config["num_hidden_layers"]
+    heads = hf_config["num_attention_heads"]
+    head_dim = hf_config.get("head_dim") or hidden // heads
+    kv_heads = hf_config.get("num_key_value_heads") or heads
+    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    weights = layers * (attention + 3 * hidden * hf_config["intermediate_size"]) + hidden * hf_config["vocab_size"]
+    return 2.0 * weights * length + 2.0 * layers * heads * head_dim * length**2
+
+
+def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[list[int]]:
+    """Split positions 0..n-1 into k parts with near-equal cost sums (largest differencing method, Karmarkar and Karp
+    1982). `equal_size` also makes the parts equally long and needs n % k == 0. Deterministic.
+    """
+    if equal_size and len(costs) % k:
+        raise ValueError(f"number of items must be a multiple of the parts, got {len(costs)} items and {k} parts")
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    width = k if equal_size else 1
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for n, start in enumerate(range(0, len(order), width)):
+        parts = [(float(costs[i]), [i]) for i in order[start : start + width]]
+        parts += [(0.0, []) for _ in range(k - len(parts))]
+        heapq.heappush(heap, (parts[-1][0] - parts[0][0], n, parts))
+    serial = len(heap)
+    while len(heap) > 1:
+        _, _, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        # The heaviest part of one meets the lightest of the other: their difference is what remains.
+        merged = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
+        serial += 1
+    return [sorted(part) for _, part in heap[0][2]] if heap else [[] for _ in range(k)]
+
+
+def _steps(rollout_ids: Sequence[int], global_batch_size: int) -> list[list[int]]:
+    """Sample positions of each optimizer step: `global_batch_size` rollouts in order of appearance."""
+    by_rollout: dict[int, list[int]] = {}
+    for position, rollout in enumerate(rollout_ids):
+        by_rollout.setdefault(rollout, []).append(position)
+    rollouts = list(by_rollout.values())
+    count = len(rollouts) // global_batch_size
+    if count == 0:
+        raise ValueError(
+            f"--global-batch-size must not exceed the rollouts of one batch, got {global_batch_size} "
+            f"with {len(rollouts)} rollouts; lower it or raise --rollout-batch-size"
+        )
+    return [
+        [p for rollout in rollouts[s * global_batch_size : (s + 1) * global_batch_size] for p in rollout]
+        for s in range(count)
+    ]
+
+
+def _first_fit(positions: Sequence[int], lengths: Sequence[int], cap: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for position in positions:
+        for b, free in enumerate(room):
+            if lengths[position] <= free:
+                bins[b].append(position)
+                room[b] -= lengths[position]
+                break
+        else:
+            bins.append([position])
+            room.append(cap - lengths[position])
+    return bins
+
+
+def _round_up_bins(bins: list[list[int]], multiple: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Split the largest bins in two until their number is a multiple of the ranks."""
+    while len(bins) % multiple:
+        splittable = [b for b in bins if len(b) > 1]
+        if not splittable:
+            total = sum(len(b) for b in bins)
+            raise ValueError(
+                f"samples of one optimizer step must fill {multiple} data-parallel ranks equally, got {total}; "
+                "raise --global-batch-size or --n-samples-per-prompt"
+            )
+        largest = max(splittable, key=lambda b: sum(lengths[i] for i in b))
+        bins.remove(largest)
+        halves = karmarkar_karp([lengths[i] for i in largest], 2, equal_size=False)
+        bins += [[largest[i] for i in half] for half in halves]
+    return bins
+
+
+def _bins(args: Any, positions: list[int], lengths: Sequence[int], costs: Sequence[float], dp_size: int) -> list:
+    if not args.use_dynamic_batch_size:
+        size = args.micro_batch_size
+        if len(positions) % (size * dp_size):
+            raise ValueError(
+                f"samples of one optimizer step must divide by --micro-batch-size x data-parallel ranks, got "
+                f"{len(positions)} samples, {size} x {dp_size}; change the sizes or use --use-dynamic-batch-size"
+            )
+        return [positions[i : i + size] for i in range(0, len(positions), size)]
+    cap = args.max_tokens_per_gpu * args.context_parallel_size
+    if args.balance_by_flops:
+        count = -(-sum(lengths[i] for i in positions) // cap)
+        count = min(-(-count // dp_size) * dp_size, len(positions) // dp_size * dp_size)
+        if count:
+            parts = karmarkar_karp([costs[i] for i in positions], count, equal_size=False)
+            return [[positions[i] for i in part] for part in parts]
+    return _round_up_bins(_first_fit(positions, lengths, cap), dp_size, lengths)
+
+
+def build_dp_schedule(
+    args: Any,
+    total_lengths: Sequence[int],
+    rollout_ids: Sequence[int],
+    dp_size: int,
+    hf_config: dict[str, Any],
+) -> Schedule:
+    """Plan the optimizer steps of one rollout.
+
+    Every step holds `args.global_batch_size` rollouts (all of them when None), siblings together; trailing rollouts
+    are dropped. With --use-dynamic-batch-size the step's samples are packed first-fit under
+    `max_tokens_per_gpu * context_parallel_size` tokens, a longer sample alone; the number of micro-batches is a
+    multiple of `dp_size`; ranks take them by stride, or balanced by FLOPs with --balance-data.
+    """
+    steps = _steps(rollout_ids, args.global_batch_size or len(set(rollout_ids)))
+    costs = [sample_flops(length, hf_config) for length in total_lengths]
+    ranks: list[list[list[list[int]]]] = [[] for _ in range(dp_size)]
+    for positions in steps:
+        bins = _bins(args, positions, total_lengths, costs, dp_size)
+        if args.balance_data:
+            parts = karmarkar_karp([sum(costs[i] for i in b) for b in bins], dp_size, equal_size=True)
+        else:
+            parts = [list(range(r, len(bins), dp_size)) for r in range(dp_size)]
+        for rank, part in enumerate(parts):
+            ranks[rank].append([bins[i] for i in part])
+    return Schedule(ranks, steps, [len({rollout_ids[i] for i in step}) for step in steps])
+
+
+@dataclass
+class MicroBatch:
+    """One packed row and what the loss needs of it.
+
+    `tokens` [T] int64; `lengths`: tokens of each sequence, the padding at the end being one more sequence;
+    `rows` [R] int64: the packed position whose hidden state predicts each response token; `targets` [R] int64: that
+    token; `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data;
+    `columns`: the per-token columns asked for, each [R], in the order of `rows`.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    rows: torch.Tensor
+    targets: torch.Tensor
+    sample_of_row: torch.Tensor
+    samples: list[int]
+    columns: dict[str, torch.Tensor]
+
+    def split(self, per_token: torch.Tensor, response_lengths: list[int]) -> list[torch.Tensor]:
+        """Cut [R] back into one tensor per sample of the micro-batch."""
+        return list(per_token.split([response_lengths[i] for i in self.samples]))
+
+
+def pack(data: TrainData, samples: list[int], columns: Sequence[str], *, pad_to: int, device: Any) -> MicroBatch:
+    """Concatenate samples of a rank into a MicroBatch; T is padded to a multiple of `pad_to`."""
+    lengths = [len(data["tokens"][i]) for i in samples]
+    responses = [data["response_lengths"][i] for i in samples]
+    total = sum(lengths)
+    padded = -(-total // pad_to) * pad_to
+    tokens = torch.zeros(padded, dtype=torch.int64)
+    tokens[:total] = torch.cat([data["tokens"][i] for i in samples])
+    ends = torch.tensor(lengths).cumsum(0)
+    response = torch.tensor(responses)
+    sample_of_row = torch.repeat_interleave(torch.arange(len(samples)), response)
+    # Row j of sample s sits at end_s - response_s - 1 + j: the state before the token it predicts.
+    first_row = torch.cat([torch.zeros(1, dtype=torch.int64), response.cumsum(0)[:-1]])
+    offset = torch.arange(int(response.sum())) - first_row[sample_of_row]
+    rows = (ends - response - 1)[sample_of_row] + offset
+    return MicroBatch(
+        tokens=tokens.to(device),
+        lengths=[*lengths, padded - total] if padded > total else lengths,
+        rows=rows.to(device),
+        targets=tokens[rows + 1].to(device),
+        sample_of_row=sample_of_row.to(device),
+        samples=list(samples),
+        columns={name: torch.cat([data[name][i] for i in samples]).to(device) for name in columns},
+    )

@@ -1,0 +1,215 @@
+"""The data source: prompts of a file, epoch after epoch, and a buffer that unfinished groups return to.
+
+Owns the position in the data, the numbering of groups and samples, and both across a restart. The state is
+JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from slime.data.prompts import Columns, load_prompts
+from slime.data.tokenizer import load_tokenizer
+from slime.hooks import load_function
+from slime.types import Prompt, Sample, SampleGroup
+
+_VERSION = 1
+
+
+class PromptDataSource:
+    """Groups of `--n-samples-per-prompt` fresh samples, drawn from the buffer first and then from
+    `--prompt-data`.
+
+    Deterministic: epoch e visits the prompts in file order, or with --rollout-shuffle in the order
+    `random.Random(rollout_seed + e).shuffle(range(len(prompts)))`. `Sample.index` and `Sample.group_index`
+    count up over the whole run and never repeat. With --disable-rollout-global-dataset the samples are empty:
+    the rollout function finds its own prompts.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.buffer: list[SampleGroup] = []
+        self.prompts: list[Prompt] = [] if args.disable_rollout_global_dataset else _load(args)
+        self.epoch = 0
+        self.position = 0
+        self.next_group_index = 0
+        self.next_index = 0
+        self._order = self._shuffled()
+        self._buffer_filter = _fifo
+        if args.buffer_filter_path:
+            self._buffer_filter = load_function(args.buffer_filter_path, flag="--buffer-filter-path")
+
+    def __len__(self) -> int:
+        """Prompts of one epoch."""
+        return len(self.prompts)
+
+    def get_samples(self, num_groups: int) -> list[SampleGroup]:
+        """The next `num_groups` groups. Those from the buffer come first and carry what they have so far."""
+        groups = list(self._buffer_filter(self.args, None, self.buffer, num_groups)) if self.buffer else []
+        if len(groups) > num_groups:
+            raise ValueError(
+                f"--buffer-filter-path must return at most the {num_groups} groups asked for, "
+                f"got {len(groups)}; leave the rest in the buffer"
+            )
+        return groups + [self._next_group() for _ in range(num_groups - len(groups))]
+
+    def add_samples(self, groups: list[SampleGroup]) -> None:
+        """Put groups back. Each must be whole: `--n-samples-per-prompt` samples."""
+        for group in groups:
+            if len(group) != self.args.n_samples_per_prompt:
+                raise ValueError(
+                    "a group in the buffer must have --n-samples-per-prompt "
+                    f"{self.args.n_samples_per_prompt} "
+                    f"samples, got {len(group)}; return whole groups"
+                )
+        self.buffer.extend(groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position, numbering and buffered samples, as plain values that share nothing with this object."""
+        return {
+            "version": _VERSION,
+            "num_prompts": len(self.prompts),
+            "rollout_seed": self.args.rollout_seed,
+            "rollout_shuffle": self.args.rollout_shuffle,
+            "epoch": self.epoch,
+            "position": self.position,
+            "next_group_index": self.next_group_index,
+            "next_index": self.next_index,
+            "buffer": copy.deepcopy([[sample.to_dict() for sample in group] for group in self.buffer]),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], where: str = "the saved data position") -> None:
+        """Continue exactly where `state` was taken. ValueError when it was taken from other prompts or
+        another order.
+        """
+        now = self.state_dict()
+        names = {
+            "version": "the format version",
+            "num_prompts": "the number of prompts in --prompt-data",
+            "rollout_seed": "--rollout-seed",
+            "rollout_shuffle": "--rollout-shuffle",
+        }
+        for key, name in names.items():
+            if state.get(key) != now[key]:
+                raise ValueError(
+                    f"{name} must be what {where} was written with ({state.get(key)}), got {now[key]}; "
+                    "restore it, or start the data anew with --start-rollout-id 0"
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
+        self.buffer = [
+            [Sample.from_dict(sample) for sample in group] for group in copy.deepcopy(state["buffer"])
+        ]
+        self._order = self._shuffled()
+
+    def save(self, rollout_id: int) -> None:
+        """Write the state to `{--save}/rollout/data_state_{rollout_id}.json`, atomically, if --save is given.
+
+        To be called when `rollout_id` has been generated and the next rollout has not begun.
+        """
+        if self.args.save is None:
+            return
+        path = _state_path(self.args.save, rollout_id)
+        text = json.dumps(self.state_dict(), default=_refuse)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+
+    def load(self, rollout_id: int) -> None:
+        """Continue after rollout `rollout_id` of the checkpoint at --load; -1, or no --load, starts fresh."""
+        if self.args.load is None or rollout_id < 0:
+            return
+        path = _state_path(self.args.load, rollout_id)
+        if not path.is_file():
+            raise ValueError(
+                f"--load must hold the data position of rollout {rollout_id}, got no {path}; "
+                "resume another checkpoint, or start the data anew with --start-rollout-id 0"
+            )
+        self.load_state_dict(json.loads(path.read_text(encoding="utf-8")), where=str(path))
+
+    def _next_group(self) -> SampleGroup:
+        prompt = self._next_prompt()
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = Sample(
+                prompt=copy.deepcopy(prompt.text),
+                label=copy.deepcopy(prompt.label),
+                metadata=copy.deepcopy(prompt.metadata),
+                group_index=self.next_group_index,
+                index=self.next_index,
+            )
+            if not isinstance(prompt.text, str):
+                sample.apply_chat_template_kwargs = dict(self.args.apply_chat_template_kwargs)
+            group.append(sample)
+            self.next_index += 1
+        self.next_group_index += 1
+        return group
+
+    def _next_prompt(self) -> Prompt:
+        if not self.prompts:
+            return Prompt(text="")
+        if self.position == len(self.prompts):
+            self.epoch += 1
+            self.position = 0
+            self._order = self._shuffled()
+        prompt = self.prompts[self._order[self.position]]
+        self.position += 1
+        return prompt
+
+    def _shuffled(self) -> list[int]:
+        order = list(range(len(self.prompts)))
+        if self.args.rollout_shuffle:
+            random.Random(self.args.rollout_seed + self.epoch).shuffle(order)
+        return order
+
+
+def _load(args: Any) -> list[Prompt]:
+    if not args.prompt_data:
+        raise ValueError(
+            "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
+        )
+    limit = args.rollout_max_prompt_len
+    if limit is None and args.rollout_max_context_len is not None:
+        limit = args.rollout_max_context_len - 1  # a longer prompt leaves no room for a single response token
+    tokenizer = None
+    if args.apply_chat_template or limit is not None:
+        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+    columns = Columns(
+        input_key=args.input_key,
+        label_key=args.label_key,
+        metadata_key=args.metadata_key,
+        tool_key=args.tool_key,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=dict(args.apply_chat_template_kwargs),
+    )
+    return load_prompts(args.prompt_data, columns, tokenizer=tokenizer, max_prompt_len=limit)
+
+
+def _fifo(
+    args: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
+) -> list[SampleGroup]:
+    """The default --buffer-filter-path: the groups that have waited longest."""
+    taken = buffer[:num_samples]
+    del buffer[:num_samples]
+    return taken
+
+
+def _state_path(root: str, rollout_id: int) -> Path:
+    return Path(root) / "rollout" / f"data_state_{rollout_id}.json"
+
+
+def _refuse(value: Any) -> Any:
+    raise ValueError(
+        "a buffered sample must hold plain values (numbers, strings, lists, dicts), got "
+        f"{type(value).__name__}; "
+        "convert it in the generate function, or keep it out of --partial-rollout"
+    )

@@ -1,0 +1,40 @@
+"""Loading the tokenizer of a checkpoint. Owns where it may come from: a local directory, code of its own only
+on request.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(
+    name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any
+) -> PreTrainedTokenizerBase:
+    """The Hugging Face tokenizer stored at `name_or_path`.
+
+    A path that looks local (it exists, or starts with "." or "/") never reaches the network. Other keyword
+    arguments go to `AutoTokenizer.from_pretrained`. ValueError when there is no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(name_or_path)
+    if not path.exists() and (path.is_absolute() or str(name_or_path).startswith(".")):
+        raise ValueError(
+            f"--hf-checkpoint must name an existing directory, got {name_or_path}; check the path"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(name_or_path),
+            trust_remote_code=trust_remote_code,
+            local_files_only=path.exists(),
+            **kwargs,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--hf-checkpoint must hold a tokenizer that transformers can load, got {name_or_path} ({error}"
+            "); check for tokenizer.json, or pass --trust-remote-code if it needs code of its own"
+        ) from error

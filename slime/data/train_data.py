@@ -1,0 +1,176 @@
+"""Samples of one rollout -> the columns a trainer consumes. Owns reward normalisation, the conversion, and the split
+over data-parallel ranks. Runs in the rollout manager; no model, no engine.
+
+Shapes: S samples, R response tokens of one sample, L prompt + response tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+import rl_kernel
+from slime.data.packing import Schedule, build_dp_schedule
+from slime.hooks import load_function
+from slime.types import Sample, TrainData
+
+# Estimators whose reward is centred on its group, and those that also divide by the group's deviation
+# (DeepSeekMath 2402.03300 section 4.1; REINFORCE++-baseline 2501.03262).
+_CENTRED = {"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"}
+_SCALED = {"grpo", "gspo", "cispo"}
+
+# Columns that travel to a rank as they are, one entry per sample.
+_PER_SAMPLE = (
+    "response_lengths",
+    "total_lengths",
+    "rewards",
+    "raw_reward",
+    "truncated",
+    "sample_indices",
+    "rollout_ids",
+    "rollout_mask_sums",
+    "prompt",
+    "metadata",
+    "round_number",
+    "source_names",
+    "multimodal_train_inputs",
+)
+_DTYPES = {
+    "tokens": torch.int64,
+    "loss_masks": torch.int32,
+    "rollout_log_probs": torch.float32,
+    "teacher_log_probs": torch.float32,
+}
+
+
+def post_process_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    """Raw rewards and the rewards to train on.
+
+    Maths: `(r - r[group].mean()) / (r[group].std() + 1e-6)` for grpo, gspo and cispo; without the division for
+    reinforce_plus_plus_baseline, --disable-grpo-std-normalization or one sample a prompt; `r` otherwise or with
+    --disable-rewards-normalization. Groups are `Sample.group_index`; the siblings of one `rollout_id` count once.
+    """
+    if args.custom_reward_post_process_path:
+        hook = load_function(args.custom_reward_post_process_path, flag="--custom-reward-post-process-path")
+        return hook(args, samples)
+    raw = [sample.get_reward_value(args) for sample in samples]
+    if args.advantage_estimator not in _CENTRED or args.disable_rewards_normalization:
+        return raw, raw
+    group_number: dict[Any, int] = {}
+    group_ids = [group_number.setdefault(_group_key(sample), len(group_number)) for sample in samples]
+    rollout_number: dict[Any, int] = {}
+    rollout_ids = [rollout_number.setdefault(key, len(rollout_number)) for key in _rollout_keys(samples)]
+    normalised = rl_kernel.group_advantage(
+        torch.tensor(raw, dtype=torch.float32),
+        torch.tensor(group_ids),
+        rollout_ids=torch.tensor(rollout_ids),
+        normalize_std=args.advantage_estimator in _SCALED
+        and not args.disable_grpo_std_normalization
+        and args.n_samples_per_prompt > 1,
+    )
+    return raw, normalised.tolist()
+
+
+def _group_key(sample: Sample) -> Any:
+    if sample.group_index is None:
+        raise ValueError(
+            f"group_index must be set on every sample, got None for sample {sample.index}; "
+            "a data source has to number its groups"
+        )
+    return sample.group_index
+
+
+def _rollout_keys(samples: list[Sample]) -> list[Any]:
+    """Siblings that a custom generate function fanned out share a rollout_id; any other sample stands alone."""
+    return [
+        ("rollout", s.rollout_id) if s.rollout_id is not None else ("sample", i) for i, s in enumerate(samples)
+    ]
+
+
+def convert_samples_to_train_data(args: Any, samples: list[Sample]) -> TrainData:
+    """One column per field, one entry per sample (SLIME contract 2b). Checks every sample on the way.
+
+    A missing loss mask becomes ones; `remove_sample` zeroes it. `rollout_mask_sums[i]` is the number of trained
+    tokens of all siblings of sample i, so that a rollout that fanned out weighs as much as one that did not.
+    """
+    if args.custom_convert_samples_to_train_data_path:
+        path = args.custom_convert_samples_to_train_data_path
+        return load_function(path, flag="--custom-convert-samples-to-train-data-path")(args, samples)
+    on_policy = args.loss_type != "sft_loss"
+    for sample in samples:
+        sample.check(require_log_probs=on_policy)
+    raw, rewards = [0.0] * len(samples), [0.0] * len(samples)
+    if on_policy:
+        raw, rewards = post_process_rewards(args, samples)
+    loss_masks = [
+        [0] * s.response_length if s.remove_sample else list(s.loss_mask or [1] * s.response_length)
+        for s in samples
+    ]
+    keys = _rollout_keys(samples)
+    mask_sums: dict[Any, int] = defaultdict(int)
+    for key, mask in zip(keys, loss_masks, strict=True):
+        mask_sums[key] += sum(mask)
+    number: dict[Any, int] = {}
+    data: TrainData = {
+        "tokens": [s.tokens for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+        "total_lengths": [len(s.tokens) for s in samples],
+        "rewards": rewards,
+        "raw_reward": raw,
+        "truncated": [int(s.status is Sample.Status.TRUNCATED) for s in samples],
+        "sample_indices": [s.index for s in samples],
+        "rollout_ids": [number.setdefault(key, len(number)) for key in keys],
+        "loss_masks": loss_masks,
+        "rollout_mask_sums": [float(mask_sums[key]) for key in keys],
+        "prompt": [s.prompt for s in samples],
+        "metadata": [s.metadata for s in samples],
+    }
+    for column in ("rollout_log_probs", "teacher_log_probs", "multimodal_train_inputs"):
+        values = [getattr(s, column) for s in samples]
+        present = sum(value is not None for value in values)
+        if 0 < present < len(values):
+            raise ValueError(f"{column} must be set on all samples or none, got {present} of {len(values)}")
+        if present:
+            data[column] = values
+    return data
+
+
+def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
+    """The part of `data` that each data-parallel rank trains on, as tensors, with its micro-batch schedule.
+
+    `micro_batch_indices` of a rank counts from 0 within that rank's own samples; `num_microbatches`,
+    `global_batch_sizes` (rollouts) and `global_token_counts` (Σ max(trained tokens, 1)) have one entry per
+    optimizer step.
+    """
+    ranks = []
+    for rank_steps in schedule.ranks:
+        partition = [index for step in rank_steps for bin_ in step for index in bin_]
+        part: TrainData = {"partition": partition}
+        for column, dtype in _DTYPES.items():
+            if column in data:
+                part[column] = [torch.tensor(data[column][i], dtype=dtype) for i in partition]
+        for column in _PER_SAMPLE:
+            if column in data:
+                part[column] = [data[column][i] for i in partition]
+        bins = [bin_ for step in rank_steps for bin_ in step]
+        starts = [sum(len(b) for b in bins[:k]) for k in range(len(bins))]
+        part["micro_batch_indices"] = [
+            list(range(start, start + len(bin_))) for start, bin_ in zip(starts, bins, strict=True)
+        ]
+        part["num_microbatches"] = [len(step) for step in rank_steps]
+        part["global_batch_sizes"] = schedule.global_batch_sizes
+        part["global_token_counts"] = [
+            sum(max(sum(data["loss_masks"][i]), 1) for i in step) for step in schedule.step_samples
+        ]
+        ranks.append(part)
+    return ranks
+
+
+def make_rank_data(args: Any, samples: list[Sample], dp_size: int, hf_config: dict[str, Any]) -> list[TrainData]:
+    """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split."""
+    data = convert_samples_to_train_data(args, samples)
+    data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
+    schedule = build_dp_schedule(args, data["total_lengths"], data["rollout_ids"], dp_size, hf_config)
+    return split_by_dp(data, schedule)

@@ -1,0 +1,44 @@
+"""Loading user code by dotted path, for every `--*-path` hook. Owns the errors of a wrong path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
+    """The function or class at the dotted path "package.module.name".
+
+    `flag` is how the errors call the path, as the user typed it ("--custom-rm-path"). Raises ValueError when
+    the path is not dotted, its module cannot be found (the module must be on PYTHONPATH), the module has no
+    such name, or the name is not callable. An exception inside the user's module is chained to a ValueError
+    that names the flag, so that a typo in a hook is not mistaken for a missing one.
+    """
+    module_name, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    if not module_name or not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError(f"{flag} must be a dotted path such as my_module.my_function, got {path!r}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"{flag} must name a module that can be imported, got {path!r}: there is no module "
+                f"{error.name!r}; add its folder to PYTHONPATH"
+            ) from error
+        raise ValueError(f"{flag} must name a module that can be imported, got {path!r}: {error}") from error
+    except Exception as error:  # the user's module may raise anything: re-raised under the flag's name
+        raise ValueError(
+            f"{flag} must name a module that can be imported, got {path!r}: importing {module_name} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("_")], n=1)
+        hint = f"did you mean {module_name}.{near[0]}?" if near else f"{module_name} defines no such name"
+        raise ValueError(f"{flag} must name a function of {module_name}, got {name!r}; {hint}")
+    function = getattr(module, name)
+    if not callable(function):
+        kind = type(function).__name__
+        raise ValueError(f"{flag} must name a function or class, got {path!r} of type {kind}")
+    return function

@@ -1,0 +1,84 @@
+"""The RL loop, on one screen.
+
+    prompts -> generate -> rewards, filters -> train data -> train -> publish weights -> generate ...
+
+    rollout i      rollout i+1     rollout i+2          max_staleness = 1: generation runs one rollout ahead
+    |-- generate --|-- generate ---|-- generate --
+                   |-- train i ----|-- train i+1 --     max_staleness = 0: generation waits for the new weights
+
+Synchronous training is the asynchronous one with max_staleness 0. The loop knows no Ray, no Megatron and no vLLM: it is
+handed three things that behave as slime.protocols says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import Future, TimeoutError
+from typing import Any
+
+from slime.protocols import EnginePool, RolloutHandle, TrainerHandle
+from slime.tracking.report import Reporter
+
+
+def run(
+    config: Any, rollout: RolloutHandle, trainer: TrainerHandle, engines: EnginePool, report: Reporter
+) -> None:
+    """Train from the trainer's start rollout to `config.num_rollout`. Returns when done, raises on the first fault."""
+    start, timers = trainer.start_rollout_id, report.timers
+    publish(config, trainer, engines, version=start)
+    if due(config.eval_interval, start) and not (start == 0 and config.skip_eval_before_train):
+        report.evaluation(start, wait(rollout.evaluate(start), engines))
+    ahead: deque[Future] = deque()
+    for rollout_id in range(start, config.num_rollout):
+        began = time.perf_counter()
+        last = min(rollout_id + config.max_staleness, config.num_rollout - 1)
+        ahead.extend(rollout.generate(i) for i in range(rollout_id + len(ahead), last + 1))
+        with timers.measure("train_wait"):
+            batch = wait(ahead.popleft(), engines)
+        if config.colocate:
+            with timers.measure("sleep"):
+                engines.sleep()
+        with timers.measure("train"):
+            trained = wait(trainer.train(rollout_id, batch.rank_data), engines)
+        if saves_after(config, rollout_id):
+            with timers.measure("save_model"):
+                wait(trainer.save(rollout_id), engines)
+        if config.colocate:
+            with timers.measure("wake_up"):
+                engines.wake()
+        if (rollout_id + 1) % config.update_weights_interval == 0:
+            with timers.measure("update_weights"):
+                publish(config, trainer, engines, version=rollout_id + 1)
+        report.step(rollout_id, batch.metrics, trained, step_time_s=time.perf_counter() - began)
+        if due(config.eval_interval, rollout_id + 1):
+            report.evaluation(rollout_id + 1, wait(rollout.evaluate(rollout_id + 1), engines))
+
+
+def publish(config: Any, trainer: TrainerHandle, engines: EnginePool, *, version: int) -> None:
+    """Hand the trainer's weights to every engine. Version v holds the weights after v rollouts."""
+    update = wait(trainer.publish_weights(version, checksums=config.check_weight_update_equal), engines)
+    engines.update_weights(update)
+
+
+def due(interval: int | None, count: int) -> bool:
+    """Whether something that happens every `interval` rollouts (None: never) is due after `count` of them."""
+    return interval is not None and count % interval == 0
+
+
+def saves_after(config: Any, rollout_id: int) -> bool:
+    """Whether a checkpoint follows rollout `rollout_id`: every --save-interval rollouts and after the last one."""
+    if config.save is None:
+        return False
+    return due(config.save_interval, rollout_id + 1) or rollout_id + 1 == config.num_rollout
+
+
+def wait(future: Future, engines: EnginePool) -> Any:
+    """The future's result; meanwhile an engine that is lost for good ends the run instead of hanging it."""
+    while True:
+        try:
+            return future.result(timeout=1.0)
+        except TimeoutError:
+            if future.done():
+                raise
+            engines.check_health()

@@ -1,0 +1,112 @@
+"""Chat messages -> token ids and the mask of what the model has to produce. Owns where an assistant's turn
+begins and ends.
+
+The full conversation is rendered once by the tokenizer's own chat template. A turn of the assistant begins
+where the template would have left the model to continue, which is found by rendering the messages before it,
+and ends with the end-of-turn token. So text that merely looks like a turn marker inside a message is never
+trained on. Each stretch is tokenised by itself, as it is at rollout: prompt tokens end exactly where
+generated ones begin.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHATML = ("<|im_start|>assistant\n", "<|im_end|>")
+# --loss-mask-type: (what opens an assistant's turn, what ends it)
+_MARKERS = {
+    "qwen": _CHATML,
+    "qwen3": _CHATML,
+    "qwen3_5": _CHATML,
+    "distill_qwen": ("<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+}
+
+
+class MultiTurnLossMaskGenerator:
+    """Masks of conversations for one tokenizer. `tokenizer_type` is a --loss-mask-type."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokenizer_type: str = "qwen") -> None:
+        if tokenizer_type not in _MARKERS:
+            raise ValueError(f"--loss-mask-type must be one of {', '.join(_MARKERS)}, got {tokenizer_type}")
+        self.tokenizer = tokenizer
+        self.tokenizer_type = tokenizer_type
+        self._opening, self._end = _MARKERS[tokenizer_type]
+
+    def get_loss_mask(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """(token_ids, loss_mask), both of the length of the rendered conversation.
+
+        The mask is 1 on the tokens the model would have generated: all of an assistant's turn after the
+        opening marker, up to and including the end-of-turn token. A message with "step_loss_mask": 0 is not
+        trained on. ValueError when the template rewrites earlier turns as the conversation grows, so that no
+        single token sequence holds them all.
+        """
+        text = self._render(messages, tools, template_kwargs)
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+        done = 0
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            start = self._turn_start(messages[:number], text, tools, template_kwargs)
+            end = text.find(self._end, start)
+            if start < done or end < 0:
+                raise ValueError(
+                    f"--loss-mask-type {self.tokenizer_type} must match the chat template, got one that does "
+                    f"not end message {number} (assistant) with {self._end!r}; choose this model's family"
+                )
+            end += len(self._end)
+            for piece, trained in (
+                (text[done:start], 0),
+                (text[start:end], message.get("step_loss_mask", 1)),
+            ):
+                ids = self.tokenizer.encode(piece, add_special_tokens=False)
+                token_ids += ids
+                loss_mask += [int(trained)] * len(ids)
+            done = end
+        tail = self.tokenizer.encode(text[done:], add_special_tokens=False)
+        return token_ids + tail, loss_mask + [0] * len(tail)
+
+    def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
+        """Tokens from the first trained one to the end, for each mask; 0 where nothing is trained."""
+        return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
+
+    def _turn_start(
+        self,
+        before: list[dict[str, Any]],
+        text: str,
+        tools: list[Any] | None,
+        template_kwargs: dict[str, Any] | None,
+    ) -> int:
+        """Characters of `text` that the model is given before it writes the turn that follows `before`."""
+        if not before:
+            raise ValueError("messages must begin with a system or user turn, got an assistant turn first")
+        prompt = self._render(before, tools, {**(template_kwargs or {}), "add_generation_prompt": True})
+        if text.startswith(prompt):
+            return len(prompt)
+        # Some templates open the turn they ask for with "<think>" and leave it out of turns they are shown.
+        prompt = self._render(before, tools, template_kwargs) + self._opening
+        if text.startswith(prompt):
+            return len(prompt)
+        same = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(text))
+        raise ValueError(
+            "a chat template must render messages the same when more follow, got one that changes what "
+            f"precedes message {len(before)} (assistant): {prompt[max(0, same - 20) : same + 40]!r} became "
+            f"{text[max(0, same - 20) : same + 40]!r}; split the conversation at this turn"
+        )
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        template_kwargs: dict[str, Any] | None,
+    ) -> str:
+        options = {**(template_kwargs or {}), "tokenize": False}
+        return str(self.tokenizer.apply_chat_template(messages, tools=tools, **options))

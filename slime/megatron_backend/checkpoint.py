@@ -1,0 +1,268 @@
+"""Megatron distributed checkpoints: model, optimizer, schedule, generators and a record of the caller's.
+
+Layout (Megatron's own): DIR/iter_0000010/ and DIR/latest_checkpointed_iteration.txt. A checkpoint is written beside
+its final place and renamed when complete, and only then named as the latest: a process killed at any moment leaves a
+latest that loads. Tensors are stored under global shapes, so another number of tensor- or data-parallel ranks can
+load them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from slime.megatron_backend.model import HiddenGPTModel, unwrap
+
+logger = logging.getLogger(__name__)
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_COMPLETE = "metadata.json"  # Megatron writes it last
+_SHAPE = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+class _DirectSave(TorchDistSaveShardedStrategy):
+    """Megatron's torch_dist format, written by the calling process.
+
+    Megatron's own writer starts a manager and forks a process per file even for a synchronous save, which a Ray
+    actor full of threads cannot afford. The files are the same.
+    """
+
+    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
+        shards = defaultdict(list)
+        for item in nested_values(sharded_state_dict):
+            if is_main_replica(item.replica_id):
+                shards[item.unique_key if isinstance(item, ShardedObject) else item.key].append(item)
+        dcp.save(
+            mcore_to_pyt_state_dict(shards),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def latest(directory: str | Path) -> int | None:
+    """Iteration of the newest complete checkpoint under `directory`, None when it holds none.
+
+    ValueError when the directory names a latest checkpoint that is not there or not complete.
+    """
+    record = Path(directory) / _LATEST
+    if not record.is_file():
+        return None
+    text = record.read_text().strip()
+    if not text.isdigit():
+        raise ValueError(f"{record} must hold an iteration number, got {text!r}; write the number to load into it")
+    path = _existing(Path(directory), int(text))
+    if not (path / _COMPLETE).is_file():
+        raise ValueError(f"{record} must name a complete checkpoint, got {text} but {path} is not one")
+    return int(text)
+
+
+def _path(directory: Path, iteration: int) -> Path:
+    return directory / f"iter_{iteration:07d}"
+
+
+def _hidden(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{suffix}")
+
+
+def _existing(directory: Path, iteration: int) -> Path:
+    """Where an iteration lies: in its place, or still aside if a second save of it was cut off between two renames."""
+    path = _path(directory, iteration)
+    return path if path.exists() else _hidden(path, "old")
+
+
+def save_checkpoint(
+    directory: str | Path,
+    iteration: int,
+    model: nn.Module,
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: OptimizerParamScheduler | None = None,
+    *,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Write one checkpoint and make it the latest. Collective over all ranks; returns its path.
+
+    Without `optimizer` (--no-save-optim) the next run starts its moments and masters afresh. `extra` is a record of
+    plain values that `load_checkpoint` returns; rank 0's is kept.
+    """
+    path = _path(Path(directory), iteration)
+    partial = _hidden(path, "partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    inner = unwrap(model)
+    state = _sharded_state(inner, optimizer, is_loading=False)
+    state |= {
+        "iteration": iteration,
+        "extra": extra or {},
+        "shape": _shape(inner),
+        "ranks": _ranks(),
+        "scheduler": scheduler.state_dict() if scheduler else None,
+        "has_optimizer": optimizer is not None,
+        "rng": _rng_object(_rng_state()),
+    }
+    dist_checkpointing.save(state, str(partial), sharded_strategy=_DirectSave("torch_dist", 1))
+    if dist.get_rank() == 0:
+        _publish(partial, path)
+        _write_text(path.parent / _LATEST, str(iteration))
+    dist.barrier()
+    return path
+
+
+def _publish(partial: Path, path: Path) -> None:
+    old = _hidden(path, "old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    staged = _hidden(path, "partial")
+    staged.write_text(text)
+    os.replace(staged, path)
+
+
+def load_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: OptimizerParamScheduler | None = None,
+    *,
+    iteration: int | None = None,
+) -> dict[str, Any]:
+    """Load the latest checkpoint under `directory`, or the one of `iteration`, in place; returns its `extra`.
+
+    Collective over all ranks. Learning rate, decay and the like stay as the optimizer and scheduler were built: the
+    checkpoint brings moments, step counts and how far the schedule has come. On the same layout of ranks training
+    continues bitwise (generators included); on another layout the generators keep their seeds.
+    ValueError when there is no such checkpoint or it belongs to a model of another shape.
+    """
+    directory = Path(directory)
+    iteration = latest(directory) if iteration is None else iteration
+    if iteration is None:
+        raise ValueError(f"--load must hold {_LATEST}, got {directory} without it; nothing was ever saved there")
+    path = _existing(directory, iteration)
+    if not (path / _COMPLETE).is_file():
+        raise ValueError(f"iteration {iteration} must be a complete checkpoint, but {path} is not one")
+    inner = unwrap(model)
+    common = dist_checkpointing.load_common_state_dict(str(path))
+    _check_shape(common["shape"], _shape(inner), path)
+    if optimizer is not None and not common["has_optimizer"]:
+        logger.warning("%s holds no optimizer (--no-save-optim): moments and step counts start afresh", path)
+    loads_optimizer = optimizer is not None and common["has_optimizer"]
+    same_ranks = common["ranks"] == _ranks()
+    wanted = _sharded_state(inner, optimizer if loads_optimizer else None, is_loading=True)
+    if same_ranks:
+        wanted["rng"] = _rng_object(None)
+    try:
+        state = dist_checkpointing.load(wanted, str(path))
+    except (CheckpointingException, KeyError) as error:
+        raise ValueError(f"{path} must hold the tensors of this model and optimizer: {error}") from error
+    inner.load_state_dict(state["model"])
+    if loads_optimizer:
+        _load_optimizer(optimizer, state["optimizer"])
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    if scheduler is not None and common["scheduler"] is not None:
+        scheduler.load_state_dict(common["scheduler"])
+    if same_ranks:
+        _set_rng_state(state["rng"])
+    return common["extra"]
+
+
+def _sharded_state(
+    inner: HiddenGPTModel, optimizer: MegatronOptimizer | None, *, is_loading: bool
+) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "non_homogeneous_layers": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state: dict[str, Any] = {"model": inner.sharded_state_dict(metadata=metadata)}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=is_loading, metadata=metadata)
+    return state
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    settings = [
+        {k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
+
+
+def _shape(inner: HiddenGPTModel) -> dict[str, Any]:
+    return {key: inner.hf_config.get(key) for key in _SHAPE}
+
+
+def _check_shape(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    for key, value in wanted.items():
+        if saved.get(key) != value:
+            raise ValueError(
+                f"{key} of the checkpoint must be {value} as in --hf-checkpoint, got {saved.get(key)} in {path}; "
+                "load the checkpoint with the model it was saved from"
+            )
+
+
+def _ranks() -> list[int]:
+    return [parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_data_parallel_world_size()]
+
+
+def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _rng_state() -> dict[str, Any]:
+    name, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

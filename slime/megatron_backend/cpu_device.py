@@ -1,0 +1,114 @@
+"""Lets megatron-core run where there is no GPU: CUDA device requests are answered with the CPU device.
+
+megatron-core asks for `torch.cuda.current_device()`, `device="cuda"`, `.cuda()` and compares `Tensor.type()` with
+"torch.cuda.FloatTensor" throughout. Nothing in it needs a GPU for the dense path, so the requests are redirected
+instead of patching or copying the library. This is the only file of the project that knows about it; on a machine
+with a GPU it does nothing at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_thread = threading.local()
+
+
+def _on_cpu(value: Any) -> Any:
+    """`value`, or the CPU device where it names a CUDA device."""
+    if isinstance(value, torch.device):
+        return _CPU if value.type == "cuda" else value
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return _CPU
+    return value
+
+
+class _CudaRequestsToCpu(TorchFunctionMode):
+    """Rewrites the arguments of torch functions that name a CUDA device or a CUDA tensor type."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type:
+            if len(args) == 1 and not kwargs:  # a question: answer as a GPU would
+                return func(*args).replace("torch.", "torch.cuda.", 1)
+            args = tuple(a.replace("torch.cuda.", "torch.") if isinstance(a, str) else a for a in args)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        return func(*(_on_cpu(a) for a in args), **kwargs)
+
+
+class _InOrder:
+    """Stands for a CUDA stream or event. Work on the CPU is already in program order, so there is nothing to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> _InOrder:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _InOrder | None = None) -> _InOrder:
+        return event or self
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = wait = wait_event = wait_stream = synchronize = _nothing
+
+
+class _CpuGenerators:
+    """`torch.cuda.default_generators` indexed by any device: the one CPU generator."""
+
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def _replace_cuda_module() -> None:
+    cuda = torch.cuda
+    cuda.current_device = _answer(_CPU)
+    for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
+        setattr(cuda, name, _answer(None))
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, _answer(0))
+    cuda.Stream = cuda.Event = _InOrder
+    cuda.stream = _InOrder
+    cuda.current_stream = cuda.default_stream = _answer(_InOrder())
+    # Megatron's RNG tracker saves, seeds and restores the generator of "its device": here the CPU's.
+    # `is_initialized` makes torch run its deferred CUDA calls at once instead of queueing them for ever.
+    cuda.is_initialized = _answer(True)
+    cuda.default_generators = _CpuGenerators()
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda device=None: torch.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+        module.manual_seed = lambda seed: torch.manual_seed(seed)
+    torch._vime_cpu_redirect = True
+
+
+def install_cpu_redirect() -> None:
+    """Redirect CUDA requests of this process to the CPU. Does nothing where CUDA is available, or when repeated.
+
+    Functions of `torch.cuda` are replaced once per process. Device arguments are rewritten by a torch function
+    mode, which torch keeps per thread: call this first in every thread that runs Megatron.
+    """
+    if torch.cuda.is_available():
+        return
+    if not hasattr(torch, "_vime_cpu_redirect"):
+        _replace_cuda_module()
+    if not hasattr(_thread, "mode"):
+        _thread.mode = _CudaRequestsToCpu()
+        _thread.mode.__enter__()

@@ -1,0 +1,22 @@
+"""Which table a checkpoint's weights follow. To add a family: write its table file and name it here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.megatron_backend.hf_weights.base import Family
+from slime.megatron_backend.hf_weights.qwen import QWEN2, QWEN3
+
+FAMILIES: dict[str, Family] = {"qwen2": QWEN2, "qwen3": QWEN3}
+"""`model_type` of config.json -> family."""
+
+
+def family_for(hf_config: dict[str, Any]) -> Family:
+    """The family of a parsed config.json. ValueError naming the supported ones otherwise."""
+    model_type = hf_config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type in config.json must be one of {', '.join(sorted(FAMILIES))}, got {model_type!r}; "
+            "a new family needs a table in slime/megatron_backend/hf_weights"
+        )
+    return FAMILIES[model_type]

@@ -1,0 +1,165 @@
+"""The GPT model of a checkpoint, ending in hidden states: logits are never made here.
+
+Shapes: T packed tokens, H hidden, V_local vocabulary rows of this tensor-parallel rank (padding included).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from slime.megatron_backend.attention import PackedAttention, PackedLayout
+from slime.megatron_backend.hf_weights.base import Sizes
+from slime.megatron_backend.model_config import padded_vocab_size, rope_theta, transformer_config
+
+
+class RMSNorm(nn.RMSNorm):
+    """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019).
+
+    megatron-core's own wrapper of torch's norm refuses sequence parallelism, whose only demand on a norm is the mark
+    on its weight: the gradient is then summed over the tensor-parallel ranks, each of which saw part of the tokens.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class HiddenGPTModel(GPTModel):
+    """Megatron's GPTModel without its logits: `forward` returns hidden states after the final norm.
+
+    Built by `build_model`. `hf_config` is the config.json it came from, `sizes` what weight layouts need.
+    """
+
+    def __init__(self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes) -> None:
+        super().__init__(
+            core,
+            _block_spec(core),
+            vocab_size=sizes.padded_vocab,
+            max_sequence_length=hf_config.get("max_position_embeddings", 0),
+            share_embeddings_and_output_weights=hf_config.get("tie_word_embeddings", False),
+            position_embedding_type="none",  # PackedAttention applies it
+        )
+        self.hf_config, self.sizes = hf_config, sizes
+        self.rope_theta = rope_theta(hf_config)
+        self.to(core.params_dtype)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedLayout,
+    ) -> Tensor:
+        """input_ids [1, T] -> hidden states [T, 1, H], or this rank's [T / TP, 1, H] under sequence parallelism."""
+        packed_seq_params.rotary = self._rotary(packed_seq_params.positions)
+        return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of `position * theta ** (-2 k / D)`: two fp32 tensors [T, 1, D/2], computed as HF computes them."""
+        size = self.config.kv_channels
+        steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
+        angles = positions.float()[:, None, None] * (1.0 / self.rope_theta**steps)
+        return angles.cos(), angles.sin()
+
+
+def _block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
+    layer = get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, normalization=core.normalization)
+    modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    if core.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * core.num_layers, layer_norm=RMSNorm)
+
+
+def build_model(hf_config: dict[str, Any], config: Any, *, ddp: bool = True) -> nn.Module:
+    """The model of a checkpoint on this rank, parameters uninitialised: fill them with `load_hf` or `load_checkpoint`.
+
+    `config` gives the parallel layout, precision and Megatron flags. With `ddp` the model is wrapped in Megatron's
+    DistributedDataParallel, whose fp32 gradient buffers are summed, not averaged, over data-parallel ranks; without,
+    it holds no gradients (reference model). Needs `init_parallel` first.
+    """
+    core = transformer_config(hf_config, config)
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    vocab = hf_config["vocab_size"]
+    padded = padded_vocab_size(vocab, config.make_vocab_size_divisible_by, tp)
+    sizes = Sizes(groups=core.num_query_groups, head_dim=core.kv_channels, vocab=vocab, padded_vocab=padded)
+    model = HiddenGPTModel(hf_config, core, sizes)
+    if not ddp:
+        return model.requires_grad_(False).eval()
+    return DistributedDataParallel(core, _ddp_config(config), model)
+
+
+def _ddp_config(config: Any) -> DistributedDataParallelConfig:
+    fields: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+        "check_for_nan_in_grad": False,  # the optimizer step reports a gradient norm that is not finite
+    }
+    fields |= config.megatron.core_overrides(DistributedDataParallelConfig)
+    if fields.get("overlap_param_gather"):
+        raise ValueError(
+            "--overlap-param-gather must not be given: the head's weight is read outside the module whose hook waits "
+            "for it; leave the flag out"
+        )
+    return DistributedDataParallelConfig(**fields)
+
+
+def unwrap(model: nn.Module) -> HiddenGPTModel:
+    """The model inside its data-parallel wrapper, or the model itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def forward_hidden(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
+    """tokens [T] int64 -> hidden states [T, H] in the model's dtype, equal on all tensor-parallel ranks.
+
+    The gradient that comes back must be the full one, equal on all tensor-parallel ranks, as
+    `rl_kernel.linear_logp` returns it. ValueError when T does not fit the layout or, under sequence parallelism,
+    the number of tensor-parallel ranks.
+    """
+    if tokens.shape != layout.positions.shape:
+        raise ValueError(
+            f"tokens must be [{layout.positions.numel()}] as the layout says, got {list(tokens.shape)}"
+        )
+    core = unwrap(model).config
+    tp = core.tensor_model_parallel_size
+    if core.sequence_parallel and tokens.numel() % tp:
+        raise ValueError(
+            f"packed tokens must be a multiple of --tensor-model-parallel-size {tp} with --sequence-parallel, "
+            f"got {tokens.numel()}; pad the row"
+        )
+    hidden = model(tokens[None], packed_seq_params=layout)
+    if core.sequence_parallel:
+        # the head's gradient arrives complete on every rank: take this rank's rows instead of summing over ranks
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    return hidden.squeeze(1)
+
+
+def output_weight(model: nn.Module) -> Tensor:
+    """The head's weight on this rank, [V_local, H]: the output layer's, or the embedding where the two are tied."""
+    inner = unwrap(model)
+    return (
+        inner.shared_embedding_or_output_weight()
+        if inner.share_embeddings_and_output_weights
+        else inner.output_layer.weight
+    )
+
+
+def vocab_range(model: nn.Module) -> tuple[int, int]:
+    """(first vocabulary row of this rank, real vocabulary size): the `vocab_start` and `vocab_size` of linear_logp."""
+    start = parallel_state.get_tensor_model_parallel_rank() * output_weight(model).shape[0]
+    return start, unwrap(model).sizes.vocab

@@ -1,0 +1,82 @@
+"""Megatron's optimizer and learning-rate schedule for a model, and the gradient reduction that comes before a step.
+
+One step: `model.zero_grad_buffer(); optimizer.zero_grad()`, forward and backward of every micro-batch,
+`finish_grads(model)`, `updated, grad_norm, _ = optimizer.step()`, `scheduler.step(increment=global_batch_size)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from slime.megatron_backend.model_config import params_dtype
+
+
+def build_optimizer(
+    model: nn.Module, config: Any, *, total_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Optimizer over the data-parallel-wrapped `model`, and its schedule; the model's weights must be loaded already.
+
+    Sharded over data-parallel ranks unless --no-use-distributed-optimizer; master weights and moments are fp32.
+    Gradients are clipped to --clip-grad by their global norm. The schedule counts samples, so an optimizer step is
+    worth its batch: it spans --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples,
+    with --lr-warmup-iters of linear warm-up from 0, then --lr-decay-style down to --min-lr.
+    ValueError when the warm-up is not shorter than the schedule or --min-lr lies above --lr.
+    """
+    dtype = params_dtype(config)
+    fields: dict[str, Any] = {
+        "optimizer": config.optimizer,
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_eps": config.adam_eps,
+        "clip_grad": config.clip_grad,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": config.use_distributed_optimizer,
+    }
+    fields |= config.megatron.core_overrides(OptimizerConfig)
+    optimizer = get_megatron_optimizer(OptimizerConfig(**fields), [model], use_gloo_process_groups=False)
+    return optimizer, _schedule(optimizer, config, total_steps)
+
+
+def _schedule(optimizer: MegatronOptimizer, config: Any, total_steps: int) -> OptimizerParamScheduler:
+    steps = config.lr_decay_iters or total_steps
+    if not 0 <= config.lr_warmup_iters < steps:
+        raise ValueError(
+            f"--lr-warmup-iters must lie in [0, {steps}), the optimizer steps of the schedule, "
+            f"got {config.lr_warmup_iters}; raise --lr-decay-iters or --num-rollout"
+        )
+    if not 0 <= config.min_lr <= config.lr:
+        raise ValueError(f"--min-lr must lie in [0, --lr {config.lr}], got {config.min_lr}")
+    samples = config.global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.lr_warmup_iters * samples,
+        lr_decay_steps=steps * samples,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=steps * samples,
+        wd_incr_style="constant",
+        # a resumed run follows the flags it was given now; the checkpoint tells how far the schedule has come
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def finish_grads(model: nn.Module) -> None:
+    """Complete the gradients of a step: sum over data-parallel ranks, and over tensor-parallel ranks where each saw
+    only part of the tokens or heads. Collective; call it once, after the last micro-batch's backward.
+    """
+    finalize_model_grads([model])

@@ -1,0 +1,102 @@
+"""Starts torch.distributed and Megatron's process groups for one trainer rank.
+
+Tensor and data parallelism. Pipeline, context and expert parallel sizes other than 1 are refused here.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from slime.megatron_backend.cpu_device import install_cpu_redirect
+
+
+@dataclass(frozen=True)
+class ParallelInfo:
+    """Where this process stands. Ranks vary fastest over tensor parallelism: rank = dp_rank * tp_size + tp_rank.
+
+    The groups are live objects of this process: keep the record out of messages to other processes.
+    """
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+
+
+def _check(rank: int, world_size: int, config: Any) -> None:
+    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
+        value = getattr(config, name, 1)
+        if value != 1:
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be 1, got {value}; training is tensor and data parallel so far"
+            )
+    tp = config.tensor_model_parallel_size
+    if tp < 1 or world_size % tp:
+        raise ValueError(
+            f"--tensor-model-parallel-size must divide the number of trainer ranks, got {tp} for {world_size}"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie in [0, world_size), got {rank} of {world_size}")
+
+
+def init_parallel(
+    rank: int, world_size: int, config: Any, *, init_method: str, local_rank: int = 0
+) -> ParallelInfo:
+    """Join the trainer's process group and build Megatron's groups; every rank must call it.
+
+    `init_method` is torch's rendezvous address ("tcp://HOST:PORT" or "file://PATH"), `local_rank` the index of the
+    GPU this process drives. Backend: NCCL where CUDA is available, else gloo with CUDA requests redirected.
+    Reads --tensor-model-parallel-size, --distributed-timeout-minutes and --seed. All generators (Python, numpy,
+    torch, Megatron's tracker) are seeded from --seed, so a run repeats exactly on the same number of ranks.
+    """
+    _check(rank, world_size, config)
+    install_cpu_redirect()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        backend, device = "nccl", torch.device("cuda", local_rank)
+    else:
+        backend, device = "gloo", torch.device("cpu")
+    minutes = config.distributed_timeout_minutes
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        distributed_timeout_minutes=minutes,
+        create_gloo_process_groups=False,
+    )
+    random.seed(config.seed)
+    np.random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+    return ParallelInfo(
+        rank=rank,
+        world_size=world_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        device=device,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+    )
+
+
+def destroy_parallel() -> None:
+    """Leave the groups that `init_parallel` joined. A second call does nothing."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

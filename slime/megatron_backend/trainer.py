@@ -1,0 +1,279 @@
+"""One trainer rank: Megatron model, reference model, optimizer and checkpoints behind five calls.
+
+    train(rollout_id, data) -> TrainResult      publish_weights(version) -> WeightUpdate on rank 0
+    save(rollout_id)                            start_rollout_id         close()
+
+Owns the order of a training step. The maths is in slime.algo and rl_kernel, the model in this folder's other files.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.algo.advantage import compute_advantages
+from slime.algo.ppo import compute_approx_kl
+from slime.data.packing import MicroBatch, pack
+from slime.hooks import load_function
+from slime.megatron_backend import checkpoint
+from slime.megatron_backend.forward import log_probs_of_data
+from slime.megatron_backend.loss import MicroBatchLoss, micro_batch_loss
+from slime.megatron_backend.model import build_model, unwrap
+from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.optimizer import build_optimizer, finish_grads
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.weights import export_hf, load_hf, save_hf
+from slime.protocols import TrainResult, WeightUpdate
+from slime.tracking.timers import Timers
+from slime.types import TrainData
+from slime.weight_sync.file_channel import FileChannel
+
+
+class MegatronTrainer:
+    """Built once per rank, in the rank's own process. `init_method` is a torch.distributed rendezvous address."""
+
+    def __init__(
+        self, config: Any, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
+    ) -> None:
+        self.config, self.args = config, config.namespace()
+        self.temperature = 1.0 if config.loss_type == "sft_loss" else config.rollout_temperature
+        self.info = init_parallel(rank, world_size, config, init_method=init_method, local_rank=local_rank)
+        self._hook("custom_megatron_init_path", self.args)
+        self.hf_config = load_hf_config(config.hf_checkpoint)
+        self.model = build_model(self.hf_config, config)
+        resume = checkpoint.latest(config.load) if config.load else None
+        if resume is None:
+            load_weights(self.model, config.load or config.ref_load or config.hf_checkpoint)
+        self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
+        self.start_rollout_id = config.start_rollout_id or 0
+        if resume is not None:
+            extra = checkpoint.load_checkpoint(config.load, self.model, self.optimizer, self.scheduler)
+            self.start_rollout_id = extra["rollout_id"] + 1
+        self.ref_model = None
+        if config.needs_reference:
+            self.ref_model = build_model(self.hf_config, config, ddp=False)
+            load_weights(self.ref_model, config.ref_load or config.hf_checkpoint)
+        self.channel = FileChannel(config.weight_dir)
+        self.timers = Timers()
+
+    def train(self, rollout_id: int, data: TrainData) -> TrainResult:
+        """All optimizer steps of one rollout over this rank's part of it. Collective over all ranks."""
+        with self.timers.measure("data_preprocess"):
+            self._to_device(data)
+            self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
+        self._add_log_probs(data)
+        self._add_advantages(data)
+        with self.timers.measure("actor_train"):
+            steps = self._optimizer_steps(rollout_id, data)
+        self._update_reference(rollout_id)
+        perf = self.timers.flush()
+        perf["perf/actor_train_tok_per_s"] = sum(data["total_lengths"]) / perf["perf/actor_train_time"]
+        return TrainResult(steps=steps, rollout=self._rollout_means(data, steps), perf=perf)
+
+    def save(self, rollout_id: int) -> None:
+        """Checkpoint under --save (and --save-hf), as iteration `rollout_id`. Collective; appears only when complete."""
+        optimizer = None if self.config.no_save_optim else self.optimizer
+        extra = {"rollout_id": rollout_id}
+        checkpoint.save_checkpoint(
+            self.config.save, rollout_id, self.model, optimizer, self.scheduler, extra=extra
+        )
+        if self.config.save_hf:
+            out = Path(self.config.save_hf.format(rollout_id=rollout_id))
+            save_hf(self.model, self.config.hf_checkpoint, out)
+
+    def publish_weights(self, version: int, *, checksums: bool) -> WeightUpdate | None:
+        """Write the current weights to the channel. Collective; the update is returned by rank 0, None by others."""
+        tensors = export_hf(self.model)
+        if dist.get_rank() == 0:
+            return self.channel.publish(tensors, version, checksums=checksums)
+        for _ in tensors:  # the export gathers over tensor-parallel ranks: all must take part
+            pass
+        return None
+
+    def close(self) -> None:
+        destroy_parallel()
+
+    def _hook(self, flag: str, *args: Any) -> None:
+        if path := getattr(self.config, flag):
+            load_function(path, flag="--" + flag.replace("_", "-"))(*args)
+
+    def _to_device(self, data: TrainData) -> None:
+        """Tensors to the device (the packer reads `tokens` on the host), and the denominator of every token in the loss:
+        `max(rollout_mask_sum, 1) * global_batch_size`, or the step's token count with --calculate-per-token-loss.
+        """
+        for column in ("loss_masks", "rollout_log_probs", "teacher_log_probs"):
+            if column in data:
+                data[column] = [tensor.to(self.info.device) for tensor in data[column]]
+        per_token = self.config.calculate_per_token_loss
+        data["normalisers"] = data["global_token_counts"] if per_token else data["global_batch_sizes"]
+        step_of_micro_batch = [s for s, n in enumerate(data["num_microbatches"]) for _ in range(n)]
+        data["loss_denominators"] = [None] * len(data["tokens"])
+        for step, samples in zip(step_of_micro_batch, data["micro_batch_indices"], strict=True):
+            for i in samples:
+                of_rollout = 1.0 if per_token else max(data["rollout_mask_sums"][i], 1.0)
+                data["loss_denominators"][i] = torch.full_like(
+                    data["loss_masks"][i], of_rollout * data["normalisers"][step], dtype=torch.float32
+                )
+
+    def _pack(self, data: TrainData, samples: list[int], columns: tuple[str, ...] = ()) -> MicroBatch:
+        present = [name for name in columns if name in data]
+        # sequence parallelism cuts the packed row into equal parts
+        pad_to = self.info.tp_size if self.config.sequence_parallel else 1
+        return pack(data, samples, present, pad_to=pad_to, device=self.info.device)
+
+    def _forward_log_probs(self, model: Any, data: TrainData) -> list[Tensor]:
+        return log_probs_of_data(
+            model,
+            self.info,
+            [self._pack(data, samples) for samples in data["micro_batch_indices"]],
+            len(data["tokens"]),
+            data["response_lengths"],
+            temperature=self.temperature,
+        )
+
+    def _add_log_probs(self, data: TrainData) -> None:
+        """ref_log_probs where a KL needs them, old_log_probs where the first step's own would not do."""
+        config = self.config
+        if self.ref_model is not None:
+            with self.timers.measure("ref_log_probs"):
+                data["ref_log_probs"] = self._forward_log_probs(self.ref_model, data)
+        if config.loss_type == "sft_loss":
+            return
+        if config.use_rollout_logprobs:
+            data["old_log_probs"] = data["rollout_log_probs"]
+        elif self._needs_old_log_probs(data):
+            self._hook("custom_megatron_before_log_prob_hook_path", self.args, [self.model], "")
+            with self.timers.measure("log_probs"):
+                data["old_log_probs"] = self._forward_log_probs(self.model, data)
+            data["log_probs"] = data["old_log_probs"]  # the name that advantage hooks read
+
+    def _needs_old_log_probs(self, data: TrainData) -> bool:
+        """With one step a rollout the policy still is the old policy when it is trained: its own detached log-probs serve.
+        What needs them before that step (a KL penalty in the reward, hooks, sequence ratios) asks for the extra pass.
+        """
+        config = self.config
+        return (
+            len(data["num_microbatches"]) > 1
+            or config.kl_coef != 0
+            or config.get_mismatch_metrics
+            or config.advantage_estimator == "gspo"
+            or config.loss_type != "policy_loss"
+            or config.custom_advantage_function_path is not None
+        )
+
+    def _add_advantages(self, data: TrainData) -> None:
+        if self.config.disable_compute_advantages_and_returns or self.config.loss_type == "sft_loss":
+            return
+        if self.config.custom_advantage_function_path:
+            return self._hook("custom_advantage_function_path", self.args, data)
+        if self.config.kl_coef != 0:
+            data["kl"] = [
+                compute_approx_kl(old, ref, self.config.kl_loss_type)
+                for old, ref in zip(data["old_log_probs"], data["ref_log_probs"], strict=True)
+            ]
+        else:
+            data["kl"] = [torch.zeros_like(mask, dtype=torch.float32) for mask in data["loss_masks"]]
+        data["advantages"], data["returns"] = compute_advantages(
+            self.args, data["rewards"], data["loss_masks"], data["kl"], dp_group=self.info.dp_group
+        )
+
+    def _optimizer_steps(self, rollout_id: int, data: TrainData) -> list[dict[str, float]]:
+        steps, first = [], 0
+        for step_id, count in enumerate(data["num_microbatches"]):
+            self._hook(
+                "custom_megatron_before_train_step_hook_path",
+                *(self.args, rollout_id, step_id, [self.model], self.optimizer, self.scheduler),
+            )
+            micro_batches = data["micro_batch_indices"][first : first + count]
+            steps.append(self._optimizer_step(data, micro_batches, step_id))
+            first += count
+        return steps
+
+    def _optimizer_step(
+        self, data: TrainData, micro_batches: list[list[int]], step_id: int
+    ) -> dict[str, float]:
+        global_batch_size = data["global_batch_sizes"][step_id]
+        self.model.train()
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = []
+        for k, samples in enumerate(micro_batches):
+            last = k == len(micro_batches) - 1
+            with nullcontext() if last else self.model.no_sync():
+                batch = self._pack(data, samples, COLUMNS)
+                losses.append(micro_batch_loss(self, data, batch, data["normalisers"][step_id]))
+                losses[-1].loss.backward()
+        finish_grads(self.model)
+        updated, grad_norm, _ = self.optimizer.step()
+        if not updated:
+            raise FloatingPointError(
+                f"gradients must be finite, got norm {grad_norm}; inspect the batch with --save-debug-rollout-data"
+            )
+        rates = {
+            f"train/lr-pg_{i}": group["lr"] for i, group in enumerate(self.optimizer.param_groups)
+        }  # before the scheduler moves on: the rate this step used
+        self.scheduler.step(increment=global_batch_size)
+        metrics = reduce_metrics(losses, self.info.dp_group)
+        return {**metrics, "train/grad_norm": float(grad_norm), "train/global_batch_size": global_batch_size, **rates}
+
+    def _update_reference(self, rollout_id: int) -> None:
+        interval = self.config.ref_update_interval
+        if self.ref_model is not None and interval and (rollout_id + 1) % interval == 0:
+            with self.timers.measure("ref_model_update"):
+                self.ref_model.load_state_dict(unwrap(self.model).state_dict())
+
+    def _rollout_means(self, data: TrainData, steps: list[dict[str, float]]) -> dict[str, float]:
+        """rollout/*: mean over samples of the mean over each sample's trained tokens, over all ranks."""
+        names = ("log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns", "kl")
+        present = [name for name in names if name in data]
+        sums = [
+            sum(
+                ((x * m).sum() / m.sum().clamp(min=1)).double()
+                for x, m in zip(data[name], data["loss_masks"], strict=True)
+            )
+            for name in present
+        ]
+        total = torch.stack([*sums, torch.tensor(float(len(data["tokens"])), dtype=torch.float64).to(self.info.device)])
+        dist.all_reduce(total, group=self.info.dp_group)
+        means = {f"rollout/{name}": (value / total[-1]).item() for name, value in zip(present, total[:-1], strict=True)}
+        if "rollout/log_probs" not in means and "train/log_probs" in steps[0]:
+            means["rollout/log_probs"] = steps[0]["train/log_probs"]
+        for step in steps:
+            step.pop("train/log_probs", None)
+        return means
+
+
+COLUMNS = (
+    "loss_masks",
+    "loss_denominators",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+)
+
+
+def load_weights(model: Any, directory: str) -> None:
+    """Weights from an HF directory or a Megatron checkpoint, told apart by what lies there."""
+    if checkpoint.latest(directory) is not None:
+        checkpoint.load_checkpoint(directory, model)
+    else:
+        load_hf(model, directory)
+
+
+def reduce_metrics(losses: list[MicroBatchLoss], dp_group: Any) -> dict[str, float]:
+    """Sums over micro-batches and ranks (the tokens' weights make them means), and maxima of the `_max` ones."""
+    sums = {name: sum(loss.sums[name] for loss in losses) for name in losses[0].sums}
+    maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).amax() for name in losses[0].maxima}
+    out = {}
+    for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        if values:
+            packed = torch.stack([value.detach().double() for value in values.values()])
+            dist.all_reduce(packed, op=op, group=dp_group)
+            out.update(zip((f"train/{name}" for name in values), packed.tolist(), strict=True))
+    return out

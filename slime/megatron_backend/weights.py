@@ -1,0 +1,182 @@
+"""HF safetensors <-> the live Megatron model, through the family's table. Owns reading, writing and gathering.
+
+Every tensor of a checkpoint is accounted for: one that is missing, left over or of the wrong shape is an error that
+names it. Loading and export are bitwise inverses when the dtypes agree.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from slime.megatron_backend.hf_weights import family_for
+from slime.megatron_backend.hf_weights.base import Row
+from slime.megatron_backend.model import HiddenGPTModel, unwrap
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def _parameters(inner: HiddenGPTModel) -> Iterator[tuple[nn.Parameter, Row, tuple[str, ...]]]:
+    """Every parameter with its row of the family's table and its HF names, in model order."""
+    family = family_for(inner.hf_config)
+    for name, parameter in inner.named_parameters():
+        yield parameter, *family.find(name)
+
+
+def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
+    """HF tensor name -> the safetensors file that holds it."""
+    index = checkpoint_dir / _INDEX
+    if index.is_file():
+        return {k: checkpoint_dir / v for k, v in json.loads(index.read_text())["weight_map"].items()}
+    single = checkpoint_dir / _SINGLE
+    if not single.is_file():
+        raise ValueError(f"--hf-checkpoint must hold {_SINGLE} or {_INDEX}, got neither in {checkpoint_dir}")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, checkpoint_dir: Path) -> None:
+    family = family_for(inner.hf_config)
+    extra = {name for name in found - expected if not family.ignores(name)}
+    if inner.share_embeddings_and_output_weights:
+        extra.discard("lm_head.weight")  # some tied checkpoints store the head again; HF ignores it too
+    for names, kind in ((expected - found, "missing from"), (extra, "unexpected in")):
+        if names:
+            listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(
+                f"the tensors of a checkpoint must match its config.json, got {len(names)} {kind} {checkpoint_dir}: "
+                f"{listed}; check model_type, num_hidden_layers and tie_word_embeddings"
+            )
+
+
+@torch.no_grad()
+def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
+    """Fill the model's parameters, in place, from a single-file or sharded safetensors checkpoint.
+
+    Values are cast to the model's dtype, vocabulary padding is zero, each rank keeps its tensor-parallel part. Call it
+    before `build_optimizer`, which copies its fp32 masters from the parameters (or `reload_model_params` after).
+    ValueError names tensors that are missing, unexpected or of another shape than config.json says.
+    """
+    inner, checkpoint_dir = unwrap(model), Path(checkpoint_dir)
+    files = _files_of(checkpoint_dir)
+    rows = list(_parameters(inner))
+    _check_names({name for _, _, names in rows for name in names}, set(files), inner, checkpoint_dir)
+    rank, size = _tp_rank_and_size()
+    handles: dict[Path, Any] = {}
+    for parameter, row, names in rows:
+        parts = []
+        for name in names:
+            if files[name] not in handles:
+                handles[files[name]] = safe_open(files[name], framework="pt")
+            parts.append(handles[files[name]].get_tensor(name))
+        # the shapes config.json asks for, found by cutting an empty tensor of the full size the same way
+        meta = parameter.data.to("meta")
+        wanted = row.layout.split(row.layout.merge([meta] * size), inner.sizes)
+        for name, part, want in zip(names, parts, wanted, strict=True):
+            if part.shape != want.shape:
+                raise ValueError(
+                    f"{name} must have shape {list(want.shape)} as config.json says, got {list(part.shape)} in "
+                    f"{files[name]}"
+                )
+        parameter.data.copy_(row.layout.shard(row.layout.join(parts, inner.sizes), rank, size))
+
+
+@torch.no_grad()
+def export_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All weights under their HF names: full tensors on every rank, in the model's dtype and on its device.
+
+    Collective over tensor-parallel ranks: every rank must exhaust the iterator. A tied head is left out. Tensors may
+    share memory with the live parameters: copy what must outlive the next optimizer step.
+    """
+    inner = unwrap(model)
+    _, size = _tp_rank_and_size()
+    for parameter, row, names in _parameters(inner):
+        full = parameter.data
+        if size > 1 and getattr(parameter, "tensor_model_parallel", False):
+            shards = [torch.empty_like(full) for _ in range(size)]
+            dist.all_gather(shards, full.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+            full = row.layout.merge(shards)
+        yield from zip(names, row.layout.split(full, inner.sizes), strict=True)
+
+
+def save_hf(
+    model: nn.Module, source_dir: str | Path, out_dir: str | Path, *, max_shard_bytes: int = 5 * 2**30
+) -> None:
+    """Write an HF directory that transformers loads with the same logits. Collective; rank 0 writes.
+
+    Tokenizer and other small files, and config.json with the dtype set to the saved one, come from `source_dir`.
+    Weights go to safetensors files of at most `max_shard_bytes` each (one tensor may exceed it). Weights are written
+    before config.json, so a directory with a config.json is complete.
+    """
+    source_dir, out_dir = Path(source_dir), Path(out_dir)
+    tensors = export_hf(model)
+    if dist.get_rank() != 0:
+        for _ in tensors:
+            pass
+    else:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        (out_dir / "config.json").unlink(missing_ok=True)
+        _write_shards(tensors, out_dir, max_shard_bytes)
+        _copy_config(unwrap(model), source_dir, out_dir)
+    dist.barrier()
+
+
+def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
+    for old in [*out_dir.glob("*.safetensors"), out_dir / _INDEX]:
+        old.unlink(missing_ok=True)
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = pending_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, out_dir / f"part-{len(shards):05d}.safetensors", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+            pending_bytes = 0
+        pending[name] = tensor.cpu().contiguous()
+        pending_bytes += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    if len(shards) == 1:
+        (out_dir / "part-00000.safetensors").rename(out_dir / _SINGLE)
+        return
+    weight_map = {}
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (out_dir / f"part-{i:05d}.safetensors").rename(out_dir / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (out_dir / _INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _copy_config(inner: HiddenGPTModel, source_dir: Path, out_dir: Path) -> None:
+    if source_dir.resolve() != out_dir.resolve():
+        for file in source_dir.iterdir():
+            if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name != "config.json":
+                shutil.copyfile(file, out_dir / file.name)
+    dtype = str(inner.config.params_dtype).removeprefix("torch.")
+    key = "torch_dtype" if "torch_dtype" in inner.hf_config else "dtype"
+    (out_dir / "config.json").write_text(json.dumps({**inner.hf_config, key: dtype}, indent=2) + "\n")
+
+
+def _tp_rank_and_size() -> tuple[int, int]:
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )

@@ -1,0 +1,137 @@
+"""What the rollout engine, its pool, and the trainer must offer to the loop. slime codes against these names only."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from slime.types import SampleGroup
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """One completion. `log_probs` are nats under the temperature-scaled distribution, one per token of `token_ids`.
+
+    `weight_versions` are the versions live when the request entered and left the engine (one entry when equal).
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    text: str
+    finish_reason: FinishReason
+    weight_versions: list[int]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class RolloutEngine(Protocol):
+    """A served model. Implementations are picklable: they travel to the rollout manager's process."""
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        seed: int,
+        deadline_s: float,
+    ) -> GenerateResult:
+        """Sample one completion; retry transient faults until `deadline_s` seconds have passed, then TimeoutError.
+
+        `sampling_params` uses slime's names: temperature, top_p, top_k, max_new_tokens, min_new_tokens, stop,
+        stop_token_ids, skip_special_tokens. A prompt the engine refuses raises ValueError at once.
+        """
+        ...
+
+    async def abort_all(self) -> None:
+        """End every running request; each returns what it has with finish_reason "abort"."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """One published version of the weights: what a channel hands to engines, as plain data.
+
+    `info` is channel-specific and JSON-serialisable (for the file channel: {"path": ...}). `checksums`, when asked
+    for with --check-weight-update-equal, maps HF tensor name to the sha256 hex digest of its raw bytes.
+    """
+
+    version: int
+    info: dict[str, Any]
+    checksums: dict[str, str] | None = None
+
+
+class EnginePool(Protocol):
+    """The running engines, as the driver sees them."""
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Load `update` on every engine (generation paused meanwhile) and remember it for engines that restart."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def check_health(self) -> None:
+        """Raise RuntimeError with the engine's last log lines when one is lost beyond recovery."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """What one rollout hands to training: a reference to the data of each data-parallel rank, and its metrics."""
+
+    rank_data: list[Any]
+    metrics: dict[str, float]
+
+
+class RolloutHandle(Protocol):
+    """The rollout manager, as the driver sees it. Calls run in the order they were made."""
+
+    def generate(self, rollout_id: int) -> Future[RolloutBatch]: ...
+
+    def evaluate(self, rollout_id: int) -> Future[dict[str, float]]: ...
+
+
+class TrainerHandle(Protocol):
+    """All trainer ranks, as the driver sees them."""
+
+    @property
+    def start_rollout_id(self) -> int:
+        """The first rollout to train: 0, or the one after the loaded checkpoint."""
+        ...
+
+    def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]: ...
+
+    def save(self, rollout_id: int) -> Future[None]: ...
+
+    def publish_weights(self, version: int, *, checksums: bool) -> Future[WeightUpdate]: ...
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """`steps`: train/* metrics of each optimizer step; `rollout`: rollout/* means over the data; `perf`: seconds."""
+
+    steps: list[dict[str, float]]
+    rollout: dict[str, float]
+    perf: dict[str, float]
+
+
+class DataSource(Protocol):
+    """Where prompts come from and unfinished groups return to (`--data-source-path`)."""
+
+    def get_samples(self, num_groups: int) -> list[SampleGroup]: ...
+
+    def add_samples(self, groups: list[SampleGroup]) -> None: ...
+
+    def save(self, rollout_id: int) -> None: ...
+
+    def load(self, rollout_id: int) -> None: ...
+
+    def __len__(self) -> int: ...

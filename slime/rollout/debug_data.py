@@ -1,0 +1,71 @@
+"""Samples of a rollout saved for replay (`--save-debug-rollout-data`, `--load-debug-rollout-data`).
+
+Files hold plain values only, so that they load with `torch.load(weights_only=True)`: no code runs on loading.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.types import Sample, SampleGroup
+
+
+def save_debug_rollout_data(
+    template: str, rollout_id: int, groups: list[SampleGroup], *, evaluation: bool = False
+) -> Path:
+    """Write all samples to `template` with {rollout_id} filled in ("eval_3" for an evaluation)."""
+    path = _path(
+        template, f"eval_{rollout_id}" if evaluation else str(rollout_id), "--save-debug-rollout-data"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    samples = [sample.to_dict() for group in groups for sample in group]
+    torch.save({"rollout_id": rollout_id, "samples": samples}, path)
+    return path
+
+
+def load_debug_rollout_data(
+    template: str, rollout_id: int, *, evaluation: bool = False, subsample: float | None = None
+) -> list[SampleGroup]:
+    """The groups that `save_debug_rollout_data` wrote, or the first part of them, `subsample` in (0, 1].
+
+    Neighbours of one `group_index` form a group. ValueError for a missing file or one that holds more than
+    plain values and tensors.
+    """
+    flag = "--load-debug-rollout-data"
+    path = _path(template, f"eval_{rollout_id}" if evaluation else str(rollout_id), flag)
+    if not path.is_file():
+        raise ValueError(
+            f"{flag} must name a saved rollout, got no file {path}; check {{rollout_id}} in the template"
+        )
+    try:
+        record: dict[str, Any] = torch.load(path, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{flag} must hold plain values, got a file that does not load: {path} ({error})"
+        ) from error
+    samples = [Sample.from_dict(sample) for sample in record["samples"]]
+    groups = [
+        list(members) for _, members in itertools.groupby(samples, key=lambda sample: sample.group_index)
+    ]
+    if subsample is None:
+        return groups
+    if not 0 < subsample <= 1:
+        raise ValueError(
+            f"{flag}-subsample must lie in (0, 1], got {subsample}; it is a fraction of the groups"
+        )
+    return groups[: math.ceil(subsample * len(groups))]
+
+
+def _path(template: str, name: str, flag: str) -> Path:
+    try:
+        return Path(template.format(rollout_id=name))
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{flag} must hold no braces but {{rollout_id}}, got {template}; rename the path"
+        ) from error

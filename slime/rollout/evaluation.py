@@ -1,0 +1,259 @@
+"""Evaluation: several datasets, each with its own columns, sampling and reward, in one pass.
+
+Where settings come from, first found first: the dataset's entry in --eval-config, its `defaults`, the
+--eval-* flags, the training flags.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.data.prompts import Columns, load_prompts
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.generate import generate_and_rm_group, run_together
+from slime.rollout.metrics import eval_reward_args
+from slime.rollout.state import GenerateState
+from slime.tracking.console import progress
+from slime.types import Prompt, Sample, SampleGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvalDatasetConfig:
+    """One evaluation dataset, every setting resolved. Lengths are tokens."""
+
+    name: str
+    path: str
+    n_samples_per_eval_prompt: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_response_len: int | None = None
+    max_prompt_len: int | None = None
+    max_context_len: int | None = None
+    min_new_tokens: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    input_key: str = "input"
+    label_key: str | None = None
+    tool_key: str | None = "tools"
+    metadata_key: str = "metadata"
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    custom_generate_function_path: str | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+
+
+_SETTINGS = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig)) - {"name", "path"}
+
+# Setting -> the flags it falls back to, in order.
+_FALLBACKS = {
+    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
+    "temperature": ("eval_temperature", "rollout_temperature"),
+    "top_p": ("eval_top_p", "rollout_top_p"),
+    "top_k": ("eval_top_k", "rollout_top_k"),
+    "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
+    "max_prompt_len": ("eval_max_prompt_len", "rollout_max_prompt_len"),
+    "max_context_len": ("eval_max_context_len", "rollout_max_context_len"),
+    "min_new_tokens": ("eval_min_new_tokens",),
+    "stop": ("rollout_stop",),
+    "stop_token_ids": ("rollout_stop_token_ids",),
+    "input_key": ("eval_input_key", "input_key"),
+    "label_key": ("eval_label_key", "label_key"),
+    "tool_key": ("eval_tool_key", "tool_key"),
+    "metadata_key": ("metadata_key",),
+    "apply_chat_template": ("apply_chat_template",),
+    "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
+}
+
+
+def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
+    """The datasets of --eval-config (a YAML file), else of --eval-prompt-data (name path pairs), else none.
+
+    The file holds `datasets`, a list or a mapping by name, and optionally `defaults`, both at the top or
+    under `eval`.
+    """
+    if args.eval_config is None:
+        pairs = list(args.eval_prompt_data or [])
+        if len(pairs) % 2:
+            raise ValueError(
+                f"--eval-prompt-data must be pairs of name and path, got {len(pairs)} words: {pairs}"
+            )
+        raw = [{"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
+        return build_eval_dataset_configs(args, raw, {})
+    path = Path(args.eval_config)
+    if not path.is_file():
+        raise ValueError(f"--eval-config must name an existing file, got {path}; check the path")
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"--eval-config must be YAML, got {path}: {error}") from error
+    if isinstance(config, dict):
+        config = config.get("eval", config)
+    if not isinstance(config, dict) or not config.get("datasets"):
+        raise ValueError(
+            f"--eval-config must hold a `datasets` entry, got none in {path}; list name and path there"
+        )
+    datasets = config["datasets"]
+    if isinstance(datasets, dict):
+        datasets = [{"name": name, **(settings or {})} for name, settings in datasets.items()]
+    return build_eval_dataset_configs(args, datasets, config.get("defaults") or {})
+
+
+def build_eval_dataset_configs(
+    args: Any, raw_config: list[dict[str, Any]], defaults: dict[str, Any]
+) -> list[EvalDatasetConfig]:
+    """Resolve the settings of each entry. ValueError names unknown and missing settings, and a name twice."""
+    configs = []
+    for entry in raw_config:
+        unknown = sorted((set(entry) | set(defaults)) - _SETTINGS - {"name", "path"})
+        if unknown:
+            raise ValueError(
+                f"--eval-config must use known settings, got {unknown}; known: {sorted(_SETTINGS)}"
+            )
+        if not entry.get("name") or not entry.get("path"):
+            raise ValueError(f"--eval-config must give every dataset a name and a path, got {entry}")
+        settings = {}
+        for setting, flags in _FALLBACKS.items():
+            values = [getattr(args, flag) for flag in flags]
+            settings[setting] = next((value for value in values if value is not None), None)
+        given = {k: v for k, v in {**defaults, **entry}.items() if v is not None}
+        configs.append(EvalDatasetConfig(**{**settings, **given}))
+    names = [config.name for config in configs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"evaluation datasets must have different names, got {twice} more than once")
+    return configs
+
+
+def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, list[Prompt]]]:
+    """Settings and prompts of every evaluation dataset; the files are read once a run.
+
+    The manager calls this at the start of a run, so that a bad file is an error then and not at the first
+    evaluation.
+    """
+    configs = resolve_eval_datasets(state.args)
+    if not configs:
+        raise ValueError(
+            "--eval-prompt-data or --eval-config must name a dataset for --eval-interval, got none"
+        )
+    for config in configs:
+        if config.name in state.eval_prompts:
+            continue
+        columns = Columns(**{f.name: getattr(config, f.name) for f in dataclasses.fields(Columns)})
+        limits = [config.max_prompt_len, config.max_context_len and config.max_context_len - 1]
+        state.eval_prompts[config.name] = load_prompts(
+            config.path,
+            columns,
+            tokenizer=state.tokenizer,
+            max_prompt_len=next((limit for limit in limits if limit is not None), None),
+            flag="--eval-prompt-data",
+            limit_flag="--eval-max-prompt-len",
+        )
+    return [(config, state.eval_prompts[config.name]) for config in configs]
+
+
+async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOutput:
+    """Answer every prompt of every dataset `n_samples_per_eval_prompt` times and score it.
+
+    Deterministic given the engine: the random stream of a response is "eval/{name}/{rollout_id}/{index}".
+    Errors: whatever a reward or generate function raises, naming the sample; TimeoutError when every response
+    of a dataset passed --rollout-deadline-s. Single late responses are left out of the rewards, and reported.
+    """
+    datasets = load_eval_datasets(state)
+    total = sum(len(prompts) * config.n_samples_per_eval_prompt for config, prompts in datasets)
+    state.begin()
+    state.progress = (0, total)
+    try:
+        with progress(total=total, desc=f"eval {rollout_id}", unit="sample") as bar:
+            results = await run_together(
+                _eval_dataset(state, config, prompts, rollout_id, bar) for config, prompts in datasets
+            )
+    finally:
+        state.aborted = True
+        state.end()
+    names = [config.name for config, _ in datasets]
+    return RolloutFnEvalOutput(data=dict(zip(names, results, strict=True)))
+
+
+async def _eval_dataset(
+    state: GenerateState, config: EvalDatasetConfig, prompts: list[Prompt], rollout_id: int, bar: Any
+) -> dict[str, Any]:
+    params = _sampling_params(state.args, config)
+
+    async def one(group: SampleGroup) -> SampleGroup:
+        done = await generate_and_rm_group(
+            state.args, group, params, evaluation=True, rollout_id=rollout_id, stream=f"eval/{config.name}"
+        )
+        bar.update(len(group))
+        finished, wanted = state.progress
+        state.progress = (finished + len(group), wanted)
+        return done
+
+    groups = await run_together(
+        one(_eval_group(config, number, prompt)) for number, prompt in enumerate(prompts)
+    )
+    samples = [sample for group in groups for sample in group]
+    scored = [sample for sample in samples if sample.status is not Sample.Status.ABORTED]
+    if not scored:
+        raise TimeoutError(
+            f"--rollout-deadline-s must suffice for a response, got {state.args.rollout_deadline_s} s "
+            f"and no response of evaluation dataset {config.name} within it; last: "
+            f"{next(iter(state.timed_out.values()), 'aborted')}"
+        )
+    if len(scored) < len(samples):
+        logger.warning(
+            "%d of %d responses of %s were cut off", len(samples) - len(scored), len(samples), config.name
+        )
+    reward_args = eval_reward_args(state.args)
+    return {
+        "rewards": [sample.get_reward_value(reward_args) for sample in scored],
+        "truncated": [sample.status is Sample.Status.TRUNCATED for sample in scored],
+        "samples": samples,
+    }
+
+
+def _eval_group(config: EvalDatasetConfig, number: int, prompt: Prompt) -> SampleGroup:
+    metadata = {**prompt.metadata, **config.metadata_overrides}
+    if config.rm_type is not None:
+        metadata["rm_type"] = config.rm_type
+    size = config.n_samples_per_eval_prompt
+    return [
+        Sample(
+            group_index=number,
+            index=number * size + i,
+            prompt=copy.deepcopy(prompt.text),
+            label=copy.deepcopy(prompt.label),
+            metadata=copy.deepcopy(metadata),
+            apply_chat_template_kwargs=dict(config.apply_chat_template_kwargs),
+            custom_rm_path=config.custom_rm_path,
+            generate_function_path=config.custom_generate_function_path,
+        )
+        for i in range(size)
+    ]
+
+
+def _sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
+    params = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_new_tokens": config.max_response_len,
+        "stop": config.stop,
+        "stop_token_ids": config.stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+    }
+    if config.max_context_len != args.rollout_max_context_len:
+        params["max_context_len"] = config.max_context_len
+    if config.min_new_tokens is not None:
+        params["min_new_tokens"] = config.min_new_tokens
+    return params

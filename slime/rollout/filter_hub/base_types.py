@@ -1,0 +1,41 @@
+"""What a dynamic-sampling filter returns (`--dynamic-sampling-filter-path`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.types import SampleGroup
+
+
+@dataclass
+class DynamicFilterOutput:
+    """Whether to train on a group. `reason` names the count of drops (rollout/dynamic_filter/drop_{reason}).
+
+    `keep_when_insufficient`: take a rejected group all the same when dropping it would make the rollout draw
+    more prompts to fill its batch.
+    """
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+def call_dynamic_filter(
+    fn: Callable[..., Any] | None, args: Any, group: SampleGroup, **kwargs: Any
+) -> DynamicFilterOutput:
+    """Run a filter (None keeps everything). A bare bool, also a NumPy or torch one, is wrapped; else
+    ValueError.
+    """
+    if fn is None:
+        return DynamicFilterOutput(keep=True)
+    output = fn(args, group, **kwargs)
+    if isinstance(output, DynamicFilterOutput):
+        return output
+    if output is None or isinstance(output, (str, list, tuple, dict)):
+        raise ValueError(
+            "--dynamic-sampling-filter-path must return DynamicFilterOutput or bool, got "
+            f"{type(output).__name__}"
+        )
+    return DynamicFilterOutput(keep=bool(output))

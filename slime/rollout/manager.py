@@ -1,0 +1,105 @@
+"""The rollout manager: prompts in, training data out. One per run, in its own process.
+
+Owns the data source, the generation state and the conversion to train data; knows the engine only by its protocol, and
+Ray only as the `put` function that stores a rank's data where the trainers find it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slime.data.tokenizer import load_tokenizer
+from slime.data.train_data import make_rank_data
+from slime.hooks import load_function
+from slime.config.validate import read_hf_config as load_hf_config
+from slime.loop import saves_after
+from slime.protocols import RolloutBatch, RolloutEngine
+from slime.rollout.base_types import call_rollout_fn
+from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
+from slime.rollout.metrics import eval_metrics, rollout_metrics
+from slime.rollout.state import GenerateState
+from slime.types import SampleGroup
+
+
+class RolloutManager:
+    """Built from the configuration, an engine client (None for SFT and replay), the number of data-parallel ranks and
+    the run-time facts that hooks may read from `args` (router address). Methods run one at a time, in call order.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        engine: RolloutEngine | None,
+        dp_size: int,
+        facts: dict[str, Any],
+        put: Callable[[Any], Any],
+    ) -> None:
+        self.config, self.dp_size, self.put = config, dp_size, put
+        self.args = config.namespace(**facts)
+        tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
+        self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
+        self.hf_config = load_hf_config(config.hf_checkpoint)
+        self.data_source = load_function(config.data_source_path, flag="--data-source-path")(self.args)
+        self.rollout_function = load_function(config.rollout_function_path, flag="--rollout-function-path")
+        self.eval_function = load_function(config.eval_function_path, flag="--eval-function-path")
+
+    def load(self, start_rollout_id: int) -> None:
+        """Continue the data after the checkpoint whose next rollout is `start_rollout_id`."""
+        self.data_source.load(start_rollout_id - 1)
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """Generate, score, convert and split one rollout; what a checkpoint after it needs of the data is saved here.
+
+        Saved here and not with the model, because generation may already be a rollout ahead by then.
+        """
+        began = time.perf_counter()
+        groups, metrics = self._groups(rollout_id)
+        seconds = time.perf_counter() - began
+        if saves_after(self.config, rollout_id):
+            self.data_source.save(rollout_id)
+        if self.config.save_debug_rollout_data:
+            save_debug_rollout_data(self.config.save_debug_rollout_data, rollout_id, groups)
+        samples = [sample for group in groups for sample in group]
+        if self.config.loss_type != "sft_loss":
+            metrics = {**rollout_metrics(self.args, groups, seconds), **metrics}
+        else:
+            metrics = {"perf/rollout_time": seconds, **metrics}
+        path = self.config.custom_rollout_log_function_path
+        if path and load_function(path, flag="--custom-rollout-log-function-path")(
+            rollout_id, self.args, samples, metrics, seconds
+        ):
+            metrics = {}  # the hook has logged, and says by its return value that nothing more shall be
+        ranks = make_rank_data(self.args, samples, self.dp_size, self.hf_config)
+        return RolloutBatch(rank_data=[self.put(data) for data in ranks], metrics=metrics)
+
+    def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        if self.config.load_debug_rollout_data:
+            share = self.config.load_debug_rollout_data_subsample
+            return load_debug_rollout_data(
+                self.config.load_debug_rollout_data, rollout_id, subsample=share
+            ), {}
+        output = call_rollout_fn(
+            self.rollout_function, self.args, rollout_id, self.data_source, evaluation=False
+        )
+        return output.samples, output.metrics or {}
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """eval/* metrics of every evaluation dataset under the present weights."""
+        output = call_rollout_fn(
+            self.eval_function, self.args, rollout_id, self.data_source, evaluation=True
+        )
+        if self.config.save_debug_rollout_data:
+            groups = [result["samples"] for result in output.data.values()]
+            save_debug_rollout_data(self.config.save_debug_rollout_data, rollout_id, groups, evaluation=True)
+        metrics = {**eval_metrics(self.args, output.data), **(output.metrics or {})}
+        path = self.config.custom_eval_rollout_log_function_path
+        if path and load_function(path, flag="--custom-eval-rollout-log-function-path")(
+            rollout_id, self.args, output.data, metrics
+        ):
+            return {}
+        return metrics
+
+    def close(self) -> None:
+        self.state.close()

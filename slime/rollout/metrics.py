@@ -1,0 +1,197 @@
+"""Samples -> metrics under slime's names. Pure functions: no engine, no tracker.
+
+`sample_metrics` gives names without a prefix; `rollout_metrics` and `eval_metrics` put rollout/, perf/ and
+eval/ in front.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from slime.types import Sample, SampleGroup
+
+_REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
+
+
+def statistics_of(values: Sequence[float]) -> dict[str, float]:
+    """mean, median, max and min of at least one value."""
+    return {
+        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
+        "max": max(values),
+        "min": min(values),
+    }
+
+
+def rollout_metrics(args: Any, groups: list[SampleGroup], rollout_time_s: float) -> dict[str, float]:
+    """rollout/* and perf/* of the groups that go to training. `rollout_time_s` is wall time."""
+    samples = [sample for group in groups for sample in group]
+    metrics = {f"rollout/{name}": value for name, value in sample_metrics(args, groups).items()}
+    metrics["rollout/raw_reward"] = statistics.fmean(sample.get_reward_value(args) for sample in samples)
+    if args.log_passrate:
+        rewards = [[sample.get_reward_value(args) for sample in group] for group in groups]
+        metrics |= {f"rollout/passrate/{name}": value for name, value in pass_rate(rewards).items()}
+    metrics |= {f"perf/{name}": value for name, value in perf_metrics(args, samples, rollout_time_s).items()}
+    return metrics
+
+
+def eval_metrics(args: Any, data: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """eval/{name} (mean reward), eval/{name}/..., eval/{name}-truncated_ratio and, with --log-passrate,
+    -pass@k.
+
+    `data` is that of RolloutFnEvalOutput. Responses that were cut off by their deadline have no reward and
+    are not in the means; eval/{name}-aborted_ratio is there when some were.
+    """
+    metrics: dict[str, float] = {}
+    for name, result in data.items():
+        metrics[f"eval/{name}"] = statistics.fmean(result["rewards"])
+        metrics[f"eval/{name}-truncated_ratio"] = statistics.fmean(map(float, result["truncated"]))
+        samples: list[Sample] = result.get("samples") or []
+        if not samples:
+            continue
+        scored = [sample for sample in samples if sample.status is not Sample.Status.ABORTED]
+        if len(scored) < len(samples):
+            metrics[f"eval/{name}-aborted_ratio"] = 1 - len(scored) / len(samples)
+        groups = group_samples(scored)
+        for key, value in sample_metrics(eval_reward_args(args), groups).items():
+            metrics[f"eval/{name}/{key}"] = value
+        if args.log_passrate:
+            rewards = [[s.get_reward_value(eval_reward_args(args)) for s in group] for group in groups]
+            metrics |= {f"eval/{name}-{key}": value for key, value in pass_rate(rewards).items()}
+    return metrics
+
+
+def sample_metrics(args: Any, groups: list[SampleGroup]) -> dict[str, float]:
+    """What is said about any set of samples, in training and in evaluation.
+
+    response_len/* counts the tokens that are trained on. zero_std/count_{r} is the number of groups whose
+    rewards are all r (to one decimal). repetition_frac is the share of responses that `ends_in_repetition`.
+    """
+    samples = [sample for group in groups for sample in group]
+    count = len(samples)
+    metrics: dict[str, float] = {
+        f"response_len/{name}": value
+        for name, value in statistics_of([sample.effective_response_length for sample in samples]).items()
+    }
+    metrics["truncated_ratio"] = sum(s.status is Sample.Status.TRUNCATED for s in samples) / count
+    metrics["repetition_frac"] = sum(ends_in_repetition(s.response) for s in samples) / count
+    for reward, groups_of_it in sorted(_constant_rewards(args, groups).items()):
+        metrics[f"zero_std/count_{reward}"] = groups_of_it
+    metrics |= _cache_and_speculation(samples)
+    if args.log_reward_category:
+        categories = Counter(
+            s.reward[args.log_reward_category] for s in samples if isinstance(s.reward, dict)
+        )
+        metrics |= {f"error_cat/{category}": n / count for category, n in categories.items()}
+    if args.log_multi_turn:
+        metrics |= _multi_turn(samples)
+    if args.log_correct_samples:
+        correct = [s.effective_response_length for s in samples if s.get_reward_value(args) == 1]
+        metrics |= {
+            f"correct_response_len/{k}": v for k, v in (statistics_of(correct) if correct else {}).items()
+        }
+    return metrics
+
+
+def perf_metrics(args: Any, samples: list[Sample], rollout_time_s: float) -> dict[str, float]:
+    """Tokens per second, per GPU and of the longest sample. "effective" counts only trained tokens."""
+    metrics = {"rollout_time": rollout_time_s}
+    waits = [sample.non_generation_time for sample in samples]
+    if max(waits) > 0:
+        metrics |= {f"non_generation_time/{name}": value for name, value in statistics_of(waits).items()}
+    lengths = {
+        "": [sample.response_length for sample in samples],
+        "effective_": [sample.effective_response_length for sample in samples],
+    }
+    for kind, values in lengths.items():
+        if args.rollout_num_gpus:
+            metrics[f"{kind}tokens_per_gpu_per_sec"] = sum(values) / rollout_time_s / args.rollout_num_gpus
+        metrics[f"longest_{kind}sample_tokens_per_sec"] = max(values) / rollout_time_s
+    return metrics
+
+
+def pass_rate(rewards: Iterable[Sequence[float]]) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... up to the smallest group: `1 - comb(n - c, k) / comb(n, k)`.
+
+    n rewards in a group, c of them equal to 1 (Chen et al., 2107.03374, equation 1).
+    """
+    counts = [(len(group), sum(reward == 1 for reward in group)) for group in rewards]
+    rates, k = {}, 1
+    while k <= min(n for n, _ in counts):
+        rates[f"pass@{k}"] = statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts)
+        k *= 2
+    return rates
+
+
+def ends_in_repetition(text: str) -> bool:
+    """Whether the text ends in a loop: 1 to 200 characters, 4 or more times, over at least 100 characters."""
+    for unit in range(1, _LONGEST_UNIT + 1):
+        length = max(_REPEATED_CHARS, _REPEATED_TIMES * unit)
+        if length > len(text):
+            return False  # longer units need longer texts
+        tail = text[-length:]
+        if tail[unit:] == tail[:-unit]:
+            return True
+    return False
+
+
+def group_samples(samples: Iterable[Sample]) -> list[SampleGroup]:
+    """Samples by `group_index`, in order of first appearance."""
+    groups: dict[Any, SampleGroup] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_index, []).append(sample)
+    return list(groups.values())
+
+
+def eval_reward_args(args: Any) -> SimpleNamespace:
+    """What an evaluation reads rewards and options by: --eval-reward-key goes before --reward-key."""
+    return SimpleNamespace(
+        reward_key=args.eval_reward_key or args.reward_key,
+        log_reward_category=args.log_reward_category,
+        log_multi_turn=args.log_multi_turn,
+        log_correct_samples=args.log_correct_samples,
+    )
+
+
+def _constant_rewards(args: Any, groups: list[SampleGroup]) -> Counter[float]:
+    counts: Counter[float] = Counter()
+    for group in groups:
+        rewards = [sample.get_reward_value(args) for sample in group]
+        if len(rewards) > 1 and max(rewards) == min(rewards):
+            counts[round(rewards[0], 1)] += 1
+    return counts
+
+
+def _cache_and_speculation(samples: list[Sample]) -> dict[str, float]:
+    metrics = {}
+    prompt_tokens = sum(s.prefix_cache_info.get("total_prompt_tokens", 0) for s in samples)
+    if prompt_tokens:
+        cached = sum(s.prefix_cache_info.get("cached_tokens", 0) for s in samples)
+        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
+        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
+    total: Counter[str] = Counter()
+    for sample in samples:
+        total.update(sample.spec_info)
+    if total["spec_draft_token_num"] and total["spec_verify_ct"]:
+        metrics["spec_accept_rate"] = total["spec_accept_token_num"] / total["spec_draft_token_num"]
+        metrics["spec_accept_length"] = total["completion_token_num"] / total["spec_verify_ct"]
+    return metrics
+
+
+def _multi_turn(samples: list[Sample]) -> dict[str, float]:
+    """Lengths with and without the tokens of tools, and the number of stretches the model wrote."""
+    masks = [s.loss_mask if s.loss_mask is not None else [1] * s.response_length for s in samples]
+    values = {
+        "raw_response_len": [sample.response_length for sample in samples],
+        "wo_obs_response_len": [sum(mask) for mask in masks],
+        "rounds": [sum(trained for trained, _ in itertools.groupby(mask)) for mask in masks],
+    }
+    return {
+        f"multi_turn/{kind}/{name}": v for kind, x in values.items() for name, v in statistics_of(x).items()
+    }

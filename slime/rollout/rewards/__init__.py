@@ -1,0 +1,140 @@
+"""Rewards: one file each, chosen by `--rm-type`. Owns the choice, custom functions, and who an error names.
+
+A rule-based reward is a plain function `(response, label, metadata) -> float | dict`; a new one is one file
+and one entry of REWARDS. Rule-based rewards run in threads, off the event loop that drives generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import inspect
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from slime.hooks import load_function
+from slime.rollout.rewards.dapo import dapo_reward
+from slime.rollout.rewards.deepscaler import deepscaler_reward
+from slime.rollout.rewards.f1 import f1_reward
+from slime.rollout.rewards.gpqa import gpqa_reward
+from slime.rollout.rewards.gsm8k import gsm8k_reward
+from slime.rollout.rewards.math_boxed import math_reward
+from slime.rollout.rewards.random_uniform import random_reward
+from slime.rollout.rewards.remote import remote_reward
+from slime.rollout.rewards.text import extract_answer
+from slime.types import Sample
+
+Reward = float | dict[str, Any]
+
+REWARDS: dict[str, Callable[[str, Any, dict[str, Any]], Reward]] = {
+    "math": math_reward,
+    "deepscaler": deepscaler_reward,
+    "dapo": dapo_reward,
+    "gsm8k": gsm8k_reward,
+    "gpqa": gpqa_reward,
+    "f1": f1_reward,
+}
+SAMPLE_REWARDS: dict[str, Callable[[Any, Sample], Awaitable[Reward]]] = {
+    "random": random_reward,
+    "remote_rm": remote_reward,
+}
+REWARD_NAMES = (*REWARDS, *(f"boxed_{name}" for name in REWARDS), *SAMPLE_REWARDS)
+
+# boxed_X scores the last boxed answer alone, written the way X reads an answer.
+_ANSWER_FORM = {"math": "\\boxed{{{}}}", "deepscaler": "</think>\\boxed{{{}}}", "dapo": "Answer: {}"}
+
+
+async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
+    """The reward of one sample; does not set `sample.reward`.
+
+    In order: `sample.custom_rm_path`, `--custom-rm-path` (each `(args, sample, **kwargs) -> float | dict`,
+    async or plain; a plain one runs in a thread), `sample.metadata["rm_type"]`, `--rm-type`. Raises
+    ValueError for wrong settings, labels and reward values, RuntimeError for whatever else the reward raised
+    (chained); both name the sample.
+    """
+    path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+    if path:
+        flag = "custom_rm_path of the sample" if sample.custom_rm_path else "--custom-rm-path"
+        function = load_function(path, flag)
+        with _naming(sample, path):
+            return _checked(args, await _call(function, args, sample, **kwargs))
+    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
+    name, flag = metadata.get("rm_type"), "metadata rm_type"
+    if not name:
+        name, flag = getattr(args, "rm_type", None), "--rm-type"
+    with _naming(sample, name):
+        if name in SAMPLE_REWARDS:
+            return _checked(args, await SAMPLE_REWARDS[name](args, sample))
+        if name not in REWARD_NAMES:
+            raise ValueError(_unknown_type(name, flag))
+        response, base = sample.response, name.removeprefix("boxed_")
+        if base != name:
+            answer = extract_answer(response)
+            response = "" if answer is None else _ANSWER_FORM.get(base, "{}").format(" ".join(answer.split()))
+        return _checked(args, await asyncio.to_thread(REWARDS[base], response, sample.label, metadata))
+
+
+async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Reward]:
+    """The rewards of several samples (a group with `--group-rm`), in order.
+
+    `--custom-rm-path` is called once, `(args, samples, **kwargs) -> list` of as many rewards; samples with a
+    `custom_rm_path` of their own and samples without any custom function are scored one by one by `async_rm`.
+    """
+    path = getattr(args, "custom_rm_path", None) or ""
+    batch = [sample for sample in samples if path and not sample.custom_rm_path]
+    single = [sample for sample in samples if not path or sample.custom_rm_path]
+    rewards: dict[int, Reward] = {}
+    if batch:
+        function = load_function(path, "--custom-rm-path")
+        with _naming(batch[0], path, of=f"the {len(batch)} samples from "):
+            values = await _call(function, args, batch, **kwargs)
+            if not isinstance(values, list | tuple) or len(values) != len(batch):
+                got = f"{len(values)}" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+                raise ValueError(f"a batched reward must return a list of {len(batch)} rewards, got {got}")
+        for sample, value in zip(batch, values, strict=True):
+            with _naming(sample, path):
+                rewards[id(sample)] = _checked(args, value)
+    values = await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in single))
+    rewards.update((id(sample), value) for sample, value in zip(single, values, strict=True))
+    return [rewards[id(sample)] for sample in samples]
+
+
+async def _call(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
+    """An async function on this loop, a plain one in a thread so that it cannot hold up generation."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **kwargs)
+    result = await asyncio.to_thread(function, *arguments, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _checked(args: Any, reward: Any) -> Reward:
+    """A finite number as float, or a dict with a finite `--reward-key` entry; no NaN reaches training."""
+    value = reward.get(getattr(args, "reward_key", None), 0.0) if isinstance(reward, dict) else reward
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        kind = type(value).__name__
+        raise ValueError(f"a reward must be a finite number or a dict of them, got {value!r} of type {kind}")
+    return reward if isinstance(reward, dict) else float(reward)
+
+
+@contextlib.contextmanager
+def _naming(sample: Sample, name: Any, of: str = "") -> Iterator[None]:
+    """Border to reward code, which may raise anything: re-raised with the sample and the reward in front."""
+    try:
+        yield
+    except Exception as error:
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        what = str(error) if kind is ValueError else f"{type(error).__name__}: {error}"
+        where = f"{of}sample {sample.index} of group {sample.group_index}"
+        raise kind(f"reward {name} failed for {where}: {what}") from error
+
+
+def _unknown_type(name: Any, flag: str) -> str:
+    known = ", ".join(REWARD_NAMES)
+    if not name:
+        return f"--rm-type must be one of {known}, got {name!r}; or name a function with --custom-rm-path"
+    near = difflib.get_close_matches(str(name), REWARD_NAMES, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "write your own with --custom-rm-path"
+    return f"{flag} must be one of {known}, got {name!r}; {hint}"

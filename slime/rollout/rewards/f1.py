@@ -1,0 +1,43 @@
+"""The `f1` reward: overlap of words with the label, as SQuAD scores spans (Rajpurkar et al., 2016)."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_ALL_OR_NOTHING = {"yes", "no", "noanswer"}
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, without punctuation, then without English articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, float]:
+    """(F1, precision, recall) over the words of both texts, each word as often as it occurs.
+
+    All zero without a common word, for a missing prediction, and where one side is exactly yes, no or
+    noanswer and the other is not the same.
+    """
+    if prediction is None:
+        return 0.0, 0.0, 0.0
+    said, gold = normalize_answer(prediction), normalize_answer(str(ground_truth))
+    if said != gold and _ALL_OR_NOTHING & {said, gold}:
+        return 0.0, 0.0, 0.0
+    said_words, gold_words = said.split(), gold.split()
+    common = sum((Counter(said_words) & Counter(gold_words)).values())
+    if common == 0:
+        return 0.0, 0.0, 0.0
+    precision, recall = common / len(said_words), common / len(gold_words)
+    return 2 * common / (len(said_words) + len(gold_words)), precision, recall
+
+
+def f1_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
+    """The F1 in [0, 1]. Raises ValueError when the label holds no word."""
+    if label is None or not normalize_answer(str(label)):
+        raise ValueError(f"label must hold a word for --rm-type f1, got {label!r}; check --label-key")
+    return f1_score(response, label)[0]

@@ -1,0 +1,24 @@
+"""The `math` reward: the last boxed answer of the response against the label."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.rollout.rewards.math_equal import same_answer
+from slime.rollout.rewards.text import expected_answer, extract_answer
+
+
+def grade_answer_verl(response: str, label: Any) -> bool:
+    """Whether the last `\\boxed{}` of `response` equals the answer that `label` holds; no box is False.
+
+    `label` is the answer itself, a solution that boxes it, or a GSM8K solution that ends in "#### 18".
+    Raises ValueError when the label holds no answer. Blocks as `same_answer` does.
+    """
+    gold = expected_answer(label)
+    answer = extract_answer(response)
+    return answer is not None and same_answer(answer, gold)
+
+
+def math_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
+    """1.0 or 0.0."""
+    return float(grade_answer_verl(response, label))

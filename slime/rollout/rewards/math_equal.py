@@ -1,0 +1,180 @@
+"""Whether two mathematical answers are the same. Owns the processes that ask math-verify, and their bounds.
+
+math-verify's own timeouts use SIGALRM: they fail outside the main thread and never fire inside a long
+big-integer operation. Here each comparison runs in a child process with a bound on CPU time and memory, so
+that no answer a model writes can hang or exhaust a run; an answer that needs more than the bound counts as
+different, with a warning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from slime.rollout.rewards.numeric import canonical_number
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 120.0
+
+
+def same_answer(answer: str, gold: str) -> bool:
+    """Whether `answer` equals `gold` as mathematics: text, then plain numbers, then math-verify.
+
+    Callable from any thread; blocks up to the worker's bounds, so call it off the event loop. Two integers
+    are decided exactly; other numbers to 6 decimals (math-verify). Deterministic: the bound is CPU time, not
+    wall time.
+    """
+    answer, gold = answer.strip(), gold.strip()
+    if not answer or not gold:
+        return False
+    if answer == gold:
+        return True
+    numbers = canonical_number(answer), canonical_number(gold)
+    if None not in numbers:
+        if numbers[0] == numbers[1]:
+            return True
+        if "." not in answer + gold and "%" not in answer + gold:
+            return False
+    return _ask(gold, answer)
+
+
+@functools.lru_cache(maxsize=4096)  # the samples of a group give the same wrong answers again and again
+def _ask(gold: str, answer: str) -> bool:
+    return _checker().equal(gold, answer)
+
+
+@functools.cache
+def _checker() -> MathChecker:
+    checker = MathChecker(workers=max(2, min(16, (os.cpu_count() or 1) // 4)))
+    atexit.register(checker.close)
+    return checker
+
+
+class MathChecker:
+    """At most `workers` child processes, started when first needed, each comparing one pair at a time.
+
+    A comparison ends after `cpu_limit_s` (whole seconds) of the child's CPU time; `wall_limit_s` is the
+    backstop for a machine so loaded that the child gets no CPU. Thread-safe.
+    """
+
+    def __init__(self, workers: int, cpu_limit_s: int = 5, wall_limit_s: float = 60.0) -> None:
+        self.cpu_limit_s = cpu_limit_s
+        self.wall_limit_s = wall_limit_s
+        self._slots = threading.BoundedSemaphore(workers)
+        self._idle: list[_Worker] = []
+
+    def equal(self, gold: str, answer: str) -> bool:
+        """math-verify's verdict; False, with a warning, when it exceeds a bound or kills its process twice.
+
+        Raises RuntimeError when the child cannot start (math-verify not installed).
+        """
+        with self._slots:
+            for attempt in (1, 2):
+                worker = self._take()
+                verdict = worker.ask(gold, answer, self.wall_limit_s)
+                if verdict is not None:
+                    self._idle.append(worker)
+                    return verdict
+                reason = worker.cause_of_death()
+                # A death the answer did not surely cause (an out-of-memory kill) deserves a second try.
+                if attempt == 2 or worker.hit_limit:
+                    break
+        logger.warning("answer %.80r counts as different from %.80r: the comparison %s", answer, gold, reason)
+        return False
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().reap()
+
+    def _take(self) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()  # the last one used: the others stay cold
+            if worker.process.poll() is None:
+                return worker
+            worker.reap()
+        return _Worker(self.cpu_limit_s)
+
+
+class _Worker:
+    """One child process and its pipes."""
+
+    def __init__(self, cpu_limit_s: int) -> None:
+        # -P keeps this folder off the child's sys.path; a session of its own keeps a terminal's Ctrl-C away.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py")), str(cpu_limit_s)]
+        self._cpu_limit_s = cpu_limit_s
+        self._timed_out = False
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._requests, self._replies = self.process.stdin, self.process.stdout
+        if self._read_line(_START_TIMEOUT_S) != b"ready":
+            self.reap()
+            raise RuntimeError(
+                "the process that compares mathematical answers did not start (exit code "
+                f"{self.process.returncode}, its error is printed above); is math-verify installed?"
+            )
+
+    def ask(self, gold: str, answer: str, wall_limit_s: float) -> bool | None:
+        """The verdict, or None when the child died over it."""
+        try:
+            self._requests.write(json.dumps({"gold": gold, "answer": answer}).encode() + b"\n")
+            self._requests.flush()
+        except BrokenPipeError:
+            reply = b""
+        else:
+            reply = self._read_line(wall_limit_s)
+        if reply:
+            return reply == b"1"
+        self.reap()
+        return None
+
+    @property
+    def hit_limit(self) -> bool:
+        return self._timed_out or self.process.returncode == -signal.SIGXCPU
+
+    def cause_of_death(self) -> str:
+        if self._timed_out:
+            return "got too little CPU time on this machine to end"
+        if self.hit_limit:
+            return f"takes more than {self._cpu_limit_s} s of CPU time"
+        return f"ended its process with exit code {self.process.returncode}"
+
+    def reap(self) -> None:
+        """End the child, by closing its input where it still listens: its exit code then tells the cause."""
+        with contextlib.suppress(BrokenPipeError):
+            self._requests.close()
+        try:
+            self.process.wait(0 if self._timed_out else 2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._replies.close()
+
+    def _read_line(self, timeout_s: float) -> bytes:
+        """One line without its end, or b"" when the child is gone or silent for `timeout_s` seconds."""
+        end_s = time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self._replies, select.POLLIN)
+        line = b""
+        while not line.endswith(b"\n"):
+            if not poller.poll(max(0.0, end_s - time.monotonic()) * 1000):
+                self._timed_out = True
+                return b""
+            chunk = os.read(self._replies.fileno(), 4096)
+            if not chunk:
+                return b""
+            line += chunk
+        return line.strip()

@@ -1,0 +1,73 @@
+"""The `remote_rm` reward: another server scores the response (`--rm-url`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import weakref
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from slime.types import Sample
+
+_MAX_CONNECTIONS = 64
+_ATTEMPT_TIMEOUT_S = 120.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
+_TRANSIENT_STATUS = {408, 425, 429}
+_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+
+
+class _ServerBusy(Exception):
+    """The server said that a later attempt may succeed."""
+
+
+async def remote_reward(args: Any, sample: Sample) -> float | dict[str, Any]:
+    """POST {"prompt", "response", "label", "metadata"} as JSON; the reply (a number or object) is the reward.
+
+    Connection faults, 408, 425, 429 and 5xx are retried with growing pauses until `--rollout-deadline-s`
+    seconds have passed, then TimeoutError. Any other status, and a reply that is no JSON, raises ValueError
+    at once. At most 64 requests are open at a time; the deadline starts when a request gets its turn.
+    """
+    url = URL(args.rm_url or "")
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"--rm-url must be an http or https address for remote_rm, got {args.rm_url!r}")
+    shown = url.with_user(None).with_query(None)  # what may be printed: a URL can hold credentials
+    body = {key: getattr(sample, key) for key in ("prompt", "response", "label", "metadata")}
+    loop = asyncio.get_running_loop()
+    slot = _slots.setdefault(loop, asyncio.Semaphore(_MAX_CONNECTIONS))
+    async with slot, aiohttp.ClientSession() as session:
+        deadline = loop.time() + args.rollout_deadline_s
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return await _post(session, url, shown, body, min(_ATTEMPT_TIMEOUT_S, deadline - loop.time()))
+            except (aiohttp.ClientError, TimeoutError, _ServerBusy) as error:
+                # Random pauses keep the requests of a batch from coming back all at once.
+                pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
+                pause_s *= random.uniform(0.5, 1.0)
+                if loop.time() + pause_s >= deadline:
+                    raise TimeoutError(
+                        f"--rm-url {shown} must answer within --rollout-deadline-s "
+                        f"{args.rollout_deadline_s:g}, got no reward in {attempt} attempts; "
+                        f"the last one ended in {type(error).__name__}: {error}"
+                    ) from error
+            await asyncio.sleep(pause_s)
+
+
+async def _post(
+    session: aiohttp.ClientSession, url: URL, shown: URL, body: dict[str, Any], timeout_s: float
+) -> Any:
+    async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+        text = await response.text()
+        if response.status >= 500 or response.status in _TRANSIENT_STATUS:
+            raise _ServerBusy(f"HTTP {response.status}: {text[:200]}")
+        if response.status != 200:
+            raise ValueError(f"--rm-url {shown} must answer 200, got {response.status}: {text[:200]}")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--rm-url {shown} must answer in JSON, got {text[:200]!r}") from error

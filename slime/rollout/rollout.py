@@ -1,0 +1,254 @@
+"""One training rollout: draw prompts, generate groups side by side, filter, refill, end the rest.
+
+    data_source --draw--> pending --finish--> filter --kept--> batch of --rollout-batch-size groups
+        ^                    |                  |
+        |                    |                  +--dropped--> counted by reason; drawn again
+        +--partial-rollout---+--when the batch is full, requests still running are aborted
+
+Without --partial-rollout, groups that are running when the batch is full are discarded, as in slime: their
+prompts come again in the next epoch. With it, they return to the data source with the tokens they have, and
+so does a group that finished too late to be used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Any
+
+from slime.hooks import load_function
+from slime.protocols import DataSource
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.filter_hub.base_types import call_dynamic_filter
+from slime.rollout.generate import FINISHED, generate_and_rm_group, rollout_sampling_params
+from slime.rollout.metrics import statistics_of
+from slime.rollout.state import GenerateState
+from slime.tracking.console import progress
+from slime.types import Sample, SampleGroup
+
+logger = logging.getLogger(__name__)
+
+MAX_BARREN_BATCHES = 32
+"""A rollout gives up once this many times --rollout-batch-size groups in a row have been dropped."""
+
+MIN_LATE_GROUPS = 8
+"""A rollout gives up once max(this, --rollout-batch-size) groups in a row have passed their deadline."""
+
+_ABORT_EVERY_S = 1.0
+
+
+async def generate_rollout_async(
+    state: GenerateState, rollout_id: int, data_source: DataSource
+) -> RolloutFnTrainOutput:
+    """`--rollout-batch-size` groups that passed the filter, sorted by index, with the counts of what did not.
+
+    Deterministic given the engine, as long as nothing is cut off: with --over-sampling-batch-size above
+    --rollout-batch-size, which groups are used depends on which finish first. Errors: whatever a reward,
+    filter or generate function raises, naming the sample; RuntimeError when the filter drops everything;
+    TimeoutError when a whole batch of groups in a row (at least 8) passes --rollout-deadline-s.
+    """
+    state.begin()
+    rollout = _Rollout(state, rollout_id, data_source)
+    try:
+        await rollout.collect()
+        return await rollout.finish()
+    finally:
+        state.aborted = True
+        await rollout.cancel()
+        state.end()
+
+
+class _Rollout:
+    """The state of one rollout: what is running, what was kept, what was dropped and why."""
+
+    def __init__(self, state: GenerateState, rollout_id: int, data_source: DataSource) -> None:
+        self.state, self.args = state, state.args
+        self.rollout_id, self.data_source = rollout_id, data_source
+        self.target: int = self.args.rollout_batch_size
+        self.pending: dict[asyncio.Task[SampleGroup], SampleGroup] = {}
+        self.kept: list[SampleGroup] = []
+        self.surplus: list[SampleGroup] = []
+        self.finished: list[SampleGroup] = []
+        self.drops: Counter[str] = Counter()
+        self.barren = 0
+        self.late = 0
+        path = self.args.dynamic_sampling_filter_path
+        self.filter = load_function(path, flag="--dynamic-sampling-filter-path") if path else None
+
+    async def collect(self) -> None:
+        """Until the batch is full: draw when too little is in flight, take in what finishes."""
+        wanted = self.target * self.args.n_samples_per_prompt
+        with progress(total=wanted, desc=f"rollout {self.rollout_id}", unit="sample") as bar:
+            while len(self.kept) < self.target:
+                while len(self.kept) + len(self.pending) < self.target:
+                    self.draw()
+                done, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda task: _index(self.pending[task])):
+                    self.take(self.pending.pop(task), task.result())
+                taken = len(self.kept) * self.args.n_samples_per_prompt
+                bar.update(taken - bar.n)
+                self.state.progress = (taken, wanted)
+
+    def draw(self) -> None:
+        """Submit the next --over-sampling-batch-size groups of the data source."""
+        groups = self.data_source.get_samples(self.args.over_sampling_batch_size or self.target)
+        if not groups:
+            raise ValueError(
+                "--data-source-path must return groups from get_samples, got none; it has run dry"
+            )
+        for group in groups:
+            if self.is_stale(group):
+                self.drop("stale")
+                continue
+            work = generate_and_rm_group(
+                self.args, group, rollout_sampling_params(self.args), rollout_id=self.rollout_id
+            )
+            self.pending[asyncio.create_task(work)] = group
+
+    def is_stale(self, group: SampleGroup) -> bool:
+        """Whether a group of the buffer that is complete has waited longer than --max-staleness allows.
+
+        --partial-rollout itself asks for one rollout of staleness. A group with an unfinished sample is never
+        stale: it goes on under the present weights.
+        """
+        started = [s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata]
+        if not started or any(s.status not in FINISHED for s in group):
+            return False
+        return self.rollout_id - min(started) > max(self.args.max_staleness, 1)
+
+    def take(self, given: SampleGroup, group: SampleGroup) -> None:
+        """Sort a finished group into kept, dropped or surplus. `given` is the group as it was drawn."""
+        if any(s.status is Sample.Status.ABORTED for s in group):
+            self.give_up(given, group)
+            return
+        self.late = 0
+        self.finished.append(group)
+        if len(self.kept) == self.target:
+            self.surplus.append(self.resumable(given, group))
+            return
+        output = call_dynamic_filter(self.filter, self.args, group)
+        enough_without = len(self.kept) + len(self.pending) >= self.target
+        if output.keep or (output.keep_when_insufficient and not enough_without):
+            self.kept.append(group)
+            self.barren = 0
+            return
+        self.drop(output.reason or "filtered")
+
+    def give_up(self, given: SampleGroup, group: SampleGroup) -> None:
+        """A group that was cut off before the batch was full, by its deadline or an abort from outside.
+
+        One that was late does not return to the buffer: it would be late again, and first in line each time.
+        """
+        reasons = [self.state.timed_out[s.index] for s in group if s.index in self.state.timed_out]
+        self.late += bool(reasons)
+        if reasons and self.late >= max(self.target, MIN_LATE_GROUPS):
+            raise TimeoutError(
+                f"--rollout-deadline-s must suffice for a response, got {self.args.rollout_deadline_s} s and "
+                f"{self.late} groups in a row that passed it; last: {reasons[-1]}"
+            )
+        if self.args.partial_rollout and not reasons:
+            self.put_back([self.resumable(given, group)])
+        self.drop("deadline" if reasons else "aborted")
+
+    def drop(self, reason: str) -> None:
+        self.drops[reason] += 1
+        self.barren += 1
+        if self.barren >= MAX_BARREN_BATCHES * self.target:
+            counts = ", ".join(f"{reason}: {count}" for reason, count in self.drops.most_common())
+            raise RuntimeError(
+                f"--dynamic-sampling-filter-path must keep some groups, got none in {self.barren} in a "
+                f"row ({counts}); check the rewards, the difficulty of the prompts, or the filter"
+            )
+
+    async def finish(self) -> RolloutFnTrainOutput:
+        """End what still runs, put back or discard it, and run the hooks on the batch."""
+        self.state.aborted = True
+        cut_off = await self.end_pending() + self.surplus
+        metrics: dict[str, Any] = {
+            f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self.drops.items())
+        }
+        if cut_off and self.args.partial_rollout:
+            self.put_back(sorted(cut_off, key=_index))
+            metrics["rollout/partial/groups_put_back"] = len(cut_off)
+        elif cut_off:
+            metrics["rollout/partial/groups_discarded"] = len(cut_off)
+        if self.state.request_seconds:
+            for name, value in statistics_of(self.state.request_seconds).items():
+                metrics[f"perf/request/e2e_latency/{name}"] = value
+        self.kept.sort(key=_index)
+        if path := self.args.rollout_sample_filter_path:
+            load_function(path, flag="--rollout-sample-filter-path")(self.args, self.kept)
+        if path := self.args.rollout_all_samples_process_path:
+            hook = load_function(path, flag="--rollout-all-samples-process-path")
+            hook(self.args, sorted(self.finished, key=_index), self.data_source)
+        return RolloutFnTrainOutput(samples=self.kept, metrics=metrics)
+
+    async def end_pending(self) -> list[SampleGroup]:
+        """Abort every request until all groups have returned, at most --rollout-deadline-s; then cancel them.
+
+        Repeated, because a generate function of several turns sends its next request after the first abort.
+        """
+        give_up_at = asyncio.get_running_loop().time() + self.args.rollout_deadline_s
+        ended = []
+        while self.pending and asyncio.get_running_loop().time() < give_up_at:
+            if self.state.engine is not None:
+                await self.state.engine.abort_all()
+            done, _ = await asyncio.wait(self.pending, timeout=_ABORT_EVERY_S)
+            for task in sorted(done, key=lambda task: _index(self.pending[task])):
+                given, group = self.pending.pop(task), task.result()
+                if not any(s.status is Sample.Status.ABORTED for s in group):
+                    self.finished.append(group)
+                ended.append(self.resumable(given, group))
+        if self.pending:
+            logger.warning(
+                "%d groups did not end within --rollout-deadline-s and are cancelled", len(self.pending)
+            )
+            ended += [self.resumable(given, given) for given in self.pending.values()]
+            await self.cancel()
+        return ended
+
+    async def cancel(self) -> None:
+        """Cancel what runs and wait until it has ended. Its results and errors no longer matter."""
+        tasks = list(self.pending)
+        self.pending.clear()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_ABORT_EVERY_S)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()  # marks it as seen; the first error of the rollout is the one that is raised
+
+    def resumable(self, given: SampleGroup, group: SampleGroup) -> SampleGroup:
+        """What a later rollout can go on with: the group, or its prompts where samples fanned out."""
+        if len(group) != len(given):
+            return [_restarted(s) for s in given]
+        return group
+
+    def put_back(self, groups: list[SampleGroup]) -> None:
+        for group in groups:
+            for sample in group:
+                if sample.response_length:
+                    sample.metadata.setdefault("start_rollout_id", self.rollout_id)
+        self.data_source.add_samples(groups)
+
+
+def _index(group: SampleGroup) -> int:
+    return group[0].index if group[0].index is not None else -1
+
+
+def _restarted(sample: Sample) -> Sample:
+    """The sample as the data source first gave it."""
+    return Sample(
+        group_index=sample.group_index,
+        index=sample.index,
+        prompt=sample.prompt,
+        label=sample.label,
+        metadata=sample.metadata,
+        multimodal_inputs=sample.multimodal_inputs,
+        apply_chat_template_kwargs=sample.apply_chat_template_kwargs,
+        generate_function_path=sample.generate_function_path,
+        custom_rm_path=sample.custom_rm_path,
+        session_id=sample.session_id,
+    )

@@ -1,0 +1,51 @@
+"""Hooks that see every generated sample before it is scored (`--rollout-sample-hook-path`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from slime.hooks import load_function
+from slime.types import Sample
+
+
+async def apply_rollout_sample_hooks(
+    args: Any, sample: Sample | list[Sample], *, rollout_id: int | None = None, evaluation: bool = False
+) -> Sample | list[Sample]:
+    """Run the hooks in the order of their flags on a sample, or on each of the siblings in a list.
+
+    A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async; keywords it does not take are
+    left out. It changes the sample in place or returns another one. ValueError when it returns anything else.
+    """
+    paths = args.rollout_sample_hook_path or []
+    if isinstance(sample, list):
+        return [await _apply(args, one, paths, rollout_id, evaluation) for one in sample]
+    return await _apply(args, sample, paths, rollout_id, evaluation)
+
+
+async def _apply(
+    args: Any, sample: Sample, paths: list[str], rollout_id: int | None, evaluation: bool
+) -> Sample:
+    for path in paths:
+        hook = load_function(path, flag="--rollout-sample-hook-path")
+        result = hook(args, sample, **accepted(hook, rollout_id=rollout_id, evaluation=evaluation))
+        if inspect.isawaitable(result):
+            result = await result
+        if result is None:
+            continue
+        if not isinstance(result, Sample):
+            raise ValueError(
+                f"--rollout-sample-hook-path must return a Sample or None, "
+                f"got {type(result).__name__} from {path}"
+            )
+        sample = result
+    return sample
+
+
+def accepted(fn: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
+    """The keywords that `fn` has parameters for: hooks written for fewer arguments keep working."""
+    parameters = inspect.signature(fn).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return keywords
+    return {name: value for name, value in keywords.items() if name in parameters}

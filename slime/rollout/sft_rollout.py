@@ -1,0 +1,53 @@
+"""Supervised fine-tuning as a rollout: conversations of the data source become samples, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.loss_mask import MultiTurnLossMaskGenerator
+from slime.protocols import DataSource
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.types import Sample
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput:
+    """`--rollout-batch-size` conversations, tokenised, with the loss on what the assistant says.
+
+    `Sample.prompt` is a list of messages (--input-key names the column, --apply-chat-template stays off). The
+    response runs from the first token of the first assistant turn that is trained on to the end of the
+    conversation; its loss mask leaves out what others say in between. Errors: ValueError naming the sample.
+    """
+    if evaluation:
+        raise ValueError(
+            "--eval-interval must not be set for SFT, which has no engine; give --eval-function-path"
+        )
+    tokenizer = args.rollout_state.tokenizer
+    generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=args.loss_mask_type)
+    groups = data_source.get_samples(args.rollout_batch_size)
+    for sample in (sample for group in groups for sample in group):
+        _fill(sample, generator)
+    return RolloutFnTrainOutput(samples=groups)
+
+
+def _fill(sample: Sample, generator: MultiTurnLossMaskGenerator) -> None:
+    who = f"sample {sample.index} of group {sample.group_index}"
+    if not isinstance(sample.prompt, list):
+        raise ValueError(
+            f"--input-key must name a column of chat messages for SFT, got text in {who}; "
+            "leave --apply-chat-template off"
+        )
+    try:
+        tokens, mask = generator.get_loss_mask(
+            sample.prompt, sample.metadata.get("tools"), sample.apply_chat_template_kwargs
+        )
+    except ValueError as error:
+        raise ValueError(f"{who}: {error}") from error
+    length = generator.get_response_lengths([mask])[0]
+    if length == 0:
+        raise ValueError(f"messages must hold an assistant turn to train on, got none in {who}; fix the data")
+    sample.tokens, sample.response_length, sample.loss_mask = tokens, length, mask[-length:]
+    sample.response = str(generator.tokenizer.decode(tokens[-length:]))
+    sample.reward = 0.0
+    sample.status = Sample.Status.COMPLETED

@@ -1,0 +1,215 @@
+"""What a run ran on: environment.json beside its metrics. Owns the masking of secrets in what is saved.
+
+Starts no CUDA context (the GPUs are asked through nvidia-smi) and never fails a run: what cannot be found is
+null.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT_FILE = "environment.json"
+MASK = "***"
+_ENV_PREFIXES = (
+    "VIME_",
+    "VLLM_",
+    "NCCL_",
+    "GLOO_",
+    "RAY_",
+    "CUDA_",
+    "PYTORCH_",
+    "TORCH_",
+    "TRITON_",
+    "OMP_",
+    "HF_",
+)
+_ENV_NAMES = (
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+    "WANDB_MODE",
+    "TOKENIZERS_PARALLELISM",
+)
+
+# Words of a variable's, flag's or config entry's name that tell of a secret.
+_SECRET_WORDS = frozenset({"secret", "password", "passwd", "passphrase", "credential", "credentials"})
+_SECRET_KEYS = (
+    "api_key",
+    "apikey",
+    "run_key",
+    "wandb_key",
+    "access_key",
+    "private_key",
+    "secret_key",
+    "encryption_key",
+)
+_URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_COMMAND_TIMEOUT_S = 10
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable, flag or config entry of this name holds a secret (api keys, tokens, passwords).
+
+    Judged by whole words: --input-key, --rollout-stop-token-ids and --max-tokens-per-gpu stay readable.
+    """
+    words = re.split(r"[-_.\s]+", name.strip("-").lower())
+    if words[-1] == "token" or _SECRET_WORDS.intersection(words):
+        return True
+    return "_".join(words).endswith(_SECRET_KEYS)
+
+
+def mask_secrets(value: Any) -> Any:
+    """A copy of plain data (dicts, lists, strings, numbers) in which secrets read `***`.
+
+    Masks the entries whose key is a secret's name, the login part of URLs, and the same inside strings that
+    hold a JSON object (such as the value of --train-env-vars).
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: MASK if is_secret(str(key)) and item is not None else mask_secrets(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [mask_secrets(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        try:
+            return json.dumps(mask_secrets(json.loads(value)))
+        except ValueError:
+            pass  # a brace that opens no JSON: plain text
+    return _URL_LOGIN.sub(MASK, value)
+
+
+def mask_command(argv: Sequence[str]) -> list[str]:
+    """The command line with secret values masked in `--flag value`, `--flag=value` and `NAME=value`."""
+    out: list[str] = []
+    after_secret = False
+    for word in argv:
+        name, equals, _ = word.partition("=")
+        if after_secret and not word.startswith("--"):
+            out.append(MASK)
+        elif equals and is_secret(name):
+            out.append(f"{name}={MASK}")
+        else:
+            out.append(mask_secrets(word))
+        after_secret = word.startswith("--") and not equals and is_secret(word)
+    return out
+
+
+def collect_environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Plain JSON-able facts: time, command line, checkout, Python, packages, host, CPUs, GPUs, variables.
+
+    The value of any secret variable in `environ` is masked wherever it turns up, under whatever name.
+    """
+    variables = {
+        name: MASK if is_secret(name) else value
+        for name, value in sorted(environ.items())
+        if name.startswith(_ENV_PREFIXES) or name in _ENV_NAMES
+    }
+    facts = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": mask_command(argv),
+        "directory": os.getcwd(),
+        "git": _git(Path(__file__).resolve().parents[2]),
+        "python": {"version": platform.python_version(), "executable": sys.executable},
+        "packages": _packages(),
+        "host": {"name": platform.node(), "platform": platform.platform()},
+        "cpu": _cpu(),
+        "gpus": _gpus(),
+        "variables": mask_secrets(variables),
+    }
+    secrets = [value for name, value in environ.items() if is_secret(name) and len(value) >= 8]
+    return _without(facts, secrets)
+
+
+def write_environment(run_dir: Path, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Path:
+    """Write `run_dir`/environment.json, return its path; an earlier one becomes environment.N.json."""
+    path = Path(run_dir) / ENVIRONMENT_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        count = len(list(path.parent.glob("environment.*.json")))
+        path.rename(path.with_name(f"environment.{count + 1}.json"))
+    facts = collect_environment(argv, os.environ if environ is None else environ)
+    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _without(value: Any, secrets: Sequence[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(item, secrets) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without(item, secrets) for item in value]
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, MASK)
+    return value
+
+
+def _run(*command: str) -> str | None:
+    """Output of a command, None when it is not installed, fails, or takes too long."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _git(root: Path) -> dict[str, Any] | None:
+    """Commit, and whether tracked files differ from it; None unless `root` is the top of a checkout."""
+    top = _run("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root:  # installed elsewhere, inside somebody else's repository
+        return None
+    commit = _run("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD")
+    if commit is None:
+        return None
+    changes = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "modified": None if changes is None else bool(changes)}
+
+
+def _packages() -> dict[str, str]:
+    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _cpu() -> dict[str, Any]:
+    model = memory = None
+    cpuinfo, meminfo = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+        model = found.group(1) if found else None
+    if meminfo.exists():
+        found = re.search(r"^MemTotal:\s*(\d+) kB$", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
+        memory = int(found.group(1)) * 1024 if found else None
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "model": model or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable,
+        "memory_bytes": memory,
+    }
+
+
+def _gpus() -> list[dict[str, Any]] | None:
+    """One record a GPU; None when nvidia-smi is missing or fails."""
+    listing = _run(
+        "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"
+    )
+    if listing is None:
+        return None
+    rows = [[part.strip() for part in line.split(",")] for line in listing.splitlines() if line]
+    return [{"name": name, "driver": driver, "memory_mib": memory} for name, driver, memory in rows]

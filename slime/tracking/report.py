@@ -1,0 +1,38 @@
+"""What the loop reports: metrics to the trackers, a line to the person watching. Owns the counting of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.protocols import TrainResult
+from slime.tracking.console import StepLine
+from slime.tracking.timers import Timers
+from slime.tracking.trackers import Trackers, steps_per_rollout
+
+
+class Reporter:
+    """One per run, in the driver. `timers` are the driver's own; those of ranks arrive in their results."""
+
+    def __init__(self, config: Any, trackers: Trackers, line: StepLine) -> None:
+        self.config, self.trackers, self.line = config, trackers, line
+        self.timers = Timers()
+
+    def step(
+        self, rollout_id: int, rollout: dict[str, float], trained: TrainResult, *, step_time_s: float
+    ) -> None:
+        """Log one rollout and its optimizer steps, and print its line."""
+        perf = {**trained.perf, **self.timers.flush(), "perf/step_time": step_time_s}
+        metrics = {**rollout, **trained.rollout, **perf, "rollout/step": rollout_id}
+        self.trackers.log(metrics, rollout_id, "rollout/step")
+        first = rollout_id * steps_per_rollout(self.config)
+        for offset, step in enumerate(trained.steps):
+            self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
+        self.line.show(rollout_id, {**metrics, **trained.steps[-1]})
+
+    def evaluation(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        if metrics:
+            self.trackers.log(metrics, rollout_id, "eval/step")
+            self.line.show_eval(rollout_id, metrics)
+
+    def close(self) -> None:
+        self.trackers.close()

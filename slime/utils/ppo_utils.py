@@ -1,0 +1,19 @@
+"""Import path that existing plug-ins use; the code is in slime.algo.ppo."""
+
+from slime.algo.ppo import (
+    calculate_log_probs_and_entropy,
+    chunked_gae,
+    compute_approx_kl,
+    compute_cispo_loss,
+    compute_policy_loss,
+    vanilla_gae,
+)
+
+__all__ = [
+    "calculate_log_probs_and_entropy",
+    "chunked_gae",
+    "compute_approx_kl",
+    "compute_cispo_loss",
+    "compute_policy_loss",
+    "vanilla_gae",
+]

@@ -1,0 +1,52 @@
+"""The file channel: every version of the weights is one safetensors file on a file system that trainer and engines share
+(/dev/shm on one host, a network disk for external engines). Owns the files; loading them is the engine's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from slime.protocols import WeightUpdate
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """sha256 hex digest of the tensor's bytes in row-major order; equal exactly when dtype, order and bits are."""
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+class FileChannel:
+    """Publishes weights as `DIR/weights-{version}.safetensors`; the newest two versions are kept.
+
+    Two, because an engine that restarts while a new version is being published still loads the one before.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def publish(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, checksums: bool = False
+    ) -> WeightUpdate:
+        """Write all `(HF name, full tensor)` pairs as `version` and return what engines need to load it.
+
+        The file appears under its name only when complete. Holds one copy of the model in host memory.
+        """
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
+        path = self._path(version)
+        partial = path.with_suffix(".partial")
+        save_file(state, partial)
+        os.replace(partial, path)
+        for old in self.directory.glob("weights-*.safetensors"):
+            if old not in (path, self._path(version - 1)):
+                old.unlink()
+        digests = {name: tensor_digest(tensor) for name, tensor in state.items()} if checksums else None
+        return WeightUpdate(version=version, info={"path": str(path)}, checksums=digests)
+
+    def _path(self, version: int) -> Path:
+        return self.directory / f"weights-{version}.safetensors"

@@ -1,0 +1,185 @@
+"""What the data and rollout tests share: a byte tokenizer, full arguments, and an engine double for faults.
+
+`EngineDouble` stands in for the served model only where a fault or an order of events has to be caused
+(stragglers, timeouts, aborts, refused prompts); the real engine is covered end to end elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from slime.protocols import GenerateResult
+from slime.rollout.state import GenerateState
+from slime.types import Sample, SampleGroup
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+_UNSET = """
+prompt_data label_key rollout_max_context_len rollout_max_prompt_len rollout_stop rollout_stop_token_ids
+over_sampling_batch_size dynamic_sampling_filter_path custom_generate_function_path buffer_filter_path
+rollout_sample_filter_path rollout_all_samples_process_path save load eval_prompt_data eval_config eval_input_key
+eval_label_key eval_tool_key eval_temperature eval_top_p eval_top_k eval_max_response_len eval_max_prompt_len
+eval_min_new_tokens eval_max_context_len reward_key eval_reward_key rm_type rm_url custom_rm_path
+log_reward_category hf_checkpoint
+"""
+_OFF = """
+rollout_shuffle apply_chat_template disable_rollout_global_dataset partial_rollout trust_remote_code
+mask_offpolicy_in_partial_rollout rollout_skip_special_tokens group_rm log_passrate log_multi_turn
+log_correct_samples
+"""
+
+
+def make_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+    """One token a byte (ids 0-255), then the special tokens: every string has a known number of tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|im_start|>", "<|im_end|>", "<｜Assistant｜>", "<｜User｜>", "<｜end▁of▁sentence｜>"]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in specials])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=template)
+
+
+def write_lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def make_args(**overrides: Any) -> SimpleNamespace:
+    """Every flag that the data source and the rollout read, at its default, for a batch of 2 prompts x 2
+    samples.
+    """
+    defaults: dict[str, Any] = dict.fromkeys(_UNSET.split())
+    defaults |= dict.fromkeys(_OFF.split(), False)
+    defaults |= {
+        "input_key": "prompt",
+        "metadata_key": "metadata",
+        "tool_key": "tools",
+        "apply_chat_template_kwargs": {},
+        "rollout_sample_hook_path": [],
+        "rollout_seed": 42,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "n_samples_per_eval_prompt": 1,
+        "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
+        "rollout_max_response_len": 8,
+        "rollout_num_gpus": 1,
+        "rollout_num_gpus_per_engine": 1,
+        "vllm_server_concurrency": 512,
+        "rollout_deadline_s": 5.0,
+        "max_staleness": 0,
+        "loss_mask_type": "qwen",
+    }
+    unknown = set(overrides) - set(defaults)
+    assert not unknown, f"not a flag of make_args: {unknown}"
+    return SimpleNamespace(**{**defaults, **overrides})
+
+
+class EngineDouble:
+    """Writes the letters a, b, c, ... (one token each) and an end marker; deterministic, with faults on
+    demand.
+
+    A prompt says what happens to it: "len=N" is the number of letters (default 3), "slow" waits for an abort
+    after two letters, "stuck" ignores deadline and abort, "late" misses its deadline, "refuse" is not
+    accepted. `version` is what the weights are called. `calls` records (prompt text, sampling params, seed)
+    of each request.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.version = 0
+        self.calls: list[tuple[str, dict[str, Any], int]] = []
+        self.aborts = self.running = self.most_running = 0
+        self.closed = False
+        self._abort = asyncio.Event()
+
+    async def generate(
+        self, token_ids: list[int], sampling_params: dict[str, Any], *, seed: int, deadline_s: float
+    ) -> GenerateResult:
+        text = self.tokenizer.decode(token_ids)
+        self.calls.append((text, sampling_params, seed))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await self._answer(text, sampling_params, len(token_ids), deadline_s)
+        finally:
+            self.running -= 1
+
+    async def _answer(
+        self, text: str, params: dict[str, Any], prompt_tokens: int, deadline_s: float
+    ) -> GenerateResult:
+        if "refuse" in text:
+            raise ValueError("the engine refused the prompt")
+        if "late" in text:
+            raise TimeoutError(f"no answer within {deadline_s} s: connection refused")
+        if "stuck" in text:
+            await asyncio.Event().wait()
+        done = len(text) - len(text.rstrip("abcdefgh")) if ":" in text else 0
+        length = int(text.split("len=")[1][0]) if "len=" in text else 3
+        if "slow" in text and done == 0:
+            await self._abort.wait()
+            return self._result("abcdefgh"[:2], "abort", prompt_tokens, end=False)
+        await asyncio.sleep(0)
+        letters = "abcdefgh"[done:length]
+        if len(letters) + 1 > params["max_new_tokens"]:
+            return self._result(letters[: params["max_new_tokens"]], "length", prompt_tokens, end=False)
+        return self._result(letters, "stop", prompt_tokens, end=True)
+
+    def _result(self, letters: str, reason: Any, prompt_tokens: int, *, end: bool) -> GenerateResult:
+        text = letters + ("<|im_end|>" if end else "")
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        log_probs = [-0.1 * (i + 1) for i in range(len(ids))]
+        return GenerateResult(ids, log_probs, text, reason, [self.version], prompt_tokens, prompt_tokens // 2)
+
+    async def abort_all(self) -> None:
+        self.aborts += 1
+        self._abort.set()
+        await asyncio.sleep(0)
+        self._abort.clear()
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def make_state(args: SimpleNamespace, tokenizer: PreTrainedTokenizerFast | None = None) -> GenerateState:
+    """A state with an engine double, set as `args.rollout_state` as the manager does."""
+    tokenizer = tokenizer or make_tokenizer()
+    args.rollout_state = GenerateState(args, EngineDouble(tokenizer), tokenizer)
+    return args.rollout_state
+
+
+class ListSource:
+    """A data source over given prompts, each used once, with a buffer as a plain list."""
+
+    def __init__(self, args: SimpleNamespace, prompts: list[str]) -> None:
+        self.args, self.prompts = args, prompts
+        self.buffer: list[SampleGroup] = []
+        self.drawn = 0
+
+    def get_samples(self, num_groups: int) -> list[SampleGroup]:
+        groups, self.buffer = self.buffer[:num_groups], self.buffer[num_groups:]
+        while len(groups) < num_groups and self.drawn < len(self.prompts):
+            n, g = self.args.n_samples_per_prompt, self.drawn
+            prompt = self.prompts[g]
+            groups.append([Sample(prompt=prompt, label="", index=g * n + i, group_index=g) for i in range(n)])
+            self.drawn += 1
+        return groups
+
+    def add_samples(self, groups: list[SampleGroup]) -> None:
+        self.buffer += groups
+
+    def __len__(self) -> int:
+        return len(self.prompts)

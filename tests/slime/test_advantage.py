@@ -1,0 +1,90 @@
+"""Advantages, returns and importance weights against numbers worked out by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.algo.advantage import compute_advantages, discounted_returns, discounted_sum, gae
+from slime.algo.importance import opsm_mask, sequence_mean, truncated_importance
+
+
+def args(**changes):
+    defaults = dict(advantage_estimator="grpo", kl_coef=0.0, gamma=1.0, normalize_advantages=False)
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+MASKS = [torch.tensor([1, 1, 0]), torch.tensor([1])]
+KL = [torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.5])]
+
+
+def test_grpo_spreads_the_reward_over_all_tokens():
+    advantages, returns = compute_advantages(args(), [2.0, -1.0], MASKS, KL)
+    assert [a.tolist() for a in advantages] == [[2.0, 2.0, 2.0], [-1.0]]
+    assert [r.tolist() for r in returns] == [[2.0, 2.0, 2.0], [-1.0]]
+
+
+def test_reinforce_plus_plus_discounts_from_the_last_trained_token():
+    out = discounted_returns(1.0, MASKS[0], KL[0], kl_coef=1.0, gamma=0.5)
+    # x = [-0.1, -0.2 + 1, 0]; G_2 = 0, G_1 = 0.8, G_0 = -0.1 + 0.4
+    torch.testing.assert_close(out, torch.tensor([0.3, 0.8, 0.0]))
+
+
+def test_reinforce_plus_plus_baseline_subtracts_the_penalty():
+    advantages, _ = compute_advantages(
+        args(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=2.0), [1.0, 0.0], MASKS, KL
+    )
+    torch.testing.assert_close(advantages[0], torch.tensor([0.8, 0.6, 0.4]))
+    torch.testing.assert_close(advantages[1], torch.tensor([-1.0]))
+
+
+def test_whitening_uses_trained_tokens_only():
+    advantages, returns = compute_advantages(args(normalize_advantages=True), [3.0, 0.0], MASKS, KL)
+    # trained values 3, 3, 0: mean 2, Bessel variance 3
+    torch.testing.assert_close(advantages[1], torch.tensor([-2 / math.sqrt(3)]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(advantages[0][:2], torch.full((2,), 1 / math.sqrt(3)), rtol=1e-6, atol=1e-6)
+    assert returns[0].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_ppo_needs_a_critic_and_says_what_exists():
+    with pytest.raises(ValueError, match=r"--advantage-estimator must be one of grpo, .* got ppo"):
+        compute_advantages(args(advantage_estimator="ppo"), [1.0], MASKS[:1], KL[:1])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 129])
+def test_discounted_sum_equals_the_recurrence(length):
+    x = torch.randn(2, length, generator=torch.Generator().manual_seed(length))
+    expected, total = torch.zeros_like(x), torch.zeros(2)
+    for t in reversed(range(length)):
+        total = x[:, t] + 0.9 * total
+        expected[:, t] = total
+    torch.testing.assert_close(discounted_sum(x, 0.9), expected)
+
+
+def test_gae_by_hand():
+    advantages, returns = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]]), gamma=0.5, lambd=0.5)
+    # delta_1 = 1 - 0.25 = 0.75; delta_0 = 0.125 - 0.5 = -0.375; A_0 = -0.375 + 0.25 * 0.75
+    torch.testing.assert_close(advantages, torch.tensor([[-0.1875, 0.75]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.3125, 1.0]]))
+
+
+def test_truncated_importance_by_hand():
+    weights, metrics = truncated_importance(
+        torch.log(torch.tensor([0.6, 0.2, 0.05])), torch.log(torch.tensor([0.2, 0.2, 0.5])), clip=2.0, clip_low=0.5
+    )
+    torch.testing.assert_close(weights, torch.tensor([2.0, 1.0, 0.5]))
+    torch.testing.assert_close(metrics["tis"], torch.tensor([3.0, 1.0, 0.1]))
+    assert metrics["tis_clipfrac"].tolist() == [1.0, 0.0, 1.0]
+    torch.testing.assert_close(metrics["tis_abs"], torch.tensor([2.0, 0.0, 0.9]))
+
+
+def test_sequence_mean_and_opsm():
+    rows = torch.tensor([0, 0, 1, 2])
+    mean = sequence_mean(torch.tensor([1.0, 3.0, 5.0, 7.0]), torch.tensor([1, 1, 0, 1]), rows, 3)
+    assert mean.tolist() == [2.0, 0.0, 7.0]
+    keep, dropped = opsm_mask(
+        torch.tensor([-1.0, 1.0, -1.0, -1.0]), torch.tensor([0.2, 0.2, 0.01]), rows, delta=0.1
+    )
+    assert keep.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert dropped.tolist() == [1.0, 0.0, 1.0, 0.0]

@@ -1,0 +1,261 @@
+"""Derived values, and every rule with the numbers it shows."""
+
+from pathlib import Path
+
+import pytest
+from config_cases import good_argv, write_model
+
+from slime.config import parse_args, resolve
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    return good_argv(tmp_path)
+
+
+def without(argv: list[str], flag: str, values: int = 1) -> list[str]:
+    at = argv.index(flag)
+    return argv[:at] + argv[at + 1 + values :]
+
+
+def test_what_was_left_open_is_filled_in(argv):
+    c = parse_args([*argv, "--max-tokens-per-gpu", "256", "--use-dynamic-batch-size", "--eval-top-p", "0.5"])
+    assert (c.over_sampling_batch_size, c.num_steps_per_rollout, c.log_probs_max_tokens_per_gpu) == (
+        4,
+        2,
+        256,
+    )
+    assert (c.eps_clip_high, c.ref_load, c.rollout_num_gpus, c.num_engines) == (0.2, c.hf_checkpoint, 2, 2)
+    assert (c.eval_top_p, c.eval_temperature, c.eval_max_response_len, c.eval_input_key) == (
+        0.5,
+        1.0,
+        32,
+        "input",
+    )
+    assert (c.offload_train, c.offload_rollout, c.distributed_backend) == (True, True, "gloo")
+    assert (c.params_dtype, c.world_size, c.data_parallel_size, c.total_steps) == ("float32", 2, 2, 6)
+    assert c.eval_function_path == c.rollout_function_path == "slime.rollout.vllm_rollout.generate_rollout"
+    assert not c.needs_reference
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, (32, 1)),
+        ({"global_batch_size": 8}, (8, 4)),
+        ({"num_steps_per_rollout": 2}, (16, 2)),
+        ({"global_batch_size": 16, "num_steps_per_rollout": 2}, (16, 2)),
+    ],
+)
+def test_batch_sizes_follow_from_each_other(flags, expected):
+    c = resolve({"rollout_batch_size": 4, "n_samples_per_prompt": 8, "device": "cpu", **flags})
+    assert (c.global_batch_size, c.num_steps_per_rollout) == expected
+
+
+def test_precision_follows_the_device():
+    assert resolve({"device": "cuda"}).params_dtype == "bfloat16"
+    assert resolve({"device": "cuda", "fp16": True}).params_dtype == "float16"
+    assert resolve({"device": "cuda", "fp32": True}).params_dtype == "float32"
+    assert resolve({"device": "cpu", "bf16": True}).params_dtype == "bfloat16"
+    assert resolve({"device": "cuda"}).distributed_backend == "nccl"
+
+
+def test_directories_of_two_runs_never_meet(tmp_path):
+    given = {"device": "cpu", "hf_checkpoint": "models/tiny"}
+    a, b = resolve(given), resolve(given)
+    assert a.run_dir.startswith(str(Path("runs") / "tiny-")) and a.weight_dir != b.weight_dir
+    assert resolve({**given, "update_weight_disk_dir": "w"}).weight_dir == "w"
+    assert resolve({**given, "update_weight_disk_dir": "w", "weight_dir": "v"}).weight_dir == "v"
+
+
+def test_debug_flags_expand():
+    c = resolve(
+        {"device": "cpu", "dump_details": "out", "save_debug_train_data": "mine", "rollout_num_gpus": 4}
+    )
+    assert (
+        c.save_debug_rollout_data == "out/rollout_data/{rollout_id}.pt" and c.save_debug_train_data == "mine"
+    )
+    c = resolve({"device": "cpu", "load_debug_rollout_data": "x.pt", "rollout_num_gpus": 4})
+    assert c.debug_train_only and c.num_engines == 0 and c.offload_train is False
+    assert c.notes == ("--rollout-num-gpus 4 is taken as 0: only the trainer runs",)
+
+
+def test_notes_name_what_was_adjusted(argv):
+    c = parse_args(
+        [*argv, "--rollout-num-gpus", "1", "--use-kl-loss", "--num-epoch", "2", "--rollout-top-p", "0.9"]
+    )
+    assert c.needs_reference and c.rollout_num_gpus == 2
+    starts = [
+        "--rollout-num-gpus 1 is taken as 2",
+        "--num-epoch 2 has no effect",
+        "--use-kl-loss",
+        "--rollout-top-p",
+    ]
+    assert [n.startswith(s) for n, s in zip(c.notes, starts, strict=True)] == [True] * 4
+
+
+def test_one_sample_a_prompt_has_no_std(argv):
+    one = [*argv, "--n-samples-per-prompt", "1", "--rollout-batch-size", "16"]
+    assert parse_args(one).disable_grpo_std_normalization is True
+    assert parse_args(argv).disable_grpo_std_normalization is False
+
+
+def test_supervised_training_needs_no_engine(argv):
+    c = parse_args(
+        [
+            *without(without(argv, "--rollout-max-response-len"), "--colocate", 0),
+            *("--debug-train-only", "--loss-type", "sft_loss", "--disable-compute-advantages-and-returns"),
+            *("--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout", "--num-epoch", "1"),
+        ]
+    )
+    assert c.num_engines == 0 and c.rollout_num_gpus == 0
+
+
+@pytest.mark.parametrize(
+    "flag", ["--hf-checkpoint", "--rollout-batch-size", "--prompt-data", "--num-rollout"]
+)
+def test_required_flags(argv, flag):
+    with pytest.raises(ValueError, match=f"^{flag} must be given"):
+        parse_args(without(argv, flag))
+
+
+RULES = [
+    # batches
+    (
+        "--num-steps-per-rollout 3",
+        "must equal --global-batch-size * --num-steps-per-rollout, got 4 * 8 = 32 and 16 * 3 = 48",
+    ),
+    ("--global-batch-size 12", "got 4 * 8 = 32 and 12 * 2 = 24"),
+    ("--global-batch-size 64", "got 4 * 8 = 32 and 64 * 1 = 64"),
+    (
+        "--micro-batch-size 3",
+        "--global-batch-size must be a multiple of data-parallel size * --micro-batch-size, got 16 and 2 * 3 = 6",
+    ),
+    (
+        "--use-dynamic-batch-size",
+        "--max-tokens-per-gpu must be given with --use-dynamic-batch-size, got none",
+    ),
+    (
+        "--over-sampling-batch-size 2",
+        "--over-sampling-batch-size must be at least --rollout-batch-size, got 2 and 4",
+    ),
+    ("--actor-num-gpus-per-node 32 --use-dynamic-batch-size --max-tokens-per-gpu 64", "got 16 for 32 ranks"),
+    ("--rollout-batch-size 0", "--rollout-batch-size must be above 0, got 0"),
+    # topology
+    ("--tensor-model-parallel-size 3", "must be a multiple of TP * PP * CP, got 1 * 2 = 2 and 3 * 1 * 1 = 3"),
+    (
+        "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size must be 1 in this version, got 2; it is not supported yet",
+    ),
+    ("--context-parallel-size 2", "--context-parallel-size must be 1 in this version, got 2"),
+    ("--expert-model-parallel-size 2", "--expert-model-parallel-size must be 1 in this version, got 2"),
+    ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size must be 1 in this version, got 2"),
+    ("--no-colocate", "--rollout-num-gpus must be given when --colocate is not, got none"),
+    ("--no-colocate --rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "got 3 and 2"),
+    (
+        "--rollout-num-gpus-per-engine 2 --num-gpus-per-node 1",
+        "must be at most --num-gpus-per-node, got 2 and 1",
+    ),
+    (
+        "--debug-rollout-only --debug-train-only",
+        "--debug-rollout-only must not be combined with --debug-train-only",
+    ),
+    ("--max-staleness 1", "--max-staleness must be 0 with --colocate, got 1"),
+    (
+        "--update-weights-interval 2",
+        "--update-weights-interval must be at most --max-staleness + 1, got 2 and 0",
+    ),
+    ("--update-weight-transport nccl", "--update-weight-transport must be disk in this version, got nccl"),
+    ("--bf16 --fp32", "must not be combined, got --bf16 and --fp32"),
+    ("--fp16", "--fp16 must not be used on a CPU"),
+    # sampling
+    ("--rollout-temperature 0", "--rollout-temperature must be above 0, got 0.0"),
+    ("--rollout-top-p 0", "--rollout-top-p must lie in (0, 1], got 0.0"),
+    ("--eval-top-p 1.5", "--eval-top-p must lie in (0, 1], got 1.5"),
+    ("--rollout-top-k 0", "--rollout-top-k must be -1 (off) or above 0, got 0"),
+    # algorithm
+    ("--advantage-estimator ppo", "--advantage-estimator must not be ppo, got ppo; it needs a critic"),
+    ("--advantage-estimator reinforce_plus_plus", "must be used with --normalize-advantages"),
+    ("--loss-type custom_loss", "--custom-loss-function-path must be given with --loss-type custom_loss"),
+    ("--eps-clip-c 1", "--eps-clip-c must be above 1, got 1.0"),
+    ("--eps-clip 1", "--eps-clip must be below 1, got 1.0"),
+    (
+        "--kl-coef 0.1 --kl-loss-coef 0.2 --use-kl-loss",
+        "--kl-coef and --kl-loss-coef must not both be set, got 0.1 and 0.2",
+    ),
+    ("--kl-loss-coef 0.2", "--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef 0.2"),
+    ("--use-rollout-logprobs --use-tis", "--use-rollout-logprobs must not be combined with --use-tis"),
+    (
+        "--use-rollout-logprobs --rollout-top-k 5",
+        "--use-rollout-logprobs must be used with --rollout-top-p 1",
+    ),
+    ("--tis-clip-low 3", "--tis-clip-low must be at most --tis-clip, got 3.0 and 2.0"),
+    ("--adam-beta2 1", "--adam-beta1 and --adam-beta2 must lie in [0, 1), got 0.9 and 1.0"),
+    ("--lr -1", "--lr must be 0 or more, got -1.0"),
+    # rewards, files, hooks
+    ("--rm-type mth", "--rm-type must be one of math, deepscaler"),
+    ("--rm-type remote_rm", "--rm-url must be given with --rm-type remote_rm, got none"),
+    ("--save-interval 5", "--save must be given with --save-interval, got only --save-interval 5"),
+    ("--eval-interval 5", "--eval-prompt-data must be given with --eval-interval 5, got none"),
+    ("--eval-prompt-data aime", "--eval-prompt-data must be pairs of name and path, got aime"),
+    (
+        "--eval-prompt-data aime absent.jsonl",
+        "--eval-prompt-data must name a file that exists, got absent.jsonl",
+    ),
+    (
+        "--prompt-data absent.jsonl@[0:10]",
+        "--prompt-data must name a file that exists, got absent.jsonl@[0:10]",
+    ),
+    ("--eval-config absent.yaml", "--eval-config must name a file that exists, got absent.yaml"),
+    ("--use-kl-loss --ref-load absent", "--ref-load must name a directory that exists, got absent"),
+    ("--hf-checkpoint absent", "--hf-checkpoint must be a directory with a config.json, got absent"),
+    ("--custom-rm-path json.lods", "--custom-rm-path must name a function of json, got 'lods'; did you mean"),
+    (
+        "--rollout-sample-hook-path no_such_module.f",
+        "--rollout-sample-hook-path must name a module that can be imported",
+    ),
+    (
+        "--load-debug-rollout-data-subsample 2",
+        "--load-debug-rollout-data-subsample must lie in (0, 1], got 2.0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), RULES, ids=[flags for flags, _ in RULES])
+def test_rules(argv, flags, message):
+    with pytest.raises(ValueError) as error:
+        parse_args([*argv, *flags.split()])
+    assert message in str(error.value)
+
+
+def test_prompt_slices_name_existing_files(argv, tmp_path):
+    assert parse_args([*argv, "--prompt-data", f"{tmp_path}/prompts.jsonl@[0:1]"]).prompt_data.endswith(
+        "@[0:1]"
+    )
+
+
+def test_checkpoint_of_two_models(argv, tmp_path):
+    write_model(tmp_path / "model", vocab_size=63)
+    with pytest.raises(
+        ValueError, match="tokenizer whose ids fit the model, got token id 63 and vocab_size 63"
+    ):
+        parse_args(argv)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    assert parse_args(argv).num_rollout == 3
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"--hf-checkpoint must hold a valid config\.json"):
+        parse_args(argv)
+
+
+def test_asynchronous_settings_pass(argv):
+    flags = [
+        "--no-colocate",
+        "--rollout-num-gpus",
+        "1",
+        "--max-staleness",
+        "1",
+        "--update-weights-interval",
+        "2",
+    ]
+    c = parse_args([*argv, *flags])
+    assert (c.num_engines, c.offload_train, c.max_staleness) == (1, False, 1)

@@ -1,0 +1,114 @@
+"""The micro-batch schedule against hand-made plans, and the packed rows against the samples they came from."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, sample_flops
+
+HF = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "intermediate_size": 16,
+    "vocab_size": 10,
+}
+
+
+def args(**changes):
+    defaults = dict(
+        global_batch_size=None,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=10,
+        context_parallel_size=1,
+        micro_batch_size=1,
+        balance_data=False,
+        balance_by_flops=False,
+    )
+    return SimpleNamespace(**{**defaults, **changes})
+
+
+def test_flops_of_a_sequence_by_hand():
+    # attention weights 8*4*(2*2 + 2*1) = 192, MLP 3*8*16 = 384, two layers, head 8*10: 1232 weights.
+    assert sample_flops(5, HF) == 2 * 1232 * 5 + 2 * 2 * 2 * 4 * 25
+
+
+def test_first_fit_then_stride():
+    schedule = build_dp_schedule(args(), [6, 5, 4, 5], [0, 1, 2, 3], 1, HF)
+    # first fit under 10: 6+4, 5+5
+    assert schedule.ranks == [[[[0, 2], [1, 3]]]]
+    assert schedule.global_batch_sizes == [4]
+
+
+def test_bins_are_split_until_ranks_get_the_same_number():
+    schedule = build_dp_schedule(args(max_tokens_per_gpu=100), [6, 5, 4], [0, 1, 2], 2, HF)
+    # one bin of 15 tokens becomes two, 6 | 5+4 differs least
+    assert sorted(schedule.ranks[0][0][0] + schedule.ranks[1][0][0]) == [0, 1, 2]
+    assert {tuple(schedule.ranks[0][0][0]), tuple(schedule.ranks[1][0][0])} == {(0,), (1, 2)}
+
+
+def test_oversized_sample_gets_its_own_bin():
+    schedule = build_dp_schedule(args(), [50, 3, 4], [0, 1, 2], 1, HF)
+    assert schedule.ranks == [[[[0], [1, 2]]]]
+
+
+def test_steps_count_rollouts_keep_siblings_and_drop_the_rest():
+    schedule = build_dp_schedule(args(global_batch_size=2), [1] * 6, [0, 0, 1, 2, 3, 4], 1, HF)
+    assert schedule.step_samples == [[0, 1, 2], [3, 4]]
+    assert schedule.global_batch_sizes == [2, 2]
+
+
+def test_static_micro_batches():
+    schedule = build_dp_schedule(args(use_dynamic_batch_size=False, micro_batch_size=2), [1] * 8, range(8), 2, HF)
+    assert schedule.ranks == [[[[0, 1], [4, 5]]], [[[2, 3], [6, 7]]]]
+    with pytest.raises(ValueError, match=r"got 6 samples, 2 x 2"):
+        build_dp_schedule(args(use_dynamic_batch_size=False, micro_batch_size=2), [1] * 6, range(6), 2, HF)
+
+
+def test_balance_data_evens_out_work():
+    lengths = [9, 9, 1, 1]
+    schedule = build_dp_schedule(args(balance_data=True), lengths, range(4), 2, HF)
+    tokens = [sum(lengths[i] for step in rank for b in step for i in b) for rank in schedule.ranks]
+    assert tokens == [10, 10]
+
+
+def test_balance_by_flops_ignores_the_cap_and_evens_out():
+    lengths = [30, 2, 2, 2, 2, 2]
+    schedule = build_dp_schedule(args(balance_by_flops=True, max_tokens_per_gpu=20), lengths, range(6), 2, HF)
+    bins = [tuple(b) for rank in schedule.ranks for b in rank[0]]
+    assert sorted(bins) == [(0,), (1, 2, 3, 4, 5)]
+
+
+def test_too_few_samples_for_the_ranks():
+    with pytest.raises(ValueError, match=r"must fill 4 data-parallel ranks equally, got 3"):
+        build_dp_schedule(args(), [1, 1, 1], range(3), 4, HF)
+    with pytest.raises(ValueError, match=r"--global-batch-size must not exceed .* got 8 with 3 rollouts"):
+        build_dp_schedule(args(global_batch_size=8), [1, 1, 1], range(3), 1, HF)
+
+
+def test_karmarkar_karp_known_instance():
+    # 8,7,6,5,4 into two: the differencing method reaches 16 | 14.
+    parts = karmarkar_karp([8, 7, 6, 5, 4], 2, equal_size=False)
+    assert sorted(sum([8, 7, 6, 5, 4][i] for i in p) for p in parts) == [14, 16]
+    equal = karmarkar_karp([10, 1, 1, 10], 2, equal_size=True)
+    assert sorted(map(tuple, equal)) == [(0, 1), (2, 3)] or sorted(map(tuple, equal)) == [(0, 2), (1, 3)]
+    assert karmarkar_karp([], 2, equal_size=False) == [[], []]
+
+
+def test_pack_points_every_response_token_at_the_state_before_it():
+    data = {
+        "tokens": [torch.tensor([5, 6, 7, 8]), torch.tensor([1, 2, 3])],
+        "response_lengths": [2, 1],
+        "loss_masks": [torch.tensor([1, 0]), torch.tensor([1])],
+    }
+    batch = pack(data, [1, 0], ["loss_masks"], pad_to=4, device="cpu")
+    assert batch.tokens.tolist() == [1, 2, 3, 5, 6, 7, 8, 0]
+    assert batch.lengths == [3, 4, 1]
+    assert batch.rows.tolist() == [1, 4, 5]
+    assert batch.targets.tolist() == [3, 7, 8]
+    assert batch.sample_of_row.tolist() == [0, 1, 1]
+    assert batch.columns["loss_masks"].tolist() == [1, 1, 0]
+    assert [t.tolist() for t in batch.split(torch.tensor([1.0, 2.0, 3.0]), [2, 1])] == [[1.0], [2.0, 3.0]]

@@ -1,0 +1,297 @@
+"""Timers, the accumulator, the console lines and environment.json, against hand-computed figures."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from slime.tracking import (
+    LOGPROB_DIFF,
+    LOGPROB_DIFF_MAX,
+    MetricAccumulator,
+    StepLine,
+    Timers,
+    collect_environment,
+    mask_secrets,
+    progress,
+    write_environment,
+)
+from slime.tracking.environment import is_secret, mask_command
+from slime.tracking.metrics import as_floats
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_timers_accumulate_nested_names_and_reset():
+    clock = Clock()
+    timers = Timers(clock)
+    with timers.measure("train"):
+        clock.now = 2.0
+        with timers.measure("actor_train"):
+            clock.now = 5.0
+    with timers.measure("actor_train"):
+        clock.now = 6.5
+    assert timers.flush() == {"perf/train_time": 5.0, "perf/actor_train_time": 4.5}
+    assert timers.flush() == {}
+
+
+def test_timers_count_the_same_name_once_and_survive_an_error():
+    clock = Clock()
+    timers = Timers(clock)
+    with pytest.raises(RuntimeError), timers.measure("rollout"), timers.measure("rollout"):
+        clock.now = 3.0
+        raise RuntimeError("lost")
+    with timers.measure("sleep"):
+        clock.now = 4.0
+        assert timers.flush() == {"perf/rollout_time": 3.0}
+    assert timers.flush() == {"perf/sleep_time": 1.0}
+
+
+def test_timers_derive_step_time_and_wait_ratio():
+    clock = Clock()
+    timers = Timers(clock)
+    with timers.measure("train_wait"):
+        clock.now = 1.0
+    with timers.measure("train"):
+        clock.now = 4.0
+    assert timers.flush() == {
+        "perf/train_wait_time": 1.0,
+        "perf/train_time": 3.0,
+        "perf/step_time": 4.0,
+        "perf/wait_time_ratio": 0.25,
+    }
+    with timers.measure("step"):
+        with timers.measure("train_wait"):
+            clock.now = 5.0
+        with timers.measure("train"):
+            clock.now = 6.0
+        clock.now = 8.0
+    times = timers.flush()
+    assert times["perf/step_time"] == 4.0
+    assert times["perf/wait_time_ratio"] == 0.25
+
+
+def test_timers_measure_real_time():
+    timers = Timers()
+    with timers.measure("rollout"):
+        time.sleep(0.05)
+    assert 0.05 <= timers.flush()["perf/rollout_time"] < 1.0
+
+
+def test_accumulator_weights_means_and_merges_ranks():
+    ranks = []
+    for total, count, largest in ((3.0, 2, 1.5), (1.0, 6, 4.0)):
+        rank = MetricAccumulator()
+        rank.add_mean("train/loss", total, count)
+        rank.add_max(LOGPROB_DIFF_MAX, largest)
+        rank.add_min("rollout/response_len/min", 10 - largest)
+        rank.add_sum("rollout/tokens", count)
+        ranks.append(pickle.loads(pickle.dumps(rank)))
+    merged = MetricAccumulator()
+    for rank in ranks:
+        merged.merge(rank)
+    assert merged.reduce() == {
+        "train/loss": 0.5,  # (3 + 1) / (2 + 6), not the mean of the ranks' means
+        LOGPROB_DIFF_MAX: 4.0,
+        "rollout/response_len/min": 6.0,
+        "rollout/tokens": 8.0,
+    }
+
+
+def test_accumulator_leaves_out_empty_means_and_keeps_nan():
+    metrics = MetricAccumulator()
+    metrics.add_mean("train/kl_loss", 0.0, 0)
+    for value in (1.0, math.nan, 2.0):
+        metrics.add_max("largest", value)
+        metrics.add_min("least", value)
+    reduced = metrics.reduce()
+    assert "train/kl_loss" not in reduced
+    assert math.isnan(reduced["largest"]) and math.isnan(reduced["least"])
+    with pytest.raises(ValueError, match="metric largest must keep one kind, got sum after max"):
+        metrics.add_sum("largest", 1.0)
+
+
+def test_as_floats_takes_numbers_only():
+    numbers = as_floats({"a": np.float32(0.5), "b": torch.tensor(2), "c": True, "d": 3})
+    assert numbers == {"a": 0.5, "b": 2.0, "c": 1.0, "d": 3.0}
+    assert all(type(value) is float for value in numbers.values())
+    with pytest.raises(ValueError, match="metric a must be one number, got Tensor"):
+        as_floats({"a": torch.zeros(2)})
+    with pytest.raises(ValueError, match="metric 'a' must be a name with a number, got '1'"):
+        as_floats({"a": "1"})
+
+
+METRICS = {
+    "rollout/raw_reward": 0.4125,
+    "rollout/response_len/mean": 12.34,
+    "train/loss": -0.012,
+    "train/ppo_kl": 0.00012,
+    LOGPROB_DIFF: 2.5e-7,
+    LOGPROB_DIFF_MAX: 1.2e-6,
+    "train/grad_norm": 0.5321,
+    "perf/tokens_per_gpu_per_sec": 5123.4,
+    "perf/rollout_time": 3.21,
+    "perf/train_time": 1.08,
+    "perf/update_weights_time": 0.25,
+}
+
+
+def test_step_line_is_aligned_plain_text():
+    stream = io.StringIO()
+    line = StepLine(total=60, stream=stream)
+    line.show(0, METRICS)
+    line.show(11, METRICS)
+    header, first, second = stream.getvalue().splitlines()
+    names = "step reward length loss kl_ref kl_old dlogp max grad tok/s/gpu rollout_s train_s sync_s"
+    assert header.split() == names.split()
+    values = "0/60 0.412 12.3 -1.2e-02 - 1.2e-04 2.5e-07 1.2e-06 0.532 5,123 3.2 1.1 0.2"
+    assert first.split() == values.split()
+    assert second.split()[0] == "11/60"
+    assert len(header) == len(first) == len(second) <= 120
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_step_line_repeats_its_header_every_20_lines():
+    stream = io.StringIO()
+    line = StepLine(stream=stream)
+    for step in range(41):
+        line.show(step, METRICS)
+    assert [i for i, text in enumerate(stream.getvalue().splitlines()) if "reward" in text] == [0, 21, 42]
+
+
+def test_step_line_on_a_terminal_colours_the_change_and_broken_values():
+    stream = Terminal()
+    line = StepLine(stream=stream)
+    line.show(0, METRICS)
+    line.show(1, METRICS | {"rollout/raw_reward": 0.5, "train/loss": math.nan})
+    line.show(2, METRICS | {"rollout/raw_reward": 0.1})
+    _, _, up, down = stream.getvalue().splitlines()
+    assert "\x1b[32m 0.500\x1b[0m" in up and "\x1b[31m 0.100\x1b[0m" in down
+    assert "\x1b[1;37;41m     nan\x1b[0m" in up
+
+
+def test_eval_line_names_every_score():
+    stream = io.StringIO()
+    StepLine(stream=stream).show_eval(20, {"eval/gsm8k": 0.43125, "eval/gsm8k-truncated_ratio": 0.0})
+    assert stream.getvalue() == "eval at step 20:  gsm8k 0.4313  gsm8k-truncated_ratio 0\n"
+
+
+def test_progress_shows_on_a_terminal_only():
+    silent, shown = io.StringIO(), Terminal()
+    assert list(progress(range(3), desc="rollout 4", stream=silent)) == [0, 1, 2]
+    assert silent.getvalue() == ""
+    with progress(total=8, desc="rollout 4", unit="group", stream=shown) as bar:
+        bar.update(8)
+        bar.refresh()
+    assert "rollout 4: 100%" in shown.getvalue() and "8/8" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        ("WANDB_API_KEY", True),
+        ("VIME_RUN_KEY", True),
+        ("--wandb-key", True),
+        ("--vllm-api-key", True),
+        ("HF_TOKEN", True),
+        ("DB_PASSWORD", True),
+        ("AWS_SECRET_ACCESS_KEY", True),
+        ("--input-key", False),
+        ("--label-key", False),
+        ("--reward-key", False),
+        ("--max-tokens-per-gpu", False),
+        ("--rollout-stop-token-ids", False),
+        ("VLLM_CPU_KVCACHE_SPACE", False),
+        ("CUDA_VISIBLE_DEVICES", False),
+    ],
+)
+def test_secrets_are_told_by_name(name, secret):
+    assert is_secret(name) is secret
+
+
+def test_mask_secrets_and_command():
+    assert mask_secrets({"wandb_key": "k", "wandb_team": None, "n": [1, {"hf_token": "t"}]}) == {
+        "wandb_key": "***",
+        "wandb_team": None,
+        "n": [1, {"hf_token": "***"}],
+    }
+    argv = [
+        *("--wandb-key", "abc", "--input-key", "question", "--vllm-api-key=abc", "HF_TOKEN=abc"),
+        *("--train-env-vars", '{"WANDB_API_KEY": "abc", "NCCL_DEBUG": "INFO"}'),
+        *("--http-proxy", "http://me:abc@proxy:80", "--use-wandb"),
+    ]
+    assert mask_command(argv) == [
+        *("--wandb-key", "***", "--input-key", "question", "--vllm-api-key=***", "HF_TOKEN=***"),
+        *("--train-env-vars", '{"WANDB_API_KEY": "***", "NCCL_DEBUG": "INFO"}'),
+        *("--http-proxy", "http://***@proxy:80", "--use-wandb"),
+    ]
+
+
+def test_environment_file_has_facts_and_no_secret(tmp_path):
+    environ = {
+        "VIME_RUN_KEY": "run-key-0123456789",
+        "WANDB_API_KEY": "wandb-0123456789",
+        "HOME": "not of interest",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "NCCL_DEBUG": "copy of wandb-0123456789",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+    path = write_environment(tmp_path, ["vime", "train", "--note", "run-key-0123456789"], environ)
+    text = path.read_text()
+    facts = json.loads(text)
+    assert "0123456789" not in text
+    assert facts["command"] == ["vime", "train", "--note", "***"]
+    assert facts["variables"] == {
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "NCCL_DEBUG": "copy of ***",
+        "VIME_RUN_KEY": "***",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+    }
+    assert facts["packages"]["numpy"] == np.__version__
+    assert facts["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["cpu"]["cores"] >= facts["cpu"]["usable_cores"] >= 1
+    write_environment(tmp_path, ["vime", "train"], environ)
+    assert json.loads((tmp_path / "environment.1.json").read_text()) == facts
+    assert json.loads(path.read_text())["command"] == ["vime", "train"]
+
+
+def test_environment_names_the_commit_only_of_its_own_checkout(tmp_path):
+    from slime.tracking.environment import _git
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    assert _git(tmp_path.resolve()) is None  # no commit yet
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD")
+    assert _git(tmp_path.resolve()) == {"commit": commit, "modified": False}
+    (tmp_path / "file").write_text("2")
+    assert _git(tmp_path.resolve()) == {"commit": commit, "modified": True}
+    assert _git((tmp_path / "inner").resolve()) is None
+    assert collect_environment([], {})["variables"] == {}

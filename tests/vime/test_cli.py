@@ -1,0 +1,279 @@
+"""The command line: exit codes, one-line errors, stock scripts, the plan's arithmetic."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime.config.schema import own_flags
+from train_async import async_argv
+from vime.cli import COMMANDS, main
+from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings, parse_config
+from vime.engine.server import EngineSpec, command
+from vime.engine.sglang_flags import MAPPED, RENAMED
+from vime.plan import Shape, activation_memory, count, engine_memory, trainer_memory
+
+ROOT = Path(__file__).parents[2]
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+}
+STOCK = """
+--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --device cuda
+--swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
+--group-query-attention --num-query-groups 8 --use-rotary-position-embeddings --disable-bias-linear
+--normalization RMSNorm --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --kv-channels 128
+--qk-layernorm
+--hf-checkpoint {dir} --ref-load {dir} --load {dir}/out --save {dir}/out --save-interval 20
+--prompt-data {dir}/p.jsonl --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
+--rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
+--rollout-max-response-len 8192 --rollout-temperature 1 --global-batch-size 256 --balance-data
+--eval-interval 20 --eval-prompt-data aime {dir}/p.jsonl --n-samples-per-eval-prompt 16
+--eval-max-response-len 16384 --eval-top-p 1
+--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1
+--expert-model-parallel-size 1 --expert-tensor-parallel-size 1
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--use-dynamic-batch-size --max-tokens-per-gpu 9216
+--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00
+--eps-clip 0.2 --eps-clip-high 0.28
+--optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+--rollout-num-gpus-per-engine 2 --sglang-mem-fraction-static 0.7
+--attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32
+--attention-softmax-in-fp32 --attention-backend flash
+"""
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> list[str]:
+    """The arguments of slime's Qwen3-4B script as they are."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 64)
+    return STOCK.format(dir=tmp_path).split()
+
+
+def renamed(stock: list[str]) -> list[str]:
+    return [w.replace("--sglang-mem-fraction-static", "--vllm-gpu-memory-utilization") for w in stock]
+
+
+def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
+    c = parse_config(stock)
+    assert c.vllm_args == {"gpu_memory_utilization": 0.7}
+    settings = engine_settings(c)
+    assert (settings["tensor_parallel_size"], settings["dtype"], settings["device"]) == (
+        2,
+        "bfloat16",
+        "cuda",
+    )
+    assert settings["vllm_argv"] == ("--gpu-memory-utilization", "0.7")
+    assert command(EngineSpec(**settings, run_key="k", log_path=""))[-2:] == [
+        "--gpu-memory-utilization",
+        "0.7",
+    ]
+    assert (c.num_engines, c.data_parallel_size, c.num_steps_per_rollout) == (4, 4, 1)
+    assert (c.eps_clip_high, c.adam_beta2, c.lr, c.eval_max_response_len) == (0.28, 0.98, 1e-6, 16384)
+    assert c.megatron.overrides == {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "grad_reduce_in_fp32": True,
+        "attention_softmax_in_fp32": True,
+        "attention_backend": "flash",
+    }
+    assert len(c.notes) == 2 and c.notes[0].startswith(
+        "--sglang-mem-fraction-static 0.7 becomes --vllm-gpu-memory"
+    )
+    d = parse_config(renamed(stock))
+    assert len(d.notes) == 1 and d.vllm_argv == c.vllm_argv
+
+
+def test_vllm_and_router_flags_reach_their_parsers(stock):
+    flags = "--vllm-enforce-eager --vllm-max-num-seqs=256 --vllm-no-enable-prefix-caching"
+    router = "--router-balance_abs_threshold 10 --router-policy round_robin"
+    c = parse_config([*stock, *flags.split(), "--vllm-cudagraph-capture-sizes", "1", "2", *router.split()])
+    assert c.vllm_args["enforce_eager"] is True and c.vllm_args["enable_prefix_caching"] is False
+    assert c.vllm_args["cudagraph_capture_sizes"] == [1, 2] and c.vllm_args["max_num_seqs"] == 256
+    assert c.router_args == {"balance_abs_threshold": 10, "policy": "round_robin"}
+    assert c.router_argv == ["--balance-abs-threshold", "10", "--policy", "round_robin"]
+    assert c.namespace().vllm_max_num_seqs == 256
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (
+            "--vllm-max-numseqs 3",
+            "--vllm-max-numseqs is not a flag of vLLM; did you mean --vllm-max-num-seqs?",
+        ),
+        (
+            "--vllm-max-num-seqs abc",
+            "--vllm-max-num-seqs must be valid for vLLM, got invalid int value: 'abc'",
+        ),
+        ("--vllm-max-num-seqs", "--vllm-max-num-seqs must be valid for vLLM, got expected one argument"),
+        (
+            "--vllm-enforce-eager yes",
+            "--vllm-enforce-eager must have no more values than it takes, got 'yes'",
+        ),
+        ("--vllm-api-key x", "--vllm-api-key must be left out; every server of a run gets the run's own key"),
+        ("--router-api-key x", "--router-api-key must be left out"),
+        ("--vllm-logprobs-mode raw_logits", "--vllm-logprobs-mode must be left out; training needs"),
+        ("--router-polcy x", "--router-polcy is not a flag of vllm-router; did you mean --router-policy?"),
+        ("--router-policy x", "--router-policy must be valid for vllm-router, got invalid choice: 'x'"),
+        ("--vllm-tensor-parallel-size 4", "got 2 and 4 * 1 * 1 = 4"),
+        (
+            "--vllm-max-model-len 4096",
+            "--vllm-max-model-len must hold the longest rollout, got 4096 for 8192 tokens",
+        ),
+        ("--sglang-router-ip 10.0.0.1", "--vllm-router-ip must be left out in this version, got 10.0.0.1"),
+        ("--vlm-max-num-seqs 3", "--vlm-max-num-seqs is not a known flag"),
+    ],
+)
+def test_wrong_engine_flags(stock, extra, message):
+    with pytest.raises(ValueError) as error:
+        parse_config([*stock, *extra.split()])
+    assert message in str(error.value)
+
+
+def test_reserved_and_translated_names_exist_in_the_pinned_engines():
+    vllm, router = VLLM.options(), ROUTER.options()
+    assert set(VLLM_RESERVED) - {"model_tag"} <= {a.dest for a in vllm.values()}
+    assert set(ROUTER_RESERVED) <= {a.dest for a in router.values()}
+    ours = {*own_flags(), "vllm_router_ip", "vllm_router_port", "vllm_router_request_timeout_secs"}
+    for target in [*RENAMED.values(), *(target for target, _ in MAPPED.values())]:
+        if target not in ours:
+            owner, options = ("vllm_", vllm) if target.startswith("vllm_") else ("router_", router)
+            assert target.removeprefix(owner) in options, target
+    for name in (
+        "gpu_memory_utilization",
+        "enable_expert_parallel",
+        "speculative_config",
+        "no_enable_chunked_prefill",
+    ):
+        assert name in vllm
+    choices = vllm["all2all_backend"].choices
+    assert set(MAPPED["moe_a2a_backend"][1].values()) | set(MAPPED["deepep_mode"][1].values()) <= set(choices)
+
+
+def test_memory_estimate_is_the_arithmetic_by_hand(stock):
+    c, shape = parse_config(renamed(stock)), Shape.of(QWEN3_4B)
+    layer = 2560 * (2 * 4096 + 2 * 1024) + 3 * 2560 * 9728
+    params = 36 * layer + 151936 * 2560
+    assert shape.params == params == 4_022_272_000
+    by_name = {i.name: i.bytes for i in trainer_memory(c, shape)}
+    assert by_name["weights"] == by_name["reference"] == params * 2 / 2
+    assert by_name["gradients"] == params * 4 / 2
+    assert by_name["optimizer"] == params * 12 / 2 / 4
+    # Full recomputation: 36 layer inputs and one whole layer, hidden width split by sequence parallelism.
+    one = 4 * 2560 / 2 + (4 * 4096 + 4 * 1024 + 3 * 9728) / 2
+    assert by_name["activations"] == 9216 * 2 * (36 * 2560 / 2 + one)
+    assert [i.bytes for i in engine_memory(c, shape)] == [params, 2 * 36 * 1024, 2 * 36 * 1024 * 256 * 8192]
+    plain = parse_config([*renamed(stock), "--no-sequence-parallel", "--recompute-granularity", "selective"])
+    assert activation_memory(plain, shape, 10).bytes == 10 * 2 * 36 * (
+        4 * 2560 + (4 * 4096 + 4 * 1024 + 3 * 9728) / 2
+    )
+
+
+def test_units():
+    assert [count(n) for n in (12, 1234, 4_022_272_000)] == ["12", "1.23 k", "4.02 G"]
+
+
+def test_plan_prints_everything_and_starts_nothing(stock, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["plan", *stock]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "qwen3, 4.02 G parameters, bfloat16 on cuda",
+        "1 nodes x 8 = 8 ranks: tensor parallel 2 x data parallel 4",
+        "4 vLLM servers x 2 cuda, behind one vllm-router",
+        "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256 samples = --global-batch-size 256 x 1",
+        "64 prompts = 2 rollouts an epoch",
+        "evaluation aime: 64 prompts x 16 responses",
+        "optimizer               5.62 GiB   4.02 G x 12 B / TP 2 / 4 shards",
+        "--vllm-gpu-memory-utilization            vLLM --gpu-memory-utilization 0.7",
+        "(set for you)                            vLLM --tensor-parallel-size 2",
+        "--use-kl-loss with --kl-loss-coef 0",
+    ):
+        assert line in out, line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_plan_finds_a_malformed_prompt_line(stock, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": "a"}\n')
+    assert main(["plan", *stock]) == 2
+    err = capsys.readouterr().err
+    assert "p.jsonl:2: column 'label' is missing" in err and "Traceback" not in err
+
+
+def test_user_errors_are_one_line_and_exit_code_2(stock, capsys):
+    for argv, message in [
+        (["plan", *stock, "--lrr", "1"], "vime plan: --lrr is not a known flag; did you mean --lr?"),
+        (["train", *stock, "--lrr", "1"], "vime train: --lrr is not a known flag; did you mean --lr?"),
+        (
+            ["pln"],
+            "vime pln: the command must be one of train, plan, export, plot, flags, got pln; did you mean",
+        ),
+        (["flags", "--xml"], "vime flags: flags takes --json or nothing, got --xml"),
+        (["plot", "absent"], "vime plot: "),
+    ]:
+        assert main(argv) == 2
+        err = capsys.readouterr().err
+        assert err.splitlines()[-1].startswith(message) and "Traceback" not in err
+
+
+def test_help(capsys):
+    assert main([]) == 0 and main(["--help"]) == 0
+    assert all(f"vime {name}" in capsys.readouterr().out for name in list(COMMANDS)[:1])
+    assert main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "usage: vime train" in out and "--rollout-batch-size" in out
+    assert main(["flags"]) == 0
+    assert "--advantage-estimator" in capsys.readouterr().out
+
+
+def test_flags_json_lists_every_flag_once_with_its_owner():
+    done = subprocess.run(
+        [sys.executable, "-m", "vime", "flags", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = json.loads(done.stdout)
+    flags = {row["flag"]: row for row in rows}
+    assert len(flags) == len(rows) > 900
+    assert flags["--rollout-batch-size"]["owner"] == "slime.config.data"
+    assert flags["--vllm-max-num-seqs"]["translated_to"] == "vLLM --max-num-seqs"
+    assert flags["--router-policy"]["owner"] == "vllm-router"
+    assert flags["--sglang-max-running-requests"]["translated_to"] == "--vllm-max-num-seqs"
+    assert flags["--no-rope-fusion"]["translated_to"] == "megatron-core apply_rope_fusion = False"
+    assert flags["--use-opd"]["owner"] == "not supported yet"
+    assert set(rows[0]) == {"flag", "owner", "default", "help", "choices", "translated_to"}
+    assert "--vllm-api-key" not in flags
+
+
+def test_slime_entry_points(stock):
+    assert async_argv(["--lr", "1"]) == ["--lr", "1", "--max-staleness", "1"]
+    assert async_argv(["--max-staleness=2"]) == ["--max-staleness=2"]
+    with pytest.raises(ValueError, match=r"--colocate must be left out of train_async\.py"):
+        async_argv(stock)
+    for script, message in (
+        ("train.py", "vime train: --lrr is not"),
+        ("train_async.py", "--colocate must be left out"),
+    ):
+        done = subprocess.run(
+            [sys.executable, script, *stock, "--lrr", "1"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,165 @@
+"""Asks for completions through the router: slime's RolloutEngine over vLLM's /v1/completions.
+
+Owns the translation of sampling parameters, retries up to a deadline, and the check that every token came with its
+log-prob. Picklable; the HTTP session is made where the first request is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from slime.protocols import GenerateResult
+from vime.engine.middleware import VERSIONS_HEADER
+from vime.engine.server import SERVED_MODEL_NAME
+
+# slime's name -> vLLM's. A parameter in neither form is an error, never dropped.
+_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "ignore_eos": "ignore_eos",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+}
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_TRANSIENT_STATUS = {408, 425, 429}
+_FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class _Transient(Exception):
+    """A fault that may be gone at the next attempt."""
+
+
+class VllmEngineClient:
+    """RolloutEngine over vllm-router at `router_url`, e.g. "http://127.0.0.1:3000"."""
+
+    def __init__(self, router_url: str, run_key: str) -> None:
+        self.router_url = router_url
+        self._run_key = run_key
+        self._session: aiohttp.ClientSession | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None}
+
+    async def generate(
+        self, token_ids: list[int], sampling_params: dict[str, Any], *, seed: int, deadline_s: float
+    ) -> GenerateResult:
+        """Sample one completion of `token_ids`.
+
+        Log-probs are nats under the distribution sampled from: after temperature, and after top-k/top-p/min-p and
+        penalties where they are set. Equal seeds give equal samples on equal weights. The text keeps the stop string
+        unless `no_stop_trim` is False. Connection faults, 5xx, 408 and 429 are retried, then TimeoutError after
+        `deadline_s` seconds (--rollout-deadline-s); any other refusal is a ValueError with what the engine said.
+        """
+        body = request_body(token_ids, sampling_params, seed)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        pause_s, last = _FIRST_PAUSE_S, "no attempt"
+        while (left_s := end - loop.time()) > 0:
+            try:
+                return await self._complete(body, left_s)
+            except (_Transient, aiohttp.ClientError, TimeoutError, OSError) as error:
+                last = f"{type(error).__name__}: {error}"
+            await asyncio.sleep(min(pause_s, max(end - loop.time(), 0)))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise TimeoutError(
+            f"an engine must answer within --rollout-deadline-s {deadline_s:g}, got no completion of a prompt of "
+            f"{len(token_ids)} tokens; the last fault was {last}"
+        )
+
+    async def abort_all(self) -> None:
+        """End every request that is running on any engine of the router; each returns what it has."""
+        listed = await self._json("GET", "/workers")
+        urls = [worker["url"] for worker in listed["workers"]]
+        await asyncio.gather(*(self._json("POST", f"{url}/abort_requests", {}) for url in urls))
+
+    async def close(self) -> None:
+        """Close the connections. The client can be used again afterwards."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _connections(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {self._run_key}"},
+                # The callers bound how many requests run; a second bound here would only hide requests from the engine.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                timeout=aiohttp.ClientTimeout(total=None),
+                trust_env=False,
+            )
+        return self._session
+
+    async def _json(self, method: str, url: str, body: Any = None) -> Any:
+        url = url if url.startswith("http") else self.router_url + url
+        timeout = aiohttp.ClientTimeout(total=30)
+        async with self._connections().request(method, url, json=body, timeout=timeout) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{url} must answer, got HTTP {response.status}: {await response.text()}")
+            return await response.json(content_type=None)
+
+    async def _complete(self, body: dict[str, Any], timeout_s: float) -> GenerateResult:
+        url = f"{self.router_url}/v1/completions"
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with self._connections().post(url, json=body, timeout=timeout) as response:
+            if response.status != 200:
+                said = f"HTTP {response.status}: {(await response.text())[:1000]}"
+                if response.status >= 500 or response.status in _TRANSIENT_STATUS:
+                    raise _Transient(said)
+                raise ValueError(f"the engine must accept the request, got {said}")
+            versions = response.headers[VERSIONS_HEADER]
+            return parse_completion(await response.json(), versions)
+
+
+def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The /v1/completions request; parameters that are None are left to the engine's neutral defaults."""
+    unknown = sampling_params.keys() - _NAMES.keys()
+    if unknown:
+        raise ValueError(f"sampling parameters must be among {sorted(_NAMES)}, got {sorted(unknown)}")
+    given = {_NAMES[name]: value for name, value in sampling_params.items() if value is not None}
+    return {
+        "include_stop_str_in_output": True,
+        **given,
+        "model": SERVED_MODEL_NAME,
+        "prompt": token_ids,
+        "seed": seed,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+
+
+def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:
+    """vLLM's answer as a record. ValueError when a token lacks its log-prob or the finish reason is unknown."""
+    choice = answer["choices"][0]
+    token_ids = choice["token_ids"]
+    log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    if len(token_ids) != len(log_probs) or None in log_probs:
+        raise ValueError(
+            f"the engine must give one log-prob per token, got {len(log_probs)} for {len(token_ids)} tokens; "
+            f"check that it runs with --logprobs-mode processed_logprobs"
+        )
+    if choice["finish_reason"] not in _FINISH:
+        raise ValueError(f"finish_reason must be one of {sorted(_FINISH)}, got {choice['finish_reason']!r}")
+    usage = answer.get("usage") or {}
+    return GenerateResult(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        text=choice["text"],
+        finish_reason=choice["finish_reason"],
+        weight_versions=[int(version) for version in versions.split(",")],
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+    )

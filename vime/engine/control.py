@@ -1,0 +1,120 @@
+"""The control routes of one engine server, as plain blocking calls with the run's key and a timeout on each.
+
+Standard library only; proxies of the environment are never used. `python -m vllm...` must run with
+VLLM_SERVER_DEV_MODE=1, which serves these routes.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any, Literal
+from urllib.parse import quote, urlencode, urlsplit
+
+from vime.engine.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
+
+PauseMode = Literal["keep", "abort", "wait"]
+_QUICK_S = 30.0
+_SLOW_S = 600.0
+
+
+class ControlError(RuntimeError):
+    """A control route answered with an error; the message names engine, route and what it said."""
+
+
+class EngineControl:
+    """Control client of the engine at `url`, e.g. "http://127.0.0.1:8000". Thread-safe: one connection a call.
+
+    Every method raises ControlError for a refusal and OSError when the engine cannot be reached in time.
+    """
+
+    def __init__(self, url: str, run_key: str) -> None:
+        self.url = url
+        self._run_key = run_key
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop generating. Running requests are frozen until `resume` (keep), ended with what they have (abort), or
+        finished first (wait)."""
+        self._post("/pause", query={"mode": mode}, timeout_s=_SLOW_S)
+
+    def resume(self) -> None:
+        self._post("/resume")
+
+    def abort(self) -> None:
+        """End every running request; each answers with the tokens it has and finish reason "abort"."""
+        self._post("/abort_requests", {})
+
+    def start_weight_update(self) -> None:
+        self._post("/start_weight_update", timeout_s=_SLOW_S)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._post("/update_weights", {"update_info": update_info}, timeout_s=_SLOW_S)
+
+    def finish_weight_update(self, version: int) -> None:
+        """Close the update and make `version` the live one: answers carry it from here on."""
+        body = {"weight_version": str(version)}  # read by vLLM 0.27 and newer; the header is ours
+        headers = {NEW_VERSION_HEADER: str(version)}
+        self._post("/finish_weight_update", body, headers=headers, timeout_s=_SLOW_S)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes: they were computed with weights that may be gone."""
+        self._post("/reset_prefix_cache")
+
+    def sleep(self, level: int, mode: PauseMode = "keep") -> None:
+        """Free device memory (vLLM's sleep mode: level 1 moves weights to the host, 2 drops them)."""
+        self._post("/sleep", query={"level": str(level), "mode": mode}, timeout_s=_SLOW_S)
+
+    def wake(self) -> None:
+        self._post("/wake_up", timeout_s=_SLOW_S)
+
+    def collective_rpc(self, method: str) -> None:
+        """Call a method of every worker."""
+        self._post("/collective_rpc", {"method": method}, timeout_s=_SLOW_S)
+
+    def weight_version(self, timeout_s: float = _QUICK_S) -> int:
+        """Version of the live weights; -1: those of the checkpoint."""
+        response, _ = self._request("GET", "/health", timeout_s=timeout_s)
+        return int(response.headers[VERSIONS_HEADER].split(",")[-1])
+
+    def is_healthy(self, timeout_s: float = _QUICK_S) -> bool:
+        """Whether /health answers 200 within `timeout_s`."""
+        try:
+            self._request("GET", "/health", timeout_s=timeout_s)
+        except (ControlError, OSError, http.client.HTTPException):
+            return False
+        return True
+
+    def _post(
+        self,
+        path: str,
+        body: Any = None,
+        *,
+        query: dict[str, str] | None = None,
+        headers: dict[str, str] | None = None,
+        timeout_s: float = _QUICK_S,
+    ) -> bytes:
+        path = f"{path}?{urlencode(query, quote_via=quote)}" if query else path
+        return self._request("POST", path, body, headers=headers, timeout_s=timeout_s)[1]
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout_s: float,
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        address = urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+        sent = {"Authorization": f"Bearer {self._run_key}", "Content-Type": "application/json", **(headers or {})}
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body), sent)
+            response = connection.getresponse()
+            content = response.read()
+        finally:
+            connection.close()
+        if response.status != 200:
+            said = content.decode(errors="replace")[:2000]
+            raise ControlError(f"engine {self.url} must accept {method} {path}, got HTTP {response.status}: {said}")
+        return response, content

@@ -1,0 +1,241 @@
+"""The owners of `--vllm-*` and `--router-*`: checked by the parsers of vLLM and vllm-router themselves.
+
+`parse_config` is how this distribution turns argv into a Config. Importing vLLM takes seconds and happens
+only when a `--vllm-*` flag is there. Refuses what this project sets itself (address, key, model, log-probs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from slime.config import Config, FlagGroup, parse_args
+from slime.config.fields import nearest
+from vime.engine.sglang_flags import translate_sglang
+
+_ADDRESS = "engines listen where the engine pool places them"
+_KEY = "every server of a run gets the run's own key"
+_MODEL = "engines serve --hf-checkpoint"
+_SAMPLING = "training needs the log-probs of the distribution that was sampled from"
+VLLM_RESERVED = {
+    "host": _ADDRESS,
+    "port": _ADDRESS,
+    "uds": _ADDRESS,
+    "grpc": _ADDRESS,
+    "headless": _ADDRESS,
+    "config": "give its entries as --vllm-* flags or in --custom-config-path",
+    "api_key": _KEY,
+    "middleware": _KEY,
+    "model": _MODEL,
+    "model_tag": _MODEL,
+    "served_model_name": _MODEL,
+    "logprobs_mode": _SAMPLING,
+    "generation_config": "sampling is set by --rollout-temperature, --rollout-top-p and --rollout-top-k",
+    "weight_transfer_config": "weights arrive through --update-weight-transport",
+    "trust_remote_code": "use --trust-remote-code",
+}
+ROUTER_RESERVED = {
+    "api_key": _KEY,
+    "prefill": "separate prefill servers are not supported yet",
+    "decode": "separate prefill servers are not supported yet",
+    "vllm_pd_disaggregation": "separate prefill servers are not supported yet",
+    "mini_lb": "the full router is used",
+    "service_discovery": "the engine pool adds and removes workers itself",
+}
+
+
+@functools.cache
+def vllm_parser() -> argparse.ArgumentParser:
+    """vLLM's server parser (imports vLLM: seconds). ValueError when vLLM is missing."""
+    try:
+        # Whatever the import prints must not mix with our own output (`vime flags --json`).
+        with contextlib.redirect_stdout(sys.stderr):
+            from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+            make_arg_parser = _make_arg_parser()
+
+            class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+                def error(self, message: str) -> NoReturn:
+                    raise ValueError(message)
+
+            return make_arg_parser(Parser(allow_abbrev=False, add_help=False))
+    except ImportError as error:
+        raise ValueError(
+            f"vLLM must be installed to check --vllm-* flags, got {error}; run scripts/setup.sh"
+        ) from error
+
+
+def _make_arg_parser() -> Any:
+    """vLLM's `make_arg_parser`, where newer and where older vLLM keep it."""
+    try:
+        module = import_module("vllm.entrypoints.launchers.cli_args")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("vllm.entrypoints"):
+            raise
+        module = import_module("vllm.entrypoints.openai.cli_args")
+    return module.make_arg_parser
+
+
+@functools.cache
+def router_parser() -> argparse.ArgumentParser:
+    """vllm-router's own parser, without address and workers. ValueError when it is missing."""
+    try:
+        from vllm_router.router_args import RouterArgs
+    except ImportError as error:
+        raise ValueError(f"vllm-router must be installed to check --router-* flags, got {error}") from error
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
+    parser = Parser(allow_abbrev=False, add_help=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=True)
+    return parser
+
+
+class _PrefixOwner:
+    """Flags with a prefix, checked by the parser of the project they are for."""
+
+    def __init__(self, prefix: str, project: str, reserved: dict[str, str]) -> None:
+        self.prefix, self.project, self.reserved = prefix, project, reserved
+
+    def parser(self) -> argparse.ArgumentParser:
+        return vllm_parser() if self.prefix == "vllm_" else router_parser()
+
+    def options(self) -> dict[str, argparse.Action]:
+        """Long option without dashes, with underscores -> the action behind it."""
+        actions = self.parser()._actions
+        return {o[2:].replace("-", "_"): a for a in actions for o in a.option_strings if o.startswith("--")}
+
+    def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
+        """Check every flag; return `<prefix>args` (typed values) and `<prefix>argv` (the project's flags)."""
+        argv: list[str] = []
+        given: dict[str, Any] = {}
+        options = self.options()
+        for group in groups:
+            # vLLM reads --flag.key value as an entry of a JSON flag.
+            name, dot, key = group.name.removeprefix(self.prefix).partition(".")
+            if name not in options:
+                known = [self.prefix + o for o in options]
+                raise ValueError(f"{group.typed} is not a flag of {self.project}{nearest(group.name, known)}")
+            dest = options[name].dest
+            if dest in self.reserved:
+                raise ValueError(f"{group.typed} must be left out; {self.reserved[dest]}")
+            tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
+            given.update(self._typed(tokens, group.typed))
+            argv += tokens
+        return {f"{self.prefix}args": given, f"{self.prefix}argv": argv}
+
+    def _typed(self, tokens: list[str], typed: str) -> dict[str, Any]:
+        """What the project's parser makes of one flag, where that is a plain JSON value."""
+        unset = object()
+        parser = self.parser()
+        namespace = argparse.Namespace(**{a.dest: unset for a in parser._actions})
+        try:
+            parsed = vars(parser.parse_args(tokens, namespace))
+        except ValueError as error:
+            said = str(error).partition(": ")[2] or error
+            raise ValueError(f"{typed} must be valid for {self.project}, got {said}") from error
+        if parsed.pop("model_tag", unset) not in (unset, None):
+            raise ValueError(f"{typed} must have no more values than it takes, got {' '.join(tokens[1:])!r}")
+        plain = {k: _plain(v) for k, v in parsed.items() if v is not unset}
+        return {k: v for k, v in plain.items() if v is not None}
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON gives it back; None for objects that JSON cannot hold (engine config classes)."""
+    try:
+        return json.loads(json.dumps(sorted(value) if isinstance(value, set) else value))
+    except TypeError:
+        return None
+
+
+VLLM = _PrefixOwner("vllm_", "vLLM", VLLM_RESERVED)
+ROUTER = _PrefixOwner("router_", "vllm-router", ROUTER_RESERVED)
+
+
+def parse_config(argv: Sequence[str]) -> Config:
+    """The resolved, validated configuration of a command line. ValueError on anything wrong."""
+    config = parse_args(argv, owners=(VLLM, ROUTER), translate=translate_sglang)
+    check_engine_size(config)
+    check_context_length(config)
+    return config
+
+
+def _given_parallel(config: Config, name: str) -> int | None:
+    return config.engine.vllm_args.get(name)
+
+
+def engine_tensor_parallel(config: Config) -> int:
+    """GPUs of an engine over which each layer is split: what data and pipeline parallelism leave."""
+    other = (_given_parallel(config, "data_parallel_size") or 1) * (
+        _given_parallel(config, "pipeline_parallel_size") or 1
+    )
+    return _given_parallel(config, "tensor_parallel_size") or max(
+        config.rollout_num_gpus_per_engine // other, 1
+    )
+
+
+def check_engine_size(config: Config) -> None:
+    """The parallel sizes given to vLLM must fill --rollout-num-gpus-per-engine exactly."""
+    names = ("data_parallel_size", "pipeline_parallel_size")
+    data, pipeline = (_given_parallel(config, name) or 1 for name in names)
+    tensor = engine_tensor_parallel(config)
+    if data * pipeline * tensor != config.rollout_num_gpus_per_engine:
+        raise ValueError(
+            "--rollout-num-gpus-per-engine must equal the product of --vllm-tensor-parallel-size, "
+            "--vllm-pipeline-parallel-size and --vllm-data-parallel-size, got "
+            f"{config.rollout_num_gpus_per_engine} and {tensor} * {pipeline} * {data} = "
+            f"{tensor * pipeline * data}"
+        )
+
+
+def check_context_length(config: Config) -> None:
+    """--vllm-max-model-len, when given as a number, must hold the longest sequence of a rollout."""
+    longest = config.rollout_max_context_len or config.rollout_max_response_len
+    room = config.engine.vllm_args.get("max_model_len")
+    if isinstance(room, int) and room > 0 and longest is not None and room < longest:
+        raise ValueError(
+            f"--vllm-max-model-len must hold the longest rollout, got {room} for {longest} tokens; "
+            "raise it or lower --rollout-max-response-len"
+        )
+
+
+def engine_settings(config: Config) -> dict[str, Any]:
+    """What the configuration says about every engine server: keyword arguments of `vime.engine.server.EngineSpec`.
+
+    `vllm_argv` comes last on the server's command line, so a flag the user gave wins over what is implied here.
+    """
+    return {
+        "model_path": config.hf_checkpoint,
+        "weight_dir": config.weight_dir,
+        "device": config.device,
+        "dtype": config.params_dtype,
+        "tensor_parallel_size": engine_tensor_parallel(config),
+        "trust_remote_code": config.trust_remote_code,
+        "vllm_argv": tuple(config.engine.vllm_argv),
+        "start_timeout_s": config.engine_start_timeout_s,
+    }
+
+
+def list_flags() -> Iterator[dict[str, Any]]:
+    """One row a flag that vLLM or vllm-router owns (imports both)."""
+    for owner in (VLLM, ROUTER):
+        for name, action in owner.options().items():
+            if action.dest in owner.reserved:
+                continue
+            flag = name.replace("_", "-")
+            yield {
+                "flag": f"--{owner.prefix[:-1]}-{flag}",
+                "owner": owner.project,
+                "default": None if action.default is argparse.SUPPRESS else _plain(action.default),
+                "help": " ".join((action.help or "").split()),
+                "choices": _plain(list(action.choices)) if action.choices else None,
+                "translated_to": f"{owner.project} --{flag}",
+            }

@@ -1,0 +1,105 @@
+"""Reads a live vLLM model back into HF tensors, so that it can be compared with what the trainer published.
+
+vLLM fuses projections, pads the vocabulary, shards over tensor-parallel ranks, and on CPU replaces matrices by
+packed copies that no parameter shows. Owns the way back, for modules made of vLLM's linear and embedding layers and
+plain parameters. Fused expert weights are not covered: they are refused, not skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+
+
+def differing_tensors(
+    model: nn.Module, names: Iterable[str], get_tensor: Callable[[str], torch.Tensor]
+) -> list[str]:
+    """HF names whose live value on this rank differs from `get_tensor(name)`, sorted.
+
+    Values are compared exactly after a cast to the live dtype (-0.0 equals 0.0, which packed copies cannot tell
+    apart). Every live tensor must come from one of `names` and every name must be live, else ValueError.
+    """
+    expected, seen, wrong = set(names), set(), set()
+    for name, module, live in live_tensors(model):
+        if name == "lm_head.weight" and name not in expected:
+            name = "model.embed_tokens.weight"
+        if name not in expected:
+            raise ValueError(f"every live tensor must be in the update to be compared, got {name} in the model only")
+        seen.add(name)
+        want = shard_of(get_tensor(name), module, live.shape).to(live.device, live.dtype)
+        if not torch.equal(live, want):
+            wrong.add(name)
+    if unseen := expected - seen - {"lm_head.weight"}:
+        raise ValueError(f"every tensor of an update must be live to be compared, got {sorted(unseen)[:8]} in the file only")
+    return sorted(wrong)
+
+
+def live_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
+    """(HF name, module, value on this rank) of every weight that the model computes with.
+
+    A matrix with a plain and a packed copy (CPU embeddings) is yielded once for each. Tied modules are all visited:
+    each may have a packed copy of its own.
+    """
+    packed = getattr(model, "packed_modules_mapping", {})
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, leaf = path.rpartition(".")
+        parts = packed.get(leaf, [leaf])
+        for kind, parameter in module.named_parameters(recurse=False):
+            values = [parameter.data] if parameter.numel() else []
+            if kind == "weight" and hasattr(module, "cpu_linear"):
+                values.append(_packed_matrix(module))
+            for value in values:
+                for part, piece in zip(parts, _split(module, value, parts), strict=True):
+                    yield ".".join(filter(None, [parent, part, kind])), module, piece
+
+
+def shard_of(full: torch.Tensor, module: nn.Module, shape: torch.Size) -> torch.Tensor:
+    """The piece of `full` that belongs on this tensor-parallel rank of `module`, given the shape it has there.
+
+    Rows or columns are dealt out in rank order; with fewer pieces than ranks (key/value heads), neighbours share one.
+    """
+    if full.shape == shape:
+        return full
+    if hasattr(module, "shard_indices"):  # an embedding: rows of the vocabulary
+        indices = module.shard_indices
+        return full[indices.org_vocab_start_index : indices.org_vocab_end_index]
+    for dim, (whole, local) in enumerate(zip(full.shape, shape, strict=True)):
+        if whole != local:
+            pieces = whole // local
+            full = full.narrow(dim, module.tp_rank * pieces // module.tp_size * local, local)
+    return full
+
+
+def repack_tied_weights(model: nn.Module) -> None:
+    """Renew the packed copies of matrices that several modules share (a tied lm_head on CPU).
+
+    vLLM's layerwise reload renews only the copy of the module that the tensor was loaded through; the others
+    would go on computing with the weights before.
+    """
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.numel() and hasattr(module, "cpu_linear"):
+            owners.setdefault(weight.data_ptr(), []).append(module)
+    for modules in owners.values():
+        if len(modules) > 1:
+            for module in modules:
+                module.quant_method.process_weights_after_loading(module)
+
+
+def _packed_matrix(module: nn.Module) -> torch.Tensor:
+    """The matrix inside `module.cpu_linear`, [out, in]: what it makes of the identity. Products with 1 and sums
+    with 0 are exact, so the values are those of the packed copy to the bit (but for the sign of zeros)."""
+    size = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+    identity = torch.eye(size, dtype=module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype)
+    return module.cpu_linear(identity, module.weight, None).T
+
+
+def _split(module: nn.Module, value: torch.Tensor, parts: list[str]) -> Iterable[torch.Tensor]:
+    if hasattr(module, "shard_indices"):  # rows beyond the vocabulary are padding
+        return [value[: module.shard_indices.num_org_elements]]
+    if len(parts) == 1:
+        return [value]
+    return value.split(module.output_partition_sizes, dim=0)

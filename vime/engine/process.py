@@ -1,0 +1,105 @@
+"""One supervised subprocess with a log file: what engine servers and the router have in common.
+
+Owns starting, watching and ending it, free ports, and the check that a port can be had. Light: no torch, no vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+TAIL_LINES = 30
+_GRACE_S = 10.0
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nothing listens on at `host` just now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def require_free_port(host: str, port: int, what: str) -> None:
+    """ValueError when `what` cannot listen at host:port because something does already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(f"the port of {what} must be free, got {host}:{port} in use; choose another port") from error
+            raise ValueError(f"{what} must be able to listen at {host}:{port}, got: {error.strerror}") from error
+
+
+class SupervisedProcess:
+    """A command under `vime.engine.supervise`: it ends, with all its children, at `stop()` or when this process ends,
+    however it ends. Standard output and error go to `log_path`, which is begun anew."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: str) -> None:
+        self.log_path = log_path
+        Path(log_path).parent.mkdir(parents=True, exist_ok=True)
+        supervised = [sys.executable, "-m", "vime.engine.supervise", str(_GRACE_S), *command]
+        with open(log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                supervised, env=dict(env), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the supervisor, the parent of the command."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit status, or None while it runs."""
+        return self._process.poll()
+
+    def tail_log(self, lines: int = TAIL_LINES) -> str:
+        """The last lines of the log."""
+        return tail(self.log_path, lines)
+
+    def stop(self) -> None:
+        """End it and all its children: SIGTERM, after 10 s SIGKILL. Returns when nothing is left; may be called again."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_GRACE_S + 10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def tail(path: str, lines: int = TAIL_LINES) -> str:
+    """The last `lines` lines of a text file; "" when there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 400 * lines))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    return ""
+
+
+def wait_ready(
+    process: SupervisedProcess, ready: Callable[[], bool], what: str, timeout_s: float, flag: str
+) -> None:
+    """Return once `ready()` holds. RuntimeError, with the last log lines, when `process` ends before or time is up."""
+    end = time.monotonic() + timeout_s
+    while not ready():
+        status = process.poll()
+        if status is not None:
+            raise RuntimeError(f"{what} must become healthy, got exit status {status}; {_log_lines(process)}")
+        if time.monotonic() >= end:
+            raise RuntimeError(
+                f"{what} must become healthy within {flag} {timeout_s:g}, got no answer; {_log_lines(process)}"
+            )
+        time.sleep(0.1)
+
+
+def _log_lines(process: SupervisedProcess) -> str:
+    return f"the last lines of {process.log_path}:\n{process.tail_log()}"

@@ -1,0 +1,83 @@
+"""`python -m vime.engine.router_main ARGS`: vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
+
+vllm-router's --api-key must not be used: it is the key that the router itself sends to workers, for callers without
+any too. What guards its routes is a list of URLs that it asks once per new key (`api_key_validation_urls`, which
+its command line lacks). This file starts it with one such URL, answered by a small child process on loopback.
+Refuses to run without a key.
+
+One page stays open, for the router cannot be told to leave it out: its Prometheus counters, read-only, on loopback at a
+free port. It names the workers, hence their health path, and never the key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import os
+import sys
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import vllm_router_rs
+from vllm_router.router import policy_from_str
+from vllm_router.router_args import RouterArgs
+
+from vime.engine.middleware import KEY_VARIABLE
+from vime.engine.process import free_port
+from vime.engine.supervise import die_with_parent
+
+
+class _KeyServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+
+def start_key_server(run_key: str) -> str:
+    """Fork a process that answers GET with 200 for the right key and 401 otherwise; returns its URL.
+
+    A process, because the router holds Python's interpreter lock while it serves. It ends with the caller's.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given = self.headers.get("Authorization", "").encode("latin-1")
+            self.send_response(200 if hmac.compare_digest(given, b"Bearer " + run_key.encode()) else 401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Requests are not logged: they hold keys."""
+
+    server = _KeyServer(("127.0.0.1", 0), Handler)
+    if os.fork() == 0:
+        die_with_parent()
+        server.serve_forever()
+    server.socket.close()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve until terminated. `argv` is what vllm-router's own command line takes."""
+    run_key = os.environ[KEY_VARIABLE]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    args = RouterArgs.from_cli_args(parser.parse_args(argv), use_router_prefix=False)
+    args._validate_router_args()
+    settings = {
+        **vars(args),
+        "policy": policy_from_str(args.policy),
+        "prefill_policy": policy_from_str(args.prefill_policy),
+        "decode_policy": policy_from_str(args.decode_policy),
+        "prefill_urls": None,
+        "decode_urls": None,
+        "prometheus_host": "127.0.0.1",
+        "prometheus_port": free_port("127.0.0.1"),
+        "api_key": None,
+        "api_key_validation_urls": [start_key_server(run_key)],
+    }
+    del settings["mini_lb"]
+    vllm_router_rs.Router(**settings).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

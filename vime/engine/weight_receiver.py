@@ -1,0 +1,149 @@
+"""Runs inside vLLM's workers: loads a safetensors file of HF tensors into the live model (backend "vime_file").
+
+One update is one file, so start and finish of vLLM's protocol have nothing to do here. Owns the checks before
+and after loading. Refuses: paths outside $VIME_WEIGHT_DIR, files whose tensors are not those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from vime.engine.live_weights import differing_tensors, repack_tied_weights
+
+DIRECTORY_VARIABLE = "VIME_WEIGHT_DIR"
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    """`path`: the file. `checksums`: HF name -> sha256 of the tensor's bytes; given, every live tensor is compared.
+
+    `load` False only compares what is live with the file.
+    """
+
+    path: str
+    checksums: dict[str, str] | None = field(default=None)
+    load: bool = True
+
+
+class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """vLLM's weight-transfer interface over a file system that trainer and engine share."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """As the base class, on machines without an accelerator too (nothing to synchronise there)."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        """Load and/or compare one file.
+
+        Raises ValueError, with the live weights untouched, when the file is outside the weight directory, is not
+        what was hashed, or holds other tensors than the checkpoint; RuntimeError when live weights differ from
+        the file afterwards: the engine must then not serve.
+        """
+        path = allowed_path(update_info.path)
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names = list(file.keys())
+            require_same_tensors(file, checkpoint_shapes(self.model_config.model))
+            if update_info.checksums is not None:
+                require_checksums(file, update_info.checksums)
+            if update_info.load:
+                initialize_layerwise_reload(self.model)
+                self.model.load_weights((name, file.get_tensor(name)) for name in names)
+                finalize_layerwise_reload(self.model, self.model_config)
+                repack_tied_weights(self.model)
+            if update_info.checksums is not None:
+                wrong = differing_tensors(self.model, names, file.get_tensor)
+                if wrong:
+                    raise RuntimeError(
+                        f"live weights must equal those of {path}, got {len(wrong)} that differ: "
+                        f"{', '.join(wrong[:8])} (--check-weight-update-equal)"
+                    )
+
+
+def allowed_path(path: str) -> str:
+    """`path` with links resolved; ValueError unless it lies under $VIME_WEIGHT_DIR."""
+    root = os.environ.get(DIRECTORY_VARIABLE)
+    resolved = os.path.realpath(path)
+    if not root or not resolved.startswith(os.path.realpath(root) + os.sep):
+        raise ValueError(f"path must lie under {DIRECTORY_VARIABLE} ({root}), got {path}")
+    return resolved
+
+
+def checkpoint_shapes(model_path: str) -> dict[str, list[int]] | None:
+    """HF name -> shape of every tensor of the served checkpoint; None when it holds no safetensors files."""
+    shapes = {}
+    for shard in _shards(model_path):
+        with safe_open(shard, framework="pt") as file:
+            shapes.update({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
+    return shapes or None
+
+
+def _shards(model_path: str) -> Iterator[Path]:
+    yield from sorted(Path(model_path).glob("*.safetensors"))
+
+
+def require_same_tensors(file: Any, expected: dict[str, list[int]] | None) -> None:
+    """ValueError unless `file` holds exactly the tensors of `expected`; a tied lm_head may be on one side only."""
+    if expected is None:
+        return
+    given = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    for name in (given.keys() ^ expected.keys()) - {"lm_head.weight"}:
+        side = "missing from" if name in expected else "not in the checkpoint but in"
+        raise ValueError(f"a weight update must hold the checkpoint's tensors, got {name} {side} the file")
+    for name in given.keys() & expected.keys():
+        if given[name] != expected[name]:
+            raise ValueError(
+                f"{name} must have shape {expected[name]} as in the checkpoint, got {given[name]}"
+            )
+
+
+def require_checksums(file: Any, checksums: dict[str, str]) -> None:
+    """ValueError unless every tensor of `file` has the sha256 of raw bytes that `checksums` gives, and no other is named."""
+    names = set(file.keys())
+    wrong = names ^ checksums.keys()
+    wrong |= {name for name in names & checksums.keys() if _digest(file.get_tensor(name)) != checksums[name]}
+    if wrong:
+        raise ValueError(
+            f"the weight file must hold what the trainer hashed, got {len(wrong)} tensors that differ: "
+            f"{', '.join(sorted(wrong)[:8])} (--check-weight-update-equal)"
+        )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()

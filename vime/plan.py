@@ -1,0 +1,295 @@
+"""`vime plan`: what a set of flags means, worked out and checked. Starts nothing, allocates nothing.
+
+Memory figures are estimates from shapes: weights, gradients, optimizer states and what a forward keeps for
+the backward. They leave out the framework's own buffers and fragmentation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config import Config
+from slime.config.validate import read_hf_config
+from vime.engine.flags import engine_settings, engine_tensor_parallel, parse_config
+from vime.engine.server import EngineSpec, command
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a dense decoder that memory depends on; `q` and `kv` are heads times head size."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    q: int
+    kv: int
+    vocab: int
+    tied: bool
+
+    @classmethod
+    def of(cls, hf: dict[str, Any]) -> Shape:
+        heads = hf["num_attention_heads"]
+        head = hf.get("head_dim") or hf["hidden_size"] // heads
+        return cls(
+            layers=hf["num_hidden_layers"],
+            hidden=hf["hidden_size"],
+            ffn=hf["intermediate_size"],
+            q=heads * head,
+            kv=hf.get("num_key_value_heads", heads) * head,
+            vocab=hf["vocab_size"],
+            tied=hf.get("tie_word_embeddings", False),
+        )
+
+    @property
+    def layer_params(self) -> int:
+        """Matrices of one layer: q, k, v, o and the gated MLP. Norms and biases are about a thousandth."""
+        return self.hidden * (2 * self.q + 2 * self.kv) + 3 * self.hidden * self.ffn
+
+    @property
+    def params(self) -> int:
+        """Matrices of the whole model."""
+        return self.layers * self.layer_params + self.vocab * self.hidden * (1 if self.tied else 2)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of a memory estimate: how the number of bytes comes about."""
+
+    name: str
+    bytes: float
+    arithmetic: str
+
+
+def trainer_memory(c: Config, shape: Shape) -> list[Item]:
+    """Bytes on one trainer rank. Mixed precision keeps fp32 main weights beside Adam's two fp32 moments."""
+    size, tp, dp = BYTES[c.params_dtype], c.tensor_model_parallel_size, c.data_parallel_size
+    local = shape.params / tp
+    grad = 4 if c.megatron.overrides.get("grad_reduce_in_fp32") else size
+    main = 0 if c.params_dtype == "float32" else 4
+    state = main + (8 if c.optimizer == "adam" else 4)
+    shards = dp if c.use_distributed_optimizer else 1
+    items = [
+        Item("weights", local * size, f"{count(shape.params)} x {size} B / TP {tp}"),
+        Item("gradients", local * grad, f"{count(shape.params)} x {grad} B / TP {tp}"),
+        Item(
+            "optimizer",
+            local * state / shards,
+            f"{count(shape.params)} x {state} B / TP {tp} / {shards} shards",
+        ),
+    ]
+    if c.needs_reference:
+        items.append(Item("reference", local * size, f"{count(shape.params)} x {size} B / TP {tp}"))
+    if (tokens := micro_batch_tokens(c)) is not None:
+        items.append(activation_memory(c, shape, tokens))
+    return items
+
+
+def micro_batch_tokens(c: Config) -> int | None:
+    """The most tokens of one micro-batch; None when no length is bounded."""
+    if c.use_dynamic_batch_size:
+        return c.max_tokens_per_gpu
+    longest = c.rollout_max_context_len or _sum(c.rollout_max_prompt_len, c.rollout_max_response_len)
+    return None if longest is None else longest * c.micro_batch_size
+
+
+def _sum(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b
+
+
+def activation_memory(c: Config, shape: Shape, tokens: int) -> Item:
+    """What the forward keeps for the backward, per token and layer.
+
+    Norm inputs and outputs: 4 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv.
+    Gated MLP: 3 F. The last two are split over tensor parallelism, the first too with --sequence-parallel.
+    With full recomputation only the layer inputs stay, plus one layer while it is recomputed.
+    """
+    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
+    split = tp if c.sequence_parallel else 1
+    layer = 4 * shape.hidden / split + (4 * shape.q + 4 * shape.kv + 3 * shape.ffn) / tp
+    if c.megatron.overrides.get("recompute_granularity") == "full":
+        total = tokens * size * (shape.layers * shape.hidden / split + layer)
+        how = f"{count(tokens)} tokens x {size} B x ({shape.layers} layers x {shape.hidden} + {layer:.0f})"
+    else:
+        total = tokens * size * shape.layers * layer
+        how = f"{count(tokens)} tokens x {size} B x {shape.layers} layers x {layer:.0f}"
+    return Item("activations", total, how)
+
+
+def engine_memory(c: Config, shape: Shape) -> list[Item]:
+    """Bytes on one GPU of an engine: weights, and the KV cache of the requests that may run at once."""
+    size = BYTES.get(c.engine.vllm_args.get("dtype", c.params_dtype), 2)
+    tp = engine_tensor_parallel(c)
+    token = 2 * shape.layers * shape.kv * size / tp
+    items = [
+        Item("weights", shape.params * size / tp, f"{count(shape.params)} x {size} B / TP {tp}"),
+        Item("KV cache per token", token, f"2 x {shape.layers} layers x {shape.kv} x {size} B / TP {tp}"),
+    ]
+    length = c.rollout_max_context_len or c.rollout_max_response_len
+    requests = min(c.vllm_server_concurrency, c.over_sampling_batch_size * c.n_samples_per_prompt)
+    if length is not None:
+        how = f"{requests} requests x {length} tokens, if all ran to the end at once"
+        items.append(Item("KV cache", token * requests * length, how))
+    return items
+
+
+def topology(c: Config) -> Iterator[str]:
+    """Who runs where, in how many processes."""
+    trains, generates = not c.debug_rollout_only, c.num_engines > 0
+    if trains:
+        yield (
+            f"trainer   {c.actor_num_nodes} nodes x {c.actor_num_gpus_per_node} = {c.world_size} ranks: "
+            f"tensor parallel {c.tensor_model_parallel_size} x data parallel {c.data_parallel_size}"
+        )
+    if generates:
+        each = c.rollout_num_gpus_per_engine
+        yield f"engines   {c.num_engines} vLLM servers x {each} {c.device}, behind one vllm-router"
+    if trains and generates:
+        where = "one after the other on the same devices" if c.colocate else "side by side"
+        apart = f"samples at most {c.max_staleness} updates old" if c.max_staleness else "synchronous"
+        yield f"order     {where}, {apart}"
+    both = (c.world_size if trains else 0) + c.rollout_num_gpus
+    needed = max(c.world_size, c.rollout_num_gpus) if c.colocate and trains else both
+    yield f"needs     {needed} {'GPUs' if c.device == 'cuda' else 'CPU places'}; this machine has {machine()}"
+
+
+def machine() -> str:
+    """Cores and GPUs of this machine."""
+    import torch
+
+    return f"{os.cpu_count()} CPU cores and {torch.cuda.device_count()} GPUs"
+
+
+def batches(c: Config) -> Iterator[str]:
+    """The batch equation and what follows from it."""
+    samples = c.rollout_batch_size * c.n_samples_per_prompt
+    yield (
+        f"--rollout-batch-size {c.rollout_batch_size} x --n-samples-per-prompt {c.n_samples_per_prompt} = "
+        f"{samples} samples = --global-batch-size {c.global_batch_size} x {c.num_steps_per_rollout} "
+        "optimizer steps a rollout"
+    )
+    if c.over_sampling_batch_size > c.rollout_batch_size:
+        yield f"prompts submitted at a time: {c.over_sampling_batch_size}"
+    each = c.global_batch_size / c.data_parallel_size
+    how = (
+        f"packed up to {c.max_tokens_per_gpu} tokens a micro-batch"
+        if c.use_dynamic_batch_size
+        else f"{c.micro_batch_size} samples a micro-batch"
+    )
+    yield f"about {each:g} samples a rank and step, {how}"
+    if c.num_rollout is not None:
+        yield f"{c.num_rollout} rollouts = {c.total_steps} optimizer steps"
+
+
+def prompts(c: Config) -> Iterator[str]:
+    """Reads the prompt files whole, so that a malformed line is found here."""
+    from slime.data.prompts import Columns, load_prompts
+    from slime.rollout.evaluation import resolve_eval_datasets
+
+    if c.disable_rollout_global_dataset or c.prompt_data is None:
+        return
+    columns = Columns(c.input_key, c.label_key, c.metadata_key, c.tool_key)
+    number = len(load_prompts(c.prompt_data, columns))
+    yield f"{c.prompt_data}: {number} prompts = {number / c.rollout_batch_size:.4g} rollouts an epoch"
+    if c.num_rollout is None:
+        yield f"--num-epoch {c.num_epoch} = {number * c.num_epoch // c.rollout_batch_size} rollouts"
+    for data in resolve_eval_datasets(c):
+        columns = Columns(data.input_key, data.label_key, data.metadata_key, data.tool_key)
+        number = len(load_prompts(data.path, columns, flag="--eval-prompt-data"))
+        yield f"evaluation {data.name}: {number} prompts x {data.n_samples_per_eval_prompt} responses"
+
+
+def engine_flags(c: Config) -> Iterator[str]:
+    """What each engine and router flag becomes on the server's own command line."""
+    given = pair_up(c.engine.vllm_argv)
+    for tokens in given:
+        yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
+    spec = EngineSpec(**engine_settings(c), run_key="", log_path="")
+    server = command(spec)[3:]  # after "python -m module"
+    for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
+        if tokens[0] not in ("--host", "--port"):  # known when the server starts
+            yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"
+    for tokens in pair_up(c.engine.router_argv):
+        yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
+
+
+def pair_up(argv: Sequence[str]) -> list[list[str]]:
+    """["--a", "1", "--b"] -> [["--a", "1"], ["--b"]]."""
+    out: list[list[str]] = []
+    for token in argv:
+        if token.startswith("--"):
+            out.append([token])
+        else:
+            out[-1].append(token)
+    return out
+
+
+def check_model(c: Config) -> str | None:
+    """Ask the training backend whether it knows the model; a remark where that backend is not installed."""
+    try:
+        from slime.megatron_backend.model_config import check_hf_config
+    except ImportError as error:
+        return f"the model family was not checked: {error}"
+    check_hf_config(read_hf_config(c.hf_checkpoint))
+    return None
+
+
+def count(number: float) -> str:
+    """1234567 -> "1.23 M"."""
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:g}"
+
+
+def amount(size: float) -> str:
+    """Bytes in binary units."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size:.0f} B"
+
+
+def memory_lines(items: list[Item], total: bool) -> Iterator[str]:
+    """Aligned lines of an estimate, with their sum."""
+    for item in items:
+        yield f"{item.name:<20} {amount(item.bytes):>11}   {item.arithmetic}"
+    if total:
+        yield f"{'together':<20} {amount(sum(i.bytes for i in items)):>11}"
+
+
+def describe(c: Config) -> str:
+    """The whole plan as text."""
+    remark = check_model(c)
+    hf = read_hf_config(c.hf_checkpoint)
+    shape = Shape.of(hf)
+    parts: dict[str, list[str]] = {
+        "Model": [
+            f"{hf.get('model_type')}, {count(shape.params)} parameters, {c.params_dtype} on {c.device}"
+        ],
+        "Topology": list(topology(c)),
+        "Batches": list(batches(c)),
+        "Data": list(prompts(c)),
+        "Memory of a trainer rank": list(memory_lines(trainer_memory(c, shape), total=True)),
+        "Memory of an engine, per GPU": list(memory_lines(engine_memory(c, shape), total=False)),
+        "Engine flags": list(engine_flags(c)),
+        "Records": [f"run directory {c.run_dir}", f"published weights {c.weight_dir}"],
+        "Notes": [*c.notes, *([remark] if remark else [])],
+    }
+    if c.num_engines == 0:
+        del parts["Memory of an engine, per GPU"], parts["Engine flags"]
+    if c.debug_rollout_only:
+        del parts["Memory of a trainer rank"]
+    return "\n".join(
+        f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in parts.items() if lines
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan of these flags. ValueError when anything about them is wrong."""
+    print(describe(parse_config(argv)))
+    return 0

@@ -1,0 +1,365 @@
+"""`vime plot RUN_DIR [RUN_DIR ...] [--out DIR]`: metrics.jsonl -> one PNG a picture and an overview.png.
+
+Owns the look of the pictures. A metric that a run did not record is named in a note and not drawn; nothing
+missing is ever shown as zero. Several runs are drawn over each other, one colour each.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
+from vime.run_metrics import (
+    TIME_METRICS,
+    TIME_PARTS,
+    Run,
+    StepTimes,
+    load_run,
+    running_mean,
+    smoothing_window,
+    step_times,
+)
+
+# Okabe & Ito's palette: told apart with any colour vision.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+PART_COLOURS = dict(
+    zip(
+        (*TIME_PARTS, "other"),
+        (
+            "#0072B2",  # rollout
+            "#F0E442",  # sleep
+            "#B8AD1F",  # wake_up
+            "#999999",  # data_preprocess
+            "#CC79A7",  # ref_log_probs
+            "#882255",  # teacher_log_probs
+            "#E69F00",  # log_probs
+            "#D55E00",  # actor_train
+            "#332288",  # ref_model_update
+            "#009E73",  # update_weights
+            "#56B4E9",  # save_model
+            "#D9D9D9",  # other
+        ),
+        strict=True,
+    )
+)
+LINES: tuple[Any, ...] = ("-", "--", "-.", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+MAX_BARS = 60
+LONG = 150  # points of a line from which on it is smoothed
+KL_LINES = (
+    ("train/kl_loss", "to the reference, in the loss"),
+    ("train/ppo_kl", "to the sampling policy"),
+    ("rollout/kl", "to the reference, before the step"),
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture. Each missing metric of `expected` is named in a note; of `any_of` one is enough."""
+
+    file: str
+    title: str
+    draw: Callable[[Axes, Sequence[Run]], None]
+    expected: tuple[str, ...] = ()
+    any_of: tuple[str, ...] = ()
+
+    def metrics(self, run: Run) -> tuple[str, ...]:
+        """Those of the panel that `run` recorded."""
+        return tuple(name for name in (*self.expected, *self.any_of) if name in run.series)
+
+    def missing(self, run: Run) -> list[str]:
+        missing = [name for name in self.expected if name not in run.series]
+        if self.any_of and not any(name in run.series for name in self.any_of):
+            missing.append(" or ".join(self.any_of))
+        return missing
+
+
+def _colour(runs: Sequence[Run], run: int, line: int) -> str:
+    """One run: a colour a metric; several: a colour a run, named once for the whole figure."""
+    return COLOURS[(line if len(runs) == 1 else run) % len(COLOURS)]
+
+
+def _proxy(runs: Sequence[Run], colour: str) -> str:
+    """The colour of a legend entry that stands for the line of every run."""
+    return colour if len(runs) == 1 else "black"
+
+
+def _legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
+    """Above the axes beside the title, so that it hides no data."""
+    axes.legend(
+        handles=handles,
+        frameon=False,
+        fontsize=8,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.1,
+        ncols=columns,
+        handlelength=1.6,
+        columnspacing=1.2,
+    )
+
+
+def _draw_lines(axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[str, str]], ylabel: str) -> None:
+    """Draw each (metric, label) that is there; a long one as recorded, faintly, under its running mean."""
+    drawn: dict[int, Artist] = {}
+    for r, run in enumerate(runs):
+        for i, (metric, label) in enumerate(lines):
+            if metric not in run.series:
+                continue
+            series = run.series[metric]
+            colour, style = _colour(runs, r, i), LINES[0 if len(runs) == 1 else i]
+            xlabel, values = series.unit, series.values
+            if len(values) > LONG:
+                window = smoothing_window(len(values))
+                axes.plot(series.steps, values, color=colour, alpha=0.25, linewidth=0.6)
+                xlabel, values = f"{series.unit} (bold: mean over {window})", running_mean(values, window)
+            marker = "o" if len(values) == 1 else None
+            axes.plot(series.steps, values, color=colour, linestyle=style, marker=marker, linewidth=1.5)
+            axes.set_xlabel(xlabel)
+            drawn[i] = Line2D([], [], color=_proxy(runs, colour), linestyle=style, linewidth=1.5, label=label)
+    axes.set_ylabel(ylabel)
+    if len(lines) > 1:
+        _legend(axes, [drawn[i] for i in sorted(drawn)], columns=3)
+
+
+def _draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
+    handles: dict[str, Artist] = {}
+    names = sorted({name for run in runs for name in run.eval_names()})
+    for r, run in enumerate(runs):
+        if "rollout/raw_reward" in run.series:
+            steps, values = run.series["rollout/raw_reward"].steps, run.series["rollout/raw_reward"].values
+            window = smoothing_window(len(steps))
+            colour, marker = _colour(runs, r, 0), "o" if len(steps) == 1 else None
+            axes.plot(steps, values, color=colour, alpha=0.35, linewidth=1)
+            axes.plot(steps, running_mean(values, window), color=colour, linewidth=2.2, marker=marker)
+            label = f"training (bold: mean over {window})" if len(runs) == 1 else "training"
+            handles[""] = Line2D([], [], color=_proxy(runs, colour), linewidth=2.2, label=label)
+        for i, name in enumerate(names):
+            if name not in run.series:
+                continue
+            look: dict[str, Any] = {
+                "marker": MARKERS[i % len(MARKERS)],
+                "markeredgecolor": "white",
+                "linestyle": "--",
+            }
+            look |= {"markersize": 7, "linewidth": 1}
+            colour = _colour(runs, r, i + 1)
+            axes.plot(run.series[name].steps, run.series[name].values, color=colour, **look)
+            label = name.removeprefix("eval/") + " (evaluation)"
+            handles[name] = Line2D([], [], color=_proxy(runs, colour), label=label, **look)
+    axes.set_xlabel("rollout")
+    axes.set_ylabel("mean reward")
+    _legend(axes, [handles[key] for key in sorted(handles)], columns=3)
+
+
+def _draw_logprob_diff(axes: Axes, runs: Sequence[Run]) -> None:
+    lines = ((LOGPROB_DIFF, "mean over tokens"), (LOGPROB_DIFF_MAX, "largest"))
+    _draw_lines(axes, runs, lines, "|log-prob difference| (nats)")
+    found = [run.series[name].values for run in runs for name, _ in lines if name in run.series]
+    values = np.concatenate(found)
+    positive = values[(values > 0) & np.isfinite(values)]
+    if not len(positive):
+        return
+    bottom, top = 10.0 ** np.floor(np.log10(positive.min())), 10.0 ** np.ceil(np.log10(positive.max()))
+    if (values == 0).any():  # bitwise agreement at some steps: linear from 0 to the first decade
+        axes.set_yscale("symlog", linthresh=bottom)
+        axes.set_ylim(0, max(top, 10 * bottom))
+    else:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom, max(top, 10 * bottom))
+
+
+def _draw_kl(axes: Axes, runs: Sequence[Run]) -> None:
+    _draw_lines(axes, runs, KL_LINES, "KL (nats per token)")
+
+
+def _draw_length(axes: Axes, runs: Sequence[Run]) -> None:
+    lines = (("rollout/response_len/mean", "mean"), ("rollout/response_len/max", "longest"))
+    _draw_lines(axes, runs, lines, "response (tokens)")
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def _draw_loss(axes: Axes, runs: Sequence[Run]) -> None:
+    axes.axhline(0, color="#8C8C8C", linewidth=0.6)
+    _draw_lines(axes, runs, (("train/loss", "loss"),), "loss")
+
+
+def _draw_grad_norm(axes: Axes, runs: Sequence[Run]) -> None:
+    _draw_lines(axes, runs, (("train/grad_norm", "gradient norm"),), "gradient norm")
+
+
+def _draw_times(axes: Axes, runs: Sequence[Run]) -> None:
+    """One run: stacked bars over the steps. Several: one bar a run, mean seconds of a step."""
+    timed = [(run.name, times) for run in runs if (times := step_times(run)) is not None]
+    if len(runs) == 1:
+        _draw_time_bars(axes, timed[0][1])
+    else:
+        _draw_mean_times(axes, timed)
+    handles, _ = axes.get_legend_handles_labels()
+    _legend(axes, handles, columns=3)
+
+
+def _draw_mean_times(axes: Axes, timed: Sequence[tuple[str, StepTimes]]) -> None:
+    rows, left = np.arange(len(timed)), np.zeros(len(timed))
+    for part, colour in PART_COLOURS.items():
+        if any(part in times.parts for _, times in timed):
+            means = np.array([times.parts[part].mean() if part in times.parts else 0 for _, times in timed])
+            axes.barh(rows, means, 0.5, left, color=colour, label=part.replace("_", " "))
+            left += means
+    for row, (name, times) in enumerate(timed):
+        text = f"{name} (parts overlap)" if times.overlap else name
+        axes.annotate(text, (0, row - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize=8)
+    axes.margins(x=0.02)
+    axes.set_yticks([])
+    axes.set_ylim(len(timed) - 0.6, -0.6)
+    axes.set_xlabel("mean of a rollout step (seconds)")
+
+
+def _draw_time_bars(axes: Axes, times: StepTimes) -> None:
+    per_bar = -(-len(times.steps) // MAX_BARS)
+    groups = [slice(i, i + per_bar) for i in range(0, len(times.steps), per_bar)]
+    centres = np.array([times.steps[g].mean() for g in groups])
+    width = 0.85 * (np.diff(centres).min() if len(centres) > 1 else 1.0)
+    bottom = np.zeros(len(groups))
+    for part, colour in PART_COLOURS.items():
+        if part in times.parts:
+            heights = np.array([times.parts[part][g].mean() for g in groups])
+            axes.bar(centres, heights, width, bottom, color=colour, label=part.replace("_", " "))
+            bottom += heights
+    if times.whole is not None and times.overlap:
+        whole = np.array([times.whole[g].mean() for g in groups])
+        axes.plot(centres, whole, "k_", markersize=9, markeredgewidth=2, label="whole (parts overlap)")
+    axes.margins(x=0.02)
+    axes.set_xlabel("rollout" if per_bar == 1 else f"rollout (a bar: mean of {per_bar})")
+    axes.set_ylabel("time of a step (seconds)")
+
+
+PANELS = (
+    Panel("reward.png", "Reward", _draw_reward, expected=("rollout/raw_reward",)),
+    Panel("step_time.png", "Time of a step", _draw_times, any_of=TIME_METRICS),
+    Panel(
+        "logprob_diff.png",
+        "Trainer against engine",
+        _draw_logprob_diff,
+        expected=(LOGPROB_DIFF, LOGPROB_DIFF_MAX),
+    ),
+    Panel("kl.png", "KL divergence", _draw_kl, any_of=tuple(metric for metric, _ in KL_LINES)),
+    Panel(
+        "response_length.png",
+        "Response length",
+        _draw_length,
+        expected=("rollout/response_len/mean", "rollout/response_len/max"),
+    ),
+    Panel("loss.png", "Loss", _draw_loss, expected=("train/loss",)),
+    Panel("grad_norm.png", "Gradient norm", _draw_grad_norm, expected=("train/grad_norm",)),
+)
+
+
+def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    panel.draw(axes, runs)
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    horizontal = axes.yaxis_inverted()
+    axes.grid(axis="x" if horizontal else "y", color="#E6E6E6", linewidth=0.7)
+    if not horizontal:
+        low, high = axes.get_xlim()
+        if high - low < 1:  # a single step
+            axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
+
+
+def _name_runs(figure: Figure, runs: Sequence[Run]) -> None:
+    if len(runs) == 1:
+        figure.suptitle(runs[0].name, fontsize=10, color="#555555")
+        return
+    handles = [
+        Line2D([], [], color=_colour(runs, r, 0), linewidth=4, label=run.name) for r, run in enumerate(runs)
+    ]
+    figure.legend(handles=handles, loc="outside upper center", frameon=False, ncols=3, fontsize=9)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    FigureCanvasAgg(figure)
+    figure.savefig(path, dpi=140)
+    return path
+
+
+def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
+    """Write one PNG a panel and overview.png to `out`; returns (written paths, notes on what is missing)."""
+    notes = [
+        f"{run.name} did not record {name}" for panel in PANELS for run in runs for name in panel.missing(run)
+    ]
+    for run in runs:
+        for name in dict.fromkeys(name for panel in PANELS for name in panel.metrics(run)):
+            broken = int(np.isnan(run.series[name].values).sum())
+            if broken:
+                notes.append(f"{run.name}: {name} was not finite at {broken} steps (gaps)")
+    panels = [panel for panel in PANELS if any(panel.metrics(run) for run in runs)]
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for panel in panels:
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        _draw_panel(figure.subplots(), panel, runs)
+        if panel.draw is not _draw_times or len(runs) == 1:  # bars of several runs are named in place
+            _name_runs(figure, runs)
+        written.append(_save(figure, out / panel.file))
+    if panels:
+        written.append(_save(_overview(panels, runs, notes), out / "overview.png"))
+    return written, notes
+
+
+def _overview(panels: Sequence[Panel], runs: Sequence[Run], notes: Sequence[str]) -> Figure:
+    """All panels on one page, the first over the full width, notes below."""
+    rows = 1 + -(-(len(panels) - 1) // 2)
+    figure = Figure(figsize=(13, 3.5 * rows + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12))
+    grid = figure.add_gridspec(rows, 2)
+    for i, panel in enumerate(panels):
+        place = grid[0, :] if i == 0 else grid[1 + (i - 1) // 2, (i - 1) % 2]
+        _draw_panel(figure.add_subplot(place), panel, runs)
+    _name_runs(figure, runs)
+    if notes:
+        figure.supxlabel("\n".join(notes), fontsize=8, color="#555555")
+    return figure
+
+
+def main(argv: Sequence[str]) -> int:
+    """Entry of `vime plot`; ValueError for a directory without metrics."""
+    parser = argparse.ArgumentParser(
+        prog="vime plot", description="Draw the metrics of one or several runs as PNGs."
+    )
+    parser.add_argument(
+        "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="directory with metrics.jsonl"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="where to write; default RUN_DIR/plots, required for several runs"
+    )
+    args = parser.parse_args(argv)
+    if args.out is None and len(args.run_dirs) > 1:
+        raise ValueError(
+            f"--out must be given for several runs, got {len(args.run_dirs)} run directories; name one"
+        )
+    runs = [load_run(run_dir) for run_dir in args.run_dirs]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=str(path)) for run, path in zip(runs, args.run_dirs, strict=True)]
+    written, notes = plot_runs(runs, args.out or args.run_dirs[0] / "plots")
+    for note in notes:
+        print(f"note: {note}")
+    if not written:
+        raise ValueError("RUN_DIR must hold a metric that has a picture, got none; the notes name them")
+    for path in written:
+        print(path)
+    return 0

@@ -1,0 +1,131 @@
+"""A run's metrics.jsonl as arrays, and the figures that pictures need from them. Owns no drawing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
+
+UNITS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollout"}
+
+# Times that do not contain one another, in the order of a step (perf/{name}_time). `train` and `train_wait`
+# are left out: they contain others.
+TIME_PARTS = (
+    "rollout",
+    "sleep",
+    "wake_up",
+    "data_preprocess",
+    "ref_log_probs",
+    "teacher_log_probs",
+    "log_probs",
+    "actor_train",
+    "ref_model_update",
+    "update_weights",
+    "save_model",
+)
+TIME_METRICS = tuple(f"perf/{part}_time" for part in TIME_PARTS)
+_TOLERANCE = 0.02  # of a step: what measuring the parts may disagree with measuring the whole
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric of one run: `steps` [N] int, `values` [N] float64 (NaN where not finite), x-axis unit."""
+
+    steps: np.ndarray
+    values: np.ndarray
+    unit: str
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    series: dict[str, Series]
+
+    def eval_names(self) -> list[str]:
+        """The score of each evaluation set, `eval/{name}`, without the metrics derived from it."""
+        names = (n for n in self.series if n.startswith("eval/") and n.count("/") == 1 and n not in UNITS)
+        return sorted(n for n in names if not n.endswith("-truncated_ratio") and "-pass@" not in n)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """`steps` [N]; `parts` {name: seconds [N]}; `whole` [N] seconds of the step, None when not recorded.
+
+    `overlap`: the parts add up to more than the step, as when rollout and training run at once.
+    """
+
+    steps: np.ndarray
+    parts: dict[str, np.ndarray]
+    whole: np.ndarray | None
+    overlap: bool
+
+
+def load_run(run_dir: Path) -> Run:
+    """Read `run_dir`/metrics.jsonl; ValueError when it is missing, empty, or has a malformed line."""
+    path = Path(run_dir) / METRICS_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"RUN_DIR must hold {METRICS_FILE}, got {run_dir} without it; name the directory of a run"
+        )
+    columns: dict[str, tuple[list[int], list[float], str]] = {}
+    for _, row in read_metric_lines(path.read_text(encoding="utf-8", errors="replace"), path):
+        for name in row.keys() - RESERVED:
+            steps, values, _ = columns.setdefault(name, ([], [], UNITS[row["step_key"]]))
+            steps.append(row["step"])
+            values.append(float("nan") if row[name] is None else float(row[name]))
+    if not columns:
+        raise ValueError(f"RUN_DIR must hold metrics, got an empty {path}; wait for the first step to end")
+    series = {name: _sorted_series(*column) for name, column in columns.items()}
+    return Run(Path(run_dir).resolve().name, series)
+
+
+def _sorted_series(steps: list[int], values: list[float], unit: str) -> Series:
+    order = np.argsort(steps, kind="stable")
+    return Series(np.asarray(steps)[order], np.asarray(values, dtype=np.float64)[order], unit)
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over the `window` (odd) values around each, fewer at the ends; NaNs left out. [N] -> [N]"""
+    half = window // 2
+    out = np.full(len(values), np.nan)
+    for i in range(len(values)):
+        near = values[max(0, i - half) : i + half + 1]
+        if np.isfinite(near).any():
+            out[i] = np.nanmean(near)
+    return out
+
+
+def smoothing_window(count: int) -> int:
+    """An odd window of about a tenth of `count` steps, at least 3."""
+    return max(3, count // 10 // 2 * 2 + 1)
+
+
+def step_times(run: Run) -> StepTimes | None:
+    """The parts of each step's time, None when the run timed none of them.
+
+    A part that was timed in some steps took no time in the others (a checkpoint every 20 steps). `other` is
+    what the step took beyond its parts, when that is more than 2 %.
+    """
+    timed = {
+        part: run.series[name]
+        for part, name in zip(TIME_PARTS, TIME_METRICS, strict=True)
+        if name in run.series
+    }
+    if not timed:
+        return None
+    steps = np.unique(np.concatenate([series.steps for series in timed.values()]))
+    parts = {part: np.zeros(len(steps)) for part in timed}
+    for part, series in timed.items():
+        parts[part][np.searchsorted(steps, series.steps)] = np.nan_to_num(series.values)
+    whole = run.series.get("perf/step_time")
+    if whole is None or not np.isin(steps, whole.steps).all():
+        return StepTimes(steps, parts, None, False)
+    total = whole.values[np.searchsorted(whole.steps, steps)]
+    rest = total - np.sum(list(parts.values()), axis=0)
+    overlap = bool(rest.sum() < -_TOLERANCE * total.sum())
+    if not overlap and (rest > _TOLERANCE * total).any():
+        parts["other"] = np.clip(rest, 0, None)
+    return StepTimes(steps, parts, total, overlap)
