@@ -55,8 +55,17 @@ def run(
             report.evaluation(rollout_id + 1, wait(rollout.evaluate(rollout_id + 1), engines))
 
 
+def generate_only(config: Any, rollout: RolloutHandle, engines: EnginePool, report: Reporter) -> None:
+    """--debug-rollout-only: rollouts and their metrics, no training."""
+    for rollout_id in range(config.start_rollout_id or 0, config.num_rollout):
+        batch = wait(rollout.generate(rollout_id), engines)
+        report.rollout(rollout_id, batch.metrics)
+
+
 def publish(config: Any, trainer: TrainerHandle, engines: EnginePool, *, version: int) -> None:
     """Hand the trainer's weights to every engine. Version v holds the weights after v rollouts."""
+    if config.debug_train_only:
+        return
     update = wait(trainer.publish_weights(version, checksums=config.check_weight_update_equal), engines)
     engines.update_weights(update)
 

@@ -147,7 +147,9 @@ class Sample:
                     f"for {self.response_length} tokens of {who}"
                 )
             if not any(self.loss_mask) and not self.remove_sample:
-                raise ValueError(f"loss_mask must not be empty, got all zeros for {who}; set remove_sample to drop it")
+                raise ValueError(
+                    f"loss_mask must not be empty, got all zeros for {who}; set remove_sample to drop it"
+                )
         if not require_log_probs:
             return
         if self.rollout_log_probs is None or len(self.rollout_log_probs) != self.response_length:
@@ -158,7 +160,9 @@ class Sample:
             )
         for position, value in enumerate(self.rollout_log_probs):
             if not math.isfinite(value):
-                raise ValueError(f"rollout_log_probs must be finite, got {value} at position {position} of {who}")
+                raise ValueError(
+                    f"rollout_log_probs must be finite, got {value} at position {position} of {who}"
+                )
 
 
 SampleGroup = list[Sample]

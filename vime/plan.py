@@ -142,15 +142,18 @@ def topology(c: Config) -> Iterator[str]:
     trains, generates = not c.debug_rollout_only, c.num_engines > 0
     if trains:
         yield (
-            f"trainer   {c.actor_num_nodes} nodes x {c.actor_num_gpus_per_node} = {c.world_size} ranks: "
-            f"tensor parallel {c.tensor_model_parallel_size} x data parallel {c.data_parallel_size}"
+            f"trainer   {plural(c.actor_num_nodes, 'node')} x {c.actor_num_gpus_per_node} = "
+            f"{plural(c.world_size, 'rank')}: tensor parallel {c.tensor_model_parallel_size} x "
+            f"data parallel {c.data_parallel_size}"
         )
     if generates:
         each = c.rollout_num_gpus_per_engine
-        yield f"engines   {c.num_engines} vLLM servers x {each} {c.device}, behind one vllm-router"
+        yield f"engines   {plural(c.num_engines, 'vLLM server')} x {each} {c.device}, behind one vllm-router"
     if trains and generates:
         where = "one after the other on the same devices" if c.colocate else "side by side"
-        apart = f"samples at most {c.max_staleness} updates old" if c.max_staleness else "synchronous"
+        apart = (
+            f"samples at most {plural(c.max_staleness, 'update')} old" if c.max_staleness else "synchronous"
+        )
         yield f"order     {where}, {apart}"
     both = (c.world_size if trains else 0) + c.rollout_num_gpus
     needed = max(c.world_size, c.rollout_num_gpus) if c.colocate and trains else both
@@ -169,8 +172,8 @@ def batches(c: Config) -> Iterator[str]:
     samples = c.rollout_batch_size * c.n_samples_per_prompt
     yield (
         f"--rollout-batch-size {c.rollout_batch_size} x --n-samples-per-prompt {c.n_samples_per_prompt} = "
-        f"{samples} samples = --global-batch-size {c.global_batch_size} x {c.num_steps_per_rollout} "
-        "optimizer steps a rollout"
+        f"{samples} samples = --global-batch-size {c.global_batch_size} x "
+        f"{plural(c.num_steps_per_rollout, 'optimizer step')} a rollout"
     )
     if c.over_sampling_batch_size > c.rollout_batch_size:
         yield f"prompts submitted at a time: {c.over_sampling_batch_size}"
@@ -178,11 +181,11 @@ def batches(c: Config) -> Iterator[str]:
     how = (
         f"packed up to {c.max_tokens_per_gpu} tokens a micro-batch"
         if c.use_dynamic_batch_size
-        else f"{c.micro_batch_size} samples a micro-batch"
+        else f"{plural(c.micro_batch_size, 'sample')} a micro-batch"
     )
     yield f"about {each:g} samples a rank and step, {how}"
     if c.num_rollout is not None:
-        yield f"{c.num_rollout} rollouts = {c.total_steps} optimizer steps"
+        yield f"{plural(c.num_rollout, 'rollout')} = {plural(c.total_steps, 'optimizer step')}"
 
 
 def prompts(c: Config) -> Iterator[str]:
@@ -194,13 +197,19 @@ def prompts(c: Config) -> Iterator[str]:
         return
     columns = Columns(c.input_key, c.label_key, c.metadata_key, c.tool_key)
     number = len(load_prompts(c.prompt_data, columns))
-    yield f"{c.prompt_data}: {number} prompts = {number / c.rollout_batch_size:.4g} rollouts an epoch"
+    yield f"{c.prompt_data}: {plural(number, 'prompt')} = {number / c.rollout_batch_size:.4g} rollouts an epoch"
     if c.num_rollout is None:
-        yield f"--num-epoch {c.num_epoch} = {number * c.num_epoch // c.rollout_batch_size} rollouts"
+        rollouts = number * c.num_epoch // c.rollout_batch_size
+        if rollouts == 0:
+            raise ValueError(
+                f"--num-epoch must give at least one rollout, got {c.num_epoch} x {number} prompts for "
+                f"--rollout-batch-size {c.rollout_batch_size}"
+            )
+        yield f"--num-epoch {c.num_epoch} = {rollouts} rollouts"
     for data in resolve_eval_datasets(c):
         columns = Columns(data.input_key, data.label_key, data.metadata_key, data.tool_key)
         number = len(load_prompts(data.path, columns, flag="--eval-prompt-data"))
-        yield f"evaluation {data.name}: {number} prompts x {data.n_samples_per_eval_prompt} responses"
+        yield f"evaluation {data.name}: {plural(number, 'prompt')} x {data.n_samples_per_eval_prompt} responses"
 
 
 def engine_flags(c: Config) -> Iterator[str]:
@@ -246,6 +255,11 @@ def count(number: float) -> str:
     return f"{number:g}"
 
 
+def plural(number: int, word: str) -> str:
+    """2, "rank" -> "2 ranks"."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
 def amount(size: float) -> str:
     """Bytes in binary units."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -277,7 +291,10 @@ def describe(c: Config) -> str:
         "Memory of a trainer rank": list(memory_lines(trainer_memory(c, shape), total=True)),
         "Memory of an engine, per GPU": list(memory_lines(engine_memory(c, shape), total=False)),
         "Engine flags": list(engine_flags(c)),
-        "Records": [f"run directory {c.run_dir}", f"published weights {c.weight_dir}"],
+        "Records": [
+            f"run directory {c.run_dir}",
+            f"published weights {c.weight_dir or 'a directory of their own in shared memory'}",
+        ],
         "Notes": [*c.notes, *([remark] if remark else [])],
     }
     if c.num_engines == 0:

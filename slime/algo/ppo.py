@@ -22,7 +22,9 @@ def compute_approx_kl(
     `importance_ratio`, exp(log_probs - old log-probs), multiplies it (before low_var_kl's clamp), with its gradient.
     """
     if importance_ratio is None:
-        return rl_kernel.ratio_kl(log_probs, log_probs_base.detach(), log_probs_base.detach(), None, kl_loss_type)[1]
+        return rl_kernel.ratio_kl(
+            log_probs, log_probs_base.detach(), log_probs_base.detach(), None, kl_loss_type
+        )[1]
     old = (log_probs - importance_ratio.log()).detach()
     return rl_kernel.ratio_kl(log_probs, old, log_probs_base.detach(), None, kl_loss_type, unbiased=True)[1]
 
@@ -56,7 +58,9 @@ def compute_policy_loss(
     active = (clipped > plain).float()
     if eps_clip_c is not None:
         if eps_clip_c <= 1:
-            raise ValueError(f"--eps-clip-c must be above 1, got {eps_clip_c}; leave it out to turn dual clip off")
+            raise ValueError(
+                f"--eps-clip-c must be above 1, got {eps_clip_c}; leave it out to turn dual clip off"
+            )
         loss = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
     return loss, active
 

@@ -108,7 +108,9 @@ class RolloutGroup:
     def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
         from slime.rollout.manager import RolloutManager
 
-        self._actor = ray.remote(RolloutManager).options(num_cpus=0).remote(config, engine, dp_size, facts, ray.put)
+        self._actor = (
+            ray.remote(RolloutManager).options(num_cpus=0).remote(config, engine, dp_size, facts, ray.put)
+        )
 
     def load(self, start_rollout_id: int) -> None:
         """Bring the data source to where it stood before rollout `start_rollout_id`."""

@@ -99,7 +99,11 @@ def cpu_threads(config: Any) -> tuple[int, int]:
     """
     cores = os.cpu_count() or 1
     trainers = config.actor_num_nodes * config.actor_num_gpus_per_node
-    engines = max(config.rollout_num_gpus // config.rollout_num_gpus_per_engine, 1) if not config.debug_train_only else 0
+    engines = (
+        max(config.rollout_num_gpus // config.rollout_num_gpus_per_engine, 1)
+        if not config.debug_train_only
+        else 0
+    )
     if config.colocate or not engines:
         return max(cores // trainers, 1), max(cores // max(engines, 1), 1)
     each = max(cores // (trainers + engines), 1)

@@ -40,4 +40,3 @@ class AlgorithmConfig:
     disable_rewards_normalization: bool = flag(False, "use raw rewards as advantages")
     calculate_per_token_loss: bool = flag(False, "mean over all tokens instead of over samples")
     disable_compute_advantages_and_returns: bool = flag(False, "no advantages (SFT and custom losses)")
-    use_rollout_entropy: bool = flag(False, "report the entropy of the log-prob pass as rollout/entropy")

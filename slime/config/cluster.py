@@ -23,13 +23,6 @@ class ClusterConfig:
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one rollout engine")
     num_gpus_per_node: int = flag(8, "GPUs of a node; an engine may not be larger")
     colocate: bool = flag(False, "trainer and engines share the same GPUs and take turns")
-    offload: bool = flag(False, "the same as --offload-train --offload-rollout")
-    offload_train: bool | None = flag(
-        None, "free the trainer's GPU memory during rollout (default: with --colocate)"
-    )
-    offload_rollout: bool | None = flag(
-        None, "free the engines' GPU memory during training (default: with --colocate)"
-    )
     distributed_backend: str = flag(
         "nccl", "torch.distributed backend of the trainer; gloo on a CPU host", choices=("nccl", "gloo")
     )

@@ -39,14 +39,8 @@ class DataConfig:
     micro_batch_size: int = flag(1, "samples of a micro-batch when --use-dynamic-batch-size is off")
     use_dynamic_batch_size: bool = flag(False, "pack samples up to --max-tokens-per-gpu")
     max_tokens_per_gpu: int | None = flag(None, "most tokens of a packed micro-batch")
-    log_probs_max_tokens_per_gpu: int | None = flag(
-        None, "the same without gradients (default: --max-tokens-per-gpu)"
-    )
     balance_data: bool = flag(False, "give the data-parallel ranks micro-batches of even cost")
     balance_by_flops: bool = flag(False, "pack by estimated FLOPs; --max-tokens-per-gpu is then no cap")
-    data_pad_size_multiplier: int = flag(
-        128, "pad packed micro-batches to a multiple of this times tensor parallel"
-    )
     loss_mask_type: str = flag(
         "qwen", "how chat turns are told apart", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen")
     )

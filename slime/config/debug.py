@@ -9,7 +9,7 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Paths are templates: {rollout_id} (and {rank} for train data) are filled in."""
+    """Paths are templates: {rollout_id} is filled in."""
 
     debug_rollout_only: bool = flag(False, "engines only, no trainer")
     debug_train_only: bool = flag(False, "trainer only, no engines")
@@ -18,5 +18,4 @@ class DebugConfig:
     load_debug_rollout_data_subsample: float | None = flag(
         None, "use only this fraction of the loaded samples"
     )
-    save_debug_train_data: str | None = flag(None, "save what each trainer rank was given here")
-    dump_details: str | None = flag(None, "directory for both kinds of record")
+    dump_details: str | None = flag(None, "save the samples of each rollout in this directory")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ from slime.config.schema import SECTIONS, Config
 
 FALLBACKS = {
     "over_sampling_batch_size": "rollout_batch_size",
-    "log_probs_max_tokens_per_gpu": "max_tokens_per_gpu",
     "eps_clip_high": "eps_clip",
     "ref_load": "hf_checkpoint",
+    "weight_dir": "update_weight_disk_dir",
     "eval_function_path": "rollout_function_path",
     "eval_input_key": "input_key",
     "eval_label_key": "label_key",
@@ -30,8 +28,6 @@ FALLBACKS = {
 }
 """Field left at None -> the field whose value it takes."""
 
-SHARED_MEMORY = Path("/dev/shm")
-
 
 def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
     """The configuration of the given flat values, every derived value filled in; not yet validated."""
@@ -44,7 +40,7 @@ def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
     _algorithm(draft)
-    _directories(draft)
+    _run_dir(draft)
     remarks = tuple(vars(draft).pop("notes"))
     return Config.from_flat(vars(draft), remarks)
 
@@ -57,9 +53,6 @@ def _debug(c: argparse.Namespace) -> None:
     if c.dump_details:
         c.save_debug_rollout_data = (
             c.save_debug_rollout_data or f"{c.dump_details}/rollout_data/{{rollout_id}}.pt"
-        )
-        c.save_debug_train_data = (
-            c.save_debug_train_data or f"{c.dump_details}/train_data/{{rollout_id}}_{{rank}}.pt"
         )
     if c.load_debug_rollout_data:
         c.debug_train_only = True
@@ -92,9 +85,6 @@ def _placement(c: argparse.Namespace) -> None:
         c.rollout_num_gpus = world
     elif c.debug_rollout_only and c.rollout_num_gpus is None:
         c.rollout_num_gpus = world
-    share = (c.colocate and not c.debug_train_only and not c.debug_rollout_only) or c.offload
-    c.offload_train = share if c.offload_train is None else c.offload_train
-    c.offload_rollout = share if c.offload_rollout is None else c.offload_rollout
 
 
 def _batches(c: argparse.Namespace) -> None:
@@ -125,14 +115,7 @@ def _algorithm(c: argparse.Namespace) -> None:
         )
 
 
-def _directories(c: argparse.Namespace) -> None:
-    """Fresh directories for records and published weights; the weights of two runs must never meet."""
+def _run_dir(c: argparse.Namespace) -> None:
     if c.run_dir is None:
         model = Path(c.hf_checkpoint).name if c.hf_checkpoint else "run"
         c.run_dir = str(Path("runs") / f"{model}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    if c.weight_dir is None:
-        c.weight_dir = c.update_weight_disk_dir
-    if c.weight_dir is None:
-        in_memory = os.access(SHARED_MEMORY, os.W_OK)
-        name = f"vime-{Path(c.run_dir).name}-{secrets.token_hex(4)}"
-        c.weight_dir = str(SHARED_MEMORY / name) if in_memory else str(Path(c.run_dir) / "weights")

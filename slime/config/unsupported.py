@@ -17,6 +17,7 @@ _PIPELINE = "pipeline parallelism is not supported yet"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
 _MTP = "multi-token prediction is not supported yet"
+_OFFLOAD = "with --colocate the engines sleep while the trainer works; nothing else is offloaded yet"
 _HOOK = "this hook is not called yet"
 _SELECT = "training a part of the parameters is not supported yet"
 _PROFILE = "profiling through flags is not supported yet; perf/*_time metrics are always reported"
@@ -34,6 +35,11 @@ class Unsupported:
 
 
 UNSUPPORTED: dict[str, Unsupported] = {
+    # cluster
+    "offload": Unsupported(False, _OFFLOAD),
+    "offload_train": Unsupported(None, _OFFLOAD),
+    "offload_rollout": Unsupported(None, _OFFLOAD),
+    "no_offload_rollout": Unsupported(False, _OFFLOAD),
     # train
     "qwen_gdn_backend": Unsupported("fla", "linear-attention models are not supported yet"),
     "custom_model_provider_path": Unsupported(None, "the model is built from the checkpoint's config.json"),
@@ -81,6 +87,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # algorithm
     "value_clip": Unsupported(0.2, _CRITIC),
     "lambd": Unsupported(1.0, _CRITIC),
+    "use_rollout_entropy": Unsupported(
+        False, "the entropy of every training step is reported as train/entropy_loss"
+    ),
     "num_critic_only_steps": Unsupported(0, _CRITIC),
     "reset_optimizer_states": Unsupported(False, "the optimizer keeps its states"),
     "use_stateless_adam": Unsupported(False, "use --optimizer sgd"),
@@ -95,6 +104,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "enable_mtp_training": Unsupported(False, _MTP),
     "mtp_loss_scaling_factor": Unsupported(0.2, _MTP),
     # debug
+    "save_debug_train_data": Unsupported(None, "use --save-debug-rollout-data"),
     "load_forge_rollout_data": Unsupported(None, "use --load-debug-rollout-data"),
     "record_memory_history": Unsupported(False, _PROFILE),
     "memory_snapshot_dir": Unsupported(".", _PROFILE),
@@ -115,12 +125,29 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "decoder_first_pipeline_num_layers": Unsupported(None, _PIPELINE),
     "decoder_last_pipeline_num_layers": Unsupported(None, _PIPELINE),
     "multi_latent_attention": Unsupported(False, _MOE),
+    "q_lora_rank": Unsupported(None, _MOE),
+    "kv_lora_rank": Unsupported(None, _MOE),
+    "qk_head_dim": Unsupported(None, _MOE),
+    "qk_pos_emb_head_dim": Unsupported(None, _MOE),
+    "v_head_dim": Unsupported(None, _MOE),
+    "rotary_scaling_factor": Unsupported(None, _MOE),
+    "mscale": Unsupported(None, _MOE),
+    "mscale_all_dim": Unsupported(None, _MOE),
+    "train_iters": Unsupported(None, "use --num-rollout"),
+    "train_samples": Unsupported(None, "use --num-rollout"),
+    "lr_warmup_fraction": Unsupported(None, "use --lr-warmup-iters"),
+    "lr_warmup_init": Unsupported(0.0, "warm-up starts from 0"),
+    "start_weight_decay": Unsupported(None, "use --weight-decay"),
+    "end_weight_decay": Unsupported(None, "use --weight-decay"),
+    "weight_decay_incr_style": Unsupported("constant", "use --weight-decay"),
     "use_rope_scaling": Unsupported(False, "rope scaling is read from the checkpoint's config.json"),
     "ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
     "dist_ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
 }
 
 _TEXT = {
+    "data_pad_size_multiplier": "packed micro-batches are padded only as far as tensor parallelism needs",
+    "log_probs_max_tokens_per_gpu": "the log-prob passes run over the micro-batches of --max-tokens-per-gpu",
     "log_probs_chunk_size": "log-probs are computed from hidden states in bounded chunks",
     "update_weight_buffer_size": "the disk transport writes one file a version and needs no bucket",
     "model_name": "the model family is read from the checkpoint's config.json",
@@ -128,6 +155,7 @@ _TEXT = {
     "vllm_router_request_timeout_secs": "one request may take --rollout-deadline-s",
 }
 _BARE = {
+    "no_offload_train": "the trainer keeps its memory",
     "recompute_loss_function": "log-probs are computed from hidden states, no logits are kept",
     "variable_seq_lengths": "sequences are always packed at their own length",
     "ckpt_fully_parallel_load": "checkpoints are always loaded in parallel",

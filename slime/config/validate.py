@@ -29,8 +29,6 @@ POSITIVE = (
     "num_steps_per_rollout",
     "micro_batch_size",
     "max_tokens_per_gpu",
-    "log_probs_max_tokens_per_gpu",
-    "data_pad_size_multiplier",
     "ref_update_interval",
     "num_rollout",
     "num_epoch",
@@ -124,6 +122,8 @@ def _precision(c: Config) -> None:
         raise ValueError(
             f"--bf16, --fp16 and --fp32 must not be combined, got {' and '.join(map(spelled, chosen))}"
         )
+    if c.device == "cuda" and c.distributed_backend != "nccl":
+        raise ValueError(f"--distributed-backend must be nccl on GPUs, got {c.distributed_backend}")
     if c.device == "cpu" and c.fp16:
         raise ValueError("--fp16 must not be used on a CPU, got --device cpu; use --fp32 or --bf16")
 

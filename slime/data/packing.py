@@ -33,7 +33,9 @@ def sample_flops(length: int, hf_config: dict[str, Any]) -> float:
     head_dim = hf_config.get("head_dim") or hidden // heads
     kv_heads = hf_config.get("num_key_value_heads") or heads
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    weights = layers * (attention + 3 * hidden * hf_config["intermediate_size"]) + hidden * hf_config["vocab_size"]
+    weights = (
+        layers * (attention + 3 * hidden * hf_config["intermediate_size"]) + hidden * hf_config["vocab_size"]
+    )
     return 2.0 * weights * length + 2.0 * layers * heads * head_dim * length**2
 
 
@@ -42,7 +44,9 @@ def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[
     1982). `equal_size` also makes the parts equally long and needs n % k == 0. Deterministic.
     """
     if equal_size and len(costs) % k:
-        raise ValueError(f"number of items must be a multiple of the parts, got {len(costs)} items and {k} parts")
+        raise ValueError(
+            f"number of items must be a multiple of the parts, got {len(costs)} items and {k} parts"
+        )
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     width = k if equal_size else 1
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
@@ -112,7 +116,9 @@ def _round_up_bins(bins: list[list[int]], multiple: int, lengths: Sequence[int])
     return bins
 
 
-def _bins(args: Any, positions: list[int], lengths: Sequence[int], costs: Sequence[float], dp_size: int) -> list:
+def _bins(
+    args: Any, positions: list[int], lengths: Sequence[int], costs: Sequence[float], dp_size: int
+) -> list:
     if not args.use_dynamic_batch_size:
         size = args.micro_batch_size
         if len(positions) % (size * dp_size):
@@ -182,7 +188,9 @@ class MicroBatch:
         return list(per_token.split([response_lengths[i] for i in self.samples]))
 
 
-def pack(data: TrainData, samples: list[int], columns: Sequence[str], *, pad_to: int, device: Any) -> MicroBatch:
+def pack(
+    data: TrainData, samples: list[int], columns: Sequence[str], *, pad_to: int, device: Any
+) -> MicroBatch:
     """Concatenate samples of a rank into a MicroBatch; T is padded to a multiple of `pad_to`."""
     lengths = [len(data["tokens"][i]) for i in samples]
     responses = [data["response_lengths"][i] for i in samples]

@@ -85,7 +85,8 @@ def _group_key(sample: Sample) -> Any:
 def _rollout_keys(samples: list[Sample]) -> list[Any]:
     """Siblings that a custom generate function fanned out share a rollout_id; any other sample stands alone."""
     return [
-        ("rollout", s.rollout_id) if s.rollout_id is not None else ("sample", i) for i, s in enumerate(samples)
+        ("rollout", s.rollout_id) if s.rollout_id is not None else ("sample", i)
+        for i, s in enumerate(samples)
     ]
 
 
@@ -168,7 +169,9 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
     return ranks
 
 
-def make_rank_data(args: Any, samples: list[Sample], dp_size: int, hf_config: dict[str, Any]) -> list[TrainData]:
+def make_rank_data(
+    args: Any, samples: list[Sample], dp_size: int, hf_config: dict[str, Any]
+) -> list[TrainData]:
     """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split."""
     data = convert_samples_to_train_data(args, samples)
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])

@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
@@ -220,12 +221,35 @@ def _sharded_state(
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Moments, masters and step counts from `state`; every other setting of the groups stays as it was built."""
     settings = [
         {k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(state)
+    (only,) = optimizer.chained_optimizers
+    if isinstance(only, DistributedOptimizer):
+        _load_distributed(only, state)
+    else:
+        only.load_state_dict(state)
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
+
+
+def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
+    """`DistributedOptimizer.load_state_dict` in two parts, around torch's per-parameter step count.
+
+    megatron-core 0.16 looks for that count among the tensors of the reshardable format, which has none (its own
+    fused optimizers keep the count per group), and gives all parameters one tensor to count in.
+    """
+    tensors = state.pop("param_state")
+    optimizer.load_state_dict(state)
+    inner = optimizer.optimizer
+    for values in inner.state.values():
+        values.pop("step", None)
+    optimizer.load_parameter_state_from_fully_reshardable(tensors)
+    if isinstance(inner, torch.optim.Adam):
+        for group in inner.param_groups:
+            for p in group["params"]:
+                inner.state[p]["step"] = torch.tensor(float(group["step"]))
 
 
 def _shape(inner: HiddenGPTModel) -> dict[str, Any]:

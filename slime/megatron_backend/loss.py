@@ -33,9 +33,7 @@ def micro_batch_loss(
     """Loss and metrics by --loss-type. Sums are already means: the denominators of the tokens see to it."""
     if trainer.config.loss_type == "custom_loss":
         return custom_loss(trainer, data, batch, normaliser)
-    log_probs, entropy = token_log_probs(
-        trainer.model, trainer.info, batch, temperature=trainer.temperature
-    )
+    log_probs, entropy = token_log_probs(trainer.model, trainer.info, batch, temperature=trainer.temperature)
     columns = TokenColumns(
         log_probs=log_probs,
         entropy=entropy,

@@ -26,11 +26,15 @@ def build_optimizer(
     Gradients are clipped to --clip-grad by their global norm. The schedule counts samples, so an optimizer step is
     worth its batch: it spans --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples,
     with --lr-warmup-iters of linear warm-up from 0, then --lr-decay-style down to --min-lr.
-    ValueError when the warm-up is not shorter than the schedule or --min-lr lies above --lr.
+    ValueError for another --optimizer than adam, a warm-up as long as the schedule, or --min-lr above --lr.
     """
+    if config.optimizer != "adam":
+        raise ValueError(
+            f"--optimizer must be adam, got {config.optimizer}; megatron-core cannot checkpoint any other"
+        )
     dtype = params_dtype(config)
     fields: dict[str, Any] = {
-        "optimizer": config.optimizer,
+        "optimizer": "adam",
         "lr": config.lr,
         "min_lr": config.min_lr,
         "weight_decay": config.weight_decay,
@@ -44,7 +48,22 @@ def build_optimizer(
     }
     fields |= config.megatron.core_overrides(OptimizerConfig)
     optimizer = get_megatron_optimizer(OptimizerConfig(**fields), [model], use_gloo_process_groups=False)
+    _start_adam(optimizer)
     return optimizer, _schedule(optimizer, config, total_steps)
+
+
+def _start_adam(optimizer: MegatronOptimizer) -> None:
+    """Create torch's Adam state now (zero moments, step 0) rather than at the first step.
+
+    megatron-core reads the step count whenever it saves or loads a distributed optimizer, also a fresh one.
+    """
+    for chained in optimizer.chained_optimizers:
+        inner = chained.optimizer
+        if isinstance(inner, torch.optim.Adam):  # AdamW too; fused Adams of other libraries look after themselves
+            for group in inner.param_groups:
+                for p in group["params"]:
+                    moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                    inner.state[p] = {"step": torch.tensor(0.0), **moments}
 
 
 def _schedule(optimizer: MegatronOptimizer, config: Any, total_steps: int) -> OptimizerParamScheduler:

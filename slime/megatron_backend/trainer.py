@@ -219,7 +219,12 @@ class MegatronTrainer:
         }  # before the scheduler moves on: the rate this step used
         self.scheduler.step(increment=global_batch_size)
         metrics = reduce_metrics(losses, self.info.dp_group)
-        return {**metrics, "train/grad_norm": float(grad_norm), "train/global_batch_size": global_batch_size, **rates}
+        return {
+            **metrics,
+            "train/grad_norm": float(grad_norm),
+            "train/global_batch_size": global_batch_size,
+            **rates,
+        }
 
     def _update_reference(self, rollout_id: int) -> None:
         interval = self.config.ref_update_interval
@@ -238,9 +243,14 @@ class MegatronTrainer:
             )
             for name in present
         ]
-        total = torch.stack([*sums, torch.tensor(float(len(data["tokens"])), dtype=torch.float64).to(self.info.device)])
+        total = torch.stack(
+            [*sums, torch.tensor(float(len(data["tokens"])), dtype=torch.float64).to(self.info.device)]
+        )
         dist.all_reduce(total, group=self.info.dp_group)
-        means = {f"rollout/{name}": (value / total[-1]).item() for name, value in zip(present, total[:-1], strict=True)}
+        means = {
+            f"rollout/{name}": (value / total[-1]).item()
+            for name, value in zip(present, total[:-1], strict=True)
+        }
         if "rollout/log_probs" not in means and "train/log_probs" in steps[0]:
             means["rollout/log_probs"] = steps[0]["train/log_probs"]
         for step in steps:

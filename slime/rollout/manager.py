@@ -87,9 +87,7 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """eval/* metrics of every evaluation dataset under the present weights."""
-        output = call_rollout_fn(
-            self.eval_function, self.args, rollout_id, self.data_source, evaluation=True
-        )
+        output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)
         if self.config.save_debug_rollout_data:
             groups = [result["samples"] for result in output.data.values()]
             save_debug_rollout_data(self.config.save_debug_rollout_data, rollout_id, groups, evaluation=True)

@@ -1,4 +1,4 @@
-"""What the loop reports: metrics to the trackers, a line to the person watching. Owns the counting of steps."""
+"""What the loop reports: metrics to the trackers, a line to the person watching. Owns counting steps."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ class Reporter:
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
         self.line.show(rollout_id, {**metrics, **trained.steps[-1]})
+
+    def rollout(self, rollout_id: int, metrics: dict[str, float]) -> None:
+        """Log a rollout that nothing was trained on."""
+        self.trackers.log({**metrics, "rollout/step": rollout_id}, rollout_id, "rollout/step")
+        self.line.show(rollout_id, metrics)
 
     def evaluation(self, rollout_id: int, metrics: dict[str, float]) -> None:
         if metrics:

@@ -1,4 +1,4 @@
-"""`linear_logp` against hand-worked numbers, the float64 formula, numerical derivatives, and its memory promise."""
+"""`linear_logp` against hand-worked numbers, the float64 formula and derivatives; its memory promise."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_log_prob_entropy_and_gradients_by_hand():
 
 
 def test_temperature_divides_the_logits():
-    # Half the temperature doubles the logits: p = (1/10, 9/10); double halves them: p = (1, 3 ** .5) / (1 + 3 ** .5).
+    # Logits doubled: p = (1/10, 9/10); logits halved: p = (1, sqrt 3) / (1 + sqrt 3).
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
     out = linear_logp(hidden, weight, torch.tensor([1, 0]), temperature=torch.tensor([0.5, 2.0]))
     assert out.tolist() == pytest.approx([math.log(0.9), -math.log(1 + math.sqrt(3))], rel=1e-6)

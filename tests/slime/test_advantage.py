@@ -71,7 +71,10 @@ def test_gae_by_hand():
 
 def test_truncated_importance_by_hand():
     weights, metrics = truncated_importance(
-        torch.log(torch.tensor([0.6, 0.2, 0.05])), torch.log(torch.tensor([0.2, 0.2, 0.5])), clip=2.0, clip_low=0.5
+        torch.log(torch.tensor([0.6, 0.2, 0.05])),
+        torch.log(torch.tensor([0.2, 0.2, 0.5])),
+        clip=2.0,
+        clip_low=0.5,
     )
     torch.testing.assert_close(weights, torch.tensor([2.0, 1.0, 0.5]))
     torch.testing.assert_close(metrics["tis"], torch.tensor([3.0, 1.0, 0.1]))

@@ -36,8 +36,6 @@ def test_booleans(argv):
     assert parse_args([*argv, "--rollout-shuffle", "--no-rollout-shuffle"]).rollout_shuffle is False
     assert parse_args(argv).use_distributed_optimizer is True
     assert parse_args([*argv, "--no-use-distributed-optimizer"]).use_distributed_optimizer is False
-    assert parse_args(argv).offload_train is True
-    assert parse_args([*argv, "--no-offload-train"]).offload_train is False
     assert parse_args([*argv, "--no-save-optim"]).no_save_optim is True
 
 
@@ -187,6 +185,7 @@ def test_namespace_is_a_flat_mutable_copy(argv):
         4,
     )
     assert args.grpo_std_normalization is True and args.world_size == 2
+    assert args.use_opd is False and args.update_weight_mode == "full"
     args.train_env_vars["X"] = 1
     args.lr = 5
     assert c.train_env_vars == {} and c.lr == 1e-6

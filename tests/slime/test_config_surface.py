@@ -23,9 +23,9 @@ def test_flags_and_defaults_are_those_on_record():
 
 # Read through another flag that they set while the configuration is resolved, or by the parser itself.
 RESOLVED_AWAY = {
-    *("custom_config_path", "offload", "dump_details", "bf16", "fp16", "fp32", "update_weight_disk_dir"),
+    *("custom_config_path", "dump_details", "bf16", "fp16", "fp32", "update_weight_disk_dir"),
     *("num_gpus_per_node", "expert_tensor_parallel_size", "train_backend", "update_weight_transport"),
-    *("rollout_backend", "device"),
+    *("rollout_backend", "device", "distributed_backend"),
 }
 
 

@@ -62,7 +62,9 @@ def test_steps_count_rollouts_keep_siblings_and_drop_the_rest():
 
 
 def test_static_micro_batches():
-    schedule = build_dp_schedule(args(use_dynamic_batch_size=False, micro_batch_size=2), [1] * 8, range(8), 2, HF)
+    schedule = build_dp_schedule(
+        args(use_dynamic_batch_size=False, micro_batch_size=2), [1] * 8, range(8), 2, HF
+    )
     assert schedule.ranks == [[[[0, 1], [4, 5]]], [[[2, 3], [6, 7]]]]
     with pytest.raises(ValueError, match=r"got 6 samples, 2 x 2"):
         build_dp_schedule(args(use_dynamic_batch_size=False, micro_batch_size=2), [1] * 6, range(6), 2, HF)

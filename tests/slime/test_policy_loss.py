@@ -83,7 +83,10 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_the_policy_g
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens():
-    t = columns(log_probs=torch.log(torch.tensor([0.2, 0.1, 0.9])), old_log_probs=torch.log(torch.tensor([0.2, 0.1, 0.1])))
+    t = columns(
+        log_probs=torch.log(torch.tensor([0.2, 0.1, 0.9])),
+        old_log_probs=torch.log(torch.tensor([0.2, 0.1, 0.1])),
+    )
     loss, _, _ = policy_loss(args(eps_clip_c=3.0), t)
     # r = 9 with A = -1 would cost 9; the dual clip stops at 3
     assert loss.item() == pytest.approx((-1.0 + 3.0) / 2)
@@ -91,7 +94,9 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
 
 def test_entropy_and_kl_terms_enter_with_their_coefficients():
     t = columns()
-    loss, sums, _ = policy_loss(args(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k2"), t)
+    loss, sums, _ = policy_loss(
+        args(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k2"), t
+    )
     kl = (math.log(4) ** 2 / 2 + 0.0) / 2
     assert sums["kl_loss"].item() == pytest.approx(kl)
     assert loss.item() == pytest.approx(-0.25 - 0.1 * 2.0 + 0.5 * kl)
@@ -150,7 +155,9 @@ def test_use_rollout_logprobs_compares_with_the_present_policy():
     assert sums["train_rollout_logprob_abs_diff"].item() == pytest.approx((math.log(4) + math.log(2)) / 2)
 
 
-def tis_hook(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+def tis_hook(
+    *, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths
+):
     assert [len(x) for x in train_log_probs] == response_lengths == [2, 1]
     assert total_lengths == [5, 4]
     assert rollout_log_probs[1].tolist() == pytest.approx([math.log(0.4)])
@@ -159,7 +166,9 @@ def tis_hook(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, t
 
 
 def test_custom_tis_masks_numerators_only():
-    loss, sums, _ = policy_loss(args(use_tis=True, custom_tis_function_path=f"{__name__}.tis_hook"), columns())
+    loss, sums, _ = policy_loss(
+        args(use_tis=True, custom_tis_function_path=f"{__name__}.tis_hook"), columns()
+    )
     assert loss.item() == pytest.approx(10 * -1.3 / 2)
     assert sums["my_metric"].item() == pytest.approx(2.0)
 
@@ -181,7 +190,13 @@ def test_hooked_and_fused_paths_agree():
     new, old, advantages = (torch.randn(3, generator=generator) for _ in range(3))
     for c in (None, 1.5):
         mine, clipped = ppo.compute_policy_loss(old - new, advantages, 0.2, 0.3, c)
-        t = columns(log_probs=new, old_log_probs=old, advantages=advantages, mask=torch.ones(3), denominators=torch.ones(3))
+        t = columns(
+            log_probs=new,
+            old_log_probs=old,
+            advantages=advantages,
+            mask=torch.ones(3),
+            denominators=torch.ones(3),
+        )
         loss, sums, _ = policy_loss(args(eps_clip_c=c), t)
         assert loss.item() == pytest.approx(mine.sum().item(), rel=1e-6)
         assert sums["pg_clipfrac"].item() == clipped.sum().item()
@@ -196,7 +211,12 @@ def test_sft_is_the_mean_negative_log_likelihood():
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 - 1 + math.log(2)), ("low_var_kl", 0.5 - 1 + math.log(2))],
+    [
+        ("k1", math.log(2)),
+        ("k2", math.log(2) ** 2 / 2),
+        ("k3", 0.5 - 1 + math.log(2)),
+        ("low_var_kl", 0.5 - 1 + math.log(2)),
+    ],
 )
 def test_approx_kl_names_that_plugins_use(kind, expected):
     new, base = torch.log(torch.tensor([0.4])), torch.log(torch.tensor([0.2]))
@@ -213,7 +233,9 @@ def test_low_variance_kl_is_clamped_after_the_weight():
 
 def test_log_probs_and_entropy_from_logits():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.25]]))
-    log_probs, entropy = ppo.calculate_log_probs_and_entropy(logits, torch.tensor([1]), None, with_entropy=True)
+    log_probs, entropy = ppo.calculate_log_probs_and_entropy(
+        logits, torch.tensor([1]), None, with_entropy=True
+    )
     assert log_probs.item() == pytest.approx(math.log(0.25))
     assert entropy.item() == pytest.approx(1.5 * math.log(2))
     assert ppo.calculate_log_probs_and_entropy(logits, torch.tensor([0]), None)[1] is None

@@ -203,9 +203,10 @@ def test_surplus_groups_return_finished_until_they_are_stale():
 
 
 def test_late_groups_are_replaced_and_counted():
-    args, source = setup(["stuck", "a", "b", "c"], rollout_deadline_s=0.1)
+    args, source = setup(["stuck", "a", "b", "c"], rollout_deadline_s=0.1, partial_rollout=True)
     output = generate(args, source)
     assert prompts_of(output.samples) == ["a", "b"]
+    assert "stuck" not in prompts_of(source.buffer)  # it would be late again
     assert output.metrics["rollout/dynamic_filter/drop_deadline"] == 1
 
 

@@ -48,8 +48,8 @@ def grpo_loss(
         log_probs: [N] nats, any float dtype; computed in float32 (float64 if it is float64).
         old_log_probs, advantages: [N]; constants.
         mask: [N] bool, integer or float; nonzero means counted. What stands elsewhere reaches nothing.
-        denominators: number or [N], > 0. For a mean over each sample (or rollout): its mask sum at each of its
-            tokens; for a mean over tokens: the mask sum of the batch; 1 for the sum.
+        denominators: number or [N], > 0. For a mean over each sample (or rollout): its mask sum at each of
+            its tokens; for a mean over tokens: the mask sum of the batch; 1 for the sum.
         eps_clip, eps_clip_high: bounds [1 - eps_clip, 1 + eps_clip_high] of the ratio; high defaults to low.
         eps_clip_c: bound of the dual clip, > 1.
         tis_weights: [N] importance weights of trainer over engine; constants. 0 drops the policy term.

@@ -46,7 +46,7 @@ def logp(
         host),
             temperature <= 0, empty shard, shards that do not partition the vocabulary.
 
-    Memory: one tile and the gradient; under `tp_group` one all-gather of [3 or 4, N] forward, nothing backward.
+    Memory: one tile and the gradient; under `tp_group` one all-gather of [3 or 4, N] forward, none backward.
     Deterministic: the same inputs give the same bits.
     """
     check_tensor("logits", logits, ["N", "V_local"])

@@ -1,0 +1,101 @@
+"""Tiny HF checkpoints, configurations and a training step, shared by the Megatron tests and their worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from slime.config.megatron import MegatronConfig
+from slime.megatron_backend.attention import packed_layout
+from slime.megatron_backend.model import forward_hidden, output_weight, vocab_range
+from slime.megatron_backend.optimizer import finish_grads
+
+VOCAB = 99
+BATCH_TOKENS = 29
+
+
+def make_config(**values: Any) -> SimpleNamespace:
+    """The real Megatron section plus the few flags of other sections that this folder reads."""
+    names = {f.name for f in dataclasses.fields(MegatronConfig)}
+    section = MegatronConfig(
+        **{"params_dtype": "float32"} | {k: v for k, v in values.items() if k in names},
+    )
+    flat = {name: getattr(section, name) for name in names}
+    others = {"seed": 1234, "distributed_timeout_minutes": 1, "global_batch_size": 8}
+    return SimpleNamespace(**{**flat, **others, **values, "megatron": section})
+
+
+def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Module:
+    """Write a random checkpoint whose norms and biases are not at their trivial start; returns the HF model."""
+    values = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        **shape,
+    }
+    if kind == "qwen3":
+        values.setdefault("head_dim", 32)  # not hidden / heads, as in the real Qwen3-0.6B
+        config, model_class = transformers.Qwen3Config(**values), transformers.Qwen3ForCausalLM
+    else:
+        config, model_class = transformers.Qwen2Config(**values), transformers.Qwen2ForCausalLM
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return model
+
+
+def sequences(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator) for n in (5, 9, 3, 12)]
+
+
+def hf_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([model(tokens[None]).logits[0] for tokens in batch])
+
+
+def packed_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    """Logits [T, V] of a packed row; one tensor-parallel rank only."""
+    hidden = forward_hidden(model, torch.cat(batch), packed_layout([len(s) for s in batch], "cpu"))
+    return (hidden @ output_weight(model).T)[:, :VOCAB]
+
+
+def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:
+    """Cross entropy of each next token (the first follows the last), summed and divided by the step's tokens."""
+    targets = torch.cat([tokens.roll(-1) for tokens in batch])
+    return cross_entropy(logits, targets, reduction="sum") / BATCH_TOKENS
+
+
+def train_step(model: nn.Module, optimizer: Any, scheduler: Any, batch: list[Tensor], **linear: Any) -> list[float]:
+    """One optimizer step on this rank's part of a batch, through rl_kernel's head. Returns [loss, gradient norm]."""
+    import rl_kernel
+
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    start, size = vocab_range(model)
+    hidden = forward_hidden(model, torch.cat(batch), packed_layout([len(s) for s in batch], "cpu"))
+    targets = torch.cat([tokens.roll(-1) for tokens in batch])
+    log_probs = rl_kernel.linear_logp(
+        hidden, output_weight(model), targets, vocab_start=start, vocab_size=size, **linear
+    )
+    loss = -log_probs.sum() / BATCH_TOKENS
+    loss.backward()
+    finish_grads(model)
+    updated, norm, _ = optimizer.step()
+    assert updated
+    scheduler.step(increment=8)
+    return [loss.item(), norm]

@@ -1,0 +1,85 @@
+"""Packed attention against attention computed one sequence at a time."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.megatron_backend.attention import PackedAttention, apply_rotary, packed_layout
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """softmax(q k^T / sqrt(D) + causal mask) v, a sequence and a head at a time, in float64."""
+    heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
+    rows = []
+    for qs, ks, vs in zip(*(x.double().split(lengths) for x in (q, k, v)), strict=True):
+        mask = torch.full((len(qs), len(qs)), -math.inf, dtype=torch.float64).triu(1)
+        columns = []
+        for head in range(heads):
+            group = head // per_group
+            scores = qs[:, head] @ ks[:, group].T / math.sqrt(q.shape[2]) + mask
+            columns.append(scores.softmax(-1) @ vs[:, group])
+        rows.append(torch.cat(columns, dim=-1))
+    return torch.cat(rows)
+
+
+def no_rotation(tokens: int, half: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(tokens, 1, half), torch.zeros(tokens, 1, half)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [20, 1, 3, 19, 200, 2, 21]])
+def test_values_and_gradients_match_single_sequences(lengths, kv_heads):
+    torch.manual_seed(0)
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, n, 8, requires_grad=True) for n in (4, kv_heads, kv_heads))
+    layout = packed_layout(lengths, "cpu")
+    layout.rotary = no_rotation(total, 4)
+    attention = PackedAttention(SimpleNamespace(kv_channels=8))
+    out = attention(q, k, v, None, packed_seq_params=layout)
+    expected = one_by_one(q, k, v, lengths)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)
+    upstream = torch.randn(total, 32)
+    grads = torch.autograd.grad(out, (q, k, v), upstream)
+    for got, want in zip(grads, torch.autograd.grad(expected, (q, k, v), upstream.double()), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    again = attention(q, k, v, None, packed_seq_params=layout)
+    assert torch.equal(out, again)
+    for got, want in zip(torch.autograd.grad(again, (q, k, v), upstream), grads, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_layout_by_hand():
+    layout = packed_layout([3, 1, 4], "cpu")
+    assert layout.cu_seqlens_q.tolist() == [0, 3, 4, 8] and layout.cu_seqlens_q.dtype == torch.int32
+    assert (layout.qkv_format, layout.max_seqlen_q, layout.lengths) == ("thd", 4, (3, 1, 4))
+    assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    # buckets by length: {1}, {3}, {4}: their rows follow each other
+    assert layout.buckets == [(1, 1), (1, 3), (1, 4)] and layout.padded_tokens == 8
+    assert layout.slots.tolist() == [1, 2, 3, 0, 4, 5, 6, 7]
+
+
+def test_similar_lengths_share_a_bucket_and_padding_is_bounded():
+    layout = packed_layout([24, 20, 18, 1000], "cpu")
+    assert layout.buckets == [(3, 24), (1, 1000)]
+    lengths = list(range(1, 500))
+    layout = packed_layout(lengths, "cpu")
+    assert len(layout.buckets) <= 18 and layout.padded_tokens < 1.5 * sum(lengths)
+    assert layout.slots.unique().numel() == sum(lengths)  # no two tokens share a row
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0, 2]])
+def test_empty_sequences_are_refused(lengths):
+    with pytest.raises(ValueError, match="lengths must be positive and at least one"):
+        packed_layout(lengths, "cpu")
+
+
+def test_rotary_by_hand():
+    """A quarter turn maps the pair (x1, x2) = (1, 2) to (-2, 1); no turn leaves it."""
+    x = torch.tensor([[[1.0, 2.0]], [[1.0, 2.0]]])
+    cos, sin = torch.tensor([1.0, 0.0]).view(2, 1, 1), torch.tensor([0.0, 1.0]).view(2, 1, 1)
+    assert apply_rotary(x, (cos, sin)).tolist() == [[[1.0, 2.0]], [[-2.0, 1.0]]]

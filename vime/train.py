@@ -1,0 +1,117 @@
+"""`vime train`: argv -> configuration -> actors -> slime.loop. Owns the order in which a run starts and ends.
+
+    driver (this process)      reads the flags, runs the loop, watches the engines
+    rollout manager            prompts, generation, rewards, train data          one Ray actor
+    trainer ranks              Megatron                                          one Ray actor each
+    engine servers             vLLM behind vllm-router                           one subprocess each
+
+Whatever was started ends with the driver, in reverse order, also on Ctrl-C and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from slime import loop
+from slime.config import Config
+from slime.hooks import load_function
+from slime.tracking import StepLine, make_trackers, write_environment
+from slime.tracking.report import Reporter
+from vime.engine.flags import parse_config
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one training job. Exit code 0, or 130 when it was interrupted; ValueError for what the user can put right."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    config = with_data(parse_config(argv))
+    for note in config.notes:
+        print(f"note: {note}", file=sys.stderr)
+    try:
+        run(config, argv)
+    except KeyboardInterrupt:
+        print("interrupted: everything that was started has been stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def with_data(config: Config) -> Config:
+    """Read the prompts once before anything starts: bad lines fail here, and --num-epoch becomes --num-rollout."""
+    if config.disable_rollout_global_dataset or config.load_debug_rollout_data:
+        return config
+    source = load_function(config.data_source_path, flag="--data-source-path")(config.namespace())
+    if config.num_rollout is not None:
+        return config
+    return config.with_values(num_rollout=config.num_epoch * len(source) // config.rollout_batch_size)
+
+
+def run(config: Config, argv: Sequence[str]) -> None:
+    """Start everything, train, stop everything."""
+    import ray
+
+    from slime.cluster import actors, placement
+
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        config = config.with_values(weight_dir=str(_weight_dir(config, stack)))
+        config.save_json(run_dir / "config.json")
+        write_environment(run_dir, ["vime", "train", *argv])
+        placement.connect()
+        stack.callback(ray.shutdown)
+        placed = placement.place(config)
+        stack.callback(placed.release)
+        trainer = None
+        if not config.debug_rollout_only:
+            trainer = actors.TrainerGroup(config, placed)
+            stack.callback(trainer.stop)
+        pool, client, facts = _start_engines(config, placed, stack)
+        if trainer is not None:
+            trainer.wait_built()
+        start = trainer.start_rollout_id if trainer is not None else config.start_rollout_id or 0
+        rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts)
+        stack.callback(rollout.stop)
+        rollout.load(start)
+        report = Reporter(config, make_trackers(config, run_dir, start), StepLine(total=config.num_rollout))
+        stack.callback(report.close)
+        print(f"run directory {run_dir}: metrics.jsonl, config.json, logs/", flush=True)
+        if trainer is None:
+            loop.generate_only(config, rollout, pool, report)
+        else:
+            loop.run(config, rollout, trainer, pool, report)
+
+
+def _weight_dir(config: Config, stack: ExitStack) -> Path:
+    """Where weights are published: --weight-dir, or a directory of this run that is removed at the end.
+
+    In shared memory on a single host; beside the run's records when engines may be on other hosts. Named after the run
+    directory, so that a run that was killed finds, and does not pile up on, what it left.
+    """
+    if config.weight_dir is not None:
+        return Path(config.weight_dir)
+    private = Path(config.run_dir) / "weights"
+    if SHARED_MEMORY.is_dir() and config.actor_num_nodes == 1 and not os.environ.get("RAY_ADDRESS"):
+        name = hashlib.sha256(str(Path(config.run_dir).resolve()).encode()).hexdigest()[:16]
+        private = SHARED_MEMORY / f"vime-{os.getuid()}-{name}"
+    stack.callback(shutil.rmtree, private, ignore_errors=True)
+    return private
+
+
+def _start_engines(config: Config, placed: Any, stack: ExitStack) -> tuple[Any, Any, dict[str, Any]]:
+    return None, None, {}
