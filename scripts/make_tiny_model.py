@@ -139,7 +139,9 @@ def main(argv: list[str] | None = None) -> None:
     save_tokenizer(tokenizer, base)
     save_model(model, base)
     write_data(args.folder, args.seed, args.test)
-    print(f"{args.folder}: {model.num_parameters() / 1e6:.2f} M parameters, {8100 - args.test} train and {args.test} test prompts")
+    print(
+        f"{args.folder}: {model.num_parameters() / 1e6:.2f} M parameters, {8100 - args.test} train and {args.test} test prompts"
+    )
 
 
 if __name__ == "__main__":

@@ -83,6 +83,20 @@ class EnginePool(Protocol):
     def stop(self) -> None: ...
 
 
+class NoEngines:
+    """The pool of a run that only trains (--debug-train-only): there is nothing to update, put to sleep or lose."""
+
+    def update_weights(self, update: WeightUpdate) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def check_health(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class RolloutBatch:
     """What one rollout hands to training: a reference to the data of each data-parallel rank, and its metrics."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config import Config
-from slime.config.validate import read_hf_config
+from slime.hf_config import read_hf_config
 from vime.engine.flags import engine_settings, engine_tensor_parallel, parse_config
 from vime.engine.server import EngineSpec, command
 

@@ -11,7 +11,6 @@ Whatever was started ends with the driver, in reverse order, also on Ctrl-C and 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import secrets
 import shutil
@@ -22,13 +21,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
+
+import ray
 
 from slime import loop
+from slime.cluster import actors, placement
 from slime.config import Config
 from slime.hooks import load_function
+from slime.protocols import EnginePool, NoEngines
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
-from vime.engine.flags import parse_config
+from vime.engine.client import VllmEngineClient
+from vime.engine.flags import engine_settings, parse_config
+from vime.engine.pool import VllmEnginePool
+from vime.engine.ray_server import RayEngineServer
+from vime.engine.router import RouterSpec
+from vime.engine.server import EngineSpec
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -63,10 +72,6 @@ def with_data(config: Config) -> Config:
 
 def run(config: Config, argv: Sequence[str]) -> None:
     """Start everything, train, stop everything."""
-    import ray
-
-    from slime.cluster import actors, placement
-
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -113,5 +118,39 @@ def _weight_dir(config: Config, stack: ExitStack) -> Path:
     return private
 
 
-def _start_engines(config: Config, placed: Any, stack: ExitStack) -> tuple[Any, Any, dict[str, Any]]:
-    return None, None, {}
+def _start_engines(
+    config: Config, placed: placement.Placement, stack: ExitStack
+) -> tuple[EnginePool, VllmEngineClient | None, dict[str, Any]]:
+    """Pool, client for the rollout manager, and the facts hooks may read. Nothing is started without engines."""
+    if not placed.engine_bundles:
+        return NoEngines(), None, {}
+    run_key = secrets.token_hex(32)
+    logs = Path(config.run_dir).resolve() / "logs"
+    # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
+    host = ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+    threads = placement.cpu_threads(config)[1] if config.device == "cpu" else None
+    settings = {**engine_settings(config), "run_key": run_key, "host": host, "cpu_threads": threads}
+    options = {
+        str(logs / f"engine-{i}.log"): placed.options(bundles[0])
+        for i, bundles in enumerate(placed.engine_bundles)
+    }
+    pool = VllmEnginePool(
+        [EngineSpec(**settings, log_path=log_path) for log_path in options],
+        RouterSpec(
+            run_key,
+            str(logs / "router.log"),
+            host=host,
+            argv=tuple(config.engine.router_argv),
+            request_timeout_s=config.rollout_deadline_s,
+        ),
+        spawn=lambda spec: RayEngineServer(spec, options[spec.log_path]),
+        health_check_interval_s=config.rollout_health_check_interval,
+        health_check_timeout_s=config.rollout_health_check_timeout,
+        health_check_first_wait_s=config.rollout_health_check_first_wait,
+    )
+    stack.callback(pool.stop)
+    pool.start()
+    address = urlsplit(pool.router_url)
+    headers = {"Authorization": f"Bearer {run_key}"}
+    facts = {"vllm_router_ip": host, "vllm_router_port": address.port, "vllm_router_headers": headers}
+    return pool, pool.client(), facts

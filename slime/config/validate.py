@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from slime.config.fields import spelled
 from slime.config.model_args import check_model_args
 from slime.config.schema import Config, own_flags
+from slime.hf_config import read_hf_config
 from slime.hooks import load_function
 
 POSITIVE = (
@@ -344,24 +344,6 @@ RULES = (
     _hooks,
     _checkpoint,
 )
-
-
-def read_hf_config(checkpoint: str) -> dict[str, Any]:
-    """config.json of a Hugging Face checkpoint directory; ValueError when it is missing or no JSON object."""
-    path = Path(checkpoint) / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; check the path"
-        )
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"--hf-checkpoint must hold a valid config.json, got {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"--hf-checkpoint must hold a JSON object in config.json, got {type(content).__name__}"
-        )
-    return content
 
 
 def largest_token_id(checkpoint: str) -> int | None:

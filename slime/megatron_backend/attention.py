@@ -8,6 +8,7 @@ Shapes: T packed tokens, S sequences, A query heads, G key/value heads, D head s
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+
+# torch 2.11 groups heads unasked and has no such argument, later releases want to be told
+_VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 _BUCKET_RATIO = 1.5  # longest over shortest sequence of a bucket: bounds the padding, keeps the buckets few
 
@@ -148,7 +152,7 @@ class PackedAttention(nn.Module):
                 *(layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv),
                 scale=self.scale,
                 window_size=(-1, 0),
-                enable_gqa=query.shape[1] != key.shape[1],
+                **_VARLEN_GQA,
             )
         else:
             out = padded_attention(query, key, value, layout, self.scale)

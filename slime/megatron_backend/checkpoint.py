@@ -82,7 +82,9 @@ def latest(directory: str | Path) -> int | None:
         return None
     text = record.read_text().strip()
     if not text.isdigit():
-        raise ValueError(f"{record} must hold an iteration number, got {text!r}; write the number to load into it")
+        raise ValueError(
+            f"{record} must hold an iteration number, got {text!r}; write the number to load into it"
+        )
     path = _existing(Path(directory), int(text))
     if not (path / _COMPLETE).is_file():
         raise ValueError(f"{record} must name a complete checkpoint, got {text} but {path} is not one")
@@ -175,7 +177,9 @@ def load_checkpoint(
     directory = Path(directory)
     iteration = latest(directory) if iteration is None else iteration
     if iteration is None:
-        raise ValueError(f"--load must hold {_LATEST}, got {directory} without it; nothing was ever saved there")
+        raise ValueError(
+            f"--load must hold {_LATEST}, got {directory} without it; nothing was ever saved there"
+        )
     path = _existing(directory, iteration)
     if not (path / _COMPLETE).is_file():
         raise ValueError(f"iteration {iteration} must be a complete checkpoint, but {path} is not one")
@@ -216,7 +220,9 @@ def _sharded_state(
     }
     state: dict[str, Any] = {"model": inner.sharded_state_dict(metadata=metadata)}
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=is_loading, metadata=metadata)
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state["model"], is_loading=is_loading, metadata=metadata
+        )
     return state
 
 
@@ -266,7 +272,10 @@ def _check_shape(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> N
 
 
 def _ranks() -> list[int]:
-    return [parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_data_parallel_world_size()]
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    ]
 
 
 def _rng_object(data: dict[str, Any] | None) -> ShardedObject:

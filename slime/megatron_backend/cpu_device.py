@@ -35,6 +35,8 @@ class _CudaRequestsToCpu(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.device:  # naming a device asks for nothing yet
+            return func(*args, **kwargs)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type:
@@ -47,7 +49,7 @@ class _CudaRequestsToCpu(TorchFunctionMode):
 
 
 class _InOrder:
-    """Stands for a CUDA stream or event. Work on the CPU is already in program order, so there is nothing to wait for."""
+    """Stands for a CUDA stream or event: work on the CPU is in program order already, nothing is ever waited for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 

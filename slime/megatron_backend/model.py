@@ -51,7 +51,8 @@ class HiddenGPTModel(GPTModel):
         )
         self.hf_config, self.sizes = hf_config, sizes
         self.rope_theta = rope_theta(hf_config)
-        self.to(core.params_dtype)
+        # Megatron puts its matrices where they belong itself; torch's norms it leaves on the host, in fp32
+        self.to(torch.cuda.current_device(), core.params_dtype)
 
     def forward(
         self,
@@ -69,7 +70,7 @@ class HiddenGPTModel(GPTModel):
         return hidden_states
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `position * theta ** (-2 k / D)`: two fp32 tensors [T, 1, D/2], computed as HF computes them."""
+        """cos and sin of `position * theta ** (-2 k / D)`: two fp32 tensors [T, 1, D/2], computed as HF does."""
         size = self.config.kv_channels
         steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
         angles = positions.float()[:, None, None] * (1.0 / self.rope_theta**steps)

@@ -1,8 +1,7 @@
-"""config.json of an HF checkpoint -> megatron-core TransformerConfig. Refuses what the model would get wrong silently."""
+"""config.json of an HF checkpoint -> megatron-core TransformerConfig. Refuses what would go wrong silently."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
+from slime.hf_config import read_hf_config
 from slime.megatron_backend.hf_weights import family_for
 
 _SHAPE_KEYS = (
@@ -28,24 +28,21 @@ def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
     ValueError when the file is absent or malformed, a needed key is missing, or the family, the rotary scaling, the
     activation or the attention kind is not supported.
     """
-    path = Path(checkpoint_dir) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--hf-checkpoint must be a directory with a config.json, got {checkpoint_dir}")
-    try:
-        hf_config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} must be valid JSON, got {error}") from error
+    hf_config = read_hf_config(checkpoint_dir)
     check_hf_config(hf_config)
     return hf_config
 
 
 def check_hf_config(hf_config: dict[str, Any]) -> None:
     """Raise ValueError for an architecture this backend does not compute faithfully."""
-    family_for(hf_config)
+    family = family_for(hf_config)
     for key in _SHAPE_KEYS:
         if key not in hf_config:
             raise ValueError(f"config.json must give {key}, got none; the checkpoint is incomplete")
-    for key, wanted in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False)):
+    supported = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False}
+    if not family.qkv_bias:
+        supported["attention_bias"] = False
+    for key, wanted in supported.items():
         value = hf_config.get(key, wanted)
         if value != wanted:
             raise ValueError(f"{key} in config.json must be {wanted}, got {value}; it is not supported")
@@ -99,6 +96,9 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def _leave_as_is(weight: torch.Tensor) -> None: ...
+
+
 def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerConfig:
     """Megatron's model description of a checkpoint, for the parallel layout and precision of `config`.
 
@@ -129,8 +129,11 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
         "transformer_impl": "local",
-        # Every parameter is read from a checkpoint, so none is initialised at random first.
-        "perform_initialization": False,
+        # Every parameter is read from a checkpoint. (Switching initialisation off altogether would also leave out the
+        # marks of tensor-parallel parameters, which export and the gradient norm go by.)
+        "init_method": _leave_as_is,
+        "output_layer_init_method": _leave_as_is,
+        "embedding_init_method": _leave_as_is,
     }
     fields |= config.megatron.core_overrides(TransformerConfig) | {"calculate_per_token_loss": True}
     if fields["attention_dropout"] != 0:

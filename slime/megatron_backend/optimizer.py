@@ -59,7 +59,9 @@ def _start_adam(optimizer: MegatronOptimizer) -> None:
     """
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
-        if isinstance(inner, torch.optim.Adam):  # AdamW too; fused Adams of other libraries look after themselves
+        if isinstance(
+            inner, torch.optim.Adam
+        ):  # AdamW too; fused Adams of other libraries look after themselves
             for group in inner.param_groups:
                 for p in group["params"]:
                     moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}

@@ -12,8 +12,8 @@ from typing import Any
 
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
+from slime.hf_config import read_hf_config
 from slime.hooks import load_function
-from slime.config.validate import read_hf_config as load_hf_config
 from slime.loop import saves_after
 from slime.protocols import RolloutBatch, RolloutEngine
 from slime.rollout.base_types import call_rollout_fn
@@ -40,7 +40,7 @@ class RolloutManager:
         self.args = config.namespace(**facts)
         tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
-        self.hf_config = load_hf_config(config.hf_checkpoint)
+        self.hf_config = read_hf_config(config.hf_checkpoint)
         self.data_source = load_function(config.data_source_path, flag="--data-source-path")(self.args)
         self.rollout_function = load_function(config.rollout_function_path, flag="--rollout-function-path")
         self.eval_function = load_function(config.eval_function_path, flag="--eval-function-path")

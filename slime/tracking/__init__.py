@@ -2,14 +2,13 @@
 
 from slime.tracking.console import StepLine, progress
 from slime.tracking.environment import collect_environment, mask_secrets, write_environment
-from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX, MetricAccumulator
+from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Tracker, Trackers, make_trackers, steps_per_rollout
 
 __all__ = [
     "LOGPROB_DIFF",
     "LOGPROB_DIFF_MAX",
-    "MetricAccumulator",
     "StepLine",
     "Timers",
     "Tracker",

@@ -17,7 +17,9 @@ CHARACTERS = "0123456789+-*/=().,:; abcdefghijklmnopqrstuvwxyz"
 EOS_ID = SPECIAL.index("<|im_end|>")
 
 
-def make_checkpoint(path: Path, *, seed: int = 0, tied: bool = True, layers: int = 2, hidden: int = 64) -> Path:
+def make_checkpoint(
+    path: Path, *, seed: int = 0, tied: bool = True, layers: int = 2, hidden: int = 64
+) -> Path:
     """Write an HF checkpoint (config, safetensors, fast tokenizer) with random weights by `seed`."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

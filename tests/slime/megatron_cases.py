@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import rl_kernel
 from slime.config.megatron import MegatronConfig
 from slime.megatron_backend.attention import packed_layout
 from slime.megatron_backend.model import forward_hidden, output_weight, vocab_range
@@ -70,8 +71,12 @@ def hf_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 def packed_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
     """Logits [T, V] of a packed row; one tensor-parallel rank only."""
-    hidden = forward_hidden(model, torch.cat(batch), packed_layout([len(s) for s in batch], "cpu"))
-    return (hidden @ output_weight(model).T)[:, :VOCAB]
+    return (hidden_of(model, batch) @ output_weight(model).T)[:, :VOCAB]
+
+
+def hidden_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    device = output_weight(model).device
+    return forward_hidden(model, torch.cat(batch).to(device), packed_layout([len(s) for s in batch], device))
 
 
 def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:
@@ -80,15 +85,15 @@ def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:
     return cross_entropy(logits, targets, reduction="sum") / BATCH_TOKENS
 
 
-def train_step(model: nn.Module, optimizer: Any, scheduler: Any, batch: list[Tensor], **linear: Any) -> list[float]:
+def train_step(
+    model: nn.Module, optimizer: Any, scheduler: Any, batch: list[Tensor], **linear: Any
+) -> list[float]:
     """One optimizer step on this rank's part of a batch, through rl_kernel's head. Returns [loss, gradient norm]."""
-    import rl_kernel
-
     model.zero_grad_buffer()
     optimizer.zero_grad()
     start, size = vocab_range(model)
-    hidden = forward_hidden(model, torch.cat(batch), packed_layout([len(s) for s in batch], "cpu"))
-    targets = torch.cat([tokens.roll(-1) for tokens in batch])
+    hidden = hidden_of(model, batch)
+    targets = torch.cat([tokens.roll(-1) for tokens in batch]).to(hidden.device)
     log_probs = rl_kernel.linear_logp(
         hidden, output_weight(model), targets, vocab_start=start, vocab_size=size, **linear
     )

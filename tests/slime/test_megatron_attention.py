@@ -32,7 +32,7 @@ def no_rotation(tokens: int, half: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [20, 1, 3, 19, 200, 2, 21]])
+@pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [20, 1, 3, 19, 60, 2, 21]])
 def test_values_and_gradients_match_single_sequences(lengths, kv_heads):
     torch.manual_seed(0)
     total = sum(lengths)

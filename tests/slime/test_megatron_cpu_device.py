@@ -11,7 +11,9 @@ from torch import nn
 
 from slime.megatron_backend.cpu_device import install_cpu_redirect
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the redirect does nothing where there is a GPU")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the redirect does nothing where there is a GPU"
+)
 
 
 @pytest.fixture(autouse=True)

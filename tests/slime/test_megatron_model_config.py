@@ -68,8 +68,14 @@ def test_rope_theta_from_old_and_new_files(places):
     ("change", "message"),
     [
         ({"model_type": "mamba"}, r"model_type in config.json must be one of qwen2, qwen3, got 'mamba'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type in config.json must be default, got 'yarn'"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type in config.json must be default, got 'linear'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4}},
+            "rope_type in config.json must be default, got 'yarn'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "rope_type in config.json must be default, got 'linear'",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor in config.json must be 1, got 0.5"),
         ({"use_sliding_window": True}, "use_sliding_window in config.json must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act in config.json must be silu, got gelu"),
@@ -87,7 +93,7 @@ def test_missing_keys_and_files(tmp_path):
     with pytest.raises(ValueError, match="--hf-checkpoint must be a directory with a config.json"):
         load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="must be valid JSON"):
+    with pytest.raises(ValueError, match="must hold a valid config.json"):
         load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     assert load_hf_config(tmp_path) == QWEN3

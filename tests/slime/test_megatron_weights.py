@@ -62,7 +62,11 @@ def test_full_recomputation_changes_nothing(tmp_path):
     tiny_checkpoint(tmp_path)
     batch, grads = sequences(2), []
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    for overrides in ({}, recompute, {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}):
+    for overrides in (
+        {},
+        recompute,
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ):
         model = loaded(tmp_path, overrides=overrides)
         sum_loss(packed_logits(model, batch), batch).backward()
         grads.append(model.buffers[0].grad_data.clone())

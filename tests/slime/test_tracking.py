@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import pickle
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ import torch
 from slime.tracking import (
     LOGPROB_DIFF,
     LOGPROB_DIFF_MAX,
-    MetricAccumulator,
     StepLine,
     Timers,
     collect_environment,
@@ -97,39 +95,6 @@ def test_timers_measure_real_time():
     with timers.measure("rollout"):
         time.sleep(0.05)
     assert 0.05 <= timers.flush()["perf/rollout_time"] < 1.0
-
-
-def test_accumulator_weights_means_and_merges_ranks():
-    ranks = []
-    for total, count, largest in ((3.0, 2, 1.5), (1.0, 6, 4.0)):
-        rank = MetricAccumulator()
-        rank.add_mean("train/loss", total, count)
-        rank.add_max(LOGPROB_DIFF_MAX, largest)
-        rank.add_min("rollout/response_len/min", 10 - largest)
-        rank.add_sum("rollout/tokens", count)
-        ranks.append(pickle.loads(pickle.dumps(rank)))
-    merged = MetricAccumulator()
-    for rank in ranks:
-        merged.merge(rank)
-    assert merged.reduce() == {
-        "train/loss": 0.5,  # (3 + 1) / (2 + 6), not the mean of the ranks' means
-        LOGPROB_DIFF_MAX: 4.0,
-        "rollout/response_len/min": 6.0,
-        "rollout/tokens": 8.0,
-    }
-
-
-def test_accumulator_leaves_out_empty_means_and_keeps_nan():
-    metrics = MetricAccumulator()
-    metrics.add_mean("train/kl_loss", 0.0, 0)
-    for value in (1.0, math.nan, 2.0):
-        metrics.add_max("largest", value)
-        metrics.add_min("least", value)
-    reduced = metrics.reduce()
-    assert "train/kl_loss" not in reduced
-    assert math.isnan(reduced["largest"]) and math.isnan(reduced["least"])
-    with pytest.raises(ValueError, match="metric largest must keep one kind, got sum after max"):
-        metrics.add_sum("largest", 1.0)
 
 
 def test_as_floats_takes_numbers_only():

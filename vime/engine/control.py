@@ -107,7 +107,11 @@ class EngineControl:
     ) -> tuple[http.client.HTTPResponse, bytes]:
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
-        sent = {"Authorization": f"Bearer {self._run_key}", "Content-Type": "application/json", **(headers or {})}
+        sent = {
+            "Authorization": f"Bearer {self._run_key}",
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }
         try:
             connection.request(method, path, None if body is None else json.dumps(body), sent)
             response = connection.getresponse()
@@ -116,5 +120,7 @@ class EngineControl:
             connection.close()
         if response.status != 200:
             said = content.decode(errors="replace")[:2000]
-            raise ControlError(f"engine {self.url} must accept {method} {path}, got HTTP {response.status}: {said}")
+            raise ControlError(
+                f"engine {self.url} must accept {method} {path}, got HTTP {response.status}: {said}"
+            )
         return response, content

@@ -26,13 +26,17 @@ def differing_tensors(
         if name == "lm_head.weight" and name not in expected:
             name = "model.embed_tokens.weight"
         if name not in expected:
-            raise ValueError(f"every live tensor must be in the update to be compared, got {name} in the model only")
+            raise ValueError(
+                f"every live tensor must be in the update to be compared, got {name} in the model only"
+            )
         seen.add(name)
         want = shard_of(get_tensor(name), module, live.shape).to(live.device, live.dtype)
         if not torch.equal(live, want):
             wrong.add(name)
     if unseen := expected - seen - {"lm_head.weight"}:
-        raise ValueError(f"every tensor of an update must be live to be compared, got {sorted(unseen)[:8]} in the file only")
+        raise ValueError(
+            f"every tensor of an update must be live to be compared, got {sorted(unseen)[:8]} in the file only"
+        )
     return sorted(wrong)
 
 
@@ -93,7 +97,9 @@ def _packed_matrix(module: nn.Module) -> torch.Tensor:
     """The matrix inside `module.cpu_linear`, [out, in]: what it makes of the identity. Products with 1 and sums
     with 0 are exact, so the values are those of the packed copy to the bit (but for the sign of zeros)."""
     size = getattr(module, "input_size_per_partition", None) or module.embedding_dim
-    identity = torch.eye(size, dtype=module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype)
+    identity = torch.eye(
+        size, dtype=module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype
+    )
     return module.cpu_linear(identity, module.weight, None).T
 
 

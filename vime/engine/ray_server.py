@@ -1,0 +1,45 @@
+"""An engine server placed by Ray: an actor on the node that has the devices, which starts and watches the subprocess."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from vime.engine.server import EngineServer, EngineSpec
+
+
+class RayEngineServer:
+    """EngineServer inside a Ray actor, with EngineServer's interface. `options` go to the actor (resources, placement).
+
+    When the driver or the actor dies, so does the server: the actor's process holds the supervisor's pipe.
+    """
+
+    def __init__(self, spec: EngineSpec, options: dict[str, Any]) -> None:
+        self._actor = ray.remote(EngineServer).options(max_concurrency=4, **options).remote(spec)
+
+    def start(self) -> str:
+        return ray.get(self._actor.start.remote())
+
+    def wait_ready(self) -> None:
+        ray.get(self._actor.wait_ready.remote())
+
+    def poll(self) -> int | None:
+        """Exit status, None while it runs; -1 when the actor itself is gone."""
+        try:
+            return ray.get(self._actor.poll.remote())
+        except ray.exceptions.RayActorError:
+            return -1
+
+    def tail_log(self) -> str:
+        try:
+            return ray.get(self._actor.tail_log.remote())
+        except ray.exceptions.RayActorError as error:
+            return f"(the log is on the node of a lost actor: {error})"
+
+    def stop(self) -> None:
+        try:
+            ray.get(self._actor.stop.remote())
+        except ray.exceptions.RayActorError:
+            return
+        ray.kill(self._actor)
