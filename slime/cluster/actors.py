@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from slime.cluster.placement import Placement, cpu_threads
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
+from slime.rollout.manager import RolloutManager
+
+
+def log_to(config: Any, name: str) -> None:
+    """Send everything this process prints, from any library, to `{run_dir}/logs/{name}.log`."""
+    path = Path(config.run_dir).resolve() / "logs" / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
 
 
 class TrainerActor:
     """One trainer rank in its own process. Megatron is imported here, never in the driver."""
 
     def __init__(self, config: Any, rank: int, world_size: int, threads: int) -> None:
+        log_to(config, f"trainer-{rank}")
         os.environ.update({key: str(value) for key, value in config.train_env_vars.items()})
         self.config, self.rank, self.world_size = config, rank, world_size
         if threads:
@@ -102,15 +117,19 @@ def first_failure_or_all(refs: list[Any]) -> list[Any]:
     return ray.get(refs)
 
 
+class RolloutActor(RolloutManager):
+    """The rollout manager in its own process, which keeps its rank data in Ray's object store."""
+
+    def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
+        log_to(config, "rollout")
+        super().__init__(config, engine, dp_size, facts, ray.put)
+
+
 class RolloutGroup:
     """The rollout manager's actor. Implements slime.protocols.RolloutHandle."""
 
     def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
-        from slime.rollout.manager import RolloutManager
-
-        self._actor = (
-            ray.remote(RolloutManager).options(num_cpus=0).remote(config, engine, dp_size, facts, ray.put)
-        )
+        self._actor = ray.remote(RolloutActor).options(num_cpus=0).remote(config, engine, dp_size, facts)
 
     def load(self, start_rollout_id: int) -> None:
         """Bring the data source to where it stood before rollout `start_rollout_id`."""

@@ -11,7 +11,6 @@ from slime.config.fields import flag
 class FaultToleranceConfig:
     """Health of the engines."""
 
-    use_fault_tolerance: bool = flag(False, "restart an engine that died or stopped answering")
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks")
     rollout_health_check_timeout: float = flag(30.0, "seconds an engine may take to answer one")
     rollout_health_check_first_wait: float = flag(0.0, "seconds before the first health check")

@@ -155,6 +155,7 @@ _TEXT = {
     "vllm_router_request_timeout_secs": "one request may take --rollout-deadline-s",
 }
 _BARE = {
+    "use_fault_tolerance": "an engine that dies or stops answering is always restarted",
     "no_offload_train": "the trainer keeps its memory",
     "recompute_loss_function": "log-probs are computed from hidden states, no logits are kept",
     "variable_seq_lengths": "sequences are always packed at their own length",
