@@ -1,13 +1,16 @@
 """Write a tiny Qwen3 checkpoint and two-digit addition data: everything the first run needs, from a seed alone.
 
-    python scripts/make_tiny_model.py runs/tiny
+    python scripts/make_tiny_model.py runs/tiny/data
 
 leaves in that folder
 
-    base/                    Hugging Face checkpoint, random weights (1.0 M parameters, fp32), fast tokenizer, chat template
+    base/                    Hugging Face checkpoint: 1.1 M random fp32 parameters, fast tokenizer, chat template
     train.jsonl  .parquet    {"prompt": "12+34=", "label": "46"}: what reinforcement learning draws from
     test.jsonl   .parquet    the same for pairs that occur in no other file
-    sft.jsonl                {"messages": [user, assistant]}: supervised warm-up, pairs of train.jsonl in another order
+    sft.jsonl                {"messages": [user, assistant]}: supervised warm-up on the pairs of train.jsonl
+
+The teacher of sft.jsonl is sloppy: half of its answers (--slips) are off by a little. A model that imitates it learns
+how to add and also to be wrong as often as its teacher, which the reward of the first run then corrects.
 
 The same seed gives the same bytes. Nothing is downloaded.
 """
@@ -28,6 +31,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
+PAIRS = 90 * 90
+SLIPS = (-20, -10, -2, -1, 1, 2, 10, 20)
 
 # Qwen's turn markers without its default system turn: "12+34=" becomes 14 tokens, most of which carry the question.
 CHAT_TEMPLATE = (
@@ -50,7 +55,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json and a tokenizer_config.json that names no model-specific class, so every release reads it alike."""
+    """tokenizer.json and tokenizer_config.json; the general class name is read alike by every transformers release."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -68,10 +73,10 @@ def build_model(tokenizer: Tokenizer, seed: int) -> Qwen3ForCausalLM:
     """Random fp32 weights from `seed`; the caller's random state is left as it was."""
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=1024,
@@ -106,31 +111,41 @@ def write_jsonl(rows: list[dict], path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_data(folder: Path, seed: int, test: int) -> None:
+def sloppy_lessons(rows: list[dict[str, str]], seed: int, slips: float) -> list[dict]:
+    """Chats in an order of their own; each answer is off by 1, 2, 10 or 20 with probability `slips`."""
+    teacher = random.Random(seed + 1)
+    lessons = []
+    for row in teacher.sample(rows, len(rows)):
+        slip = teacher.choice(SLIPS) if teacher.random() < slips else 0
+        question = {"role": "user", "content": row["prompt"]}
+        answer = {"role": "assistant", "content": str(int(row["label"]) + slip)}
+        lessons.append({"messages": [question, answer]})
+    return lessons
+
+
+def write_data(folder: Path, seed: int, test: int, slips: float) -> None:
     train_rows, test_rows = additions(seed, test)
     for name, rows in (("train", train_rows), ("test", test_rows)):
         write_jsonl(rows, folder / f"{name}.jsonl")
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
-    messages = [
-        {
-            "messages": [
-                {"role": "user", "content": row["prompt"]},
-                {"role": "assistant", "content": row["label"]},
-            ]
-        }
-        for row in random.Random(seed + 1).sample(train_rows, len(train_rows))
-    ]
-    write_jsonl(messages, folder / "sft.jsonl")
+    write_jsonl(sloppy_lessons(train_rows, seed, slips), folder / "sft.jsonl")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a tiny Qwen3 checkpoint and two-digit addition data.")
     parser.add_argument("folder", type=Path, help="where to write; files of an earlier call are replaced")
     parser.add_argument("--seed", type=int, default=0, help="decides every byte (default 0)")
-    parser.add_argument("--test", type=int, default=256, help="held-out prompts of the 8100 (default 256)")
+    parser.add_argument(
+        "--test", type=int, default=256, help=f"held-out prompts of the {PAIRS} (default 256)"
+    )
+    parser.add_argument(
+        "--slips", type=float, default=0.5, help="share of wrong answers in sft.jsonl (default 0.5)"
+    )
     args = parser.parse_args(argv)
-    if not 0 < args.test < 8100:
-        parser.error(f"--test must lie in (0, 8100), got {args.test}; the default is 256")
+    if not 0 < args.test < PAIRS:
+        parser.error(f"--test must lie in (0, {PAIRS}), got {args.test}; the default is 256")
+    if not 0 <= args.slips <= 1:
+        parser.error(f"--slips must lie in [0, 1], got {args.slips}; the default is 0.5")
 
     base = args.folder / "base"
     base.mkdir(parents=True, exist_ok=True)
@@ -138,10 +153,9 @@ def main(argv: list[str] | None = None) -> None:
     model = build_model(tokenizer, args.seed)
     save_tokenizer(tokenizer, base)
     save_model(model, base)
-    write_data(args.folder, args.seed, args.test)
-    print(
-        f"{args.folder}: {model.num_parameters() / 1e6:.2f} M parameters, {8100 - args.test} train and {args.test} test prompts"
-    )
+    write_data(args.folder, args.seed, args.test, args.slips)
+    size = f"{model.num_parameters() / 1e6:.1f} M parameters"
+    print(f"{args.folder}: {size}, {PAIRS - args.test} training and {args.test} test prompts")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import ray
+from ray.exceptions import RayTaskError
 
 from slime import loop
 from slime.cluster import actors, placement
@@ -35,15 +37,18 @@ from slime.tracking.report import Reporter
 from vime.engine.client import VllmEngineClient
 from vime.engine.flags import engine_settings, parse_config
 from vime.engine.pool import VllmEnginePool
+from vime.engine.process import tail
 from vime.engine.ray_server import RayEngineServer
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineSpec
 
 SHARED_MEMORY = Path("/dev/shm")
+LOG_LINES = 15
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one training job. Exit code 0, or 130 when it was interrupted; ValueError for what the user can put right."""
+    """Run one training job. Exit code 0, 1 for a failure, whose last line says what happened, or 130 when it was
+    interrupted; ValueError for what the user can put right before anything runs."""
     signal.signal(signal.SIGTERM, _interrupt)
     config = with_data(parse_config(argv))
     for note in config.notes:
@@ -53,7 +58,30 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted: everything that was started has been stopped", file=sys.stderr)
         return 130
+    except Exception as error:  # the border of the run: recorded beside it, told in one line
+        if isinstance(error, ValueError) and not isinstance(error, RayTaskError):
+            raise
+        print(f"vime train: {_told(error, Path(config.run_dir).resolve() / 'logs')}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _told(error: Exception, logs: Path) -> str:
+    """What happened, for a person: an actor's last log lines first, and where the traceback was put."""
+    if isinstance(error, actors.ActorError):
+        log, trace, said = error.log, error.traceback, str(error)
+        if lines := tail(str(log), LOG_LINES):
+            said = f"the last lines of {log}:\n{lines}\n{said}"
+    else:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        log, trace, said = logs / "driver.log", "".join(traceback.format_exception(error)), str(cause)
+        if not isinstance(cause, ValueError | RuntimeError):  # the text of others may mean little by itself
+            said = f"{type(cause).__name__}: {said}"
+    if trace:
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(trace + "\n")
+        said += f"\nthe traceback is in {log}"
+    return said
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -59,7 +59,7 @@ def discounted_returns(reward: float, mask: Tensor, kl: Tensor, *, kl_coef: floa
 
 
 def discounted_sum(x: Tensor, discount: float) -> Tensor:
-    """`y_t = x_t + discount * y_{t+1}` along the last dimension, fp32, in log2(T) vector steps instead of T scalar ones."""
+    """`y_t = x_t + discount * y_{t+1}` along the last dimension, fp32, in log2(T) vector steps."""
     y = x.float().clone()
     span = 1
     while span < y.shape[-1]:
@@ -70,7 +70,7 @@ def discounted_sum(x: Tensor, discount: float) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (1506.02438) along the last dimension: returns (advantages, advantages + values).
+    """Generalised advantage estimation (1506.02438) along the last dimension: (advantages, advantages + values).
 
     `delta_t = r_t + gamma * V_{t+1} - V_t` with V after the end 0, `A_t = delta_t + gamma * lambd * A_{t+1}`; fp32.
     """

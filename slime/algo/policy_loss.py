@@ -1,7 +1,7 @@
 """Log-probs of a micro-batch -> the loss, for every estimator. Pure functions of tensors: no model, no ranks.
 
-R response tokens of the micro-batch, S its samples. Token t of the loss is divided by `denominators[t]`, which holds the
-means over sample and batch; losses and metrics of micro-batches and ranks are therefore added up.
+R response tokens of the micro-batch, S its samples. Token t of the loss is divided by `denominators[t]`, which holds
+the means over sample and batch; losses and metrics of micro-batches and ranks are therefore added up.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def policy_loss(args: Any, t: TokenColumns) -> Losses:
     per_token |= {**terms, "log_probs": t.log_probs}
     maxima = {}
     if t.rollout_log_probs is not None:
-        # With --use-rollout-logprobs old is the engine's own: only the present policy says how far trainer and engine are.
+        # With --use-rollout-logprobs old is the engine's own; only the present policy tells how far the two sides are.
         trainer_side = t.log_probs.detach() if args.use_rollout_logprobs else old
         difference = (trainer_side - t.rollout_log_probs).abs()
         per_token["train_rollout_logprob_abs_diff"] = difference

@@ -68,7 +68,7 @@ def compute_policy_loss(
 def compute_cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """`-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs` and 1.0 where the clip was active (2506.13585)."""
+    """`-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs` and 1.0 where clipped (2506.13585)."""
     ratio = (-ppo_kl).exp().detach()
     bounded = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -bounded * advantages * log_probs, (bounded != ratio).float()

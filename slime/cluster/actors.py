@@ -10,21 +10,40 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from slime.cluster.placement import Placement, cpu_threads
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
 
 
+def log_path(config: Any, name: str) -> Path:
+    return Path(config.run_dir).resolve() / "logs" / f"{name}.log"
+
+
 def log_to(config: Any, name: str) -> None:
     """Send everything this process prints, from any library, to `{run_dir}/logs/{name}.log`."""
-    path = Path(config.run_dir).resolve() / "logs" / f"{name}.log"
+    path = log_path(config, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
+
+
+class ActorError(RuntimeError):
+    """A call of an actor failed. The text says which actor, and the actor's own error; `log` is its log file, and
+    `traceback` the remote one, empty when the actor's process died."""
+
+    def __init__(self, name: str, error: RayTaskError | RayActorError, log: Path) -> None:
+        self.log, self.traceback = log, ""
+        if isinstance(error, RayTaskError):
+            self.traceback = str(error)
+            said = f"{type(error.cause).__name__}: {error.cause}"
+        else:
+            said = f"its process died: {' '.join(str(error).split())}"
+        super().__init__(f"{name} failed: {said}")
 
 
 class TrainerActor:
@@ -64,12 +83,14 @@ class TrainerActor:
 
 
 class TrainerGroup:
-    """All trainer ranks. Implements slime.protocols.TrainerHandle; a call runs on every rank and its future holds rank 0's answer."""
+    """All trainer ranks. Implements slime.protocols.TrainerHandle: a call runs on every rank, its future holds rank
+    0's answer."""
 
     def __init__(self, config: Any, placement: Placement) -> None:
         world_size = len(placement.trainer_bundles)
         threads = cpu_threads(config)[0] if placement.resource == "CPU" else 0
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        self._config = config
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="trainer-group")
         self._actors = [
             ray.remote(TrainerActor)
@@ -77,11 +98,11 @@ class TrainerGroup:
             .remote(config, rank, world_size, threads)
             for rank, bundle in enumerate(placement.trainer_bundles)
         ]
-        init_method = ray.get(self._actors[0].rendezvous.remote())
+        init_method = self._results([self._actors[0].rendezvous.remote()])[0]
         self._building = [actor.build.remote(init_method) for actor in self._actors]
 
     def wait_built(self) -> None:
-        built = first_failure_or_all(self._building)
+        built = self._results(self._building)
         self._dp_ranks = [dp_rank for dp_rank, _ in built]
         self.start_rollout_id = built[0][1]
 
@@ -100,7 +121,10 @@ class TrainerGroup:
         return self._on_all([actor.publish_weights.remote(version, checksums) for actor in self._actors])
 
     def _on_all(self, refs: list[Any]) -> Future[Any]:
-        return self._threads.submit(lambda: first_failure_or_all(refs)[0])
+        return self._threads.submit(lambda: self._results(refs)[0])
+
+    def _results(self, refs: list[Any]) -> list[Any]:
+        return first_failure_or_all(self._config, {ref: f"trainer-{rank}" for rank, ref in enumerate(refs)})
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -108,13 +132,19 @@ class TrainerGroup:
             ray.kill(actor)
 
 
-def first_failure_or_all(refs: list[Any]) -> list[Any]:
-    """All results; the first rank that fails raises at once, while its peers still wait for it in a collective."""
-    waiting = list(refs)
+def first_failure_or_all(config: Any, calls: dict[Any, str]) -> list[Any]:
+    """Results of the calls (reference -> name of the actor), in order.
+
+    The first one that fails raises ActorError at once, while its peers still wait for it in a collective.
+    """
+    waiting, results = list(calls), {}
     while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1)
-        ray.get(done)
-    return ray.get(refs)
+        (done,), waiting = ray.wait(waiting, num_returns=1)
+        try:
+            results[done] = ray.get(done)
+        except (RayTaskError, RayActorError) as error:
+            raise ActorError(calls[done], error, log_path(config, calls[done])) from None
+    return [results[ref] for ref in calls]
 
 
 class RolloutActor(RolloutManager):
@@ -129,17 +159,23 @@ class RolloutGroup:
     """The rollout manager's actor. Implements slime.protocols.RolloutHandle."""
 
     def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
+        self._config = config
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-group")
         self._actor = ray.remote(RolloutActor).options(num_cpus=0).remote(config, engine, dp_size, facts)
 
     def load(self, start_rollout_id: int) -> None:
         """Bring the data source to where it stood before rollout `start_rollout_id`."""
-        ray.get(self._actor.load.remote(start_rollout_id))
+        self._result(self._actor.load.remote(start_rollout_id))
 
     def generate(self, rollout_id: int) -> Future[RolloutBatch]:
-        return self._actor.generate.remote(rollout_id).future()
+        return self._threads.submit(self._result, self._actor.generate.remote(rollout_id))
 
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
-        return self._actor.evaluate.remote(rollout_id).future()
+        return self._threads.submit(self._result, self._actor.evaluate.remote(rollout_id))
+
+    def _result(self, ref: Any) -> Any:
+        return first_failure_or_all(self._config, {ref: "rollout"})[0]
 
     def stop(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
         ray.kill(self._actor)

@@ -6,7 +6,6 @@ and a laptop with two of them can hold every topology of the test suite.
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from typing import Any

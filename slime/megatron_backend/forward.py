@@ -17,9 +17,12 @@ from slime.megatron_backend.attention import packed_layout
 from slime.megatron_backend.model import forward_hidden, output_weight, vocab_range
 from slime.megatron_backend.parallel import ParallelInfo
 
+PADDING_LOGIT = -1e30
+"""Finite, so that probability x log-probability of a padding column is 0 and not NaN."""
+
 
 def response_hidden(model: Any, batch: MicroBatch) -> Tensor:
-    """Hidden states that predict the response tokens: [R, H] in the model's dtype, equal on all tensor-parallel ranks."""
+    """Hidden states that predict the response tokens: [R, H], model dtype, equal on all tensor-parallel ranks."""
     layout = packed_layout(batch.lengths, batch.tokens.device)
     return forward_hidden(model, batch.tokens, layout)[batch.rows]
 
@@ -49,9 +52,15 @@ def token_log_probs(
 
 
 def response_logits(model: Any, batch: MicroBatch) -> Tensor:
-    """fp32 logits [R, V_local] of the response positions, for losses that ask for them (--custom-loss-function-path)."""
+    """fp32 logits [R, V_local] of the response positions, for losses that ask for them (--custom-loss-function-path).
+
+    Columns that only pad the vocabulary hold PADDING_LOGIT: they have no part in a softmax over the row.
+    """
     hidden = tensor_parallel.copy_to_tensor_model_parallel_region(response_hidden(model, batch))
-    return torch.nn.functional.linear(hidden.float(), output_weight(model).float())
+    logits = torch.nn.functional.linear(hidden.float(), output_weight(model).float())
+    start, size = vocab_range(model)
+    padding = torch.arange(start, start + logits.shape[-1], device=logits.device) >= size
+    return logits.masked_fill(padding, PADDING_LOGIT)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: forward to log-probs, then the objective of slime.algo. Routes hooks; holds no formula."""
+"""The loss of one micro-batch: forward to log-probs, then the objective of slime.algo. Holds no formula."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class MicroBatchLoss:
-    """`loss` is summed over micro-batches and data-parallel ranks by plain addition, and so are `sums`; `maxima` by max."""
+    """Over micro-batches and data-parallel ranks `loss` and `sums` are added up, of `maxima` the largest is kept."""
 
     loss: Tensor
     sums: dict[str, Tensor]

@@ -8,6 +8,7 @@ Owns the order of a training step. The maths is in slime.algo and rl_kernel, the
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class MegatronTrainer:
         self.model = build_model(self.hf_config, config)
         resume = checkpoint.latest(config.load) if config.load else None
         if resume is None:
-            load_weights(self.model, config.load or config.ref_load or config.hf_checkpoint)
+            load_weights(self.model, start_directory(config))
         self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
         self.start_rollout_id = config.start_rollout_id or 0
         if resume is not None:
@@ -76,7 +77,7 @@ class MegatronTrainer:
         return TrainResult(steps=steps, rollout=self._rollout_means(data, steps), perf=perf)
 
     def save(self, rollout_id: int) -> None:
-        """Checkpoint under --save (and --save-hf), as iteration `rollout_id`. Collective; appears only when complete."""
+        """Checkpoint under --save (and --save-hf) as iteration `rollout_id`. Collective; appears only when complete."""
         optimizer = None if self.config.no_save_optim else self.optimizer
         extra = {"rollout_id": rollout_id}
         checkpoint.save_checkpoint(
@@ -103,8 +104,8 @@ class MegatronTrainer:
             load_function(path, flag="--" + flag.replace("_", "-"))(*args)
 
     def _to_device(self, data: TrainData) -> None:
-        """Tensors to the device (the packer reads `tokens` on the host), and the denominator of every token in the loss:
-        `max(rollout_mask_sum, 1) * global_batch_size`, or the step's token count with --calculate-per-token-loss.
+        """Tensors to the device (the packer reads `tokens` on the host), and the denominator of every token in the
+        loss: `max(rollout_mask_sum, 1) * global_batch_size`, or with --calculate-per-token-loss the step's tokens.
         """
         for column in ("loss_masks", "rollout_log_probs", "teacher_log_probs"):
             if column in data:
@@ -126,7 +127,9 @@ class MegatronTrainer:
         pad_to = self.info.tp_size if self.config.sequence_parallel else 1
         return pack(data, samples, present, pad_to=pad_to, device=self.info.device)
 
-    def _forward_log_probs(self, model: Any, data: TrainData) -> list[Tensor]:
+    def _forward_log_probs(self, model: Any, data: TrainData, prefix: str) -> list[Tensor]:
+        """`prefix` tells --custom-megatron-before-log-prob-hook-path which column follows: "ref_" or ""."""
+        self._hook("custom_megatron_before_log_prob_hook_path", self.args, [model], prefix)
         return log_probs_of_data(
             model,
             self.info,
@@ -141,19 +144,18 @@ class MegatronTrainer:
         config = self.config
         if self.ref_model is not None:
             with self.timers.measure("ref_log_probs"):
-                data["ref_log_probs"] = self._forward_log_probs(self.ref_model, data)
+                data["ref_log_probs"] = self._forward_log_probs(self.ref_model, data, "ref_")
         if config.loss_type == "sft_loss":
             return
         if config.use_rollout_logprobs:
             data["old_log_probs"] = data["rollout_log_probs"]
         elif self._needs_old_log_probs(data):
-            self._hook("custom_megatron_before_log_prob_hook_path", self.args, [self.model], "")
             with self.timers.measure("log_probs"):
-                data["old_log_probs"] = self._forward_log_probs(self.model, data)
+                data["old_log_probs"] = self._forward_log_probs(self.model, data, "")
             data["log_probs"] = data["old_log_probs"]  # the name that advantage hooks read
 
     def _needs_old_log_probs(self, data: TrainData) -> bool:
-        """With one step a rollout the policy still is the old policy when it is trained: its own detached log-probs serve.
+        """With one step a rollout the policy still is the old one when it is trained: its own detached log-probs serve.
         What needs them before that step (a KL penalty in the reward, hooks, sequence ratios) asks for the extra pass.
         """
         config = self.config
@@ -210,7 +212,7 @@ class MegatronTrainer:
                 losses[-1].loss.backward()
         finish_grads(self.model)
         updated, grad_norm, _ = self.optimizer.step()
-        if not updated:
+        if not (updated and math.isfinite(grad_norm)):
             raise FloatingPointError(
                 f"gradients must be finite, got norm {grad_norm}; inspect the batch with --save-debug-rollout-data"
             )
@@ -266,6 +268,15 @@ COLUMNS = (
     "ref_log_probs",
     "rollout_log_probs",
 )
+
+
+def start_directory(config: Any) -> str:
+    """Where a run that resumes nothing takes its weights from: --load when that is an HF directory (when it is also
+    --save, the first start finds it empty), else --ref-load, else --hf-checkpoint.
+    """
+    if config.load and (Path(config.load) / "config.json").is_file():
+        return config.load
+    return config.ref_load or config.hf_checkpoint
 
 
 def load_weights(model: Any, directory: str) -> None:

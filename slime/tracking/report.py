@@ -37,7 +37,8 @@ class Reporter:
     def evaluation(self, rollout_id: int, metrics: dict[str, float]) -> None:
         if metrics:
             self.trackers.log(metrics, rollout_id, "eval/step")
-            self.line.show_eval(rollout_id, metrics)
+            scores = {name: value for name, value in metrics.items() if name.count("/") == 1}
+            self.line.show_eval(rollout_id, scores)
 
     def close(self) -> None:
         self.trackers.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 from typing import Any, Literal
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from vime.engine.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
 
@@ -57,8 +57,10 @@ class EngineControl:
         self._post("/finish_weight_update", body, headers=headers, timeout_s=_SLOW_S)
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes: they were computed with weights that may be gone."""
-        self._post("/reset_prefix_cache")
+        """Forget all cached keys and values, of running requests too: those compute theirs anew when they go on."""
+        answer = self._post("/reset_prefix_cache", query={"reset_running_requests": "true"}, timeout_s=_SLOW_S)
+        if not json.loads(answer)["success"]:
+            raise ControlError(f"engine {self.url} must drop its prefix cache, got {answer.decode()}")
 
     def sleep(self, level: int, mode: PauseMode = "keep") -> None:
         """Free device memory (vLLM's sleep mode: level 1 moves weights to the host, 2 drops them)."""
@@ -93,7 +95,7 @@ class EngineControl:
         headers: dict[str, str] | None = None,
         timeout_s: float = _QUICK_S,
     ) -> bytes:
-        path = f"{path}?{urlencode(query, quote_via=quote)}" if query else path
+        path = f"{path}?{urlencode(query)}" if query else path
         return self._request("POST", path, body, headers=headers, timeout_s=timeout_s)[1]
 
     def _request(

@@ -1,0 +1,355 @@
+"""One real engine behind the real router: keys, log-probs, seeds, weight updates, aborts, restarts.
+
+The tests share the engine and leave it serving; they run in the order of the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+import torch
+from engine_fixtures import EOS_ID, make_checkpoint, publish_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slime.protocols import GenerateResult, WeightUpdate
+from vime.engine.control import ControlError, EngineControl
+from vime.engine.middleware import health_prefix
+from vime.engine.pool import VllmEnginePool, load
+from vime.engine.router import RouterSpec
+from vime.engine.server import EngineSpec
+
+pytestmark = pytest.mark.e2e
+KEY = "test-key-0123456789"
+PROMPT = [14, 5, 8, 13, 21, 30]
+
+
+class Stack:
+    """The pool, and two sets of weights for it: the checkpoint's own and others."""
+
+    def __init__(self, root: Path) -> None:
+        self.weight_dir = root / "weights"
+        self.checkpoint = make_checkpoint(root / "first", seed=0)
+        self.other = make_checkpoint(root / "second", seed=1)
+        spec = EngineSpec(
+            model_path=str(self.checkpoint),
+            run_key=KEY,
+            log_path=str(root / "engine.log"),
+            weight_dir=str(self.weight_dir),
+            start_timeout_s=240,
+        )
+        router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
+        self.pool = VllmEnginePool([spec], router, health_check_interval_s=5)
+        self.version = -1
+
+    @property
+    def control(self) -> EngineControl:
+        return EngineControl(self.pool.engine_urls[0], KEY)
+
+    def push(self, checkpoint: Path, *, checksums: bool = True) -> WeightUpdate:
+        self.version += 1
+        update = publish_checkpoint(checkpoint, self.weight_dir, self.version, checksums=checksums)
+        self.pool.update_weights(update)
+        return update
+
+    def generate(self, prompt: list[int], *, seed: int = 0, deadline_s: float = 60, **params: object) -> GenerateResult:
+        return self.generate_all([prompt], seed=seed, deadline_s=deadline_s, **params)[0]
+
+    def generate_all(
+        self, prompts: list[list[int]], *, seed: int = 0, deadline_s: float = 60, **params: object
+    ) -> list[GenerateResult]:
+        async def run() -> list[GenerateResult]:
+            client = self.pool.client()
+            sampling = {"temperature": 1.0, "max_new_tokens": 8, "stop_token_ids": [], **params}
+            tasks = [
+                client.generate(prompt, sampling, seed=seed + i, deadline_s=deadline_s)
+                for i, prompt in enumerate(prompts)
+            ]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("engine"))
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    stack.pool.start()
+    processes = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert len(processes) >= 5, "supervisors, API server, engine core, router, key server"
+    yield stack
+    stack.pool.stop()
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert left == []
+    gone, alive = psutil.wait_procs(processes, timeout=5)
+    assert alive == []
+
+
+def status(base: str, method: str, path: str, key: str | None = None) -> int:
+    address = urlsplit(base)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    try:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        connection.request(method, address.path + path, "{}" if method in ("POST", "PUT", "PATCH") else None, headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def hf_log_probs(checkpoint: Path, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    log_probs = torch.log_softmax(logits / temperature, -1)
+    return log_probs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def test_every_route_of_the_engine_needs_the_key(stack: Stack) -> None:
+    url = stack.pool.engine_urls[0]
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    connection.request("GET", "/openapi.json", headers={"Authorization": f"Bearer {KEY}"})
+    routes = json.loads(connection.getresponse().read())["paths"]
+    connection.close()
+    assert {"/pause", "/update_weights", "/health", "/v1/completions", "/collective_rpc"} <= routes.keys()
+    probes = [(method.upper(), path) for path, methods in routes.items() for method in methods]
+    probes += [("GET", p) for p in ("/", "/docs", "/redoc", "/openapi.json", "/metrics", "/ping", "/nowhere")]
+    probes += [("OPTIONS", "/v1/completions"), ("HEAD", "/health")]
+    for method, path in probes:
+        assert status(url, method, path) == 401, (method, path)
+        assert status(url, method, path, key="wrong") == 401, (method, path)
+    assert status(url, "GET", "/health", key=KEY) == 200
+
+
+def test_the_path_given_to_the_router_opens_health_only(stack: Stack) -> None:
+    url = stack.pool.engine_urls[0] + health_prefix(KEY)
+    assert status(url, "GET", "/health") == 200
+    for method, path in [("POST", "/health"), ("POST", "/pause"), ("GET", "/v1/models"), ("GET", "/health/../metrics")]:
+        assert status(url, method, path) == 401, (method, path)
+    assert status(stack.pool.engine_urls[0], "GET", health_prefix("wrong") + "/health") == 401
+
+
+def test_every_route_of_the_router_needs_the_key(stack: Stack) -> None:
+    url = stack.pool.router_url
+    gets = ["/health", "/liveness", "/readiness", "/health_generate", "/workers", "/list_workers", "/v1/models"]
+    gets += ["/get_server_info", "/get_model_info", "/get_loads", "/metrics", "/nowhere", "/"]
+    posts = ["/add_worker?url=http://127.0.0.1:1", f"/remove_worker?url={stack.pool.engine_urls[0]}", "/flush_cache"]
+    posts += ["/pause", "/sleep", "/update_weights", "/abort_requests", "/v1/unknown", "/workers"]
+    for method, paths in (("GET", gets), ("POST", posts)):
+        for path in paths:
+            assert status(url, method, path) == 401, (method, path)
+            assert status(url, method, path, key="wrong") == 401, (method, path)
+    # A body that is no completion request is refused before the key is looked at: nothing reaches an engine.
+    assert status(url, "POST", "/v1/completions") in (401, 422)
+    assert status(url, "GET", "/workers", key=KEY) == 200
+
+
+def test_nothing_listens_beyond_loopback_and_no_command_line_holds_the_key(stack: Stack) -> None:
+    for process in psutil.Process().children(recursive=True):
+        assert KEY not in " ".join(process.cmdline())
+        for connection in process.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip in ("127.0.0.1", "::1"), process.cmdline()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_transformers(stack: Stack, temperature: float) -> None:
+    results = stack.generate_all([PROMPT] * 16, temperature=temperature, max_new_tokens=12, ignore_eos=True)
+    worst = 0.0
+    for result in results:
+        assert len(result.token_ids) == len(result.log_probs) == 12
+        expected = hf_log_probs(stack.checkpoint, PROMPT, result.token_ids, temperature)
+        worst = max(worst, (torch.tensor(result.log_probs) - expected).abs().max().item())
+    assert worst < 1e-4
+    print(f"largest difference at temperature {temperature}: {worst:.2e}")
+
+
+def test_a_seed_decides_the_sample_whatever_runs_beside_it(stack: Stack) -> None:
+    alone = stack.generate(PROMPT, seed=5, max_new_tokens=16)
+    crowd = stack.generate_all([PROMPT] * 32, seed=0, max_new_tokens=16)
+    assert crowd[5].token_ids == alone.token_ids
+    assert len({tuple(result.token_ids) for result in crowd}) > 16
+
+
+def test_sampling_parameters_reach_the_engine(stack: Stack) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint)
+    greedy = stack.generate(PROMPT, temperature=0.0, max_new_tokens=10, ignore_eos=True)
+    assert (greedy.finish_reason, len(greedy.token_ids)) == ("length", 10)
+    assert greedy.prompt_tokens == len(PROMPT)
+    assert greedy.text == tokenizer.decode(greedy.token_ids, skip_special_tokens=True)
+    third = greedy.token_ids[2]
+    first_place = greedy.token_ids.index(third)
+    stopped = stack.generate(PROMPT, temperature=0.0, max_new_tokens=10, ignore_eos=True, stop_token_ids=[third])
+    assert (stopped.finish_reason, stopped.token_ids) == ("stop", greedy.token_ids[: first_place + 1])
+    assert all(
+        EOS_ID not in result.token_ids[:5]
+        for result in stack.generate_all([PROMPT] * 64, max_new_tokens=6, min_new_tokens=5)
+    )
+    top = stack.generate(PROMPT, temperature=5.0, top_k=1, max_new_tokens=10, ignore_eos=True)
+    assert top.token_ids == greedy.token_ids
+    assert top.log_probs == [0.0] * 10, "the distribution that was sampled from has one token left"
+
+
+def test_what_the_engine_refuses_is_an_error_at_once(stack: Stack) -> None:
+    with pytest.raises(ValueError, match="maximum context length|max_model_len|longer than"):
+        stack.generate([5] * 600)
+
+
+def test_an_update_changes_answers_and_version(stack: Stack) -> None:
+    assert stack.control.weight_version() == -1
+    before = stack.generate(PROMPT, seed=3, ignore_eos=True)
+    assert before.weight_versions == [-1]
+    stack.push(stack.checkpoint)
+    same = stack.generate(PROMPT, seed=3, ignore_eos=True)
+    assert (same.token_ids, same.weight_versions) == (before.token_ids, [0])
+    stack.push(stack.other)
+    after = stack.generate(PROMPT, seed=3, ignore_eos=True)
+    assert after.weight_versions == [1]
+    expected = hf_log_probs(stack.other, PROMPT, after.token_ids, 1.0)
+    torch.testing.assert_close(torch.tensor(after.log_probs), expected, atol=1e-4, rtol=0)
+    assert stack.control.weight_version() == 1
+
+
+def test_an_update_during_a_request_is_seen_in_it(stack: Stack) -> None:
+    """Pause "keep": the tokens before the update are the old weights', those after it the new weights', computed
+    with keys and values of the new weights only."""
+    found: list[GenerateResult] = []
+    thread = threading.Thread(
+        target=lambda: found.append(stack.generate(PROMPT, seed=7, max_new_tokens=480, ignore_eos=True))
+    )
+    thread.start()
+    time.sleep(0.6)
+    stack.push(stack.checkpoint)
+    thread.join()
+    result = found[0]
+    assert result.weight_versions == [1, 2]
+    given = torch.tensor(result.log_probs)
+    old = (given - hf_log_probs(stack.other, PROMPT, result.token_ids, 1.0)).abs()
+    new = (given - hf_log_probs(stack.checkpoint, PROMPT, result.token_ids, 1.0)).abs()
+    switch = int((old < 1e-3).long().cumprod(0).sum())
+    assert 0 < switch < 480
+    assert old[:switch].max() < 1e-3
+    assert new[switch:].max() < 1e-3
+
+
+def test_abort_returns_what_there_is(stack: Stack) -> None:
+    async def run() -> list[GenerateResult]:
+        client = stack.pool.client()
+        sampling = {"temperature": 1.0, "max_new_tokens": 490, "ignore_eos": True}
+        tasks = [
+            asyncio.create_task(client.generate(PROMPT, sampling, seed=i, deadline_s=60)) for i in range(8)
+        ]
+        await asyncio.sleep(0.6)
+        await client.abort_all()
+        results = await asyncio.gather(*tasks)
+        await client.close()
+        return results
+
+    results = asyncio.run(run())
+    assert [result.finish_reason for result in results] == ["abort"] * 8
+    for result in results:
+        assert 0 < len(result.token_ids) < 490
+        expected = hf_log_probs(stack.checkpoint, PROMPT, result.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=1e-3, rtol=0)
+
+
+def test_files_that_must_not_be_loaded_are_refused(stack: Stack, tmp_path: Path) -> None:
+    state = load_file(stack.other / "model.safetensors")
+    lacking = {name: tensor for name, tensor in state.items() if name != "model.norm.weight"}
+    misshapen = state | {"model.norm.weight": torch.ones(65)}
+    inside = stack.weight_dir
+    save_file(state, tmp_path / "outside.safetensors")
+    save_file(lacking, inside / "lacking.safetensors")
+    save_file(misshapen, inside / "misshapen.safetensors")
+    (inside / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    before = stack.generate(PROMPT, seed=1)
+    for path, message in [
+        (tmp_path / "outside.safetensors", "must lie under"),
+        (inside / "link.safetensors", "must lie under"),
+        (inside / ".." / "weights" / ".." / "x", "must lie under"),
+        (inside / "lacking.safetensors", "model.norm.weight missing from the file"),
+        (inside / "misshapen.safetensors", "model.norm.weight must have shape"),
+    ]:
+        with pytest.raises(ControlError, match=message):
+            load(stack.control, WeightUpdate(version=99, info={"path": str(path)}))
+    after = stack.generate(PROMPT, seed=1)
+    assert (after.token_ids, after.log_probs) == (before.token_ids, before.log_probs)
+    assert after.weight_versions == before.weight_versions
+
+
+def test_a_file_that_changed_after_hashing_is_refused(stack: Stack) -> None:
+    update = publish_checkpoint(stack.other, stack.weight_dir, 50, checksums=True)
+    state = load_file(update.info["path"])
+    state["model.layers.1.mlp.up_proj.weight"][3, 7] += 1e-6
+    save_file(state, update.info["path"])
+    with pytest.raises(ControlError, match=r"1 tensors that differ: model\.layers\.1\.mlp\.up_proj\.weight"):
+        stack.pool.update_weights(update)
+
+
+def test_a_corrupted_live_tensor_is_found(stack: Stack) -> None:
+    """vLLM's own reset_weights zeroes live parameters; comparing without loading must name them."""
+    update = stack.push(stack.checkpoint)
+    compare = {**update.info, "checksums": update.checksums, "load": False}
+    control = stack.control
+
+    def check() -> None:
+        control.start_weight_update()
+        control.update_weights(compare)
+        control.finish_weight_update(update.version)
+
+    check()
+    control.collective_rpc("reset_weights")
+    with pytest.raises(ControlError, match=r"live weights must equal.*model\.embed_tokens\.weight"):
+        check()
+    stack.push(stack.checkpoint)
+    check()
+
+
+def test_sleeping_engines_answer_when_they_wake(stack: Stack) -> None:
+    stack.pool.sleep()
+    found: list[GenerateResult] = []
+    thread = threading.Thread(target=lambda: found.append(stack.generate(PROMPT, seed=2)))
+    thread.start()
+    time.sleep(1.5)
+    assert found == []
+    stack.pool.wake()
+    thread.join()
+    assert found[0].log_probs
+
+
+def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
+    update = stack.push(stack.other)
+    url = stack.pool.engine_urls[0]
+    found: list[GenerateResult] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(
+            stack.generate_all([PROMPT] * 16, seed=0, max_new_tokens=300, ignore_eos=True, deadline_s=200)
+        )
+    )
+    thread.start()
+    time.sleep(0.6)
+    for process in psutil.Process().children(recursive=True):
+        if "vllm.entrypoints" in " ".join(process.cmdline()) and "supervise" not in " ".join(process.cmdline()):
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    thread.join()
+    assert stack.pool.engine_urls != [url]
+    assert len(found) == 16
+    for result in found[:4]:
+        assert result.weight_versions == [update.version]
+        expected = hf_log_probs(stack.other, PROMPT, result.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=1e-3, rtol=0)
+    stack.pool.check_health()

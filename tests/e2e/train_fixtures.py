@@ -1,0 +1,267 @@
+"""One tiny world for whole runs of `vime train`: a model, data, hooks, and what a run leaves behind.
+
+Also the module of the hooks that those runs name by dotted path (`train_fixtures.parity_reward`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS, SAMPLES = 8, 4
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    """1 when the first token of the response is odd: varies within most groups of an untrained model, not in all."""
+    return float(sample.tokens[-sample.response_length] % 2)
+
+
+def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    if sample.index == 5:
+        raise KeyError("no such answer")
+    return 0.0
+
+
+def slow_reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    """`parity_reward` after a while, so that a fault can strike while a rollout is going on."""
+    time.sleep(0.25)
+    return parity_reward(args, sample)
+
+
+class World:
+    """A folder with the model, the prompt files and the runs made with them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        spec = importlib.util.spec_from_file_location(
+            "make_tiny_model", ROOT / "scripts" / "make_tiny_model.py"
+        )
+        assert spec is not None and spec.loader is not None
+        maker = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(maker)
+        maker.main([str(root / "tiny")])
+        self.model = root / "tiny" / "base"
+        self.eval_config = root / "eval.yaml"
+        test = str(root / "tiny" / "test.jsonl")
+        datasets = {
+            "greedy": {"path": f"{test}@[0:6]", "temperature": 0.0, "max_response_len": 3},
+            "sampled": {"path": f"{test}@[6:10]", "n_samples_per_eval_prompt": 2, "max_response_len": 5},
+        }
+        self.eval_config.write_text(yaml.safe_dump({"datasets": datasets}))
+
+    def grpo(self, name: str, *, rollouts: int, reward: str = "parity_reward") -> list[str]:
+        """Flags of a small GRPO run in `root/name`, placement left open."""
+        return [
+            *("--hf-checkpoint", str(self.model), "--run-dir", str(self.root / name)),
+            *("--prompt-data", str(self.root / "tiny" / "train.jsonl"), "--rollout-shuffle"),
+            *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template"),
+            *("--custom-rm-path", f"train_fixtures.{reward}", "--num-rollout", str(rollouts)),
+            *("--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES)),
+            *("--global-batch-size", str(PROMPTS * SAMPLES), "--rollout-max-response-len", "8"),
+            *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "256", "--lr", "1e-3"),
+            *("--save-debug-rollout-data", str(self.root / name / "samples" / "{rollout_id}.pt")),
+        ]
+
+    def sft(self, name: str, *, rollouts: int) -> list[str]:
+        return [
+            *("--hf-checkpoint", str(self.model), "--run-dir", str(self.root / name)),
+            *("--prompt-data", str(self.root / "tiny" / "sft.jsonl"), "--input-key", "messages"),
+            *(
+                "--loss-type",
+                "sft_loss",
+                "--rollout-function-path",
+                "slime.rollout.sft_rollout.generate_rollout",
+            ),
+            *("--debug-train-only", "--disable-compute-advantages-and-returns", "--calculate-per-token-loss"),
+            *("--num-rollout", str(rollouts), "--rollout-batch-size", "64", "--global-batch-size", "64"),
+            *(
+                "--use-dynamic-batch-size",
+                "--max-tokens-per-gpu",
+                "2048",
+                "--lr",
+                "3e-3",
+                "--rollout-shuffle",
+            ),
+            *("--actor-num-gpus-per-node", "1"),
+        ]
+
+
+class Launch:
+    """A started command: its output, and every process that comes from it.
+
+    Workers of Ray rename themselves and outlive a killed parent, so neither a command line nor a process group finds
+    them all. The test process makes itself the reaper of orphans instead: whatever is left becomes its own descendant.
+    """
+
+    def __init__(self, command: list[str], output: Path) -> None:
+        become_reaper()
+        self._before = descendants(os.getpid())
+        self._output = output
+        output.parent.mkdir(parents=True, exist_ok=True)
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VIME_"))}
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+        with open(output, "wb") as file:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def left(self) -> dict[int, str]:
+        """Living processes of this command, the command itself included: pid -> command line."""
+        found = {}
+        for pid in descendants(os.getpid()) - self._before:
+            if _state(pid) == "Z":
+                if pid != self.process.pid:  # that one belongs to Popen
+                    with contextlib.suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+                continue
+            with contextlib.suppress(OSError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+        return found
+
+    def find(self, pattern: str) -> list[int]:
+        return sorted(pid for pid, command in self.left().items() if re.search(pattern, command))
+
+    def finish(self, timeout_s: float) -> int:
+        """Exit code of the command; nothing of it may be left 10 s later."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.clean_up()
+            raise AssertionError(f"no end within {timeout_s} s:\n{self.output[-3000:]}") from None
+        self.await_gone(10)
+        return code
+
+    def await_gone(self, timeout_s: float) -> float:
+        """Seconds until nothing of the command is left."""
+        began = time.monotonic()
+        while left := self.left():
+            if time.monotonic() - began > timeout_s:
+                self.clean_up()
+                raise AssertionError(f"left after {timeout_s} s: {left}")
+            time.sleep(0.1)
+        return time.monotonic() - began
+
+    def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
+        """The first true value of `condition`, while the command runs."""
+        end = time.monotonic() + timeout_s
+        while not (value := condition()):
+            code = self.process.poll()
+            assert code is None, f"ended with {code} before {what}:\n{self.output[-3000:]}"
+            if time.monotonic() > end:
+                self.clean_up()
+                raise AssertionError(f"no {what} within {timeout_s} s:\n{self.output[-3000:]}")
+            time.sleep(0.02)
+        return value
+
+    def clean_up(self) -> None:
+        """SIGKILL to what is left, by id."""
+        while left := self.left():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def launched(command: list[str], output: Path) -> Iterator[Launch]:
+    launch = Launch(command, output)
+    try:
+        yield launch
+    finally:
+        launch.clean_up()
+
+
+def vime(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "vime", *argv]
+
+
+def run(command: list[str], output: Path, *, timeout_s: float = 240) -> str:
+    """Run to the end, which must be good; returns what was printed."""
+    with launched(command, output) as launch:
+        code = launch.finish(timeout_s)
+        assert code == 0, launch.output[-3000:]
+        return launch.output
+
+
+def become_reaper() -> None:
+    """Orphans among this process's descendants become its children."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(pid: int) -> set[int]:
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry)] = int(_stat(int(entry))[1])
+    found: set[int] = set()
+    fresh = {pid}
+    while fresh:
+        fresh = {child for child, parent in parents.items() if parent in fresh} - found
+        found |= fresh
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    # The second field, a name in brackets, may hold anything: what follows its end is state, parent, ...
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return _stat(pid)[0]
+    return "Z"
+
+
+def rows(run_dir: Path, key: str) -> dict[int, dict[str, float]]:
+    """Lines of metrics.jsonl with this step key, by step; no step may be there twice."""
+    path = run_dir / "metrics.jsonl"
+    found: dict[int, dict[str, float]] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        row = json.loads(line)
+        if row["step_key"] == key:
+            assert row["step"] not in found, f"step {row['step']} of {key} twice in {path}"
+            found[row["step"]] = row
+    return found
+
+
+def samples(run_dir: Path, rollout_id: int | str) -> list[dict[str, Any]]:
+    """The samples saved by --save-debug-rollout-data."""
+    return torch.load(run_dir / "samples" / f"{rollout_id}.pt", weights_only=True)["samples"]
+
+
+def shared_memory() -> set[str]:
+    """Directories of runs in shared memory."""
+    return {path.name for path in Path("/dev/shm").glob("vime-*")}
+
+
+def make_world() -> Iterator[World]:
+    """Body of a module's fixture: a world in a short path (Unix sockets are bounded), removed afterwards."""
+    root = Path(tempfile.mkdtemp(prefix="vime-e2e-"))
+    try:
+        yield World(root)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""What the house tests look at: the files of the repository and what they import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("rl_kernel", "slime", "vime")
+
+
+@cache
+def files(*suffixes: str) -> tuple[Path, ...]:
+    """Files git tracks or would track, so that build outputs and runs are left out; relative to ROOT."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    paths = sorted({Path(name) for name in listed.split("\0") if name})
+    return tuple(p for p in paths if (ROOT / p).is_file() and (not suffixes or p.suffix in suffixes))
+
+
+def package_files() -> list[Path]:
+    return [p for p in files(".py") if p.parts[0] in PACKAGES]
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(), filename=str(path))
+
+
+def module_name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _runs_later(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.dump(node.test)
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+
+
+def imported(path: Path, *, top_level_only: bool = False) -> list[tuple[str, int]]:
+    """(dotted name, line) of what a file imports; `from a import b` counts as a.b, for b may be a module.
+
+    With `top_level_only`, what runs when the module is imported: not the bodies of functions, nor TYPE_CHECKING.
+    """
+    found: list[tuple[str, int]] = []
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            found.extend((f"{stem}.{alias.name}", node.lineno) for alias in node.names)
+        elif top_level_only and _runs_later(node):
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(parse(path))
+    return found

@@ -1,0 +1,168 @@
+"""The layout rules of the house: sizes, import direction, no import rings, heavy libraries only where they belong."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from house_tree import PACKAGES, ROOT, files, imported, module_name, package_files, parse
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 150
+
+MAY_IMPORT = {
+    "rl_kernel": {"rl_kernel"},
+    "slime": {"rl_kernel", "slime"},
+    "vime": {"rl_kernel", "slime", "vime"},
+}
+
+# Which files of the packages may import a library that not every machine has.
+HEAVY = {
+    "megatron": ("slime/megatron_backend/", "slime/config/megatron_flags.py"),
+    "ray": ("slime/cluster/", "vime/train.py", "vime/engine/"),
+    "vllm": ("vime/engine/",),
+    "vllm_router": ("vime/engine/",),
+    "vllm_router_rs": ("vime/engine/",),
+    "triton": ("rl_kernel/",),
+}
+
+
+def exceptions() -> set[str]:
+    lines = (ROOT / "tests/house/exceptions.txt").read_text().splitlines()
+    return {line.split()[0] for line in lines if line.strip() and not line.startswith("#")}
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [n for n in ast.walk(parse(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def rings(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Cycles of a graph, found by depth-first search; empty when there are none."""
+    state: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        state[node] = 1
+        path.append(node)
+        for target in sorted(graph.get(node, ())):
+            if state.get(target) == 1:
+                found.append([*path[path.index(target) :], target])
+            elif target not in state:
+                visit(target)
+        path.pop()
+        state[node] = 2
+
+    for node in sorted(graph):
+        if node not in state:
+            visit(node)
+    return found
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Module -> modules of the packages that it loads when it is imported.
+
+    `from package import name` loads the package's __init__ first, unless it runs inside that package already; counting
+    that edge would make every `__init__` that re-exports its own modules a ring, which Python handles.
+    """
+    modules = {module_name(p) for p in package_files()}
+    graph: dict[str, set[str]] = {}
+    for path in package_files():
+        here = module_name(path)
+        targets = set()
+        for name, _ in imported(path, top_level_only=True):
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and target != here and not here.startswith(target + "."):
+                targets.add(target)
+        graph[here] = targets
+    return graph
+
+
+def test_file_sizes() -> None:
+    sizes = {str(p): len((ROOT / p).read_text().splitlines()) for p in files(".py", ".sh")}
+    over = {p: n for p, n in sizes.items() if n > MAX_FILE_LINES and p not in exceptions()}
+    assert not over, f"files must have at most {MAX_FILE_LINES} lines: {over}"
+
+
+def test_function_sizes() -> None:
+    over = {}
+    for path in files(".py"):
+        cap = MAX_KERNEL_LINES if path.name == "kernels.py" else MAX_FUNCTION_LINES
+        for node in functions(path):
+            size = (node.end_lineno or node.lineno) - node.lineno + 1
+            if size > cap and f"{path}:{node.name}" not in exceptions():
+                over[f"{path}:{node.name}"] = size
+    assert not over, (
+        f"functions must have at most {MAX_FUNCTION_LINES} lines (kernels {MAX_KERNEL_LINES}): {over}"
+    )
+
+
+def test_exceptions_name_things_that_exist() -> None:
+    known = {str(p) for p in files(".py", ".sh")}
+    known |= {f"{p}:{n.name}" for p in files(".py") for n in functions(p)}
+    assert exceptions() <= known
+
+
+def test_import_direction() -> None:
+    wrong = [
+        f"{path}:{line} imports {name}"
+        for path in package_files()
+        for name, line in imported(path)
+        if name.split(".")[0] in PACKAGES and name.split(".")[0] not in MAY_IMPORT[path.parts[0]]
+    ]
+    assert not wrong, "imports must point one way, rl_kernel <- slime <- vime: " + "; ".join(wrong)
+
+
+def test_packages_do_not_import_tests_or_scripts() -> None:
+    wrong = [
+        f"{path}:{line} imports {name}"
+        for path in package_files()
+        for name, line in imported(path)
+        if name.split(".")[0] in ("tests", "scripts", "pytest", "sglang")
+    ]
+    assert not wrong, "; ".join(wrong)
+
+
+def test_heavy_libraries_only_where_they_belong() -> None:
+    wrong = [
+        f"{path}:{line} imports {name}"
+        for path in package_files()
+        for name, line in imported(path)
+        if (top := name.split(".")[0]) in HEAVY and not str(path).startswith(HEAVY[top])
+    ]
+    assert not wrong, "; ".join(wrong)
+
+
+def test_no_import_rings() -> None:
+    assert not rings(module_graph())
+
+
+def test_rings_are_found() -> None:
+    assert rings({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c", "a"]]
+    assert rings({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_utils_holds_no_code() -> None:
+    """slime/utils keeps the import paths of existing plug-ins; the code behind them lives elsewhere."""
+    for path in files(".py"):
+        if path.parts[:2] == ("slime", "utils"):
+            allowed = (ast.ImportFrom, ast.Import, ast.Expr, ast.Assign)
+            assert all(isinstance(node, allowed) for node in parse(path).body), path
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_without_heavy_libraries(package: str) -> None:
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({sorted(HEAVY)!r}))\n"  # None makes an import raise
+        f"import {package}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_setup_py_is_short() -> None:
+    assert len((ROOT / "setup.py").read_text().splitlines()) < 30

@@ -1,0 +1,375 @@
+"""The trainer on one rank, with real Megatron: gradients against transformers, the columns of a step, hooks, resume."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+import trainer_cases as cases
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
+
+from slime.megatron_backend.trainer import MegatronTrainer
+from slime.types import Sample
+from slime.weight_sync.file_channel import tensor_digest
+
+LR = 0.5
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("trainer")
+    make_checkpoints(root)
+    return root
+
+
+@pytest.fixture
+def build(root, tmp_path):
+    """Trainers one after another: the process groups of the last one end with the next one, or with the test."""
+    made: list[MegatronTrainer] = []
+
+    def build_one(**flags: Any) -> MegatronTrainer:
+        while made:
+            made.pop().close()
+        config = make_config(root, weight_dir=str(tmp_path / "weights"), **flags)
+        store = tmp_path / f"store-{len(list(tmp_path.iterdir()))}"
+        made.append(MegatronTrainer(config, 0, 1, init_method=f"file://{store}"))
+        return made[-1]
+
+    cases.CALLS.clear()
+    yield build_one
+    while made:
+        made.pop().close()
+
+
+def train(trainer: MegatronTrainer, rollout_id: int = 0, seed: int = 0) -> tuple[Any, dict]:
+    data = rank_data(trainer.config, make_samples(seed))
+    return trainer.train(rollout_id, data), data
+
+
+def hf_log_probs(model: nn.Module, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of each response token and entropy of its distribution, from full logits."""
+    tokens = torch.tensor(sample.tokens)
+    rows = slice(len(tokens) - sample.response_length - 1, len(tokens) - 1)
+    table = torch.log_softmax(model(tokens[None]).logits[0, rows] / temperature, dim=-1)
+    entropy = -(table.exp() * table).sum(-1)
+    return table.gather(-1, tokens[-sample.response_length :, None])[:, 0], entropy
+
+
+def plain_advantages(samples: list[Sample]) -> list[float]:
+    """(r - mean) / (std + 1e-6) over the rollouts of a group, the reward of siblings being their mean."""
+    groups: dict[Any, dict[Any, list[float]]] = {}
+    for s in samples:
+        rollout = s.rollout_id or f"sample {s.index}"
+        groups.setdefault(s.group_index, {}).setdefault(rollout, []).append(s.reward)
+    out = []
+    for s in samples:
+        values = [statistics.mean(rewards) for rewards in groups[s.group_index].values()]
+        out.append((s.reward - statistics.mean(values)) / (statistics.stdev(values) + 1e-6))
+    return out
+
+
+def plain_loss(root: Any, args: Any) -> tuple[Tensor, nn.Module]:
+    """The GRPO objective of `make_samples()`, sample by sample in float64, as the papers write it."""
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float64)
+        for name in ("policy", "reference")
+    ]
+    samples, total = make_samples(), torch.zeros((), dtype=torch.float64)
+    masks = [torch.tensor(s.loss_mask) * (not s.remove_sample) for s in samples]
+    for s, mask, advantage in zip(samples, masks, plain_advantages(samples), strict=True):
+        log_probs, entropy = hf_log_probs(models[0], s, args.rollout_temperature)
+        with torch.no_grad():
+            ref, _ = hf_log_probs(models[1], s, args.rollout_temperature)
+        rollout = torch.tensor(s.rollout_log_probs, dtype=torch.float32).double()
+        old = rollout if args.use_rollout_logprobs else log_probs.detach()
+        ratio = (log_probs - old).exp()
+        bounded = ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high)
+        token = -torch.minimum(ratio * advantage, bounded * advantage)
+        if args.use_tis:
+            token = token * (old - rollout).exp().clamp(args.tis_clip_low, args.tis_clip)
+        if args.use_kl_loss:
+            token = token + args.kl_loss_coef * ((ref - log_probs).exp() - 1 - (ref - log_probs))
+        token = token - args.entropy_coef * entropy
+        if args.calculate_per_token_loss:
+            denominator = sum(max(int(m.sum()), 1) for m in masks)
+        else:
+            siblings = [m for o, m in zip(samples, masks, strict=True) if s.rollout_id and o.rollout_id]
+            denominator = 8 * max(sum(int(m.sum()) for m in siblings or [mask]), 1)
+        total = total + (token * mask).sum() / denominator
+    return total, models[0]
+
+
+GRADIENT_CASES = {
+    "per_sample_mean": {},
+    "per_token_mean": {"calculate_per_token_loss": True},
+    "static_micro_batches": {"use_dynamic_batch_size": False, "micro_batch_size": 3},
+    "off_policy_kl_entropy": {
+        "use_rollout_logprobs": True,
+        "use_kl_loss": True,
+        "kl_loss_type": "k3",
+        "kl_loss_coef": 0.3,
+        "entropy_coef": 0.05,
+        "rollout_temperature": 0.7,
+    },
+    "importance_weights": {"use_tis": True, "tis_clip": 1.1, "tis_clip_low": 0.7},
+}
+
+
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_gradient_is_that_of_the_plain_objective(root, build, name):
+    trainer = build(clip_grad=0.0, **GRADIENT_CASES[name])
+    result, data = train(trainer)
+    assert data["num_microbatches"][0] >= 3 and len({len(t) for t in data["tokens"]}) > 4
+    loss, model = plain_loss(root, trainer.args)
+    loss.backward()
+    assert result.steps[0]["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+    norm = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
+    assert norm > 0.1 and result.steps[0]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for parameter in trainer.model.parameters():  # the export then carries gradients under HF names
+        parameter.data.copy_(parameter.main_grad)
+    got = exported(trainer)
+    assert got.keys() == wanted.keys()
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(
+            got[key].double(), gradient, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+def test_metrics_of_a_step(root, build):
+    """Means over rollouts, by hand from transformers' log-probs."""
+    trainer = build(
+        use_tis=True, tis_clip=1.1, get_mismatch_metrics=True, use_kl_loss=True, kl_loss_type="k2"
+    )
+    result, _ = train(trainer)
+    policy, reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(root / name) for name in ("policy", "reference")
+    )
+    samples = make_samples()
+    sibling_tokens = sum(sum(s.loss_mask) for s in samples[-2:])
+    want = dict.fromkeys(("tis", "tis_clipfrac", "tis_abs", "entropy_loss", "kl_loss", "diff"), 0.0)
+    largest, unweighted = 0.0, 0.0
+    for s in samples:
+        with torch.no_grad():
+            log_probs, entropy = hf_log_probs(policy, s, 1.0)
+            ref, _ = hf_log_probs(reference, s, 1.0)
+        mask = torch.tensor(s.loss_mask) * (not s.remove_sample)
+        weight = mask / (sibling_tokens if s.rollout_id else max(int(mask.sum()), 1)) / 8
+        difference = log_probs - torch.tensor(s.rollout_log_probs)
+        want["tis"] += (difference.exp() * weight).sum()
+        want["tis_clipfrac"] += ((difference.exp() > 1.1) * weight).sum()
+        want["tis_abs"] += ((difference.exp() - 1).abs() * weight).sum()
+        want["entropy_loss"] += (entropy * weight).sum()
+        want["kl_loss"] += ((log_probs - ref).square() / 2 * weight).sum()
+        want["diff"] += (difference.abs() * weight).sum()
+        largest = max(largest, (difference.abs() * mask).max().item())
+        unweighted += (log_probs * mask).sum() / max(int(mask.sum()), 1) / len(samples)
+    step = result.steps[0]
+    want["train_rollout_logprob_abs_diff"] = want.pop("diff")
+    for name, value in want.items():
+        assert step[f"train/{name}"] == pytest.approx(float(value), abs=1e-5), name
+    assert step["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(largest, abs=1e-5)
+    assert (step["train/ois"], step["train/ppo_kl"]) == (
+        pytest.approx(7 / 8),
+        0.0,
+    )  # 1 rollout in 8 is removed
+    assert (step["train/global_batch_size"], step["train/lr-pg_0"]) == (8, LR)
+    assert result.rollout["rollout/log_probs"] == pytest.approx(float(unweighted), abs=1e-5)
+    assert set(result.perf) >= {f"perf/{n}_time" for n in ("actor_train", "log_probs", "ref_log_probs")}
+
+
+def test_skipping_the_recompute_changes_nothing(build):
+    first, skipped = train(build())
+    assert "old_log_probs" not in skipped and "perf/log_probs_time" not in first.perf
+    second, recomputed = train(build(get_mismatch_metrics=True))
+    assert "perf/log_probs_time" in second.perf
+    assert recomputed["log_probs"] is recomputed["old_log_probs"]
+    for name in ("loss", "grad_norm", "pg_loss", "entropy_loss", "ppo_kl", "pg_clipfrac"):
+        assert second.steps[0][f"train/{name}"] == first.steps[0][f"train/{name}"], name
+
+
+def test_several_steps_of_a_rollout_share_the_old_policy(build):
+    trainer = build(global_batch_size=4)
+    result, data = train(trainer)
+    assert data["global_batch_sizes"] == [4, 4] and len(result.steps) == 2
+    assert result.steps[0]["train/ppo_kl"] == 0
+    assert abs(result.steps[1]["train/ppo_kl"]) > 1e-3  # the first step has moved the policy away from it
+    assert "train/log_probs" not in result.steps[0] | result.steps[1]
+    fresh = build(global_batch_size=4, use_rollout_logprobs=True)
+    same = rank_data(fresh.config, make_samples())
+    same["rollout_log_probs"] = data["old_log_probs"]
+    again = fresh.train(0, same)
+    for a, b in zip(result.steps, again.steps, strict=True):
+        assert a["train/loss"] == b["train/loss"] and a["train/grad_norm"] == b["train/grad_norm"]
+
+
+def test_reference_stays_while_the_policy_moves(build):
+    trainer = build(use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.1)
+    before = {k: v.clone() for k, v in trainer.ref_model.state_dict().items() if isinstance(v, Tensor)}
+    start = exported(trainer)
+    (first, a), (second, b) = train(trainer, 0), train(trainer, 1)
+    for name, tensor in trainer.ref_model.state_dict().items():
+        assert not isinstance(tensor, Tensor) or torch.equal(tensor, before[name]), name
+    for x, y in zip(a["ref_log_probs"], b["ref_log_probs"], strict=True):
+        assert torch.equal(x, y)
+    assert all(not torch.equal(t, start[n]) for n, t in exported(trainer).items())
+    assert first.steps[0]["train/kl_loss"] > 0 and first.steps[0] != second.steps[0]
+    assert build(use_kl_loss=False).ref_model is None
+
+
+def test_reference_follows_at_its_interval(build):
+    trainer = build(use_kl_loss=True, ref_update_interval=2)
+    first, _ = train(trainer, 0)
+    assert "perf/ref_model_update_time" not in first.perf
+    second, _ = train(trainer, 1)
+    assert "perf/ref_model_update_time" in second.perf
+    reference = dict(trainer.ref_model.named_parameters())
+    for name, parameter in trainer.model.module.named_parameters():
+        assert torch.equal(parameter, reference[name]), name
+    third, _ = train(trainer, 2)
+    assert third.steps[0]["train/kl_loss"] == 0.0
+
+
+def test_kl_in_the_reward(build):
+    """reinforce_plus_plus: the return of a token is the penalty from it to the end plus the reward."""
+    trainer = build(advantage_estimator="reinforce_plus_plus", kl_coef=0.2, kl_loss_type="k1", gamma=0.9)
+    result, data = train(trainer)
+    removed = [s.index for s in make_samples() if s.remove_sample]
+    for i, index in enumerate(data["sample_indices"]):
+        sample = make_samples()[index]
+        penalty = (data["old_log_probs"][i] - data["ref_log_probs"][i]).tolist()
+        mask = [0] * sample.response_length if index in removed else sample.loss_mask
+        last = max((t for t, m in enumerate(mask) if m), default=None)
+        running, wanted = 0.0, []
+        for t in reversed(range(sample.response_length)):
+            running = -0.2 * penalty[t] * mask[t] + (sample.reward if t == last else 0.0) + 0.9 * running
+            wanted.insert(0, running)
+        assert data["advantages"][i].tolist() == pytest.approx(wanted, abs=1e-6)
+    assert result.rollout["rollout/kl"] != 0 and "rollout/ref_log_probs" in result.rollout
+
+
+def test_custom_loss_sees_logits(build):
+    """A hook that computes -A log p from its logits trains exactly like the built-in objective."""
+    plain = build(clip_grad=0.0)
+    wanted, _ = train(plain)
+    weights = exported(plain)
+    trainer = build(
+        clip_grad=0.0, loss_type="custom_loss", custom_loss_function_path="trainer_cases.reinforce_loss"
+    )
+    result, data = train(trainer)
+    _, args, shape, dtype, columns = cases.CALLS[0]
+    assert args is trainer.args and dtype == torch.float32
+    assert shape[0] == sum(data["response_lengths"][i] for i in data["micro_batch_indices"][0])
+    assert {"tokens", "loss_masks", "log_probs", "rollout_log_probs", "rewards", "advantages"} <= set(columns)
+    assert {"metadata", "prompt"} <= set(columns)
+    step = result.steps[0]
+    assert step["train/grad_norm"] == pytest.approx(wanted.steps[0]["train/grad_norm"], rel=1e-5)
+    assert step["train/my_entropy"] == pytest.approx(wanted.steps[0]["train/entropy_loss"], rel=1e-5)
+    assert step["train/count"] == pytest.approx(9 / 8)
+    for name, tensor in exported(trainer).items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6)
+
+
+def test_hooks_get_what_the_contract_says(build):
+    trainer = build(
+        global_batch_size=4,
+        use_kl_loss=True,
+        custom_megatron_init_path="trainer_cases.init_hook",
+        custom_megatron_before_log_prob_hook_path="trainer_cases.log_prob_hook",
+        custom_megatron_before_train_step_hook_path="trainer_cases.step_hook",
+        rollout_data_postprocess_path="trainer_cases.data_hook",
+        custom_advantage_function_path="trainer_cases.advantage_hook",
+    )
+    assert cases.CALLS.copy() == [("init", trainer.args)]
+    assert trainer.args.hf_checkpoint == trainer.config.hf_checkpoint
+    _, data = train(trainer, rollout_id=3)
+    model = [trainer.model]
+    calls = {name: [call[1:] for call in cases.CALLS if call[0] == name] for name, *_ in cases.CALLS}
+    assert [name for name, *_ in cases.CALLS] == [
+        *("init", "data", "log_prob", "log_prob", "advantage", "step", "step")
+    ]
+    assert calls["data"][0][0] is trainer.args and calls["data"][0][1] == 3 and calls["data"][0][2] is data
+    assert calls["log_prob"] == [(trainer.args, [trainer.ref_model], "ref_"), (trainer.args, model, "")]
+    assert {"log_probs", "ref_log_probs", "rewards", "loss_masks"} <= set(calls["advantage"][0][1])
+    rest = (model, trainer.optimizer, trainer.scheduler)
+    assert calls["step"] == [(trainer.args, 3, 0, *rest), (trainer.args, 3, 1, *rest)]
+    assert all((a == 2).all() for a in data["advantages"])
+
+
+def test_sft_loss_needs_no_engine(build):
+    trainer = build(loss_type="sft_loss", rollout_temperature=0.5)
+    samples = make_samples()
+    for sample in samples:
+        sample.rollout_log_probs = sample.reward = None
+    losses = [trainer.train(i, rank_data(trainer.config, samples)).steps[0]["train/loss"] for i in range(3)]
+    assert losses[0] == pytest.approx(math.log(cases.VOCAB), abs=2) and losses[0] > losses[1] > losses[2]
+
+
+def test_resume_continues_bitwise(build, tmp_path):
+    flags = {"lr_decay_style": "cosine", "min_lr": 0.01, "save": str(tmp_path / "ckpt"), "lr_warmup_iters": 1}
+    whole = build(**flags)
+    train(whole, 0, seed=1), train(whole, 1, seed=2)
+    whole.save(1)
+    wanted, _ = train(whole, 2, seed=3)
+    weights = exported(whole)
+    resumed = build(**flags, load=str(tmp_path / "ckpt"))
+    assert resumed.start_rollout_id == 2
+    got, _ = train(resumed, 2, seed=3)
+    assert got.steps == wanted.steps and got.rollout == wanted.rollout
+    assert 0.01 < got.steps[0]["train/lr-pg_0"] < LR
+    for name, tensor in exported(resumed).items():
+        assert torch.equal(tensor, weights[name]), name
+    resumed.save(2)
+
+
+def test_load_without_a_checkpoint_starts_afresh(root, build, tmp_path):
+    """The first start of a run whose --load is its --save, and an HF directory as --load."""
+    (tmp_path / "empty").mkdir()
+    for load, source in (("empty", "reference"), ("absent", "reference"), (root / "policy", "policy")):
+        trainer = build(load=str(tmp_path / load))
+        file = load_file(root / source / "model.safetensors")
+        assert trainer.start_rollout_id == 0
+        assert all(torch.equal(tensor, file[name]) for name, tensor in exported(trainer).items()), load
+
+
+def test_saves_a_hugging_face_directory(build, tmp_path):
+    trainer = build(
+        save=str(tmp_path / "ckpt"), save_hf=str(tmp_path / "hf-{rollout_id}"), no_save_optim=True
+    )
+    train(trainer)
+    trainer.save(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf-0")
+    for name, tensor in exported(trainer).items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    restarted = build(load=str(tmp_path / "ckpt"))  # weights and position, fresh moments
+    assert restarted.start_rollout_id == 1
+    (only,) = restarted.optimizer.chained_optimizers
+    assert all(not state["exp_avg"].any() for state in only.optimizer.state.values())
+
+
+def test_published_file_is_the_export(build):
+    trainer = build()
+    train(trainer)
+    weights = exported(trainer)
+    update = trainer.publish_weights(5, checksums=True)
+    assert update.version == 5
+    file = load_file(update.info["path"])
+    assert file.keys() == weights.keys() == update.checksums.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(file[name], tensor), name
+        assert update.checksums[name] == tensor_digest(tensor)
+    assert trainer.publish_weights(6, checksums=False).checksums is None
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(build):
+    trainer = build()
+    data = rank_data(trainer.config, make_samples())
+    data["rewards"] = [math.inf] * len(data["rewards"])
+    with pytest.raises(FloatingPointError, match="gradients must be finite, got norm (nan|inf)"):
+        trainer.train(0, data)

@@ -1,0 +1,128 @@
+"""A tiny policy and reference, rollouts with every irregularity, and the hooks of the trainer tests."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron_cases import VOCAB, tiny_checkpoint
+from torch import Tensor
+
+from slime.config.resolve import resolve
+from slime.config.schema import Config
+from slime.data.train_data import make_rank_data
+from slime.hf_config import read_hf_config
+from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.weights import export_hf
+from slime.types import Sample, TrainData
+from slime.utils.ppo_utils import calculate_log_probs_and_entropy
+
+CALLS: list[tuple[Any, ...]] = []
+"""What the recording hooks below were called with, in order."""
+
+
+def make_checkpoints(root: Path) -> None:
+    """root/policy, and root/reference: the same shape, every weight a little off."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    policy = tiny_checkpoint(root / "policy", **shape)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    policy.save_pretrained(root / "reference")
+
+
+def make_config(root: Path, **flags: Any) -> Config:
+    """8 rollouts of one optimizer step in several micro-batches. Adam's large epsilon keeps its step a smooth function
+    of the gradient, so that rounding differences stay small in the weights.
+    """
+    given = {
+        "hf_checkpoint": str(root / "policy"),
+        "load": str(root / "policy"),
+        "ref_load": str(root / "reference"),
+        "weight_dir": str(root / "weights"),
+        "device": "cpu",
+        "fp32": True,
+        "actor_num_gpus_per_node": 1,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "global_batch_size": 8,
+        "num_rollout": 4,
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 32,
+        "eps_clip_high": 0.28,
+        "lr": 0.5,
+        "adam_eps": 1.0,
+        "weight_decay": 0.0,
+        "distributed_timeout_minutes": 1,
+    }
+    return resolve(given | flags)
+
+
+def make_samples(seed: int = 0) -> list[Sample]:
+    """4 groups of 2 rollouts: uneven lengths, masks with holes, one sample removed, one rollout of two siblings."""
+    rng = random.Random(seed)
+    samples = []
+    for index in range(9):
+        prompt, response = rng.randint(2, 6), rng.randint(3, 12)
+        group = min(index, 7) // 2
+        samples.append(
+            Sample(
+                index=index,
+                group_index=group,
+                rollout_id=100 if index in (7, 8) else None,
+                tokens=[rng.randrange(VOCAB) for _ in range(prompt + response)],
+                response_length=response,
+                loss_mask=[1, *(int(rng.random() < 0.8) for _ in range(response - 1))],
+                rollout_log_probs=[-4.6 + 0.3 * rng.gauss(0, 1) for _ in range(response)],
+                reward=round(rng.random() + index % 2, 2),
+                remove_sample=index == 4,
+                status=Sample.Status.COMPLETED,
+            )
+        )
+    return samples
+
+
+def rank_data(config: Config, samples: list[Sample], rank: int = 0, ranks: int = 1) -> TrainData:
+    """Fresh train data of one data-parallel rank (training adds its columns to what it is given)."""
+    return make_rank_data(config.namespace(), samples, ranks, read_hf_config(config.hf_checkpoint))[rank]
+
+
+def exported(trainer: MegatronTrainer) -> dict[str, Tensor]:
+    """A copy of all weights under their HF names."""
+    return {name: tensor.cpu().clone() for name, tensor in export_hf(trainer.model)}
+
+
+def init_hook(args: Any) -> None:
+    CALLS.append(("init", args))
+
+
+def data_hook(args: Any, rollout_id: int, data: TrainData) -> None:
+    CALLS.append(("data", args, rollout_id, data))
+
+
+def log_prob_hook(args: Any, model: list[Any], store_prefix: str) -> None:
+    CALLS.append(("log_prob", args, model, store_prefix))
+
+
+def step_hook(
+    args: Any, rollout_id: int, step_id: int, model: list[Any], optimizer: Any, scheduler: Any
+) -> None:
+    CALLS.append(("step", args, rollout_id, step_id, model, optimizer, scheduler))
+
+
+def advantage_hook(args: Any, data: TrainData) -> None:
+    CALLS.append(("advantage", args, sorted(data)))
+    data["advantages"] = data["returns"] = [torch.full_like(lp, 2.0) for lp in data["log_probs"]]
+
+
+def reinforce_loss(args: Any, batch: TrainData, logits: Tensor, sum_of_sample_mean: Any) -> tuple:
+    """-A log p: the gradient of the clipped objective where the policy is still the old one."""
+    targets = torch.cat([t[-n:] for t, n in zip(batch["tokens"], batch["response_lengths"], strict=True)])
+    group = parallel_state.get_tensor_model_parallel_group()
+    log_probs, entropy = calculate_log_probs_and_entropy(logits, targets, group, with_entropy=True)
+    CALLS.append(("loss", args, tuple(logits.shape), logits.dtype, sorted(batch)))
+    loss = -sum_of_sample_mean(torch.cat(batch["advantages"]) * log_probs)
+    return loss, {"my_entropy": sum_of_sample_mean(entropy), "count": len(batch["tokens"])}
