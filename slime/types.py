@@ -1,4 +1,4 @@
-"""The records that travel between the stages of the loop. Owns their fields and the border check; holds no logic of a stage."""
+"""The records that travel between the stages of the loop. Owns their fields and the border check."""
 
 from __future__ import annotations
 

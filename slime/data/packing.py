@@ -27,7 +27,7 @@ class Schedule:
 
 
 def sample_flops(length: int, hf_config: dict[str, Any]) -> float:
-    """Forward FLOPs of one sequence: two per weight and token, plus causal attention. Used to balance, not to report."""
+    """Forward FLOPs of one sequence: two per weight and token, plus causal attention. For balancing only."""
     hidden, layers = hf_config["hidden_size"], hf_config["num_hidden_layers"]
     heads = hf_config["num_attention_heads"]
     head_dim = hf_config.get("head_dim") or hidden // heads

@@ -1,5 +1,5 @@
-"""The file channel: every version of the weights is one safetensors file on a file system that trainer and engines share
-(/dev/shm on one host, a network disk for external engines). Owns the files; loading them is the engine's business.
+"""The file channel: every version of the weights is one safetensors file that trainer and engines both see (/dev/shm on
+one host, a network disk for external engines). Owns the files; loading them is the engine's business.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def health_prefix(run_key: str) -> str:
-    """Path under which a router may ask an engine for /health: "/" + the first 32 hex digits of HMAC-SHA256(key, "health")."""
+    """Path under which a router may ask for /health: "/" + the first 32 hex digits of HMAC-SHA256(key, "health")."""
     return "/" + hmac.new(run_key.encode(), b"health", hashlib.sha256).hexdigest()[:32]
 
 

@@ -69,7 +69,7 @@ class SupervisedProcess:
         return tail(self.log_path, lines)
 
     def stop(self) -> None:
-        """End it and all its children: SIGTERM, after 10 s SIGKILL. Returns when nothing is left; may be called again."""
+        """End it and all its children: SIGTERM, after 10 s SIGKILL. Returns when nothing is left; repeatable."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

@@ -1,8 +1,8 @@
 """`python -m vime.engine.supervise GRACE_S COMMAND...`: runs a command that must not outlive whoever asked for it.
 
 The asker holds the write end of this process's standard input. When that closes (on purpose, or because the asker
-was killed, even with -9) or a TERM or INT signal comes, the command gets SIGTERM and, after GRACE_S seconds, whatever is
-left of it SIGKILL, grandchildren included. Ends with the command's exit status. Standard library only: it starts in
+was killed, even with -9) or a TERM or INT signal comes, the command gets SIGTERM and, after GRACE_S seconds, whatever
+is left of it SIGKILL, grandchildren included. Ends with the command's exit status. Standard library only: it starts in
 tens of milliseconds.
 """
 

@@ -134,7 +134,7 @@ def require_same_tensors(file: Any, expected: dict[str, list[int]] | None) -> No
 
 
 def require_checksums(file: Any, checksums: dict[str, str]) -> None:
-    """ValueError unless every tensor of `file` has the sha256 of raw bytes that `checksums` gives, and no other is named."""
+    """ValueError unless the tensors of `file` are those of `checksums`, each with the sha256 of its raw bytes."""
     names = set(file.keys())
     wrong = names ^ checksums.keys()
     wrong |= {name for name in names & checksums.keys() if _digest(file.get_tensor(name)) != checksums[name]}
