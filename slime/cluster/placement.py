@@ -6,6 +6,7 @@ and a laptop with two of them can hold every topology of the test suite.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +23,16 @@ _PLACEMENT_TIMEOUT_S = 60
 def connect() -> None:
     """Join the cluster at RAY_ADDRESS, or start one on this host that ends with this process.
 
-    The object store only carries rollout data, so a small one serves; Ray's own default would reserve 30% of memory.
+    Its object store only carries rollout data, so a small
+    one serves: Ray would reserve 30% of memory. What actors print goes to the run directory (actors.log_to).
     """
+    # Ray makes a token by itself and says so each time; that is as it should be and no news to the reader.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=True)
+        ray.init(**quiet)
     else:
-        ray.init(
-            address="local", include_dashboard=False, object_store_memory=512 * 2**20, log_to_driver=True
-        )
+        ray.init(address="local", include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
 
 
 @dataclass(frozen=True)

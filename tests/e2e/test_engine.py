@@ -6,15 +6,17 @@ The tests share the engine and leave it serving; they run in the order of the fi
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import json
 import os
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import psutil
 import pytest
@@ -99,19 +101,24 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     assert alive == []
 
 
-def status(base: str, method: str, path: str, key: str | None = None) -> int:
+def status(base: str, method: str, path: str, key: str | None = None, body: object = None) -> int:
     address = urlsplit(base)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
     try:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        connection.request(method, address.path + path, "{}" if method in ("POST", "PUT", "PATCH") else None, headers)
+        connection.request(method, address.path + path, None if body is None else json.dumps(body), headers)
         return connection.getresponse().status
     finally:
         connection.close()
 
 
+@functools.cache
+def hf_model(checkpoint: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
 def hf_log_probs(checkpoint: Path, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = hf_model(checkpoint)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     log_probs = torch.log_softmax(logits / temperature, -1)
@@ -129,8 +136,8 @@ def test_every_route_of_the_engine_needs_the_key(stack: Stack) -> None:
     probes += [("GET", p) for p in ("/", "/docs", "/redoc", "/openapi.json", "/metrics", "/ping", "/nowhere")]
     probes += [("OPTIONS", "/v1/completions"), ("HEAD", "/health")]
     for method, path in probes:
-        assert status(url, method, path) == 401, (method, path)
-        assert status(url, method, path, key="wrong") == 401, (method, path)
+        assert status(url, method, path, body={}) == 401, (method, path)
+        assert status(url, method, path, key="wrong", body={}) == 401, (method, path)
     assert status(url, "GET", "/health", key=KEY) == 200
 
 
@@ -143,18 +150,47 @@ def test_the_path_given_to_the_router_opens_health_only(stack: Stack) -> None:
 
 
 def test_every_route_of_the_router_needs_the_key(stack: Stack) -> None:
-    url = stack.pool.router_url
-    gets = ["/health", "/liveness", "/readiness", "/health_generate", "/workers", "/list_workers", "/v1/models"]
-    gets += ["/get_server_info", "/get_model_info", "/get_loads", "/metrics", "/nowhere", "/"]
-    posts = ["/add_worker?url=http://127.0.0.1:1", f"/remove_worker?url={stack.pool.engine_urls[0]}", "/flush_cache"]
-    posts += ["/pause", "/sleep", "/update_weights", "/abort_requests", "/v1/unknown", "/workers"]
-    for method, paths in (("GET", gets), ("POST", posts)):
-        for path in paths:
-            assert status(url, method, path) == 401, (method, path)
-            assert status(url, method, path, key="wrong") == 401, (method, path)
-    # A body that is no completion request is refused before the key is looked at: nothing reaches an engine.
-    assert status(url, "POST", "/v1/completions") in (401, 422)
+    url, engine = stack.pool.router_url, stack.pool.engine_urls[0]
+    get = ["/health", "/liveness", "/readiness", "/health_generate", "/workers", "/list_workers", "/v1/models"]
+    get += ["/get_server_info", "/get_model_info", "/get_loads", "/metrics", "/engine_metrics", "/nowhere", "/"]
+    probes: list[tuple[str, str, object]] = [("GET", path, None) for path in get]
+    post = ["/add_worker?url=http://127.0.0.1:1", f"/remove_worker?url={engine}", "/flush_cache", "/pause", "/sleep"]
+    post += ["/update_weights", "/abort_requests", "/v1/messages", "/nowhere"]
+    probes += [("POST", path, {}) for path in post]
+    probes += [
+        ("POST", "/workers", {"url": engine}),
+        ("DELETE", f"/workers/{quote(engine, safe='')}", None),
+        ("POST", "/v1/completions", {"model": "policy", "prompt": [5]}),
+        ("POST", "/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "a"}]}),
+        ("POST", "/generate", {"text": "a"}),
+        ("POST", "/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}),
+        ("POST", "/v1/embeddings", {"model": "policy", "input": "a"}),
+    ]
+    for method, path, body in probes:
+        assert status(url, method, path, body=body) == 401, (method, path)
+        assert status(url, method, path, key="wrong", body=body) == 401, (method, path)
     assert status(url, "GET", "/workers", key=KEY) == 200
+    assert stack.pool.engine_urls == stack.pool._router.engines() == [engine]
+
+
+def test_the_open_page_of_the_router_holds_counters_only(stack: Stack) -> None:
+    """vllm-router cannot leave out its Prometheus page; it must give away nothing that opens another route."""
+    router = urlsplit(stack.pool.router_url).port
+    key_server_and_page = [
+        connection.laddr.port
+        for process in psutil.Process().children(recursive=True)
+        if "router_main" in " ".join(process.cmdline())
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port != router
+    ]
+    assert len(key_server_and_page) == 2
+    answers = [status(f"http://127.0.0.1:{port}", "GET", "/") for port in key_server_and_page]
+    assert sorted(answers) == [200, 401]
+    page = key_server_and_page[answers.index(200)]
+    with urllib.request.urlopen(f"http://127.0.0.1:{page}/metrics") as answer:
+        text = answer.read().decode()
+    assert KEY not in text
+    assert all(line.startswith(("#", "vllm_router_")) for line in text.splitlines() if line)
 
 
 def test_nothing_listens_beyond_loopback_and_no_command_line_holds_the_key(stack: Stack) -> None:
@@ -198,7 +234,7 @@ def test_sampling_parameters_reach_the_engine(stack: Stack) -> None:
         EOS_ID not in result.token_ids[:5]
         for result in stack.generate_all([PROMPT] * 64, max_new_tokens=6, min_new_tokens=5)
     )
-    top = stack.generate(PROMPT, temperature=5.0, top_k=1, max_new_tokens=10, ignore_eos=True)
+    top = stack.generate(PROMPT, temperature=2.0, top_k=1, max_new_tokens=10, ignore_eos=True)
     assert top.token_ids == greedy.token_ids
     assert top.log_probs == [0.0] * 10, "the distribution that was sampled from has one token left"
 

@@ -40,12 +40,6 @@ def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:
     return 0.0
 
 
-def slow_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """`parity_reward` after a while, so that a fault can strike while a rollout is going on."""
-    time.sleep(0.25)
-    return parity_reward(args, sample)
-
-
 class World:
     """A folder with the model, the prompt files and the runs made with them."""
 
@@ -120,7 +114,13 @@ class Launch:
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
         with open(output, "wb") as file:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                command,
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a process group of its own, as a terminal gives it: Ctrl-C goes to all of it
             )
 
     @property
@@ -253,9 +253,9 @@ def samples(run_dir: Path, rollout_id: int | str) -> list[dict[str, Any]]:
     return torch.load(run_dir / "samples" / f"{rollout_id}.pt", weights_only=True)["samples"]
 
 
-def shared_memory() -> set[str]:
-    """Directories of runs in shared memory."""
-    return {path.name for path in Path("/dev/shm").glob("vime-*")}
+def published_weights(run_dir: Path) -> Path:
+    """Where the run published its weights, in shared memory by default. Gone when it has ended."""
+    return Path(json.loads((run_dir / "config.json").read_text())["weight_update"]["weight_dir"])
 
 
 def make_world() -> Iterator[World]:

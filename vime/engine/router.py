@@ -47,7 +47,7 @@ def command(spec: RouterSpec) -> list[str]:
         "request-timeout-secs": max(1, round(spec.request_timeout_s)),
         "worker-startup-timeout-secs": round(_ADD_S),
         "worker-startup-check-interval": 1,
-        "log-level": "warning",
+        "cors-allowed-origins": "http://none.invalid",  # no web page may ask; the default is that all may
     }
     argv = [sys.executable, "-m", "vime.engine.router_main"]
     for name, value in flags.items():

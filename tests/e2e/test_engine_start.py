@@ -1,0 +1,107 @@
+"""Starting and ending real servers: what goes wrong at the start, and that nothing outlives a kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_fixtures import make_checkpoint
+
+from vime.engine.pool import VllmEnginePool
+from vime.engine.router import Router, RouterSpec
+from vime.engine.server import EngineServer, EngineSpec
+
+pytestmark = pytest.mark.e2e
+KEY = "start-key"
+
+
+def spec(root: Path, **changes: object) -> EngineSpec:
+    settings = {
+        "model_path": str(root / "none"),
+        "run_key": KEY,
+        "log_path": str(root / "engine.log"),
+        "weight_dir": str(root),
+        "start_timeout_s": 120.0,
+    }
+    return EngineSpec(**{**settings, **changes})
+
+
+def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> None:
+    """The checkpoint does not exist; the pool stops what it started besides."""
+    before = psutil.Process().children(recursive=True)
+    pool = VllmEnginePool([spec(tmp_path)], RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")))
+    with pytest.raises(RuntimeError, match=r"(?s)must become healthy, got exit status 1; the last lines of .*none"):
+        pool.start()
+    assert psutil.Process().children(recursive=True) == before
+
+
+def test_a_server_that_takes_too_long_shows_its_last_log_lines(tmp_path: Path) -> None:
+    server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), start_timeout_s=3.0))
+    server.start()
+    try:
+        with pytest.raises(RuntimeError, match=r"--engine-start-timeout-s 3, got no answer; the last lines of"):
+            server.wait_ready()
+    finally:
+        server.stop()
+    assert server.poll() is not None
+
+
+def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"port of an engine server must be free, got 127\.0\.0\.1:{port} in use"):
+            EngineServer(spec(tmp_path, port=port)).start()
+        with pytest.raises(ValueError, match=rf"router.* must be free, got 127\.0\.0\.1:{port} in use"):
+            Router(RouterSpec(run_key=KEY, log_path=str(tmp_path / "r.log"), port=port)).start()
+    assert not (tmp_path / "engine.log").exists()
+
+
+def test_a_router_restarts_and_keeps_its_address(tmp_path: Path) -> None:
+    router = Router(RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")))
+    url = router.start()
+    router.wait_ready()
+    assert router.engines() == []
+    router.stop()
+    assert router.start() == url
+    router.wait_ready()
+    router.stop()
+
+
+_DRIVER = """
+import sys, time, json
+from vime.engine.pool import VllmEnginePool
+from vime.engine.router import RouterSpec
+from vime.engine.server import EngineSpec
+root = sys.argv[1]
+spec = EngineSpec(model_path=root + "/model", run_key="k", log_path=root + "/e.log", weight_dir=root, start_timeout_s=120)
+pool = VllmEnginePool([spec], RouterSpec(run_key="k", log_path=root + "/r.log"))
+pool.start()
+print(json.dumps(pool.engine_urls), flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_survives_a_kill_9_of_the_driver(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    driver = subprocess.Popen([sys.executable, "-c", _DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert len(json.loads(driver.stdout.readline())) == 1
+    started = psutil.Process(driver.pid).children(recursive=True)
+    names = " ".join(" ".join(process.cmdline()) for process in started)
+    assert "EngineCore" in names and "router_main" in names
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    began = time.monotonic()
+    _, alive = psutil.wait_procs(started, timeout=15)
+    assert alive == []
+    print(f"all gone after {time.monotonic() - began:.1f} s")

@@ -1,0 +1,106 @@
+"""What `vime train` does when something breaks: it repairs what it can, else ends and says what happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from train_fixtures import World, launched, make_world, published_weights, rows, samples, vime
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield from make_world()
+
+
+def fail(world: World, name: str, flags: list[str], *, timeout_s: float = 180) -> tuple[int, str]:
+    """Exit code and output of a run that ends by itself."""
+    with launched(vime("train", *flags), world.root / f"{name}.out") as launch:
+        code = launch.finish(timeout_s)
+        assert not published_weights(world.root / name).exists()
+        assert "Traceback" not in launch.output, launch.output[-3000:]
+        return code, launch.output
+
+
+def test_killed_engine_is_replaced_with_the_last_weights_and_ctrl_c_stops_everything(world: World) -> None:
+    flags = [
+        *world.grpo("engine", rollouts=100),
+        *("--colocate", "--actor-num-gpus-per-node", "1"),
+        # Long responses and few at a time: a rollout takes seconds, and the kill strikes inside one.
+        *("--rollout-max-response-len", "48", "--vllm-max-num-seqs", "8", "--max-tokens-per-gpu", "1024"),
+    ]
+    run_dir = world.root / "engine"
+    steps = lambda: rows(run_dir, "train/step")  # noqa: E731
+    with launched(vime("train", *flags), world.root / "engine.out") as launch:
+        launch.wait_for(steps, "the first step", 180)
+        time.sleep(0.5)  # into the next rollout
+        hit = max(steps()) + 1
+        (server,) = launch.find(r"^\S+ -m vllm\.entrypoints")
+        os.kill(server, signal.SIGKILL)
+        launch.wait_for(lambda: len(steps()) > hit + 1, "a step after the restart", 180)
+        interrupted = time.monotonic()
+        os.killpg(launch.process.pid, signal.SIGINT)
+        assert launch.finish(30) == 130
+        assert time.monotonic() - interrupted < 30
+        assert "died and is restarted" in launch.output
+        assert "interrupted" in launch.output.splitlines()[-1]
+        assert "Traceback" not in launch.output, launch.output[-3000:]
+    assert not published_weights(run_dir).exists()
+    for step, row in steps().items():
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5, step
+        # Not the checkpoint's weights that the new server began with: the last ones that were published.
+        assert all(s["weight_versions"] == [step] for s in samples(run_dir, step)), step
+
+
+def test_reward_that_raises_ends_the_run_and_names_the_sample(world: World) -> None:
+    flags = [
+        *world.grpo("reward", rollouts=2, reward="broken_reward"),
+        *("--colocate", "--actor-num-gpus-per-node", "1"),
+    ]
+    code, output = fail(world, "reward", flags)
+    assert code == 1
+    end = "\n".join(output.splitlines()[-2:])
+    assert (
+        "reward train_fixtures.broken_reward failed for sample 5 of group 1: KeyError: 'no such answer'"
+        in end
+    )
+    assert end.endswith(f"the traceback is in {world.root / 'reward' / 'logs' / 'rollout.log'}")
+    assert "in broken_reward" in (world.root / "reward" / "logs" / "rollout.log").read_text()
+
+
+def test_trainer_that_dies_is_named_with_its_last_log_lines(world: World) -> None:
+    flags = world.sft("dead", rollouts=10_000)
+    with launched(vime("train", *flags), world.root / "dead.out") as launch:
+        launch.wait_for(lambda: rows(world.root / "dead", "train/step"), "the first step", 120)
+        (trainer,) = launch.find(r"^ray::TrainerActor")
+        os.kill(trainer, signal.SIGKILL)
+        assert launch.finish(60) == 1
+        assert "Traceback" not in launch.output, launch.output[-3000:]
+        assert "trainer-0 failed: its process died" in launch.output.splitlines()[-1]
+
+
+def test_too_many_devices_are_refused_before_anything_is_placed(world: World) -> None:
+    flags = [
+        *world.grpo("large", rollouts=1),
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1000"),
+    ]
+    code, output = fail(world, "large", flags, timeout_s=60)
+    assert code == 2
+    assert "must have 1001 devices" in output.splitlines()[-1]
+    assert not list((world.root / "large").glob("logs/engine*"))
+
+
+def test_engine_that_never_becomes_healthy_shows_its_last_log_lines(world: World) -> None:
+    flags = [
+        *world.grpo("sick", rollouts=1),
+        *("--colocate", "--actor-num-gpus-per-node", "1", "--vllm-max-model-len", "1000000"),
+    ]
+    code, output = fail(world, "sick", flags)
+    assert code == 1
+    assert "must become healthy, got exit status 1" in output
+    assert "1000000" in "\n".join(output.splitlines()[-12:]), output[-3000:]

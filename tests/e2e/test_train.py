@@ -1,0 +1,303 @@
+"""Whole runs of `vime train` on a tiny model: every topology, what a run writes, resuming, exporting, plotting.
+
+A run costs 30-40 s before its first step, so each one here proves several things, and later tests read earlier runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from train_fixtures import (
+    PROMPTS,
+    ROOT,
+    SAMPLES,
+    World,
+    launched,
+    make_world,
+    published_weights,
+    rows,
+    run,
+    samples,
+    vime,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.e2e
+
+ROLLOUTS = 4
+KL = ("--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "low_var_kl")
+FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+NAMES = {
+    "train/step": {
+        *(
+            "train/loss",
+            "train/pg_loss",
+            "train/entropy_loss",
+            "train/kl_loss",
+            "train/pg_clipfrac",
+            "train/ppo_kl",
+        ),
+        *(
+            "train/train_rollout_logprob_abs_diff",
+            "train/train_rollout_logprob_abs_diff_max",
+            "train/grad_norm",
+        ),
+        *("train/lr-pg_0", "train/global_batch_size", "train/step"),
+    },
+    "rollout/step": {
+        *(
+            f"rollout/{name}"
+            for name in ("log_probs", "ref_log_probs", "rollout_log_probs", "returns", "advantages")
+        ),
+        *("rollout/raw_reward", "rollout/truncated_ratio", "rollout/repetition_frac", "rollout/step"),
+        *(f"rollout/response_len/{name}" for name in ("mean", "median", "max", "min")),
+        *("perf/rollout_time", "perf/tokens_per_gpu_per_sec", "perf/effective_tokens_per_gpu_per_sec"),
+        *(
+            f"perf/{name}_time"
+            for name in ("train_wait", "train", "data_preprocess", "ref_log_probs", "actor_train")
+        ),
+        *(f"perf/{name}_time" for name in ("sleep", "wake_up", "save_model", "update_weights", "step")),
+        *("perf/actor_train_tok_per_s", "perf/wait_time_ratio"),
+    },
+    "eval/step": {
+        "eval/greedy",
+        "eval/greedy-truncated_ratio",
+        "eval/sampled",
+        "eval/sampled-truncated_ratio",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield from make_world()
+
+
+def colocated(world: World, name: str) -> list[str]:
+    """The flags of the run that the others are compared with, saving to `name` and resuming from there."""
+    checkpoint = str(world.root / name / "checkpoint")
+    return [
+        *world.grpo(name, rollouts=ROLLOUTS),
+        *("--colocate", "--actor-num-gpus-per-node", "1", *KL),
+        *("--save", checkpoint, "--load", checkpoint, "--save-interval", "1"),
+        *("--eval-config", str(world.eval_config), "--eval-interval", "2"),
+        *("--check-weight-update-equal", "--use-tensorboard"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(world: World) -> Path:
+    """The uninterrupted colocated run, started as slime's launch scripts do."""
+    command = [sys.executable, str(ROOT / "train.py"), *colocated(world, "whole")]
+    printed = run(command, world.root / "whole.out")
+    assert f"{ROLLOUTS - 1}/{ROLLOUTS}" in printed
+    assert "Traceback" not in printed
+    run_dir = world.root / "whole"
+    assert not published_weights(run_dir).exists()
+    return run_dir
+
+
+def assert_agree(run_dir: Path, *, steps: int) -> None:
+    """Every step was logged, and engine and trainer computed the same log-probs in it."""
+    trained = rows(run_dir, "train/step")
+    assert sorted(trained) == list(range(steps))
+    for step, row in trained.items():
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5, step
+        assert row["train/train_rollout_logprob_abs_diff_max"] < 1e-4, step
+
+
+def test_colocated_run_logs_every_step_under_the_contract_names(whole: Path) -> None:
+    assert_agree(whole, steps=ROLLOUTS)
+    for key, steps in {
+        "train/step": range(ROLLOUTS),
+        "rollout/step": range(ROLLOUTS),
+        "eval/step": [0, 2, 4],
+    }.items():
+        logged = rows(whole, key)
+        assert sorted(logged) == list(steps)
+        for row in logged.values():
+            assert NAMES[key] <= row.keys(), NAMES[key] - row.keys()
+            assert "nonfinite" not in row
+    trained = rows(whole, "train/step")
+    # The first step is on policy and starts from the reference; later ones have moved away from it.
+    assert trained[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert all(trained[step]["train/kl_loss"] > 1e-5 for step in range(1, ROLLOUTS))
+    assert all(row["train/grad_norm"] > 0 and row["train/ppo_kl"] == 0 for row in trained.values())
+    assert sorted(path.name for path in (whole / "tensorboard").iterdir()) == ["eval", "rollout", "train"]
+
+
+def test_colocated_run_samples_carry_the_version_and_the_evaluation_its_own_settings(whole: Path) -> None:
+    for rollout_id in range(ROLLOUTS):
+        drawn = samples(whole, rollout_id)
+        assert [s["index"] for s in drawn] == list(
+            range(rollout_id * 32, rollout_id * 32 + PROMPTS * SAMPLES)
+        )
+        assert all(s["weight_versions"] == [rollout_id] for s in drawn)
+        assert all(len(s["rollout_log_probs"]) == s["response_length"] <= 8 for s in drawn)
+        mean = sum(s["reward"] for s in drawn) / len(drawn)
+        assert rows(whole, "rollout/step")[rollout_id]["rollout/raw_reward"] == pytest.approx(mean)
+    for step in (0, 2, 4):
+        drawn = samples(whole, f"eval_{step}")
+        greedy, sampled = drawn[:6], drawn[6:]
+        assert len(sampled) == 4 * 2
+        assert all(s["weight_versions"] == [step] for s in drawn)
+        assert (
+            max(s["response_length"] for s in greedy) <= 3 < max(s["response_length"] for s in sampled) <= 5
+        )
+        assert rows(whole, "eval/step")[step]["eval/greedy"] == pytest.approx(
+            sum(s["reward"] for s in greedy) / 6
+        )
+
+
+def test_colocated_run_records_configuration_and_environment_without_keys(whole: Path) -> None:
+    config = json.loads((whole / "config.json").read_text())
+    assert config["data"]["rollout_batch_size"] == PROMPTS
+    environment = json.loads((whole / "environment.json").read_text())
+    assert "--check-weight-update-equal" in environment["command"]
+    assert {"torch", "ray", "transformers"} <= environment["packages"].keys()
+    # The run's key is 64 hex digits; no file of the run may hold one.
+    for path in [whole / "config.json", whole / "environment.json", *(whole / "logs").iterdir()]:
+        text = path.read_text(errors="replace")
+        assert "Bearer " not in text, path
+        assert not any(
+            len(word) == 64 and set(word) <= set("0123456789abcdef") for word in text.split('"')
+        ), path
+
+
+def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
+    world: World, whole: Path
+) -> None:
+    command = vime("train", *colocated(world, "killed"))
+    run_dir = world.root / "killed"
+    newest = run_dir / "checkpoint" / "latest_checkpointed_iteration.txt"
+    with launched(command, world.root / "killed.out") as launch:
+        saved = lambda: newest.exists() and newest.read_text().strip() == "1"  # noqa: E731
+        launch.wait_for(saved, "checkpoint after rollout 1", 180)
+        os.kill(launch.process.pid, signal.SIGKILL)
+        launch.process.wait(5)
+        launch.await_gone(30)
+    assert len(rows(run_dir, "train/step")) < ROLLOUTS
+    assert published_weights(run_dir).exists()  # nobody was left to remove it; the next run takes it over
+    run(command, world.root / "resumed.out")
+    assert not published_weights(run_dir).exists()
+    assert_agree(run_dir, steps=ROLLOUTS)
+    assert_same_curve(run_dir, whole)
+    for step, row in rows(whole, "eval/step").items():
+        assert rows(run_dir, "eval/step")[step]["eval/sampled"] == row["eval/sampled"]
+
+
+def assert_same_curve(run_dir: Path, whole: Path) -> None:
+    expected, actual = rows(whole, "train/step"), rows(run_dir, "train/step")
+    for step in range(ROLLOUTS):
+        assert [s["tokens"] for s in samples(run_dir, step)] == [s["tokens"] for s in samples(whole, step)], (
+            step
+        )
+        for name in ("train/pg_loss", "train/kl_loss", "train/loss", "train/grad_norm", "train/entropy_loss"):
+            assert actual[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6), (step, name)
+        reward = rows(whole, "rollout/step")[step]["rollout/raw_reward"]
+        assert rows(run_dir, "rollout/step")[step]["rollout/raw_reward"] == reward
+
+
+def test_export_loads_in_transformers_with_the_log_probs_of_the_rollout(world: World, whole: Path) -> None:
+    """The checkpoint after rollout 2 is version 3, which drew the samples of rollout 3."""
+    out = world.root / "exported"
+    load = str(whole / "checkpoint")
+    flags = (
+        "--load",
+        load,
+        "--hf-checkpoint",
+        str(world.model),
+        "--iteration",
+        "2",
+        "--output-dir",
+        str(out),
+    )
+    run(vime("export", *flags), world.root / "export.out")
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(out).decode([257]) == "<|im_start|>"
+    for sample in samples(whole, 3):
+        tokens, length = torch.tensor([sample["tokens"]]), sample["response_length"]
+        with torch.no_grad():
+            log_probs = model(tokens).logits[0, :-1].log_softmax(-1)
+        picked = log_probs.gather(1, tokens[0, 1:, None])[-length:, 0]
+        assert torch.allclose(picked, torch.tensor(sample["rollout_log_probs"]), atol=1e-4, rtol=0)
+
+
+def test_plot_writes_the_pictures(world: World, whole: Path) -> None:
+    run(vime("plot", str(whole)), world.root / "plot.out")
+    names = {path.name for path in (whole / "plots").glob("*.png")}
+    assert {"reward.png", "step_time.png", "logprob_diff.png", "kl.png", "response_length.png"} <= names
+
+
+def test_tensor_parallel_disaggregated_run_equals_the_colocated_one(world: World, whole: Path) -> None:
+    flags = [
+        *world.grpo("tensor", rollouts=2),
+        *("--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        *("--rollout-num-gpus", "1", "--check-weight-update-equal", *KL),
+    ]
+    run(vime("train", *flags), world.root / "tensor.out")
+    run_dir = world.root / "tensor"
+    assert_agree(run_dir, steps=2)
+    assert [s["tokens"] for s in samples(run_dir, 0)] == [s["tokens"] for s in samples(whole, 0)]
+    expected, actual = rows(whole, "train/step"), rows(run_dir, "train/step")
+    for name in ("train/loss", "train/grad_norm", "train/entropy_loss"):
+        assert actual[0][name] == pytest.approx(expected[0][name], rel=1e-4, abs=1e-6), name
+    # One step later the weights themselves are compared: by what they sample, and what the trainer makes of it.
+    assert [s["tokens"] for s in samples(run_dir, 1)] == [s["tokens"] for s in samples(whole, 1)]
+    assert actual[1]["train/grad_norm"] == pytest.approx(expected[1]["train/grad_norm"], rel=1e-3)
+
+
+def test_asynchronous_data_parallel_run_keeps_within_its_staleness(world: World) -> None:
+    """Generation one update ahead, aborted groups going on under later weights, groups without spread dropped."""
+    flags = [
+        *world.grpo("async", rollouts=ROLLOUTS),
+        *("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1", "--max-staleness", "1"),
+        *(
+            "--partial-rollout",
+            "--over-sampling-batch-size",
+            str(PROMPTS + 4),
+            "--dynamic-sampling-filter-path",
+            FILTER,
+        ),
+        *("--check-weight-update-equal", "--balance-data"),
+    ]
+    run([sys.executable, str(ROOT / "train_async.py"), *flags], world.root / "async.out")
+    run_dir = world.root / "async"
+    trained, generated = rows(run_dir, "train/step"), rows(run_dir, "rollout/step")
+    assert sorted(trained) == sorted(generated) == list(range(ROLLOUTS))
+    assert sum(v for row in generated.values() for k, v in row.items() if "drop_zero_std" in k) > 0
+    assert sum(row.get("rollout/partial/groups_put_back", 0) for row in generated.values()) > 0
+    seen = []
+    for rollout_id in range(ROLLOUTS):
+        drawn = samples(run_dir, rollout_id)
+        assert len(drawn) == PROMPTS * SAMPLES
+        seen += [s["index"] for s in drawn]
+        for sample in drawn:
+            versions = sample["weight_versions"]
+            assert versions == sorted(versions) and versions[-1] <= rollout_id
+            # One update behind by running ahead; one more for what --partial-rollout carried over.
+            carried = "start_rollout_id" in sample["metadata"]
+            assert versions[0] >= rollout_id - 1 - int(carried), (rollout_id, versions)
+        rewards = torch.tensor([s["reward"] for s in drawn]).reshape(PROMPTS, SAMPLES)
+        assert (rewards.std(dim=1) > 0).all()
+    assert len(seen) == len(set(seen)), "a sample was trained on twice"
+    # Without carried-over tokens the recomputed log-probs would be those of newer weights: bounded, not zero.
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 0.5 for row in trained.values())
+
+
+def test_sft_lowers_the_loss(world: World) -> None:
+    began = time.monotonic()
+    run(vime("train", *world.sft("sft", rollouts=12)), world.root / "sft.out")
+    loss = [row["train/loss"] for _, row in sorted(rows(world.root / "sft", "train/step").items())]
+    assert len(loss) == 12
+    assert loss[0] == pytest.approx(5.57, abs=0.2)  # log(262): the untrained model is nearly uniform
+    assert loss[-1] < 0.6 * loss[0]
+    assert time.monotonic() - began < 120

@@ -1,0 +1,109 @@
+"""The import paths and parameter names that existing slime plug-ins use."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+from slime import hooks, http, loss_mask, types
+from slime.algo import ppo
+from slime.data import packing, prompts, source, tokenizer
+from slime.rollout import evaluation, rewards
+
+# module, name, the parameters a plug-in passes: a prefix of the signature, "=" marks those with a default
+PATHS = """
+slime.utils.misc                 load_function                       path
+slime.utils.http_utils           post                                url payload max_retries=
+slime.utils.processing_utils     load_tokenizer                      name_or_path
+slime.utils.mask_utils           MultiTurnLossMaskGenerator          tokenizer tokenizer_type=
+slime.utils.ppo_utils            compute_approx_kl                   log_probs log_probs_base kl_loss_type importance_ratio=
+slime.utils.ppo_utils            compute_policy_loss                 ppo_kl advantages eps_clip eps_clip_high eps_clip_c=
+slime.utils.ppo_utils            compute_cispo_loss                  ppo_kl log_probs advantages eps_clip eps_clip_high
+slime.utils.ppo_utils            chunked_gae                         rewards values gamma lambd chunk_size=
+slime.utils.ppo_utils            vanilla_gae                         rewards values gamma lambd
+slime.utils.ppo_utils            calculate_log_probs_and_entropy     logits tokens tp_group with_entropy= chunk_size=
+slime.utils.data                 read_file                           path
+slime.utils.data                 filter_long_prompt                  samples tokenizer processor max_length
+slime.utils.dp_schedule          build_dp_schedule                   args total_lengths rollout_ids
+slime.utils.eval_config          build_eval_dataset_configs          args raw_config defaults
+slime.rollout.base_types         RolloutFnTrainOutput                samples metrics=
+slime.rollout.base_types         RolloutFnEvalOutput                 data metrics=
+slime.rollout.base_types         call_rollout_fn                     fn
+slime.rollout.data_source        RolloutDataSourceWithBuffer         args
+slime.rollout.filter_hub.base_types  DynamicFilterOutput             keep reason= keep_when_insufficient=
+slime.rollout.filter_hub.dynamic_sampling_filters  check_reward_nonzero_std  args samples
+slime.rollout.rm_hub             async_rm                            args sample
+slime.rollout.rm_hub             batched_async_rm                    args samples
+slime.rollout.rm_hub             grade_answer_verl                   response label
+slime.rollout.rm_hub.math_utils  grade_answer_verl                   response label
+slime.rollout.rm_hub.math_utils  extract_answer                      text
+slime.rollout.rm_hub.math_dapo_utils  compute_score                  solution_str ground_truth strict_box_verify=
+slime.rollout.rm_hub.deepscaler  get_deepscaler_rule_based_reward    response label
+slime.rollout.rm_hub.gpqa        compute_gpqa_reward                 response label metadata=
+slime.rollout.rm_hub.f1          f1_score                            prediction ground_truth
+slime.rollout.sample_hooks       apply_rollout_sample_hooks          args sample
+slime.rollout.sglang_rollout     generate_rollout                    args rollout_id data_source evaluation=
+slime.rollout.sft_rollout        generate_rollout                    args rollout_id data_source evaluation=
+"""
+
+
+@pytest.mark.parametrize("line", PATHS.strip().splitlines(), ids=lambda line: ".".join(line.split()[:2]))
+def test_path_and_parameters(line):
+    module, name, *wanted = line.split()
+    found = getattr(importlib.import_module(module), name)
+    parameters = [
+        p for p in inspect.signature(found).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    got = [p.name + ("" if p.default is p.empty else "=") for p in parameters]
+    assert got[: len(wanted)] == wanted
+
+
+def test_what_a_plug_in_awaits_is_a_coroutine():
+    for module, names in {
+        "slime.utils.http_utils": ["post"],
+        "slime.rollout.rm_hub": ["async_rm", "batched_async_rm"],
+        "slime.rollout.sample_hooks": ["apply_rollout_sample_hooks"],
+    }.items():
+        for name in names:
+            assert inspect.iscoroutinefunction(getattr(importlib.import_module(module), name)), name
+
+
+@pytest.mark.parametrize(
+    ("path", "owner"),
+    [
+        ("slime.utils.types.Sample", types.Sample),
+        ("slime.utils.misc.load_function", hooks.load_function),
+        ("slime.utils.http_utils.post", http.post),
+        ("slime.utils.processing_utils.load_tokenizer", tokenizer.load_tokenizer),
+        ("slime.utils.mask_utils.MultiTurnLossMaskGenerator", loss_mask.MultiTurnLossMaskGenerator),
+        ("slime.utils.ppo_utils.compute_policy_loss", ppo.compute_policy_loss),
+        ("slime.utils.data.read_file", prompts.read_file),
+        ("slime.utils.dp_schedule.build_dp_schedule", packing.build_dp_schedule),
+        ("slime.utils.eval_config.build_eval_dataset_configs", evaluation.build_eval_dataset_configs),
+        ("slime.rollout.data_source.RolloutDataSourceWithBuffer", source.PromptDataSource),
+        ("slime.rollout.rm_hub.async_rm", rewards.async_rm),
+    ],
+)
+def test_old_paths_lead_to_the_one_definition(path, owner):
+    assert hooks.load_function(path) is owner
+
+
+def test_sample_has_the_fields_and_methods_that_hooks_use():
+    fields = """group_index index rollout_id prompt tokens multimodal_inputs multimodal_train_inputs
+    multimodal_train_input_id apply_chat_template_kwargs response response_length label reward loss_mask
+    weight_versions rollout_log_probs rollout_top_p_token_ids rollout_top_p_token_offsets rollout_routed_experts
+    remove_sample teacher_log_probs status metadata generate_function_path custom_rm_path train_metadata
+    session_id non_generation_time spec_info prefix_cache_info"""
+    assert fields.split() == list(inspect.signature(types.Sample).parameters)
+    assert [status.name for status in types.Sample.Status] == [
+        *("PENDING", "COMPLETED", "TRUNCATED", "ABORTED", "FAILED")
+    ]
+    methods = "to_dict from_dict get_reward_value effective_response_length append_response_tokens"
+    assert all(hasattr(types.Sample, name) for name in methods.split())
+
+
+def test_a_data_source_has_the_methods_that_subclasses_override():
+    for name in ("get_samples", "add_samples", "save", "load", "__len__"):
+        assert callable(getattr(source.PromptDataSource, name))

@@ -1,0 +1,243 @@
+"""The order of the loop, seen through small implementations of its three protocols that write down every call."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime import loop
+from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
+from slime.tracking.console import StepLine
+from slime.tracking.report import Reporter
+from slime.tracking.trackers import Trackers
+
+
+def done(value: Any) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
+
+
+class Run:
+    """One run's calls in order, as words: "generate 0", "train 0", "publish 1", "update 1", ..."""
+
+    def __init__(self, start: int = 0, **flags: Any) -> None:
+        defaults = {
+            "num_rollout": 2,
+            "max_staleness": 0,
+            "colocate": False,
+            "update_weights_interval": 1,
+            "eval_interval": None,
+            "skip_eval_before_train": False,
+            "save": None,
+            "save_interval": None,
+            "start_rollout_id": None,
+            "debug_train_only": False,
+            "check_weight_update_equal": False,
+            "rollout_batch_size": 1,
+            "n_samples_per_prompt": 1,
+            "global_batch_size": 1,
+        }
+        assert set(flags) <= set(defaults)
+        self.config = SimpleNamespace(**{**defaults, **flags})
+        self.start_rollout_id = start
+        self.calls: list[str] = []
+        self.logged: list[tuple] = []
+        self.version: int | None = None  # of the weights that the engines hold
+        self.generated_with: list[int | None] = []
+        self.report = Reporter(self.config, Trackers([self]), StepLine(stream=io.StringIO()))
+
+    def go(self) -> list[str]:
+        loop.run(self.config, self, self, self, self.report)
+        return self.calls
+
+    def generate(self, rollout_id: int) -> Future:
+        self.calls.append(f"generate {rollout_id}")
+        self.generated_with.append(self.version)
+        return done(RolloutBatch([f"data {rollout_id}"], {"rollout/raw_reward": float(rollout_id)}))
+
+    def evaluate(self, rollout_id: int) -> Future:
+        self.calls.append(f"evaluate {rollout_id}")
+        return done({"eval/set": float(rollout_id)})
+
+    def train(self, rollout_id: int, rank_data: list[Any]) -> Future:
+        assert rank_data == [f"data {rollout_id}"]
+        self.calls.append(f"train {rollout_id}")
+        return done(TrainResult([{"train/loss": 0.0}], {}, {}))
+
+    def save(self, rollout_id: int) -> Future:
+        self.calls.append(f"save {rollout_id}")
+        return done(None)
+
+    def publish_weights(self, version: int, *, checksums: bool) -> Future:
+        self.calls.append(f"publish {version}")
+        return done(WeightUpdate(version, {}, {} if checksums else None))
+
+    def update_weights(self, update: WeightUpdate) -> None:
+        assert (update.checksums is not None) == self.config.check_weight_update_equal
+        self.calls.append(f"update {update.version}")
+        self.version = update.version
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake(self) -> None:
+        self.calls.append("wake")
+
+    def check_health(self) -> None:
+        self.calls.append("check_health")
+
+    def log(self, metrics: Any, step: int, step_key: str) -> None:
+        self.logged.append((step_key, step))
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def test_synchronous():
+    run = Run()
+    assert run.go() == words(
+        "publish 0, update 0,"
+        "generate 0, train 0, publish 1, update 1,"
+        "generate 1, train 1, publish 2, update 2"
+    )
+    assert run.generated_with == [0, 1]
+    assert run.logged == [("rollout/step", 0), ("train/step", 0), ("rollout/step", 1), ("train/step", 1)]
+
+
+def test_colocated_engines_sleep_while_the_trainer_works():
+    run = Run(colocate=True, save="dir", save_interval=1, num_rollout=1)
+    assert run.go() == words(
+        "publish 0, update 0, generate 0, sleep, train 0, save 0, wake, publish 1, update 1"
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 9])
+def test_generation_runs_ahead_by_max_staleness(staleness):
+    run = Run(max_staleness=staleness, num_rollout=5)
+    calls = run.go()
+    assert [c for c in calls if c.startswith("generate")] == [f"generate {i}" for i in range(5)]
+    assert [c for c in calls if c.startswith("train")] == [f"train {i}" for i in range(5)]
+    assert run.generated_with == [max(i - staleness, 0) for i in range(5)]
+
+
+def test_one_rollout_ahead():
+    assert Run(max_staleness=1, num_rollout=3).go() == words(
+        "publish 0, update 0,"
+        "generate 0, generate 1, train 0, publish 1, update 1,"
+        "generate 2, train 1, publish 2, update 2,"
+        "train 2, publish 3, update 3"
+    )
+
+
+def test_two_rollouts_ahead():
+    assert Run(max_staleness=2, num_rollout=4).go() == words(
+        "publish 0, update 0,"
+        "generate 0, generate 1, generate 2, train 0, publish 1, update 1,"
+        "generate 3, train 1, publish 2, update 2,"
+        "train 2, publish 3, update 3, train 3, publish 4, update 4"
+    )
+
+
+def test_weights_at_an_interval():
+    run = Run(update_weights_interval=2, max_staleness=1, num_rollout=4)
+    calls = run.go()
+    assert [c for c in calls if c.startswith("publish")] == ["publish 0", "publish 2", "publish 4"]
+    assert calls.index("publish 2") == calls.index("train 1") + 1
+    assert run.generated_with == [0, 0, 0, 2]
+
+
+def test_checksums_are_asked_for():
+    run = Run(check_weight_update_equal=True)
+    run.go()  # update_weights looks at them
+    assert run.version == 2
+
+
+def test_evaluation_before_and_at_its_interval():
+    calls = Run(eval_interval=2, num_rollout=4).go()
+    evaluations = [(calls[i - 1], c) for i, c in enumerate(calls) if c.startswith("evaluate")]
+    assert evaluations == [("update 0", "evaluate 0"), ("update 2", "evaluate 2"), ("update 4", "evaluate 4")]
+    calls = Run(eval_interval=2, num_rollout=4, skip_eval_before_train=True).go()
+    assert [c for c in calls if c.startswith("evaluate")] == ["evaluate 2", "evaluate 4"]
+    assert not [c for c in Run().go() if c.startswith("evaluate")]
+
+
+def test_evaluations_are_logged():
+    run = Run(eval_interval=1, num_rollout=1)
+    run.go()
+    assert [entry for entry in run.logged if entry[0] == "eval/step"] == [("eval/step", 0), ("eval/step", 1)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved"),
+    [
+        ({"save": "dir", "save_interval": 2}, ["save 1", "save 3", "save 4"]),
+        ({"save": "dir"}, ["save 4"]),
+        ({"save_interval": 1}, []),
+    ],
+)
+def test_saving(flags, saved):
+    calls = Run(num_rollout=5, **flags).go()
+    assert [c for c in calls if c.startswith("save")] == saved
+    assert all(calls[calls.index(c) - 1] == c.replace("save", "train") for c in saved)
+
+
+def test_resumed_run():
+    """From rollout 3 of 5: the engines get version 3 first; an evaluation that was due there is made again."""
+    run = Run(start=3, num_rollout=5, eval_interval=3, max_staleness=1)
+    assert run.go() == words(
+        "publish 3, update 3, evaluate 3, generate 3, generate 4,"
+        "train 3, publish 4, update 4, train 4, publish 5, update 5"
+    )
+    assert Run(start=5, num_rollout=5).go() == ["publish 5", "update 5"]
+
+
+def test_training_alone_publishes_nothing():
+    assert Run(debug_train_only=True).go() == words("generate 0, train 0, generate 1, train 1")
+
+
+def test_rollouts_alone():
+    run = Run(start_rollout_id=1, num_rollout=3)
+    loop.generate_only(run.config, run, run, run.report)
+    assert run.calls == ["generate 1", "generate 2"]
+    assert run.logged == [("rollout/step", 1), ("rollout/step", 2)]
+
+
+class LostEngine(Run):
+    def generate(self, rollout_id: int) -> Future:
+        return Future()  # never answers
+
+    def check_health(self) -> None:
+        super().check_health()
+        raise RuntimeError("engine 0 is lost")
+
+
+def test_a_lost_engine_ends_the_wait():
+    run = LostEngine()
+    with pytest.raises(RuntimeError, match="engine 0 is lost"):
+        run.go()
+    assert run.calls == ["publish 0", "update 0", "check_health"]
+
+
+class FailingRollout(Run):
+    def generate(self, rollout_id: int) -> Future:
+        future: Future = Future()
+        future.set_exception(TimeoutError("a batch of groups passed its deadline"))
+        return future
+
+
+def test_a_timeout_of_the_work_itself_is_raised():
+    """It is told apart from the wait's own: the health check is not what ends the run."""
+    run = FailingRollout()
+    with pytest.raises(TimeoutError, match="passed its deadline"):
+        run.go()
+    assert run.calls == ["publish 0", "update 0"]

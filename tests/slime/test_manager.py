@@ -1,0 +1,234 @@
+"""The rollout manager: from prompts to the data of each rank, its hooks, and the data position of checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from config_cases import HF_CONFIG
+from rollout_double import EngineDouble, make_tokenizer, write_lines
+
+from slime.config.resolve import resolve
+from slime.data.train_data import convert_samples_to_train_data
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.manager import RolloutManager
+from slime.types import Sample
+
+LOGGED: list[tuple] = []
+FACTS = {"vllm_router_ip": "127.0.0.1", "vllm_router_port": 30000}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": len(tokenizer)}))
+    return directory
+
+
+@pytest.fixture
+def build(checkpoint, tmp_path):
+    """Managers over 6 prompts "a len=1 :" ... "f len=6 :"; each rank's data stays as it is instead of going to Ray."""
+    made = []
+    LOGGED.clear()
+
+    def build_one(*, dp_size: int = 1, **flags) -> RolloutManager:
+        rows = [{"input": f"{c} len={i + 1} :", "label": str(i)} for i, c in enumerate("abcdef")]
+        given = {
+            "hf_checkpoint": str(checkpoint),
+            "prompt_data": write_lines(tmp_path / "prompts.jsonl", rows),
+            "label_key": "label",
+            "num_rollout": 3,
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 2,
+            "rollout_max_response_len": 4,
+            "rollout_num_gpus": 1,
+            "micro_batch_size": 1,
+            "device": "cpu",
+            "custom_rm_path": "test_manager.parity_reward",
+        }
+        engine = None if flags.get("loss_type") == "sft_loss" else EngineDouble(make_tokenizer())
+        made.append(RolloutManager(resolve(given | flags), engine, dp_size, FACTS, put=lambda data: data))
+        return made[-1]
+
+    yield build_one
+    for manager in made:
+        manager.close()
+
+
+async def parity_reward(args, sample):
+    return float(sample.index % 2)
+
+
+def prompts(batch) -> list[str]:
+    return [prompt for data in batch.rank_data for prompt in data["prompt"]]
+
+
+def test_a_rollout(build):
+    """Prompts of 9 tokens; responses of 1 + 1 and 2 + 1 letters and end marks."""
+    manager = build()
+    batch = manager.generate(0)
+    (data,) = batch.rank_data
+    assert prompts(batch) == ["a len=1 :"] * 2 + ["b len=2 :"] * 2
+    assert data["response_lengths"] == [2, 2, 3, 3] and data["total_lengths"] == [11, 11, 12, 12]
+    tokenizer = manager.state.tokenizer
+    assert tokenizer.decode(data["tokens"][2]) == "b len=2 :ab<|im_end|>"
+    assert data["rollout_log_probs"][2].tolist() == pytest.approx([-0.1, -0.2, -0.3])
+    assert data["raw_reward"] == [0.0, 1.0, 0.0, 1.0]
+    assert data["rewards"] == pytest.approx([-0.7071, 0.7071, -0.7071, 0.7071], abs=1e-4)
+    assert data["num_microbatches"] == [4] and data["global_batch_sizes"] == [4]
+    assert batch.metrics["rollout/raw_reward"] == 0.5
+    assert batch.metrics["rollout/response_len/mean"] == 2.5
+    assert batch.metrics["perf/rollout_time"] > 0
+    assert prompts(manager.generate(1))[::2] == ["c len=3 :", "d len=4 :"]
+
+
+def test_hooks_see_the_router(build):
+    manager = build()
+    assert (manager.args.vllm_router_ip, manager.args.vllm_router_port) == ("127.0.0.1", 30000)
+    assert manager.args.rollout_state is manager.state
+    assert not hasattr(manager.config, "vllm_router_port")
+
+
+def test_data_parallel_ranks(build):
+    batch = build(dp_size=2).generate(0)
+    assert [data["sample_indices"] for data in batch.rank_data] == [[0, 2], [1, 3]]
+    assert len(batch.rank_data[0]["tokens"]) == 2
+
+
+def test_sft_has_no_engine(build, tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]}
+        for text in ("yo", "hello")
+    ]
+    manager = build(
+        loss_type="sft_loss",
+        rollout_function_path="slime.rollout.sft_rollout.generate_rollout",
+        prompt_data=write_lines(tmp_path / "chats.jsonl", rows),
+        input_key="messages",
+        label_key=None,
+        n_samples_per_prompt=1,
+        custom_rm_path=None,
+    )
+    batch = manager.generate(0)
+    (data,) = batch.rank_data
+    assert data["response_lengths"] == [4, 7]  # "yo", the end mark and a line break that is not trained on
+    assert [mask.tolist() for mask in data["loss_masks"]] == [[1] * 3 + [0], [1] * 6 + [0]]
+    assert "rollout_log_probs" not in data and data["rewards"] == [0.0, 0.0]
+    assert list(batch.metrics) == ["perf/rollout_time"]
+
+
+def negated(args, samples):
+    raw = [s.reward for s in samples]
+    return raw, [-r for r in raw]
+
+
+def twice_the_reward(args, samples):
+    data = convert_samples_to_train_data(_without_hook(args), samples)
+    return data | {"rewards": [2 * r for r in data["raw_reward"]]}
+
+
+def _without_hook(args):
+    return type(args)(**{**vars(args), "custom_convert_samples_to_train_data_path": None})
+
+
+def record_and_say_done(rollout_id, args, samples, extra, time):
+    LOGGED.append((rollout_id, args, samples, dict(extra), time))
+    return True
+
+
+def record_only(rollout_id, args, samples, extra, time):
+    LOGGED.append((rollout_id, args, samples, dict(extra), time))
+
+
+def record_eval(rollout_id, args, data, extra):
+    LOGGED.append((rollout_id, args, data, dict(extra)))
+    return True
+
+
+def test_custom_rewards_and_conversion(build):
+    (data,) = build(custom_reward_post_process_path="test_manager.negated").generate(0).rank_data
+    assert data["rewards"] == [0.0, -1.0, 0.0, -1.0]
+    path = "test_manager.twice_the_reward"
+    (data,) = build(custom_convert_samples_to_train_data_path=path).generate(0).rank_data
+    assert data["rewards"] == [0.0, 2.0, 0.0, 2.0]
+
+
+def test_custom_rollout_log(build):
+    manager = build(custom_rollout_log_function_path="test_manager.record_and_say_done")
+    assert manager.generate(1).metrics == {}
+    ((rollout_id, args, samples, extra, seconds),) = LOGGED
+    assert rollout_id == 1 and args is manager.args and seconds > 0
+    assert all(isinstance(s, Sample) for s in samples) and len(samples) == 4
+    assert extra["rollout/raw_reward"] == 0.5
+    other = build(custom_rollout_log_function_path="test_manager.record_only")
+    assert (
+        other.generate(0).metrics["rollout/raw_reward"] == 0.5
+    )  # not told that nothing more shall be logged
+
+
+def test_evaluation_and_its_log_hook(build, tmp_path):
+    rows = [{"input": "x len=2 :", "label": "x"}, {"input": "y len=9 :", "label": "y"}]
+    flags = {
+        "eval_prompt_data": ["tiny", write_lines(tmp_path / "eval.jsonl", rows)],
+        "n_samples_per_eval_prompt": 2,
+        "eval_interval": 1,
+    }
+    metrics = build(**flags).evaluate(3)
+    assert metrics["eval/tiny"] == 0.5 and metrics["eval/tiny-truncated_ratio"] == 0.5
+    manager = build(**flags, custom_eval_rollout_log_function_path="test_manager.record_eval")
+    assert manager.evaluate(3) == {}
+    ((rollout_id, args, data, extra),) = LOGGED
+    assert rollout_id == 3 and args is manager.args and list(data) == ["tiny"]
+    assert extra["eval/tiny"] == 0.5
+
+
+def test_data_position_is_saved_and_loaded(build, tmp_path):
+    """Every 2nd rollout and the last. A manager that loads rollout 1 continues with the third pair of prompts."""
+    folder = tmp_path / "ckpt"
+    flags = {"save": str(folder), "load": str(folder), "save_interval": 2}
+    manager = build(**flags)
+    manager.load(0)  # nothing there yet: starts fresh
+    batches = [manager.generate(i) for i in range(3)]
+    names = sorted(path.name for path in (folder / "rollout").iterdir())
+    assert names == ["data_state_1.json", "data_state_2.json"]
+    resumed = build(**flags)
+    resumed.load(2)
+    again = resumed.generate(2)
+    assert prompts(again) == prompts(batches[2]) == ["e len=5 :"] * 2 + ["f len=6 :"] * 2
+    for a, b in zip(again.rank_data[0]["tokens"], batches[2].rank_data[0]["tokens"], strict=True):
+        assert torch.equal(a, b)
+    assert again.rank_data[0]["sample_indices"] == [8, 9, 10, 11]
+    with pytest.raises(ValueError, match="--load must hold the data position of rollout 0"):
+        build(**flags).load(1)
+
+
+def test_replay_of_saved_samples(build, tmp_path):
+    template = str(tmp_path / "debug" / "{rollout_id}.pt")
+    batch = build(save_debug_rollout_data=template).generate(5)
+    replay = build(load_debug_rollout_data=template)
+    replay.state.engine = None
+    again = replay.generate(5)
+    for name, column in batch.rank_data[0].items():
+        other = again.rank_data[0][name]
+        pairs = zip(column, other, strict=True)
+        assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs), name
+    half = build(load_debug_rollout_data=template, load_debug_rollout_data_subsample=0.5, global_batch_size=2)
+    assert half.generate(5).rank_data[0]["sample_indices"] == [0, 1]
+
+
+def one_bad_group(args, rollout_id, data_source, evaluation=False):
+    groups = data_source.get_samples(1)
+    for sample in groups[0]:
+        sample.tokens, sample.response_length, sample.reward = [1, 2, 3], 2, 1.0
+    return RolloutFnTrainOutput(groups)
+
+
+def test_samples_of_a_custom_rollout_are_checked(build):
+    manager = build(rollout_function_path="test_manager.one_bad_group", global_batch_size=2)
+    with pytest.raises(
+        ValueError, match="rollout_log_probs must .* got none for 2 tokens of sample 0 of group 0"
+    ):
+        manager.generate(0)

@@ -1,0 +1,136 @@
+"""Devices for trainers and engines: the arithmetic, on a real local Ray, and what a run that does not fit is told."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+
+from slime.cluster import placement
+from slime.cluster.placement import cpu_threads, place
+
+RESOURCE = "GPU" if torch.cuda.is_available() else "CPU"
+DEVICE = 1.0 if RESOURCE == "GPU" else 0.5
+
+
+def make_config(**flags) -> SimpleNamespace:
+    defaults = {
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": 1,
+        "rollout_num_gpus": 1,
+        "rollout_num_gpus_per_engine": 1,
+        "colocate": False,
+        "debug_train_only": False,
+        "debug_rollout_only": False,
+    }
+    assert set(flags) <= set(defaults)
+    return SimpleNamespace(**{**defaults, **flags})
+
+
+@pytest.mark.parametrize(
+    ("cores", "flags", "threads"),
+    [
+        (16, {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}, (4, 4)),  # 4 processes share the cores
+        (16, {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}, (3, 3)),
+        (16, {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "colocate": True}, (4, 4)),
+        (16, {"actor_num_gpus_per_node": 4, "rollout_num_gpus": 8, "colocate": True}, (4, 2)),
+        (16, {"actor_num_nodes": 2, "rollout_num_gpus": 0, "debug_train_only": True}, (8, 16)),
+        (2, {"actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}, (1, 1)),
+        (None, {}, (1, 1)),  # a system that does not say
+    ],
+)
+def test_cpu_threads(monkeypatch, cores, flags, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert cpu_threads(make_config(**flags)) == threads
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Four devices: 2 CPU cores, or 4 GPUs where there are GPUs."""
+    gpus = 4 if RESOURCE == "GPU" else 0
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=gpus,
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@ray.remote
+class Actor:
+    def bundle(self) -> tuple[str, dict]:
+        context = ray.get_runtime_context()
+        return context.get_placement_group_id(), context.get_assigned_resources()
+
+
+def test_engines_stand_behind_the_trainers(cluster):
+    placed = place(make_config(actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2))
+    try:
+        assert placed.trainer_bundles == [0, 1] and placed.engine_bundles == [[2, 3]]
+        assert placed.group.bundle_specs == [{RESOURCE: DEVICE}] * 4
+        actor = Actor.options(**placed.options(3)).remote()
+        group, resources = ray.get(actor.bundle.remote(), timeout=60)
+        assert group == placed.group.id.hex() and resources[RESOURCE] == DEVICE
+    finally:
+        placed.release()
+
+
+def test_colocated_engines_share_the_trainers_devices(cluster):
+    """Engines of 2 on 4 trainers; one bundle holds a trainer and an engine at the same time."""
+    placed = place(
+        make_config(
+            actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, colocate=True
+        )
+    )
+    try:
+        assert placed.trainer_bundles == [0, 1, 2, 3] and placed.engine_bundles == [[0, 1], [2, 3]]
+        assert placed.group.bundle_specs == [{RESOURCE: DEVICE}] * 4
+        actors = [Actor.options(**placed.options(0)).remote() for _ in range(2)]
+        for _, resources in ray.get([a.bundle.remote() for a in actors], timeout=60):
+            assert resources[RESOURCE] == DEVICE / 2
+    finally:
+        placed.release()
+
+
+@pytest.mark.parametrize(
+    ("flags", "trainers", "engines"),
+    [
+        ({"debug_train_only": True, "rollout_num_gpus": 0}, [0], []),
+        ({"debug_rollout_only": True, "rollout_num_gpus": 2}, [], [[0], [1]]),
+    ],
+)
+def test_one_half_alone(cluster, flags, trainers, engines):
+    placed = place(make_config(**flags))
+    placed.release()
+    assert (placed.trainer_bundles, placed.engine_bundles) == (trainers, engines)
+
+
+def test_a_run_that_does_not_fit_is_told_what_it_needs(cluster):
+    got = 4 * DEVICE
+    with pytest.raises(ValueError) as caught:
+        place(make_config(actor_num_gpus_per_node=3, rollout_num_gpus=2))
+    assert str(caught.value) == (
+        f"the cluster must have 5 devices ({5 * DEVICE:g} {RESOURCE}s) for 3 trainer ranks (--actor-num-nodes x "
+        f"--actor-num-gpus-per-node) and 2 rollout devices (--rollout-num-gpus), got {got:g} {RESOURCE}s; "
+        "ask for fewer or join a larger cluster with RAY_ADDRESS"
+    )
+    with pytest.raises(ValueError, match="5 devices .* shared by --colocate"):
+        place(make_config(actor_num_gpus_per_node=5, rollout_num_gpus=5, colocate=True))
+
+
+def test_devices_held_by_another_job(cluster, monkeypatch):
+    monkeypatch.setattr(placement, "_PLACEMENT_TIMEOUT_S", 1)
+    other = place(make_config(actor_num_gpus_per_node=2, rollout_num_gpus=1))
+    try:
+        with pytest.raises(RuntimeError, match="2 devices must be free within 1 s, got only .* another job"):
+            place(make_config())
+    finally:
+        other.release()
+    place(make_config(actor_num_gpus_per_node=3)).release()  # the one that failed holds nothing
