@@ -4,13 +4,13 @@
 
 leaves in that folder
 
-    base/                    Hugging Face checkpoint: 1.1 M random fp32 parameters, fast tokenizer, chat template
+    base/                    Hugging Face checkpoint: 1.2 M random fp32 parameters, fast tokenizer, chat template
     train.jsonl  .parquet    {"prompt": "12+34=", "label": "46"}: what reinforcement learning draws from
     test.jsonl   .parquet    the same for pairs that occur in no other file
     sft.jsonl                {"messages": [user, assistant]}: supervised warm-up on the pairs of train.jsonl
 
-The teacher of sft.jsonl is sloppy: half of its answers (--slips) are off by a little. A model that imitates it learns
-how to add and also to be wrong as often as its teacher, which the reward of the first run then corrects.
+The teacher of sft.jsonl is sloppy: three in ten of its answers (--slips) are off by a little. A model that imitates it learns
+how to add and also to be wrong, which the reward of the first run then corrects.
 
 The same seed gives the same bytes. Nothing is downloaded.
 """
@@ -73,10 +73,10 @@ def build_model(tokenizer: Tokenizer, seed: int) -> Qwen3ForCausalLM:
     """Random fp32 weights from `seed`; the caller's random state is left as it was."""
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=192,
-        intermediate_size=768,
+        hidden_size=256,
+        intermediate_size=512,
         num_hidden_layers=2,
-        num_attention_heads=6,
+        num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=1024,
@@ -139,13 +139,13 @@ def main(argv: list[str] | None = None) -> None:
         "--test", type=int, default=256, help=f"held-out prompts of the {PAIRS} (default 256)"
     )
     parser.add_argument(
-        "--slips", type=float, default=0.5, help="share of wrong answers in sft.jsonl (default 0.5)"
+        "--slips", type=float, default=0.3, help="share of wrong answers in sft.jsonl (default 0.3)"
     )
     args = parser.parse_args(argv)
     if not 0 < args.test < PAIRS:
         parser.error(f"--test must lie in (0, {PAIRS}), got {args.test}; the default is 256")
     if not 0 <= args.slips <= 1:
-        parser.error(f"--slips must lie in [0, 1], got {args.slips}; the default is 0.5")
+        parser.error(f"--slips must lie in [0, 1], got {args.slips}; the default is 0.3")
 
     base = args.folder / "base"
     base.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ def run(
         with timers.measure("train"):
             trained = wait(trainer.train(rollout_id, batch.rank_data), engines)
         if saves_after(config, rollout_id):
+            report.before_save(rollout_id, batch.metrics, trained)
             with timers.measure("save_model"):
                 wait(trainer.save(rollout_id), engines)
         if config.colocate:

@@ -29,6 +29,7 @@ from ray.exceptions import RayTaskError
 
 from slime import loop
 from slime.cluster import actors, placement
+from slime.cluster.guard import Guard
 from slime.config import Config
 from slime.hooks import load_function
 from slime.protocols import EnginePool, NoEngines
@@ -78,6 +79,7 @@ def _told(error: Exception, logs: Path) -> str:
         if not isinstance(cause, ValueError | RuntimeError):  # the text of others may mean little by itself
             said = f"{type(cause).__name__}: {said}"
     if trace:
+        log.parent.mkdir(exist_ok=True)
         with open(log, "a", encoding="utf-8") as file:
             file.write(trace + "\n")
         said += f"\nthe traceback is in {log}"
@@ -103,7 +105,12 @@ def run(config: Config, argv: Sequence[str]) -> None:
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        config = config.with_values(weight_dir=str(_weight_dir(config, stack)))
+        private = _private_weight_dir(config)
+        guard = Guard([] if private is None else [str(private)])
+        stack.callback(guard.dismiss)
+        if private is not None:
+            config = config.with_values(weight_dir=str(private))
+            stack.callback(shutil.rmtree, private, ignore_errors=True)
         config.save_json(run_dir / "config.json")
         write_environment(run_dir, ["vime", "train", *argv])
         placement.connect()
@@ -121,8 +128,12 @@ def run(config: Config, argv: Sequence[str]) -> None:
         rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts)
         stack.callback(rollout.stop)
         rollout.load(start)
-        report = Reporter(config, make_trackers(config, run_dir, start), StepLine(total=config.num_rollout))
+        trackers = make_trackers(config, run_dir, start)
+        report = Reporter(
+            config, trackers, StepLine(total=config.num_rollout), run_dir / "metrics.pending.json"
+        )
         stack.callback(report.close)
+        report.recover(start)
         print(f"run directory {run_dir}: metrics.jsonl, config.json, logs/", flush=True)
         if trainer is None:
             loop.generate_only(config, rollout, pool, report)
@@ -130,20 +141,18 @@ def run(config: Config, argv: Sequence[str]) -> None:
             loop.run(config, rollout, trainer, pool, report)
 
 
-def _weight_dir(config: Config, stack: ExitStack) -> Path:
-    """Where weights are published: --weight-dir, or a directory of this run that is removed at the end.
+def _private_weight_dir(config: Config) -> Path | None:
+    """Where weights are published when --weight-dir says nothing: a directory of this run, removed at the end.
 
     In shared memory on a single host; beside the run's records when engines may be on other hosts. Named after the run
-    directory, so that a run that was killed finds, and does not pile up on, what it left.
+    directory, so that a run after one that was lost finds, and does not pile up on, what that left.
     """
     if config.weight_dir is not None:
-        return Path(config.weight_dir)
-    private = Path(config.run_dir) / "weights"
+        return None
     if SHARED_MEMORY.is_dir() and config.actor_num_nodes == 1 and not os.environ.get("RAY_ADDRESS"):
         name = hashlib.sha256(str(Path(config.run_dir).resolve()).encode()).hexdigest()[:16]
-        private = SHARED_MEMORY / f"vime-{os.getuid()}-{name}"
-    stack.callback(shutil.rmtree, private, ignore_errors=True)
-    return private
+        return SHARED_MEMORY / f"vime-{os.getuid()}-{name}"
+    return (Path(config.run_dir) / "weights").resolve()
 
 
 def _start_engines(

@@ -3,9 +3,9 @@
 MODEL_ARGS=(
     --swiglu
     --num-layers 2
-    --hidden-size 192
-    --ffn-hidden-size 768
-    --num-attention-heads 6
+    --hidden-size 256
+    --ffn-hidden-size 512
+    --num-attention-heads 8
     --group-query-attention
     --num-query-groups 2
     --kv-channels 32

@@ -185,7 +185,7 @@ def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
         launch.process.wait(5)
         launch.await_gone(30)
     assert len(rows(run_dir, "train/step")) < ROLLOUTS
-    assert published_weights(run_dir).exists()  # nobody was left to remove it; the next run takes it over
+    assert not published_weights(run_dir).exists()
     run(command, world.root / "resumed.out")
     assert not published_weights(run_dir).exists()
     assert_agree(run_dir, steps=ROLLOUTS)
@@ -283,9 +283,10 @@ def test_asynchronous_data_parallel_run_keeps_within_its_staleness(world: World)
         for sample in drawn:
             versions = sample["weight_versions"]
             assert versions == sorted(versions) and versions[-1] <= rollout_id
-            # One update behind by running ahead; one more for what --partial-rollout carried over.
-            carried = "start_rollout_id" in sample["metadata"]
-            assert versions[0] >= rollout_id - 1 - int(carried), (rollout_id, versions)
+            # One update behind by running ahead; as many more as --partial-rollout has carried the group over.
+            start = sample["metadata"].get("start_rollout_id", rollout_id)
+            assert rollout_id - 2 <= start <= rollout_id
+            assert versions[0] >= start - 1, (rollout_id, start, versions)
         rewards = torch.tensor([s["reward"] for s in drawn]).reshape(PROMPTS, SAMPLES)
         assert (rewards.std(dim=1) > 0).all()
     assert len(seen) == len(set(seen)), "a sample was trained on twice"

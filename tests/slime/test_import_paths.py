@@ -14,38 +14,38 @@ from slime.rollout import evaluation, rewards
 
 # module, name, the parameters a plug-in passes: a prefix of the signature, "=" marks those with a default
 PATHS = """
-slime.utils.misc                 load_function                       path
-slime.utils.http_utils           post                                url payload max_retries=
-slime.utils.processing_utils     load_tokenizer                      name_or_path
-slime.utils.mask_utils           MultiTurnLossMaskGenerator          tokenizer tokenizer_type=
-slime.utils.ppo_utils            compute_approx_kl                   log_probs log_probs_base kl_loss_type importance_ratio=
-slime.utils.ppo_utils            compute_policy_loss                 ppo_kl advantages eps_clip eps_clip_high eps_clip_c=
-slime.utils.ppo_utils            compute_cispo_loss                  ppo_kl log_probs advantages eps_clip eps_clip_high
-slime.utils.ppo_utils            chunked_gae                         rewards values gamma lambd chunk_size=
-slime.utils.ppo_utils            vanilla_gae                         rewards values gamma lambd
-slime.utils.ppo_utils            calculate_log_probs_and_entropy     logits tokens tp_group with_entropy= chunk_size=
-slime.utils.data                 read_file                           path
-slime.utils.data                 filter_long_prompt                  samples tokenizer processor max_length
-slime.utils.dp_schedule          build_dp_schedule                   args total_lengths rollout_ids
-slime.utils.eval_config          build_eval_dataset_configs          args raw_config defaults
-slime.rollout.base_types         RolloutFnTrainOutput                samples metrics=
-slime.rollout.base_types         RolloutFnEvalOutput                 data metrics=
-slime.rollout.base_types         call_rollout_fn                     fn
-slime.rollout.data_source        RolloutDataSourceWithBuffer         args
-slime.rollout.filter_hub.base_types  DynamicFilterOutput             keep reason= keep_when_insufficient=
-slime.rollout.filter_hub.dynamic_sampling_filters  check_reward_nonzero_std  args samples
-slime.rollout.rm_hub             async_rm                            args sample
-slime.rollout.rm_hub             batched_async_rm                    args samples
-slime.rollout.rm_hub             grade_answer_verl                   response label
-slime.rollout.rm_hub.math_utils  grade_answer_verl                   response label
-slime.rollout.rm_hub.math_utils  extract_answer                      text
-slime.rollout.rm_hub.math_dapo_utils  compute_score                  solution_str ground_truth strict_box_verify=
-slime.rollout.rm_hub.deepscaler  get_deepscaler_rule_based_reward    response label
-slime.rollout.rm_hub.gpqa        compute_gpqa_reward                 response label metadata=
+slime.utils.misc load_function path
+slime.utils.http_utils post url payload max_retries=
+slime.utils.processing_utils load_tokenizer name_or_path
+slime.utils.mask_utils MultiTurnLossMaskGenerator tokenizer tokenizer_type=
+slime.utils.ppo_utils compute_approx_kl log_probs log_probs_base kl_loss_type importance_ratio=
+slime.utils.ppo_utils compute_policy_loss ppo_kl advantages eps_clip eps_clip_high eps_clip_c=
+slime.utils.ppo_utils compute_cispo_loss ppo_kl log_probs advantages eps_clip eps_clip_high
+slime.utils.ppo_utils chunked_gae rewards values gamma lambd chunk_size=
+slime.utils.ppo_utils vanilla_gae rewards values gamma lambd
+slime.utils.ppo_utils calculate_log_probs_and_entropy logits tokens tp_group with_entropy= chunk_size=
+slime.utils.data read_file path
+slime.utils.data filter_long_prompt samples tokenizer processor max_length
+slime.utils.dp_schedule build_dp_schedule args total_lengths rollout_ids
+slime.utils.eval_config build_eval_dataset_configs args raw_config defaults
+slime.rollout.base_types RolloutFnTrainOutput samples metrics=
+slime.rollout.base_types RolloutFnEvalOutput data metrics=
+slime.rollout.base_types call_rollout_fn fn
+slime.rollout.data_source RolloutDataSourceWithBuffer args
+slime.rollout.filter_hub.base_types DynamicFilterOutput keep reason= keep_when_insufficient=
+slime.rollout.filter_hub.dynamic_sampling_filters check_reward_nonzero_std args samples
+slime.rollout.rm_hub async_rm args sample
+slime.rollout.rm_hub batched_async_rm args samples
+slime.rollout.rm_hub grade_answer_verl response label
+slime.rollout.rm_hub.math_utils grade_answer_verl response label
+slime.rollout.rm_hub.math_utils extract_answer text
+slime.rollout.rm_hub.math_dapo_utils compute_score solution_str ground_truth strict_box_verify=
+slime.rollout.rm_hub.deepscaler get_deepscaler_rule_based_reward response label
+slime.rollout.rm_hub.gpqa compute_gpqa_reward response label metadata=
 slime.rollout.rm_hub.f1          f1_score                            prediction ground_truth
-slime.rollout.sample_hooks       apply_rollout_sample_hooks          args sample
-slime.rollout.sglang_rollout     generate_rollout                    args rollout_id data_source evaluation=
-slime.rollout.sft_rollout        generate_rollout                    args rollout_id data_source evaluation=
+slime.rollout.sample_hooks apply_rollout_sample_hooks args sample
+slime.rollout.sglang_rollout generate_rollout args rollout_id data_source evaluation=
+slime.rollout.sft_rollout generate_rollout args rollout_id data_source evaluation=
 """
 
 

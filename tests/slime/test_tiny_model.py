@@ -114,7 +114,7 @@ def test_prompts(tiny):
     assert pq.read_table(tiny / "test.parquet").to_pylist() == test
 
 
-def test_lessons_are_half_right_and_keep_out_the_test_prompts(tiny):
+def test_lessons_are_mostly_right_and_keep_out_the_test_prompts(tiny):
     truth = {row["prompt"]: int(row["label"]) for row in rows(tiny / "train.jsonl")}
     errors = []
     for lesson in rows(tiny / "sft.jsonl"):
@@ -123,7 +123,7 @@ def test_lessons_are_half_right_and_keep_out_the_test_prompts(tiny):
         errors.append(int(answer["content"]) - truth.pop(question["content"]))
     assert not truth
     assert set(errors) == {0, -20, -10, -2, -1, 1, 2, 10, 20}
-    assert abs(errors.count(0) / len(errors) - 0.5) < 0.02
+    assert abs(errors.count(0) / len(errors) - 0.7) < 0.02
 
 
 def test_slips_can_be_switched_off(tiny, tmp_path):

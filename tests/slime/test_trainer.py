@@ -205,6 +205,8 @@ def test_several_steps_of_a_rollout_share_the_old_policy(build):
     same = rank_data(fresh.config, make_samples())
     same["rollout_log_probs"] = data["old_log_probs"]
     again = fresh.train(0, same)
+    assert same["old_log_probs"] is same["rollout_log_probs"] and "log_probs" not in same
+    assert "perf/log_probs_time" not in again.perf
     for a, b in zip(result.steps, again.steps, strict=True):
         assert a["train/loss"] == b["train/loss"] and a["train/grad_norm"] == b["train/grad_norm"]
 

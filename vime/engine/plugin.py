@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
+from vime.engine.supervise import die_with_parent
+
 BACKEND = "vime_file"
+SUPERVISED_VARIABLE = "VIME_SUPERVISED"
 
 
 def register() -> None:
-    """Make `--weight-transfer-config {"backend": "vime_file"}` known to vLLM. May run more than once a process."""
+    """Make `--weight-transfer-config {"backend": "vime_file"}` known to vLLM. May run more than once a process.
+
+    In a supervised server, also tie each of its processes to the one that started it: vLLM's engine process would
+    otherwise outlive a kill -9 of the supervisor.
+    """
+    if SUPERVISED_VARIABLE in os.environ:
+        die_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

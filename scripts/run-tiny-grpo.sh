@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# GRPO from nothing, on the machine in front of you: sets up, makes a tiny model that adds two-digit numbers badly, and
+# trains it until it adds visibly better. About five minutes on two CPU cores; no GPU, no download but Python packages.
+#
+#   bash scripts/run-tiny-grpo.sh                       trainer and engine take turns (colocated)
+#   MODE=disaggregated bash scripts/run-tiny-grpo.sh    both stay alive, each on half of the cores
+#   MODE=async bash scripts/run-tiny-grpo.sh            generation runs one rollout ahead of training
+#   bash scripts/run-tiny-grpo.sh --num-rollout 100     any flag of `vime train` (see `vime flags`)
+#
+# OUT=DIR names the folder for model, checkpoints and records (default runs/tiny). A second call goes on where the
+# first one stopped; remove the folder to start anew.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash scripts/setup.sh
+PATH="$PWD/${VENV:-.venv}/bin:$PATH"
+OUT=${OUT:-runs/tiny}
+MODE=${MODE:-colocate}
+
+case "$MODE" in
+    colocate) MODE_ARGS=(--colocate) ;;
+    disaggregated) MODE_ARGS=(--rollout-num-gpus 1) ;;
+    async) MODE_ARGS=(--rollout-num-gpus 1 --max-staleness 1) ;;
+    *) echo "MODE must be colocate, disaggregated or async, got $MODE" >&2; exit 2 ;;
+esac
+
+# 1. A random model and its arithmetic (one second).
+[[ -f "$OUT/test.jsonl" ]] || python scripts/make_tiny_model.py "$OUT"
+source scripts/models/qwen3-tiny.sh
+
+# 2. Supervised warm-up through the trainer that GRPO uses: enough for a few right answers to learn from.
+if [[ ! -f "$OUT/warm/config.json" ]]; then
+    SFT_ARGS=(
+        --loss-type sft_loss
+        --rollout-function-path slime.rollout.sft_rollout.generate_rollout
+        --prompt-data "$OUT/sft.jsonl"
+        --input-key messages
+        --debug-train-only # no engine: the data are the responses
+        --disable-compute-advantages-and-returns
+        --calculate-per-token-loss
+        --num-rollout 400
+        --rollout-batch-size 128
+        --rollout-shuffle
+        --lr 2e-3
+        --lr-decay-style linear
+        --lr-warmup-iters 10
+        --adam-beta2 0.95
+        --weight-decay 0
+        --no-save-optim
+    )
+    vime train --hf-checkpoint "$OUT/base" "${MODEL_ARGS[@]}" "${SFT_ARGS[@]}" \
+        --actor-num-gpus-per-node 1 --use-dynamic-batch-size --max-tokens-per-gpu 16384 \
+        --save "$OUT/sft-checkpoint" --run-dir "$OUT/sft"
+    vime export --load "$OUT/sft-checkpoint" --hf-checkpoint "$OUT/base" --output-dir "$OUT/warm"
+fi
+
+# 3. GRPO.
+CKPT_ARGS=(
+    --hf-checkpoint "$OUT/warm"
+    --load "$OUT/checkpoint" # resume from here when there is something
+    --save "$OUT/checkpoint"
+    --save-interval 10
+)
+ROLLOUT_ARGS=(
+    --prompt-data "$OUT/train.jsonl"
+    --input-key prompt
+    --label-key label
+    --apply-chat-template
+    --rollout-shuffle
+    --rm-type gsm8k # the last number of the response must be the label
+    --num-rollout 40
+    --rollout-batch-size 64
+    --n-samples-per-prompt 16
+    --rollout-max-response-len 5
+    --rollout-temperature 1
+    --global-batch-size 256 # four optimizer steps a rollout
+)
+EVAL_ARGS=(
+    --eval-interval 20
+    --eval-prompt-data addition "$OUT/test.jsonl"
+    --eval-temperature 0.01
+)
+GRPO_ARGS=(
+    --advantage-estimator grpo
+    --eps-clip 0.2
+    --eps-clip-high 0.28
+)
+OPTIMIZER_ARGS=(
+    --lr 1e-4
+    --adam-beta2 0.98
+    --weight-decay 0
+)
+PERF_ARGS=(
+    --actor-num-gpus-per-node 1
+    --use-dynamic-batch-size
+    --max-tokens-per-gpu 16384
+    --balance-data
+)
+vime train "${MODE_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" \
+    "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" --use-tensorboard --run-dir "$OUT/grpo" "$@"
+
+# 4. Look at it.
+vime plot "$OUT/grpo"

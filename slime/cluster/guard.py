@@ -1,0 +1,88 @@
+"""Ends what a driver leaves behind when it is killed outright (kill -9, out of memory). Linux, standard library only.
+
+A process beside the driver: it keeps a list of the driver's descendants and, when the driver is gone without having
+said that all is well, kills those that still live and removes the run's private directories. Needed because Ray's own
+helpers outlive a dead cluster for long, and Ray kills the supervisor of an engine before that can end the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+_EVERY_S = 0.5
+_DONE = b"done"
+
+
+class Guard:
+    """Start before anything else; `dismiss()` when the driver has stopped everything itself."""
+
+    def __init__(self, directories: Sequence[str]) -> None:
+        command = [sys.executable, __file__, str(os.getpid()), *directories]
+        # A session of its own: neither Ctrl-C nor a kill of the driver's process group reaches it.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def dismiss(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate(_DONE)
+
+
+def main(argv: Sequence[str]) -> None:
+    """`argv`: pid of the driver, directories to remove. Standard input is a pipe whose other end the driver holds."""
+    driver, directories = int(argv[0]), argv[1:]
+    seen: dict[int, str] = {}
+    while True:
+        table = processes()
+        seen = alive(seen, table) | descendants({driver}, table)
+        if select.select([sys.stdin], [], [], _EVERY_S)[0]:
+            break
+    if os.read(sys.stdin.fileno(), len(_DONE)) == _DONE:
+        return
+    while seen := alive(seen, table := processes()):
+        seen |= descendants(set(seen), table)
+        for pid in seen:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """pid -> (parent, start time) of every living process. pid and start time together name one for good."""
+    table = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+                # The second field, a name in brackets, may hold anything: the rest follows the last bracket.
+                fields = file.read().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    table[int(entry)] = (int(fields[1]), fields[19])
+    return table
+
+
+def alive(seen: dict[int, str], table: dict[int, tuple[int, str]]) -> dict[int, str]:
+    return {pid: started for pid, started in seen.items() if pid in table and table[pid][1] == started}
+
+
+def descendants(roots: set[int], table: dict[int, tuple[int, str]]) -> dict[int, str]:
+    """pid -> start time of all processes below `roots`, this one left out."""
+    found: dict[int, str] = {}
+    fresh = roots
+    while fresh:
+        fresh = {
+            pid for pid, (parent, _) in table.items() if parent in fresh and pid != os.getpid()
+        } - found.keys()
+        found |= {pid: table[pid][1] for pid in fresh}
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
