@@ -9,8 +9,8 @@ leaves in that folder
     test.jsonl   .parquet    the same for pairs that occur in no other file
     sft.jsonl                {"messages": [user, assistant]}: supervised warm-up on the pairs of train.jsonl
 
-The teacher of sft.jsonl is sloppy: three in ten of its answers (--slips) are off by a little. A model that imitates it learns
-how to add and also to be wrong, which the reward of the first run then corrects.
+The teacher of sft.jsonl is sloppy: three in ten of its answers (--slips) are off by a little. A model that imitates it
+learns how to add and also to be wrong, which the reward of the first run then corrects.
 
 The same seed gives the same bytes. Nothing is downloaded.
 """

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from typing import Any
 
@@ -34,13 +35,15 @@ def run(
         began = time.perf_counter()
         last = min(rollout_id + config.max_staleness, config.num_rollout - 1)
         ahead.extend(rollout.generate(i) for i in range(rollout_id + len(ahead), last + 1))
-        with timers.measure("train_wait"):
-            batch = wait(ahead.popleft(), engines)
+        bar = report.bar(f"rollout {rollout_id}", "sample", rollout.progress)
+        with timers.measure("train_wait"), bar as tick:
+            batch = wait(ahead.popleft(), engines, tick)
         if config.colocate:
             with timers.measure("sleep"):
                 engines.sleep()
-        with timers.measure("train"):
-            trained = wait(trainer.train(rollout_id, batch.rank_data), engines)
+        bar = report.bar(f"train {rollout_id}", "micro-batch", trainer.progress)
+        with timers.measure("train"), bar as tick:
+            trained = wait(trainer.train(rollout_id, batch.rank_data), engines, tick)
         if saves_after(config, rollout_id):
             report.before_save(rollout_id, batch.metrics, trained)
             with timers.measure("save_model"):
@@ -83,12 +86,17 @@ def saves_after(config: Any, rollout_id: int) -> bool:
     return due(config.save_interval, rollout_id + 1) or rollout_id + 1 == config.num_rollout
 
 
-def wait(future: Future, engines: EnginePool) -> Any:
-    """The future's result; meanwhile an engine that is lost for good ends the run instead of hanging it."""
+def wait(future: Future, engines: EnginePool, tick: Callable[[], None] | None = None) -> Any:
+    """The future's result; meanwhile an engine that is lost for good ends the run instead of hanging it.
+
+    `tick` is called every half second (it redraws a progress bar).
+    """
     while True:
         try:
-            return future.result(timeout=1.0)
+            return future.result(timeout=0.5)
         except TimeoutError:
             if future.done():
                 raise
             engines.check_health()
+            if tick is not None:
+                tick()

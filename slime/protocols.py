@@ -112,6 +112,10 @@ class RolloutHandle(Protocol):
 
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]: ...
 
+    def progress(self) -> tuple[int, int]:
+        """(samples finished, samples wanted) of what runs now; answers at once."""
+        ...
+
 
 class TrainerHandle(Protocol):
     """All trainer ranks, as the driver sees them."""
@@ -122,6 +126,10 @@ class TrainerHandle(Protocol):
         ...
 
     def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]: ...
+
+    def progress(self) -> tuple[int, int]:
+        """(micro-batches trained, micro-batches of the rollout) on one rank; answers at once."""
+        ...
 
     def save(self, rollout_id: int) -> Future[None]: ...
 

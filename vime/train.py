@@ -62,28 +62,27 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:  # the border of the run: recorded beside it, told in one line
         if isinstance(error, ValueError) and not isinstance(error, RayTaskError):
             raise
-        print(f"vime train: {_told(error, Path(config.run_dir).resolve() / 'logs')}", file=sys.stderr)
+        print(_told(error, Path(config.run_dir).resolve() / "logs"), file=sys.stderr)
         return 1
     return 0
 
 
 def _told(error: Exception, logs: Path) -> str:
     """What happened, for a person: an actor's last log lines first, and where the traceback was put."""
+    shown = ""
     if isinstance(error, actors.ActorError):
-        log, trace, said = error.log, error.traceback, str(error)
+        log, details, said = error.log, error.details, str(error)
         if lines := tail(str(log), LOG_LINES):
-            said = f"the last lines of {log}:\n{lines}\n{said}"
+            shown = f"the last lines of {log}:\n{lines}\n"
     else:
         cause = error.cause if isinstance(error, RayTaskError) else error
-        log, trace, said = logs / "driver.log", "".join(traceback.format_exception(error)), str(cause)
+        log, details, said = logs / "driver.log", "".join(traceback.format_exception(error)), str(cause)
         if not isinstance(cause, ValueError | RuntimeError):  # the text of others may mean little by itself
             said = f"{type(cause).__name__}: {said}"
-    if trace:
-        log.parent.mkdir(exist_ok=True)
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(trace + "\n")
-        said += f"\nthe traceback is in {log}"
-    return said
+    log.parent.mkdir(exist_ok=True)
+    with open(log, "a", encoding="utf-8") as file:
+        file.write(details + "\n")
+    return f"{shown}vime train: {said}\nmore in {log}"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -33,16 +33,17 @@ def log_to(config: Any, name: str) -> None:
 
 
 class ActorError(RuntimeError):
-    """A call of an actor failed. The text says which actor, and the actor's own error; `log` is its log file, and
-    `traceback` the remote one, empty when the actor's process died."""
+    """A call of an actor failed. The text says which actor, and its own error; `log` is its log file, `details` the
+    remote traceback, or what Ray has to say of a process that died."""
 
     def __init__(self, name: str, error: RayTaskError | RayActorError, log: Path) -> None:
-        self.log, self.traceback = log, ""
+        self.log, self.details = log, str(error)
         if isinstance(error, RayTaskError):
-            self.traceback = str(error)
             said = f"{type(error.cause).__name__}: {error.cause}"
         else:
-            said = f"its process died: {' '.join(str(error).split())}"
+            said = (
+                "its process died without an error of its own: it was killed, ran out of memory, or crashed"
+            )
         super().__init__(f"{name} failed: {said}")
 
 
@@ -75,6 +76,10 @@ class TrainerActor:
     def train(self, rollout_id: int, data: dict[str, Any]) -> TrainResult:
         return self.trainer.train(rollout_id, data)
 
+    @ray.method(concurrency_group="progress")
+    def progress(self) -> tuple[int, int]:
+        return self.trainer.progress
+
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
 
@@ -93,7 +98,7 @@ class TrainerGroup:
         self._config = config
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="trainer-group")
         self._actors = [
-            ray.remote(TrainerActor)
+            ray.remote(concurrency_groups=PROGRESS)(TrainerActor)
             .options(name=f"trainer-{rank}", runtime_env={"env_vars": env}, **placement.options(bundle))
             .remote(config, rank, world_size, threads)
             for rank, bundle in enumerate(placement.trainer_bundles)
@@ -113,6 +118,9 @@ class TrainerGroup:
                 for actor, dp_rank in zip(self._actors, self._dp_ranks, strict=True)
             ]
         )
+
+    def progress(self) -> tuple[int, int]:
+        return ray.get(self._actors[0].progress.remote())
 
     def save(self, rollout_id: int) -> Future[None]:
         return self._on_all([actor.save.remote(rollout_id) for actor in self._actors])
@@ -154,6 +162,10 @@ class RolloutActor(RolloutManager):
         log_to(config, "rollout")
         super().__init__(config, engine, dp_size, facts, ray.put)
 
+    @ray.method(concurrency_group="progress")
+    def progress(self) -> tuple[int, int]:
+        return self.state.progress
+
 
 class RolloutGroup:
     """The rollout manager's actor. Implements slime.protocols.RolloutHandle."""
@@ -161,11 +173,15 @@ class RolloutGroup:
     def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
         self._config = config
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-group")
-        self._actor = ray.remote(RolloutActor).options(num_cpus=0).remote(config, engine, dp_size, facts)
+        actor = ray.remote(concurrency_groups=PROGRESS)(RolloutActor).options(num_cpus=0)
+        self._actor = actor.remote(config, engine, dp_size, facts)
 
     def load(self, start_rollout_id: int) -> None:
         """Bring the data source to where it stood before rollout `start_rollout_id`."""
         self._result(self._actor.load.remote(start_rollout_id))
+
+    def progress(self) -> tuple[int, int]:
+        return ray.get(self._actor.progress.remote())
 
     def generate(self, rollout_id: int) -> Future[RolloutBatch]:
         return self._threads.submit(self._result, self._actor.generate.remote(rollout_id))

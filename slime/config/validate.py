@@ -257,6 +257,11 @@ def _off_policy(c: Config) -> None:
             "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
             "the old policy there is nothing left to correct"
         )
+    if c.use_rollout_logprobs and c.get_mismatch_metrics:
+        raise ValueError(
+            "--get-mismatch-metrics must not be combined with --use-rollout-logprobs, got both; the trainer's own old "
+            "log-probs, which the metrics compare with, are not computed then"
+        )
     if c.use_rollout_logprobs and (c.rollout_top_p < 1 or c.rollout_top_k != -1):
         raise ValueError(
             "--use-rollout-logprobs must be used with --rollout-top-p 1 and --rollout-top-k -1, got "

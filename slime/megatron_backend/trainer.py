@@ -61,6 +61,7 @@ class MegatronTrainer:
             load_weights(self.ref_model, config.ref_load or config.hf_checkpoint)
         self.channel = FileChannel(config.weight_dir)
         self.timers = Timers()
+        self.progress = (0, 0)  # micro-batches trained and to train of the present rollout
 
     def train(self, rollout_id: int, data: TrainData) -> TrainResult:
         """All optimizer steps of one rollout over this rank's part of it. Collective over all ranks."""
@@ -69,6 +70,7 @@ class MegatronTrainer:
             self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
         self._add_log_probs(data)
         self._add_advantages(data)
+        self.progress = (0, len(data["micro_batch_indices"]))
         with self.timers.measure("actor_train"):
             steps = self._optimizer_steps(rollout_id, data)
         self._update_reference(rollout_id)
@@ -210,6 +212,7 @@ class MegatronTrainer:
                 batch = self._pack(data, samples, COLUMNS)
                 losses.append(micro_batch_loss(self, data, batch, data["normalisers"][step_id]))
                 losses[-1].loss.backward()
+            self.progress = (self.progress[0] + 1, self.progress[1])
         finish_grads(self.model)
         updated, grad_norm, _ = self.optimizer.step()
         if not (updated and math.isfinite(grad_norm)):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from slime.protocols import TrainResult
-from slime.tracking.console import StepLine
+from slime.tracking.console import StepLine, progress
 from slime.tracking.metrics import as_floats
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers, steps_per_rollout
@@ -69,6 +71,19 @@ class Reporter:
                 for offset, step in enumerate(trained.steps)
             ),
         ]
+
+    @contextmanager
+    def bar(
+        self, desc: str, unit: str, state: Callable[[], tuple[int, int]]
+    ) -> Iterator[Callable[[], None] | None]:
+        """A progress bar; yields what redraws it from `state()`, (done, total), or None without a terminal."""
+        with progress(desc=desc, unit=unit) as drawn:
+
+            def redraw() -> None:
+                drawn.n, drawn.total = state()
+                drawn.refresh()
+
+            yield None if drawn.disable else redraw
 
     def rollout(self, rollout_id: int, metrics: dict[str, float]) -> None:
         """Log a rollout that nothing was trained on."""

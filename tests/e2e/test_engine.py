@@ -65,7 +65,9 @@ class Stack:
         self.pool.update_weights(update)
         return update
 
-    def generate(self, prompt: list[int], *, seed: int = 0, deadline_s: float = 60, **params: object) -> GenerateResult:
+    def generate(
+        self, prompt: list[int], *, seed: int = 0, deadline_s: float = 60, **params: object
+    ) -> GenerateResult:
         return self.generate_all([prompt], seed=seed, deadline_s=deadline_s, **params)[0]
 
     def generate_all(
@@ -97,8 +99,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack.pool.stop()
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     assert left == []
-    gone, alive = psutil.wait_procs(processes, timeout=5)
-    assert alive == []
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
 
 
 def status(base: str, method: str, path: str, key: str | None = None, body: object = None) -> int:
@@ -117,7 +118,9 @@ def hf_model(checkpoint: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
-def hf_log_probs(checkpoint: Path, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+def hf_log_probs(
+    checkpoint: Path, prompt: list[int], response: list[int], temperature: float
+) -> torch.Tensor:
     model = hf_model(checkpoint)
     with torch.no_grad():
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -144,17 +147,44 @@ def test_every_route_of_the_engine_needs_the_key(stack: Stack) -> None:
 def test_the_path_given_to_the_router_opens_health_only(stack: Stack) -> None:
     url = stack.pool.engine_urls[0] + health_prefix(KEY)
     assert status(url, "GET", "/health") == 200
-    for method, path in [("POST", "/health"), ("POST", "/pause"), ("GET", "/v1/models"), ("GET", "/health/../metrics")]:
+    for method, path in [
+        ("POST", "/health"),
+        ("POST", "/pause"),
+        ("GET", "/v1/models"),
+        ("GET", "/health/../metrics"),
+    ]:
         assert status(url, method, path) == 401, (method, path)
     assert status(stack.pool.engine_urls[0], "GET", health_prefix("wrong") + "/health") == 401
 
 
 def test_every_route_of_the_router_needs_the_key(stack: Stack) -> None:
     url, engine = stack.pool.router_url, stack.pool.engine_urls[0]
-    get = ["/health", "/liveness", "/readiness", "/health_generate", "/workers", "/list_workers", "/v1/models"]
-    get += ["/get_server_info", "/get_model_info", "/get_loads", "/metrics", "/engine_metrics", "/nowhere", "/"]
+    get = [
+        "/health",
+        "/liveness",
+        "/readiness",
+        "/health_generate",
+        "/workers",
+        "/list_workers",
+        "/v1/models",
+    ]
+    get += [
+        "/get_server_info",
+        "/get_model_info",
+        "/get_loads",
+        "/metrics",
+        "/engine_metrics",
+        "/nowhere",
+        "/",
+    ]
     probes: list[tuple[str, str, object]] = [("GET", path, None) for path in get]
-    post = ["/add_worker?url=http://127.0.0.1:1", f"/remove_worker?url={engine}", "/flush_cache", "/pause", "/sleep"]
+    post = [
+        "/add_worker?url=http://127.0.0.1:1",
+        f"/remove_worker?url={engine}",
+        "/flush_cache",
+        "/pause",
+        "/sleep",
+    ]
     post += ["/update_weights", "/abort_requests", "/v1/messages", "/nowhere"]
     probes += [("POST", path, {}) for path in post]
     probes += [
@@ -228,7 +258,9 @@ def test_sampling_parameters_reach_the_engine(stack: Stack) -> None:
     assert greedy.text == tokenizer.decode(greedy.token_ids, skip_special_tokens=True)
     third = greedy.token_ids[2]
     first_place = greedy.token_ids.index(third)
-    stopped = stack.generate(PROMPT, temperature=0.0, max_new_tokens=10, ignore_eos=True, stop_token_ids=[third])
+    stopped = stack.generate(
+        PROMPT, temperature=0.0, max_new_tokens=10, ignore_eos=True, stop_token_ids=[third]
+    )
     assert (stopped.finish_reason, stopped.token_ids) == ("stop", greedy.token_ids[: first_place + 1])
     assert all(
         EOS_ID not in result.token_ids[:5]
@@ -378,7 +410,9 @@ def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
     thread.start()
     time.sleep(0.6)
     for process in psutil.Process().children(recursive=True):
-        if "vllm.entrypoints" in " ".join(process.cmdline()) and "supervise" not in " ".join(process.cmdline()):
+        if "vllm.entrypoints" in " ".join(process.cmdline()) and "supervise" not in " ".join(
+            process.cmdline()
+        ):
             os.kill(process.pid, signal.SIGKILL)
             break
     thread.join()

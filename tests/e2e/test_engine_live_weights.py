@@ -6,7 +6,6 @@ On CPU vLLM computes with packed copies of the matrices; each kind of live tenso
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

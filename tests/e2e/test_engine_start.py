@@ -38,7 +38,9 @@ def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> 
     """The checkpoint does not exist; the pool stops what it started besides."""
     before = psutil.Process().children(recursive=True)
     pool = VllmEnginePool([spec(tmp_path)], RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")))
-    with pytest.raises(RuntimeError, match=r"(?s)must become healthy, got exit status 1; the last lines of .*none"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)must become healthy, got exit status 1; the last lines of .*none"
+    ):
         pool.start()
     assert psutil.Process().children(recursive=True) == before
 
@@ -47,7 +49,9 @@ def test_a_server_that_takes_too_long_shows_its_last_log_lines(tmp_path: Path) -
     server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), start_timeout_s=3.0))
     server.start()
     try:
-        with pytest.raises(RuntimeError, match=r"--engine-start-timeout-s 3, got no answer; the last lines of"):
+        with pytest.raises(
+            RuntimeError, match=r"--engine-start-timeout-s 3, got no answer; the last lines of"
+        ):
             server.wait_ready()
     finally:
         server.stop()
@@ -59,7 +63,9 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"port of an engine server must be free, got 127\.0\.0\.1:{port} in use"):
+        with pytest.raises(
+            ValueError, match=rf"port of an engine server must be free, got 127\.0\.0\.1:{port} in use"
+        ):
             EngineServer(spec(tmp_path, port=port)).start()
         with pytest.raises(ValueError, match=rf"router.* must be free, got 127\.0\.0\.1:{port} in use"):
             Router(RouterSpec(run_key=KEY, log_path=str(tmp_path / "r.log"), port=port)).start()
@@ -83,7 +89,7 @@ from vime.engine.pool import VllmEnginePool
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineSpec
 root = sys.argv[1]
-spec = EngineSpec(model_path=root + "/model", run_key="k", log_path=root + "/e.log", weight_dir=root, start_timeout_s=120)
+spec = EngineSpec(model_path=root + "/model", run_key="k", log_path=root + "/e.log", weight_dir=root)
 pool = VllmEnginePool([spec], RouterSpec(run_key="k", log_path=root + "/r.log"))
 pool.start()
 print(json.dumps(pool.engine_urls), flush=True)
@@ -93,7 +99,9 @@ time.sleep(600)
 
 def test_nothing_survives_a_kill_9_of_the_driver(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
-    driver = subprocess.Popen([sys.executable, "-c", _DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert driver.stdout is not None
     assert len(json.loads(driver.stdout.readline())) == 1
     started = psutil.Process(driver.pid).children(recursive=True)

@@ -69,7 +69,7 @@ def test_reward_that_raises_ends_the_run_and_names_the_sample(world: World) -> N
         "reward train_fixtures.broken_reward failed for sample 5 of group 1: KeyError: 'no such answer'"
         in end
     )
-    assert end.endswith(f"the traceback is in {world.root / 'reward' / 'logs' / 'rollout.log'}")
+    assert end.endswith(f"more in {world.root / 'reward' / 'logs' / 'rollout.log'}")
     assert "in broken_reward" in (world.root / "reward" / "logs" / "rollout.log").read_text()
 
 
@@ -81,7 +81,8 @@ def test_trainer_that_dies_is_named_with_its_last_log_lines(world: World) -> Non
         os.kill(trainer, signal.SIGKILL)
         assert launch.finish(60) == 1
         assert "Traceback" not in launch.output, launch.output[-3000:]
-        assert "trainer-0 failed: its process died" in launch.output.splitlines()[-1]
+        assert "the last lines of" in launch.output
+        assert "vime train: trainer-0 failed: its process died" in launch.output.splitlines()[-2]
 
 
 def test_too_many_devices_are_refused_before_anything_is_placed(world: World) -> None:

@@ -58,7 +58,9 @@ class EngineControl:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached keys and values, of running requests too: those compute theirs anew when they go on."""
-        answer = self._post("/reset_prefix_cache", query={"reset_running_requests": "true"}, timeout_s=_SLOW_S)
+        answer = self._post(
+            "/reset_prefix_cache", query={"reset_running_requests": "true"}, timeout_s=_SLOW_S
+        )
         if not json.loads(answer)["success"]:
             raise ControlError(f"engine {self.url} must drop its prefix cache, got {answer.decode()}")
 

@@ -23,7 +23,7 @@ from vime.engine.server import EngineServer, EngineSpec
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_POLL_S = 1.0
+_POLL_S = 0.25
 
 
 class EngineHandle(Protocol):
@@ -127,11 +127,11 @@ class VllmEnginePool:
         """
         with self._lock:
             self._last_update = update
-            serving = [engine for engine in self._engines if engine.serving]
-            self._each(serving, lambda engine: self._unless_dead(engine, lambda: engine.control.pause(self._pause_mode)))
-            self._each(serving, lambda engine: self._unless_dead(engine, lambda: load(engine.control, update)))
+            serving = self._serving()
+            self._each(serving, self._unless_dead(lambda engine: engine.control.pause(self._pause_mode)))
+            self._each(serving, self._unless_dead(lambda engine: load(engine.control, update)))
             if not self._asleep:
-                self._each(serving, lambda engine: self._unless_dead(engine, engine.control.resume))
+                self._each(serving, self._unless_dead(lambda engine: engine.control.resume()))
             for engine in serving:
                 engine.restarts = 0
 
@@ -139,13 +139,15 @@ class VllmEnginePool:
         """Give the machine to the trainer: engines stop computing and, by `sleep_level`, free device memory."""
         with self._lock:
             self._asleep = True
-            self._each(self._serving(), lambda engine: self._unless_dead(engine, lambda: self._put_to_sleep(engine)))
+            self._each(
+                self._serving(), lambda engine: self._unless_dead(engine, lambda: self._put_to_sleep(engine))
+            )
 
     def wake(self) -> None:
         """Undo `sleep`; requests are served again."""
         with self._lock:
             self._asleep = False
-            self._each(self._serving(), lambda engine: self._unless_dead(engine, lambda: self._wake(engine)))
+            self._each(self._serving(), self._unless_dead(self._wake))
 
     def check_health(self) -> None:
         """RuntimeError, with its last log lines, when an engine or the router is lost for good."""
@@ -155,13 +157,14 @@ class VllmEnginePool:
     def stop(self) -> None:
         """End everything that was started. May be called again."""
         self._stopping.set()
+        self._stop_servers()
+        while self._monitor.is_alive():  # it may be starting a server just now
+            self._monitor.join(timeout=1)
+            self._stop_servers()
+
+    def _stop_servers(self) -> None:
         self._each(self._engines, lambda engine: engine.handle.stop() if engine.handle else None)
         self._router.stop()
-        if self._monitor.is_alive():
-            self._monitor.join()
-            # The monitor may have been starting an engine.
-            self._each(self._engines, lambda engine: engine.handle.stop() if engine.handle else None)
-            self._router.stop()
 
     def _serving(self) -> list[_Engine]:
         return [engine for engine in self._engines if engine.serving]
@@ -183,14 +186,18 @@ class VllmEnginePool:
             engine.control.wake()
         engine.control.resume()
 
-    def _unless_dead(self, engine: _Engine, act: Callable[[], None]) -> None:
-        """Do it; a fault of an engine that no longer runs or answers is the monitor's to repair."""
-        try:
-            act()
-        except (ControlError, OSError, http.client.HTTPException):
-            if self._is_alive(engine):
-                raise
-            logger.warning("engine %s died during a control call", engine.control.url)
+    def _unless_dead(self, act: Callable[[_Engine], None]) -> Callable[[_Engine], None]:
+        """`act`, but a fault of an engine that no longer runs or answers is left to the monitor."""
+
+        def acted(engine: _Engine) -> None:
+            try:
+                act(engine)
+            except (ControlError, OSError, http.client.HTTPException):
+                if self._is_alive(engine):
+                    raise
+                logger.warning("engine %s died during a control call", engine.control.url)
+
+        return acted
 
     def _is_alive(self, engine: _Engine) -> bool:
         assert engine.handle is not None
@@ -265,7 +272,7 @@ class VllmEnginePool:
 
 
 def load(control: EngineControl, update: WeightUpdate) -> None:
-    """One engine takes one update; key/value caches of the weights before are dropped. The engine must be paused or idle."""
+    """One engine, paused or idle, takes one update; keys and values computed with the weights before are dropped."""
     control.start_weight_update()
     control.update_weights({**update.info, "checksums": update.checksums})
     control.finish_weight_update(update.version)

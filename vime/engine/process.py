@@ -44,15 +44,20 @@ def require_free_port(host: str, port: int, what: str) -> None:
 
 class SupervisedProcess:
     """A command under `vime.engine.supervise`: it ends, with all its children, at `stop()` or when this process ends,
-    however it ends. Standard output and error go to `log_path`, which is begun anew."""
+    however it ends. Standard output and error are appended to `log_path`."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: str) -> None:
         self.log_path = log_path
         Path(log_path).parent.mkdir(parents=True, exist_ok=True)
         supervised = [sys.executable, "-m", "vime.engine.supervise", str(_GRACE_S), *command]
-        with open(log_path, "wb") as log:
+        with open(log_path, "ab") as log:
             self._process = subprocess.Popen(
-                supervised, env=dict(env), stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
+                supervised,
+                env=dict(env),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # Ctrl-C is for the driver, which stops its servers in order
             )
 
     @property

@@ -1,4 +1,4 @@
-"""An engine server placed by Ray: an actor on the node that has the devices, which starts and watches the subprocess."""
+"""An engine server placed by Ray: an actor on the node that has the devices, which starts and watches it."""
 
 from __future__ import annotations
 

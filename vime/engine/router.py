@@ -9,7 +9,7 @@ import http.client
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -24,7 +24,7 @@ _ADD_S = 120.0
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """What the router is to be. `port` 0: a free one. `argv` are flags of vllm-router and win over the defaults here."""
+    """What the router is to be. `port` 0: a free one. `argv`: flags of vllm-router; they win over the defaults here."""
 
     run_key: str = field(repr=False)
     log_path: str
@@ -134,5 +134,7 @@ class Router:
             connection.close()
         if response.status != 200:
             said = content.decode(errors="replace")[:1000]
-            raise RuntimeError(f"the router must accept {method} {path.split('?')[0]}, got HTTP {response.status}: {said}")
+            raise RuntimeError(
+                f"the router must accept {method} {path.split('?')[0]}, got HTTP {response.status}: {said}"
+            )
         return content

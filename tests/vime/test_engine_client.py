@@ -1,0 +1,208 @@
+"""Requests, retries and refusals of the client, against a local HTTP server that fails on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from slime.protocols import GenerateResult
+from vime.engine.client import VllmEngineClient, parse_completion, request_body
+from vime.engine.process import free_port
+from vime.engine.server import EngineSpec, command, environment
+
+ANSWER = {
+    "choices": [
+        {
+            "text": "46",
+            "token_ids": [8, 10, 2],
+            "logprobs": {"token_logprobs": [-0.5, -0.25, 0.0]},
+            "finish_reason": "stop",
+        }
+    ],
+    "usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}},
+}
+
+
+def serve(handler: Callable[[web.Request], Any], ask: Callable[[VllmEngineClient], Any]) -> Any:
+    """What `ask` returns when the router is `handler`."""
+
+    async def run() -> Any:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        port = free_port("127.0.0.1")
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        client = VllmEngineClient(f"http://127.0.0.1:{port}", "k")
+        try:
+            return await ask(client)
+        finally:
+            await client.close()
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def generate(deadline_s: float = 5.0) -> Callable[[VllmEngineClient], Any]:
+    return lambda client: client.generate([1, 2], {"max_new_tokens": 4}, seed=3, deadline_s=deadline_s)
+
+
+def test_slime_names_become_vllm_names() -> None:
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "max_new_tokens": 7,
+        "min_new_tokens": 2,
+        "stop": None,
+        "stop_token_ids": [2],
+        "skip_special_tokens": False,
+    }
+    assert request_body([4, 5], given, 11) == {
+        "model": "policy",
+        "prompt": [4, 5],
+        "seed": 11,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "stop_token_ids": [2],
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    assert request_body([4], {"no_stop_trim": False}, 0)["include_stop_str_in_output"] is False
+    with pytest.raises(ValueError, match=r"sampling parameters must be among .*, got \['top_q'\]"):
+        request_body([4], {"top_q": 1}, 0)
+
+
+def test_an_answer_becomes_a_record() -> None:
+    assert parse_completion(ANSWER, "3,4") == GenerateResult(
+        token_ids=[8, 10, 2],
+        log_probs=[-0.5, -0.25, 0.0],
+        text="46",
+        finish_reason="stop",
+        weight_versions=[3, 4],
+        prompt_tokens=5,
+        cached_tokens=4,
+    )
+
+
+@pytest.mark.parametrize(
+    "log_probs", [None, {"token_logprobs": [-0.5]}, {"token_logprobs": [-0.5, None, 0.0]}]
+)
+def test_a_missing_log_prob_is_an_error(log_probs: Any) -> None:
+    choice = {**ANSWER["choices"][0], "logprobs": log_probs}
+    with pytest.raises(ValueError, match="one log-prob per token"):
+        parse_completion({"choices": [choice]}, "0")
+
+
+def test_an_unknown_finish_reason_is_an_error() -> None:
+    with pytest.raises(ValueError, match="finish_reason must be one of .*, got 'repetition'"):
+        parse_completion({"choices": [{**ANSWER["choices"][0], "finish_reason": "repetition"}]}, "0")
+
+
+def test_transient_faults_are_retried_with_the_key() -> None:
+    seen: list[tuple[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((request.headers["Authorization"], await request.json()))
+        if len(seen) == 1:
+            return web.Response(status=503, text="no workers")
+        if len(seen) == 2:
+            return web.Response(status=429)
+        if len(seen) == 3:
+            request.transport.abort()  # type: ignore[union-attr]
+        return web.json_response(ANSWER, headers={"x-weight-versions": "2"})
+
+    result = serve(handler, generate())
+    assert result.token_ids == [8, 10, 2]
+    assert result.weight_versions == [2]
+    assert len(seen) == 4
+    assert seen[0] == ("Bearer k", request_body([1, 2], {"max_new_tokens": 4}, 3))
+    assert seen[3] == seen[0], "a retry is the same request, with the same seed"
+
+
+def test_a_refusal_is_an_error_at_once() -> None:
+    calls = []
+
+    async def handler(request: web.Request) -> web.Response:
+        calls.append(request.path)
+        return web.Response(status=400, text="prompt too long")
+
+    with pytest.raises(ValueError, match="got HTTP 400: prompt too long"):
+        serve(handler, generate())
+    assert calls == ["/v1/completions"]
+
+
+@pytest.mark.parametrize("kind", ["fails", "hangs"])
+def test_the_deadline_is_kept_and_named(kind: str) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        if kind == "hangs":
+            await asyncio.sleep(1)
+        return web.Response(status=500, text="broken")
+
+    async def ask(client: VllmEngineClient) -> float:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"--rollout-deadline-s 0\.5.*the last fault was"):
+            await generate(deadline_s=0.5)(client)
+        return time.monotonic() - began
+
+    assert 0.4 < serve(handler, ask) < 1.5
+
+
+def test_no_server_at_all_is_a_timeout() -> None:
+    client = VllmEngineClient(f"http://127.0.0.1:{free_port('127.0.0.1')}", "k")
+    with pytest.raises(TimeoutError, match="ClientConnectorError|Cannot connect"):
+        asyncio.run(client.generate([1], {}, seed=0, deadline_s=0.3))
+
+
+def test_abort_reaches_every_worker() -> None:
+    seen: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(f"{request.method} {request.path}")
+        base = f"http://{request.host}"
+        return web.json_response({"workers": [{"url": f"{base}/a"}, {"url": f"{base}/b"}]})
+
+    serve(handler, lambda client: client.abort_all())
+    assert seen[0] == "GET /workers"
+    assert sorted(seen[1:]) == ["POST /a/abort_requests", "POST /b/abort_requests"]
+
+
+def test_a_client_travels_and_hides_its_key() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.json_response(ANSWER, headers={"x-weight-versions": "0"})
+
+    async def ask(client: VllmEngineClient) -> GenerateResult:
+        await generate()(client)
+        copy = pickle.loads(pickle.dumps(client))
+        try:
+            return await generate()(copy)
+        finally:
+            await copy.close()
+
+    assert serve(handler, ask).text == "46"
+
+
+def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last() -> None:
+    spec = EngineSpec(
+        "model", "s3cret", "log", "/weights", port=9, vllm_argv=("--max-num-seqs", "7"), env={"A": "1"}
+    )
+    words = command(spec)
+    assert "s3cret" not in " ".join(words)
+    assert "s3cret" not in repr(spec)
+    assert words[-2:] == ["--max-num-seqs", "7"]
+    env = environment(spec)
+    assert (env["VIME_RUN_KEY"], env["VIME_WEIGHT_DIR"], env["A"]) == ("s3cret", "/weights", "1")
+    assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    gpu = EngineSpec("model", "k", "log", "/weights", device="cuda", dtype="bfloat16")
+    assert "--enforce-eager" not in command(gpu)

@@ -1,0 +1,154 @@
+"""The key in front of every route, and which versions of the weights an answer names."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from vime.engine.middleware import RunKeyMiddleware, health_prefix
+
+KEY = "secret"
+AUTHORIZED = [(b"authorization", b"Bearer secret")]
+
+
+class Guarded:
+    """The middleware around an app that says which path reached it, and can be held."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VIME_RUN_KEY", KEY)
+        self.reached: list[str] = []
+        self.status = 200
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.middleware = RunKeyMiddleware(self.app)
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.reached.append(scope["path"])
+        await self.hold.wait()
+        await send({"type": "http.response.start", "status": self.status, "headers": [(b"x-own", b"1")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def ask(
+        self, path: str, headers: list[tuple[bytes, bytes]], method: str = "GET", kind: str = "http"
+    ) -> tuple[int, dict[bytes, bytes]]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": kind, "path": path, "raw_path": path.encode(), "headers": headers}
+        if kind == "http":
+            scope["method"] = method
+        await self.middleware(scope, None, send)  # type: ignore[arg-type]
+        if kind == "websocket":
+            return sent[0].get("code", 0), {}
+        return sent[0]["status"], dict(sent[0]["headers"])
+
+    def status_of(self, path: str, headers: list[tuple[bytes, bytes]], **how: str) -> int:
+        return asyncio.run(self.ask(path, headers, **how))[0]
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> Guarded:
+    return Guarded(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"authorization", b"Bearer wrong")],
+        [(b"authorization", b"Bearer secret2")],
+        [(b"authorization", b"Bearer ")],
+        [(b"authorization", b"secret")],
+        [(b"authorization", b"Basic secret")],
+        [(b"x-api-key", b"secret")],
+        [*AUTHORIZED, (b"authorization", b"Bearer wrong")],
+        [(b"authorization", "Bearer sécret".encode("latin-1"))],
+    ],
+)
+def test_without_the_right_key_nothing_is_reached(
+    guarded: Guarded, headers: list[tuple[bytes, bytes]]
+) -> None:
+    for path in ("/health", "/metrics", "/pause", "/v1/completions", "/", health_prefix(KEY)):
+        for method in ("GET", "POST", "OPTIONS", "HEAD", "DELETE"):
+            assert guarded.status_of(path, headers, method=method) == 401
+    assert guarded.status_of("/v1/realtime", headers, kind="websocket") == 1008
+    assert guarded.reached == []
+
+
+def test_with_the_key_all_is_reached(guarded: Guarded) -> None:
+    assert guarded.status_of("/pause", AUTHORIZED, method="POST") == 200
+    assert guarded.reached == ["/pause"]
+
+
+def test_the_router_path_is_stripped_and_opens_health_alone(guarded: Guarded) -> None:
+    prefix = health_prefix(KEY)
+    assert guarded.status_of(prefix + "/health", []) == 200
+    assert guarded.status_of(prefix + "/v1/completions", AUTHORIZED, method="POST") == 200
+    assert guarded.reached == ["/health", "/v1/completions"]
+    for path in ("/v1/completions", "/health/", "/health/../pause", "//health", prefix + "/health"):
+        assert guarded.status_of(prefix + path, []) == 401
+    assert guarded.status_of(prefix + "/health", [], method="POST") == 401
+    assert guarded.status_of(prefix + "/health", [], kind="websocket") == 1008
+    assert guarded.status_of(health_prefix("other") + "/health", []) == 401
+    assert prefix != health_prefix("other")
+    assert KEY not in prefix
+
+
+def test_an_answer_names_every_version_that_was_live(guarded: Guarded) -> None:
+    async def run() -> None:
+        async def versions(path: str = "/v1/completions", *extra: tuple[bytes, bytes]) -> bytes:
+            return (await guarded.ask(path, [*AUTHORIZED, *extra], "POST"))[1][b"x-weight-versions"]
+
+        assert await versions() == b"-1"
+        assert await versions("/finish_weight_update", (b"x-new-weight-version", b"3")) == b"-1,3"
+        assert await versions() == b"3"
+        guarded.hold.clear()
+        slow = asyncio.create_task(versions())
+        await asyncio.sleep(0)
+        guarded.hold.set()
+        await versions("/finish_weight_update", (b"x-new-weight-version", b"4"))
+        await versions("/finish_weight_update", (b"x-new-weight-version", b"4"))
+        assert await versions("/finish_weight_update", (b"x-new-weight-version", b"9")) == b"4,9"
+        assert await slow in (b"3", b"3,4", b"3,4,9")
+        assert await versions() == b"9"
+
+    asyncio.run(run())
+
+
+def test_a_request_held_over_two_updates_names_three_versions(guarded: Guarded) -> None:
+    async def run() -> bytes:
+        guarded.hold.clear()
+        slow = asyncio.create_task(guarded.ask("/v1/completions", AUTHORIZED, "POST"))
+        await asyncio.sleep(0)
+        guarded.middleware._set_version(1)
+        guarded.middleware._set_version(2)
+        guarded.hold.set()
+        return (await slow)[1][b"x-weight-versions"]
+
+    assert asyncio.run(run()) == b"-1,1,2"
+
+
+def test_a_failed_or_misplaced_update_changes_no_version(guarded: Guarded) -> None:
+    new = (b"x-new-weight-version", b"3")
+    guarded.status = 500
+    assert guarded.status_of("/finish_weight_update", [*AUTHORIZED, new], method="POST") == 500
+    guarded.status = 200
+    assert guarded.status_of("/v1/completions", [*AUTHORIZED, new], method="POST") == 200
+    assert guarded.middleware.versions == [-1]
+
+
+def test_headers_of_the_app_stay(guarded: Guarded) -> None:
+    assert asyncio.run(guarded.ask("/x", AUTHORIZED))[1] == {b"x-own": b"1", b"x-weight-versions": b"-1"}
+
+
+def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VIME_RUN_KEY", raising=False)
+    with pytest.raises(KeyError):
+        RunKeyMiddleware(None)  # type: ignore[arg-type]
+    monkeypatch.setenv("VIME_RUN_KEY", "")
+    with pytest.raises(ValueError, match="VIME_RUN_KEY must not be empty"):
+        RunKeyMiddleware(None)  # type: ignore[arg-type]

@@ -1,0 +1,176 @@
+"""What the pool does when engines die or refuse, with engines that fail on demand and the real router."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_double import DoubleServer
+
+from slime.protocols import WeightUpdate
+from vime.engine.control import ControlError, EngineControl
+from vime.engine.pool import VllmEnginePool
+from vime.engine.router import RouterSpec
+from vime.engine.server import EngineSpec
+
+KEY = "pool-key"
+UPDATE = WeightUpdate(version=4, info={"path": "weights-4.safetensors"}, checksums={"w": "abc"})
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "the condition never came"
+        time.sleep(0.05)
+
+
+def die(url: str) -> None:
+    with pytest.raises((OSError, http.client.HTTPException)):
+        EngineControl(url, KEY)._post("/die", {})
+
+
+class Doubles:
+    def __init__(self, root: Path, count: int, **options: object) -> None:
+        self.root = root
+        specs = [
+            EngineSpec(
+                model_path="",
+                run_key=KEY,
+                log_path=str(root / f"{i}.log"),
+                weight_dir=str(root),
+                start_timeout_s=30,
+                index=i,
+            )
+            for i in range(count)
+        ]
+        router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
+        settings = {"health_check_interval_s": 0.5, "health_check_timeout_s": 5, **options}
+        self.pool = VllmEnginePool(specs, router, spawn=DoubleServer, **settings)
+
+    def requests(self, index: int) -> list[str]:
+        """Control calls the engine got, in order."""
+        lines = (self.root / f"{index}.log.requests").read_text().splitlines()
+        return [line for line in lines if not line.startswith("GET")]
+
+
+@pytest.fixture
+def doubles(tmp_path: Path) -> Iterator[Callable[..., Doubles]]:
+    made: list[Doubles] = []
+
+    def make(count: int, **options: object) -> Doubles:
+        made.append(Doubles(tmp_path, count, **options))
+        made[-1].pool.start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.pool.stop()
+
+
+LOADED = [
+    "POST /start_weight_update ",
+    'POST /update_weights {"update_info": {"path": "weights-4.safetensors", "checksums": {"w": "abc"}}}',
+    'POST /finish_weight_update {"weight_version": "4"}',
+    "POST /reset_prefix_cache ",
+]
+
+
+def test_an_update_pauses_loads_and_resumes_every_engine(doubles: Callable[..., Doubles]) -> None:
+    two = doubles(2)
+    two.pool.update_weights(UPDATE)
+    for index, url in enumerate(two.pool.engine_urls):
+        assert two.requests(index) == ["POST /pause ", *LOADED, "POST /resume "]
+        assert EngineControl(url, KEY).weight_version() == 4
+    assert sorted(two.pool._router.engines()) == sorted(two.pool.engine_urls)
+
+
+def test_a_dead_engine_returns_elsewhere_with_the_last_weights(doubles: Callable[..., Doubles]) -> None:
+    two = doubles(2)
+    two.pool.update_weights(UPDATE)
+    first, second = two.pool.engine_urls
+    die(first)
+    wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
+    assert two.requests(0)[-4:] == LOADED, "no pause: nothing could reach it before"
+    assert EngineControl(two.pool.engine_urls[0], KEY).weight_version() == 4
+    assert two.pool.engine_urls[1] == second
+    assert sorted(two.pool._router.engines()) == sorted(two.pool.engine_urls)
+    two.pool.check_health()
+
+
+def test_an_update_goes_on_when_an_engine_is_dead(doubles: Callable[..., Doubles]) -> None:
+    two = doubles(2, health_check_interval_s=1000)
+    first = two.pool.engine_urls[0]
+    die(first)
+    two.pool.update_weights(UPDATE)
+    assert two.requests(1) == ["POST /pause ", *LOADED, "POST /resume "]
+    wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
+    assert EngineControl(two.pool.engine_urls[0], KEY).weight_version() == 4
+
+
+def test_an_engine_that_refuses_weights_is_an_error(doubles: Callable[..., Doubles]) -> None:
+    two = doubles(2)
+    EngineControl(two.pool.engine_urls[1], KEY)._post("/refuse", "/update_weights")
+    with pytest.raises(ControlError, match=r"must accept POST /update_weights, got HTTP 500: told to refuse"):
+        two.pool.update_weights(UPDATE)
+
+
+def test_an_engine_that_does_not_answer_is_replaced(doubles: Callable[..., Doubles]) -> None:
+    one = doubles(1)
+    url = one.pool.engine_urls[0]
+    EngineControl(url, KEY)._post("/refuse", "/health")
+    wait_for(lambda: one.pool.engine_urls not in ([], [url]))
+    one.pool.check_health()
+
+
+def test_an_engine_that_keeps_dying_is_given_up_with_its_log(doubles: Callable[..., Doubles]) -> None:
+    one = doubles(1, max_restarts=1)
+    url = one.pool.engine_urls[0]
+    die(url)
+    wait_for(lambda: one.pool.engine_urls not in ([], [url]))
+    die(one.pool.engine_urls[0])
+
+    def lost() -> bool:
+        try:
+            one.pool.check_health()
+        except RuntimeError as error:
+            assert "restarted 1 times" in str(error)
+            assert "told to die" in str(error)
+            return True
+        return False
+
+    wait_for(lost)
+
+
+def test_sleep_holds_for_an_engine_that_restarts_meanwhile(doubles: Callable[..., Doubles]) -> None:
+    one = doubles(1)
+    one.pool.update_weights(UPDATE)
+    one.pool.sleep()
+    url = one.pool.engine_urls[0]
+    die(url)
+    wait_for(lambda: one.pool.engine_urls not in ([], [url]))
+    assert one.requests(0)[-5:] == [*LOADED, "POST /pause "]
+    one.pool.wake()
+    assert one.requests(0)[-1] == "POST /resume "
+
+
+def test_a_dead_router_returns_at_its_address(doubles: Callable[..., Doubles]) -> None:
+    one = doubles(1)
+    url = one.pool.router_url
+    one.pool._router._process.stop()
+
+    def serves() -> bool:
+        try:
+            return one.pool._router.engines() == one.pool.engine_urls
+        except (OSError, RuntimeError):
+            return False
+
+    wait_for(serves)
+    assert one.pool.router_url == url
+
+
+def test_a_pool_of_no_engines_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--rollout-num-gpus"):
+        VllmEnginePool([], RouterSpec(run_key=KEY, log_path=str(tmp_path / "r.log")))

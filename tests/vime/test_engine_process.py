@@ -1,0 +1,127 @@
+"""Supervised processes: nothing outlives its owner, logs can be read, ports are checked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from vime.engine.process import SupervisedProcess, free_port, require_free_port, tail, wait_ready
+
+# A process with a child of its own that ignores SIGTERM and a grandchild in another session.
+_STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
+print("up", flush=True)
+time.sleep(100)
+"""
+_OWNER = """
+import os, sys, time
+from vime.engine.process import SupervisedProcess
+SupervisedProcess([sys.executable, "-c", sys.argv[1]], os.environ, sys.argv[2])
+time.sleep(100)
+"""
+
+
+def processes_below(pid: int, count: int, timeout_s: float = 10) -> list[psutil.Process]:
+    end = time.monotonic() + timeout_s
+    while len(found := psutil.Process(pid).children(recursive=True)) < count:
+        assert time.monotonic() < end, found
+        time.sleep(0.02)
+    return found
+
+
+def test_output_goes_to_the_log_and_the_status_comes_back(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "a.log"
+    script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)"
+    process = SupervisedProcess([sys.executable, "-c", script], os.environ, str(log))
+    process._process.wait(timeout=10)
+    assert process.poll() == 7
+    assert sorted(process.tail_log().splitlines()) == ["err", "out"]
+    process.stop()
+
+
+def test_a_killed_command_is_seen(tmp_path: Path) -> None:
+    process = SupervisedProcess(
+        [sys.executable, "-c", "import time; time.sleep(100)"], os.environ, str(tmp_path / "l")
+    )
+    (child,) = processes_below(process.pid, 1)
+    child.kill()
+    process._process.wait(timeout=10)
+    assert process.poll() == 128 + signal.SIGKILL
+
+
+def test_stop_ends_grandchildren_in_other_sessions_too(tmp_path: Path) -> None:
+    gentle = _STUBBORN.replace("signal.SIG_IGN", "signal.SIG_DFL")
+    process = SupervisedProcess([sys.executable, "-c", gentle], os.environ, str(tmp_path / "l"))
+    below = processes_below(process.pid, 2)
+    process.stop()
+    assert process.poll() == 128 + signal.SIGTERM
+    assert psutil.wait_procs(below, timeout=1)[1] == []
+    process.stop()
+
+
+def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
+    command = [sys.executable, "-m", "vime.engine.supervise", "0.3", sys.executable, "-c", _STUBBORN]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    below = processes_below(process.pid, 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=5) == 128 + signal.SIGKILL
+    assert psutil.wait_procs(below, timeout=1)[1] == []
+
+
+def test_nothing_survives_a_kill_9_of_the_owner(tmp_path: Path) -> None:
+    gentle = _STUBBORN.replace("signal.SIG_IGN", "signal.SIG_DFL")
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER, gentle, str(tmp_path / "log")])
+    below = processes_below(owner.pid, 3)
+    owner.kill()
+    owner.wait()
+    assert psutil.wait_procs(below, timeout=5)[1] == []
+
+
+def test_a_process_that_ends_before_it_is_ready_shows_its_log(tmp_path: Path) -> None:
+    script = "print('line 1'); print('no such model'); raise SystemExit(2)"
+    process = SupervisedProcess([sys.executable, "-c", script], os.environ, str(tmp_path / "l.log"))
+    with pytest.raises(
+        RuntimeError, match=r"(?s)the thing must become healthy, got exit status 2; .*no such model"
+    ):
+        wait_ready(process, lambda: False, "the thing", 10, "--some-timeout-s")
+
+
+def test_a_process_that_is_never_ready_names_the_flag(tmp_path: Path) -> None:
+    process = SupervisedProcess(
+        [sys.executable, "-c", "import time; time.sleep(9)"], os.environ, str(tmp_path / "l")
+    )
+    with pytest.raises(
+        RuntimeError, match=r"within --some-timeout-s 0\.3, got no answer; the last lines of .*l:"
+    ):
+        wait_ready(process, lambda: False, "the thing", 0.3, "--some-timeout-s")
+    process.stop()
+
+
+def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("".join(f"line {i}\n" for i in range(10_000)))
+    assert tail(str(path), 3) == "line 9997\nline 9998\nline 9999"
+    assert tail(str(tmp_path / "none")) == ""
+
+
+def test_ports() -> None:
+    port = free_port("127.0.0.1")
+    require_free_port("127.0.0.1", port, "it")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        with pytest.raises(ValueError, match=rf"the port of it must be free, got 127\.0\.0\.1:{port} in use"):
+            require_free_port("127.0.0.1", port, "it")
+    with pytest.raises(ValueError, match=r"it must be able to listen at 192\.0\.2\.1"):
+        require_free_port("192.0.2.1", port, "it")
