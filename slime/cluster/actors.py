@@ -47,6 +47,10 @@ class ActorError(RuntimeError):
         super().__init__(f"{name} failed: {said}")
 
 
+PROGRESS = {"progress": 1}
+"""A concurrency group of its own, so that asking how far an actor is does not wait until it is done."""
+
+
 class TrainerActor:
     """One trainer rank in its own process. Megatron is imported here, never in the driver."""
 

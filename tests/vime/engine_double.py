@@ -1,4 +1,4 @@
-"""A stand-in for vLLM's server that can be told to fail (`python engine_double.py PORT LOG`); tests/e2e has the real one.
+"""A stand-in for vLLM's server that can be told to fail: `python engine_double.py PORT LOG`. tests/e2e has real ones.
 
 It runs behind the real RunKeyMiddleware in uvicorn. Every request is appended to LOG as one line "METHOD path body".
 POST /die ends it at once, POST /refuse PATH makes a route answer 500 from then on.

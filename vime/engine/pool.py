@@ -139,9 +139,7 @@ class VllmEnginePool:
         """Give the machine to the trainer: engines stop computing and, by `sleep_level`, free device memory."""
         with self._lock:
             self._asleep = True
-            self._each(
-                self._serving(), lambda engine: self._unless_dead(engine, lambda: self._put_to_sleep(engine))
-            )
+            self._each(self._serving(), self._unless_dead(self._put_to_sleep))
 
     def wake(self) -> None:
         """Undo `sleep`; requests are served again."""
