@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,8 +26,11 @@ def main(argv: Sequence[str]) -> int:
             *("--debug-train-only", "--disable-rollout-global-dataset", "--loss-type", "sft_loss"),
         ]
     )
-    from slime.megatron_backend.export import export_checkpoint
+    with warnings.catch_warnings():
+        # Megatron and torch remark on what is not installed and on their own deprecations: no news for this command.
+        warnings.simplefilter("ignore")
+        from slime.megatron_backend.export import export_checkpoint
 
-    iteration = export_checkpoint(config, given.iteration, Path(given.output_dir))
+        iteration = export_checkpoint(config, given.iteration, Path(given.output_dir))
     print(f"wrote checkpoint {iteration} of {given.load} to {given.output_dir}")
     return 0

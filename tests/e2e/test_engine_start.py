@@ -15,6 +15,7 @@ import psutil
 import pytest
 from engine_fixtures import make_checkpoint
 
+from vime.engine.control import EngineControl
 from vime.engine.pool import VllmEnginePool
 from vime.engine.router import Router, RouterSpec
 from vime.engine.server import EngineServer, EngineSpec
@@ -83,8 +84,36 @@ def test_a_router_restarts_and_keeps_its_address(tmp_path: Path) -> None:
     router.stop()
 
 
+def test_an_engine_in_a_ray_actor_serves_and_ends_with_it(tmp_path: Path) -> None:
+    import ray
+
+    from vime.engine.ray_server import RayEngineServer
+
+    make_checkpoint(tmp_path / "model")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+    try:
+        server = RayEngineServer(spec(tmp_path, model_path=str(tmp_path / "model")), {"num_cpus": 1})
+        url = server.start()
+        server.wait_ready()
+        assert EngineControl(url, KEY).weight_version() == -1
+        assert server.poll() is None
+        assert "Application startup complete" in server.tail_log()
+        started = [
+            p for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(p.info["cmdline"] or [])
+        ]
+        assert len(started) == 2, "supervisor and API server"
+        os.kill(ray.get(server._actor.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+        assert psutil.wait_procs(started, timeout=15)[1] == []
+        assert server.poll() == -1
+        assert "lost actor" in server.tail_log()
+        server.stop()
+    finally:
+        ray.shutdown()
+
+
 _DRIVER = """
 import sys, time, json
+from vime.engine.control import EngineControl
 from vime.engine.pool import VllmEnginePool
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineSpec

@@ -209,17 +209,10 @@ def assert_same_curve(run_dir: Path, whole: Path) -> None:
 def test_export_loads_in_transformers_with_the_log_probs_of_the_rollout(world: World, whole: Path) -> None:
     """The checkpoint after rollout 2 is version 3, which drew the samples of rollout 3."""
     out = world.root / "exported"
-    load = str(whole / "checkpoint")
-    flags = (
-        "--load",
-        load,
-        "--hf-checkpoint",
-        str(world.model),
-        "--iteration",
-        "2",
-        "--output-dir",
-        str(out),
-    )
+    flags = [
+        *("--load", str(whole / "checkpoint"), "--iteration", "2"),
+        *("--hf-checkpoint", str(world.model), "--output-dir", str(out)),
+    ]
     run(vime("export", *flags), world.root / "export.out")
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(out).decode([257]) == "<|im_start|>"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 
@@ -107,7 +108,7 @@ class Launch:
 
     def __init__(self, command: list[str], output: Path) -> None:
         become_reaper()
-        self._before = descendants(os.getpid())
+        self._before = {process.pid for process in psutil.Process().children(recursive=True)}
         self._output = output
         output.parent.mkdir(parents=True, exist_ok=True)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VIME_"))}
@@ -130,14 +131,14 @@ class Launch:
     def left(self) -> dict[int, str]:
         """Living processes of this command, the command itself included: pid -> command line."""
         found = {}
-        for pid in descendants(os.getpid()) - self._before:
-            if _state(pid) == "Z":
-                if pid != self.process.pid:  # that one belongs to Popen
-                    with contextlib.suppress(ChildProcessError):
-                        os.waitpid(pid, os.WNOHANG)
-                continue
-            with contextlib.suppress(OSError):
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+                if process.pid in self._before:
+                    continue
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = " ".join(process.cmdline())[:200]
+                elif process.pid != self.process.pid:  # that one is Popen's to reap
+                    os.waitpid(process.pid, os.WNOHANG)
         return found
 
     def find(self, pattern: str) -> list[int]:
@@ -209,31 +210,6 @@ def run(command: list[str], output: Path, *, timeout_s: float = 240) -> str:
 def become_reaper() -> None:
     """Orphans among this process's descendants become its children."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def descendants(pid: int) -> set[int]:
-    parents: dict[int, int] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                parents[int(entry)] = int(_stat(int(entry))[1])
-    found: set[int] = set()
-    fresh = {pid}
-    while fresh:
-        fresh = {child for child, parent in parents.items() if parent in fresh} - found
-        found |= fresh
-    return found
-
-
-def _stat(pid: int) -> list[str]:
-    # The second field, a name in brackets, may hold anything: what follows its end is state, parent, ...
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _state(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return _stat(pid)[0]
-    return "Z"
 
 
 def rows(run_dir: Path, key: str) -> dict[int, dict[str, float]]:

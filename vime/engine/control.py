@@ -65,7 +65,7 @@ class EngineControl:
             raise ControlError(f"engine {self.url} must drop its prefix cache, got {answer.decode()}")
 
     def sleep(self, level: int, mode: PauseMode = "keep") -> None:
-        """Free device memory (vLLM's sleep mode: level 1 moves weights to the host, 2 drops them)."""
+        """Free device memory (vLLM's sleep mode: level 1 moves weights to the host and drops keys and values)."""
         self._post("/sleep", query={"level": str(level), "mode": mode}, timeout_s=_SLOW_S)
 
     def wake(self) -> None:

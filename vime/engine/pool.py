@@ -56,8 +56,8 @@ class VllmEnginePool:
     """EnginePool over vLLM servers. `start()` first; every method may be called from the driver's threads.
 
     `pause_mode`: what happens to running requests while weights change (keep: they go on afterwards on the new
-    weights, with their key/value cache computed anew). `sleep_level`: vLLM's sleep level for `sleep()` (1 or 2; needs
-    --enable-sleep-mode); 0 only pauses, which is all that vLLM can do on CPU. `max_restarts` bounds the restarts of one
+    weights, with their key/value cache computed anew). `sleep_level` 1: `sleep()` moves the weights to host memory and frees the
+    rest (needs --enable-sleep-mode); 0: it only pauses, which is all that vLLM can do on CPU. `max_restarts` bounds the restarts of one
     engine between two weight updates; 0 turns restarting off.
     """
 
@@ -76,6 +76,10 @@ class VllmEnginePool:
     ) -> None:
         if not specs:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
+        if sleep_level not in (0, 1):
+            raise ValueError(
+                f"sleep_level must be 0 or 1, got {sleep_level}; level 2 would wake without weights"
+            )
         self._engines = [_Engine(spec) for spec in specs]
         self._router = Router(router)
         self._spawn = spawn
@@ -105,13 +109,19 @@ class VllmEnginePool:
         return VllmEngineClient(self.router_url, self._router.spec.run_key)
 
     def start(self) -> None:
-        """Start all engines at once, then the router. On any failure everything is stopped and the failure raised:
-        ValueError (port taken), RuntimeError with the last log lines (never healthy)."""
+        """Start the router and all engines; returns when they serve.
+
+        On any failure everything is stopped and the failure raised: ValueError (port taken), RuntimeError with the
+        last log lines (never healthy).
+        """
         try:
             self._router.start()
-            self._each(self._engines, self._launch)
-            self._router.wait_ready()
             for engine in self._engines:
+                self._launch(engine)
+            self._router.wait_ready()
+            # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
+            for engine in self._engines:
+                self._wait_ready(engine)
                 self._router.add(engine.control.url)
                 engine.serving = True
         except BaseException:
@@ -170,12 +180,17 @@ class VllmEnginePool:
     def _launch(self, engine: _Engine) -> None:
         engine.handle = self._spawn(engine.spec)
         engine.control = EngineControl(engine.handle.start(), engine.spec.run_key)
+
+    def _wait_ready(self, engine: _Engine) -> None:
+        assert engine.handle is not None
         engine.handle.wait_ready()
         engine.last_health_check = time.monotonic() + self._first_wait_s
 
     def _put_to_sleep(self, engine: _Engine) -> None:
         if self._sleep_level:
-            engine.control.sleep(self._sleep_level, self._pause_mode)
+            engine.control.sleep(
+                self._sleep_level, "wait"
+            )  # it drops the keys and values of running requests
         else:
             engine.control.pause(self._pause_mode)
 
@@ -242,6 +257,7 @@ class VllmEnginePool:
         logger.warning("engine %s died and is restarted; its last log lines:\n%s", engine.control.url, tail)
         engine.spec = replace(engine.spec, port=0)
         self._launch(engine)
+        self._wait_ready(engine)
         with self._lock:
             if self._last_update is not None:
                 load(engine.control, self._last_update)
