@@ -62,7 +62,6 @@ LONG = 150  # points of a line from which on it is smoothed
 KL_LINES = (
     ("train/kl_loss", "to the reference, in the loss"),
     ("train/ppo_kl", "to the sampling policy"),
-    ("rollout/kl", "to the reference, before the step"),
 )
 
 

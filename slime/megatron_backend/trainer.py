@@ -239,7 +239,9 @@ class MegatronTrainer:
 
     def _rollout_means(self, data: TrainData, steps: list[dict[str, float]]) -> dict[str, float]:
         """rollout/*: mean over samples of the mean over each sample's trained tokens, over all ranks."""
-        names = ("log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns", "kl")
+        names = ["log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns"]
+        if self.config.kl_coef != 0:  # otherwise the column only holds zeros
+            names.append("kl")
         present = [name for name in names if name in data]
         sums = [
             sum(

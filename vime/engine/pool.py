@@ -56,9 +56,9 @@ class VllmEnginePool:
     """EnginePool over vLLM servers. `start()` first; every method may be called from the driver's threads.
 
     `pause_mode`: what happens to running requests while weights change (keep: they go on afterwards on the new
-    weights, with their key/value cache computed anew). `sleep_level` 1: `sleep()` moves the weights to host memory and frees the
-    rest (needs --enable-sleep-mode); 0: it only pauses, which is all that vLLM can do on CPU. `max_restarts` bounds the restarts of one
-    engine between two weight updates; 0 turns restarting off.
+    weights, with their keys and values computed anew). `sleep_level` 1: `sleep()` moves the weights to host memory
+    and frees the rest (needs --enable-sleep-mode); 0: it only pauses, which is all that vLLM can do on CPU.
+    `max_restarts` bounds the restarts of one engine between two weight updates; 0 turns restarting off.
     """
 
     def __init__(
