@@ -15,7 +15,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 from slime.protocols import EnginePool, RolloutHandle, TrainerHandle
@@ -31,9 +32,11 @@ def run(
     if due(config.eval_interval, start) and not (start == 0 and config.skip_eval_before_train):
         report.evaluation(start, wait(rollout.evaluate(start), engines))
     ahead: deque[Future] = deque()
+    # Between two updates the weights grow older by themselves: that much less may generation run ahead.
+    lead = config.max_staleness + 1 - config.update_weights_interval
     for rollout_id in range(start, config.num_rollout):
         began = time.perf_counter()
-        last = min(rollout_id + config.max_staleness, config.num_rollout - 1)
+        last = min(rollout_id + lead, config.num_rollout - 1)
         ahead.extend(rollout.generate(i) for i in range(rollout_id + len(ahead), last + 1))
         bar = report.bar(f"rollout {rollout_id}", "sample", rollout.progress)
         with timers.measure("train_wait"), bar as tick:
@@ -44,10 +47,6 @@ def run(
         bar = report.bar(f"train {rollout_id}", "micro-batch", trainer.progress)
         with timers.measure("train"), bar as tick:
             trained = wait(trainer.train(rollout_id, batch.rank_data), engines, tick)
-        if saves_after(config, rollout_id):
-            report.before_save(rollout_id, batch.metrics, trained)
-            with timers.measure("save_model"):
-                wait(trainer.save(rollout_id), engines)
         if config.colocate:
             with timers.measure("wake_up"):
                 engines.wake()
@@ -55,6 +54,11 @@ def run(
             with timers.measure("update_weights"):
                 publish(config, trainer, engines, version=rollout_id + 1)
         report.step(rollout_id, batch.metrics, trained, step_time_s=time.perf_counter() - began)
+        if saves_after(config, rollout_id):
+            # After the step's log line: a run killed in between repeats the step and its line, none is ever missing.
+            with timers.measure("save_model"):
+                wait(trainer.save(rollout_id), engines)
+            report.saved(rollout_id)
         if due(config.eval_interval, rollout_id + 1):
             report.evaluation(rollout_id + 1, wait(rollout.evaluate(rollout_id + 1), engines))
 
@@ -91,12 +95,8 @@ def wait(future: Future, engines: EnginePool, tick: Callable[[], None] | None = 
 
     `tick` is called every half second (it redraws a progress bar).
     """
-    while True:
-        try:
-            return future.result(timeout=0.5)
-        except TimeoutError:
-            if future.done():
-                raise
-            engines.check_health()
-            if tick is not None:
-                tick()
+    while not futures.wait([future], timeout=0.5).done:
+        engines.check_health()
+        if tick is not None:
+            tick()
+    return future.result()

@@ -127,12 +127,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
         rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts)
         stack.callback(rollout.stop)
         rollout.load(start)
-        trackers = make_trackers(config, run_dir, start)
-        report = Reporter(
-            config, trackers, StepLine(total=config.num_rollout), run_dir / "metrics.pending.json"
-        )
+        report = Reporter(config, make_trackers(config, run_dir, start), StepLine(total=config.num_rollout))
         stack.callback(report.close)
-        report.recover(start)
         print(f"run directory {run_dir}: metrics.jsonl, config.json, logs/", flush=True)
         if trainer is None:
             loop.generate_only(config, rollout, pool, report)
@@ -148,7 +144,7 @@ def _private_weight_dir(config: Config) -> Path | None:
     """
     if config.weight_dir is not None:
         return None
-    if SHARED_MEMORY.is_dir() and config.actor_num_nodes == 1 and not os.environ.get("RAY_ADDRESS"):
+    if SHARED_MEMORY.is_dir() and placement.on_one_host(config):
         name = hashlib.sha256(str(Path(config.run_dir).resolve()).encode()).hexdigest()[:16]
         return SHARED_MEMORY / f"vime-{os.getuid()}-{name}"
     return (Path(config.run_dir) / "weights").resolve()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from slime.cluster.placement import Placement, cpu_threads
+from slime.cluster.placement import Placement, cpu_threads, on_one_host
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
 
@@ -64,7 +65,12 @@ class TrainerActor:
             torch.set_num_threads(threads)
 
     def rendezvous(self) -> str:
-        """A torch.distributed address on this rank's node. The port is free now; a taken one fails loudly at start."""
+        """A torch.distributed address: a private file when all ranks are on this host, else a port of this node.
+
+        The file, because torch's store listens on every interface of the node, and asks nobody for a key.
+        """
+        if on_one_host(self.config):
+            return f"file://{tempfile.mkdtemp(prefix='vime-rendezvous-')}/store"
         with socket.socket() as probe:
             probe.bind((ray.util.get_node_ip_address(), 0))
             host, port = probe.getsockname()
@@ -99,6 +105,8 @@ class TrainerGroup:
         world_size = len(placement.trainer_bundles)
         threads = cpu_threads(config)[0] if placement.resource == "CPU" else 0
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        if on_one_host(config):
+            env["GLOO_SOCKET_IFNAME"] = "lo"
         self._config = config
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="trainer-group")
         self._actors = [
@@ -124,7 +132,7 @@ class TrainerGroup:
         )
 
     def progress(self) -> tuple[int, int]:
-        return ray.get(self._actors[0].progress.remote())
+        return ask_progress(self._actors[0])
 
     def save(self, rollout_id: int) -> Future[None]:
         return self._on_all([actor.save.remote(rollout_id) for actor in self._actors])
@@ -159,6 +167,14 @@ def first_failure_or_all(config: Any, calls: dict[Any, str]) -> list[Any]:
     return [results[ref] for ref in calls]
 
 
+def ask_progress(actor: Any) -> tuple[int, int]:
+    """How far an actor is; (0, 0) from one that is gone, whose call itself will tell why."""
+    try:
+        return ray.get(actor.progress.remote(), timeout=5)
+    except (RayError, GetTimeoutError):
+        return 0, 0
+
+
 class RolloutActor(RolloutManager):
     """The rollout manager in its own process, which keeps its rank data in Ray's object store."""
 
@@ -185,7 +201,7 @@ class RolloutGroup:
         self._result(self._actor.load.remote(start_rollout_id))
 
     def progress(self) -> tuple[int, int]:
-        return ray.get(self._actor.progress.remote())
+        return ask_progress(self._actor)
 
     def generate(self, rollout_id: int) -> Future[RolloutBatch]:
         return self._threads.submit(self._result, self._actor.generate.remote(rollout_id))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,6 +32,11 @@ def connect() -> None:
         ray.init(**quiet)
     else:
         ray.init(address="local", include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
+
+
+def on_one_host(config: Any) -> bool:
+    """Whether all processes of the run are on this host: no cluster was joined and one node is asked for."""
+    return config.actor_num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def place(config: Any) -> Placement:
     engine_devices = 0 if config.debug_train_only else config.rollout_num_gpus
     first = 0 if config.colocate else trainers
     devices = max(trainers, engine_devices) if config.colocate else trainers + engine_devices
-    resource = "GPU" if torch.cuda.is_available() else "CPU"
+    resource = "GPU" if config.device == "cuda" else "CPU"
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
     existing = ray.cluster_resources().get(resource, 0.0)
     if devices * amount > existing:

@@ -257,6 +257,11 @@ def _off_policy(c: Config) -> None:
             "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
             "the old policy there is nothing left to correct"
         )
+    if c.ref_update_interval is not None and c.save is not None:
+        raise ValueError(
+            "--ref-update-interval must not be combined with --save, got both; checkpoints do not hold the moved "
+            "reference model yet, so a resumed run would go on with another one"
+        )
     if c.use_rollout_logprobs and c.get_mismatch_metrics:
         raise ValueError(
             "--get-mismatch-metrics must not be combined with --use-rollout-logprobs, got both; the trainer's own old "

@@ -54,7 +54,8 @@ class MegatronTrainer:
         self.start_rollout_id = config.start_rollout_id or 0
         if resume is not None:
             extra = checkpoint.load_checkpoint(config.load, self.model, self.optimizer, self.scheduler)
-            self.start_rollout_id = extra["rollout_id"] + 1
+            if config.start_rollout_id is None:
+                self.start_rollout_id = extra["rollout_id"] + 1
         self.ref_model = None
         if config.needs_reference:
             self.ref_model = build_model(self.hf_config, config, ddp=False)
@@ -238,26 +239,26 @@ class MegatronTrainer:
                 self.ref_model.load_state_dict(unwrap(self.model).state_dict())
 
     def _rollout_means(self, data: TrainData, steps: list[dict[str, float]]) -> dict[str, float]:
-        """rollout/*: mean over samples of the mean over each sample's trained tokens, over all ranks."""
+        """rollout/*: mean over samples, of all ranks; of a per-token column, of its mean over the trained tokens."""
         names = ["log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns"]
         if self.config.kl_coef != 0:  # otherwise the column only holds zeros
             names.append("kl")
-        present = [name for name in names if name in data]
-        sums = [
-            sum(
-                ((x * m).sum() / m.sum().clamp(min=1)).double()
+        columns = {
+            name: [
+                (x * m).sum().item() / max(m.sum().item(), 1)
                 for x, m in zip(data[name], data["loss_masks"], strict=True)
-            )
-            for name in present
-        ]
-        total = torch.stack(
-            [*sums, torch.tensor(float(len(data["tokens"])), dtype=torch.float64).to(self.info.device)]
-        )
-        dist.all_reduce(total, group=self.info.dp_group)
-        means = {
-            f"rollout/{name}": (value / total[-1]).item()
-            for name, value in zip(present, total[:-1], strict=True)
+            ]
+            for name in names
+            if name in data
         }
+        columns |= {
+            name: data[name] for name in ("rewards", "truncated", "response_lengths", "total_lengths")
+        }
+        sums = [float(sum(values)) for values in columns.values()]
+        total = torch.tensor([*sums, len(data["tokens"])], dtype=torch.float64, device=self.info.device)
+        dist.all_reduce(total, group=self.info.dp_group)
+        *sums, count = total.tolist()
+        means = {f"rollout/{name}": value / count for name, value in zip(columns, sums, strict=True)}
         if "rollout/log_probs" not in means and "train/log_probs" in steps[0]:
             means["rollout/log_probs"] = steps[0]["train/log_probs"]
         for step in steps:

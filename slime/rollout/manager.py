@@ -18,6 +18,7 @@ from slime.loop import saves_after
 from slime.protocols import RolloutBatch, RolloutEngine
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
+from slime.rollout.evaluation import load_eval_datasets
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.state import GenerateState
 from slime.types import SampleGroup
@@ -44,6 +45,10 @@ class RolloutManager:
         self.data_source = load_function(config.data_source_path, flag="--data-source-path")(self.args)
         self.rollout_function = load_function(config.rollout_function_path, flag="--rollout-function-path")
         self.eval_function = load_function(config.eval_function_path, flag="--eval-function-path")
+        if config.eval_config is not None or config.eval_prompt_data:
+            load_eval_datasets(
+                self.state
+            )  # a bad evaluation file shall fail now, not at the first evaluation
 
     def load(self, start_rollout_id: int) -> None:
         """Continue the data after the checkpoint whose next rollout is `start_rollout_id`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,6 +30,12 @@ class FileChannel:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = self.directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise ValueError(
+                f"--weight-dir must be a directory of this user that nobody else can write to, got {self.directory} "
+                f"(owner {found.st_uid}, mode {stat.filemode(found.st_mode)}); engines load what lies there"
+            )
 
     def publish(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, checksums: bool = False
@@ -42,9 +49,13 @@ class FileChannel:
         partial = path.with_suffix(".partial")
         save_file(state, partial)
         os.replace(partial, path)
-        for old in self.directory.glob("weights-*.safetensors"):
-            if old not in (path, self._path(version - 1)):
-                old.unlink()
+        versions = {
+            int(file.stem.removeprefix("weights-")): file
+            for file in self.directory.glob("weights-*.safetensors")
+        }
+        previous = max((v for v in versions if v < version), default=version)
+        for other in versions.keys() - {version, previous}:
+            versions[other].unlink()
         digests = {name: tensor_digest(tensor) for name, tensor in state.items()} if checksums else None
         return WeightUpdate(version=version, info={"path": str(path)}, checksums=digests)
 

@@ -23,6 +23,7 @@ def make_config(**flags) -> SimpleNamespace:
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
         "colocate": False,
+        "device": "cuda" if RESOURCE == "GPU" else "cpu",
         "debug_train_only": False,
         "debug_rollout_only": False,
     }
