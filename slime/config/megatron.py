@@ -32,7 +32,7 @@ class MegatronConfig:
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this times tensor parallel"
     )
-    optimizer: str = flag("adam", "optimizer", choices=("adam", "sgd"))
+    optimizer: str = flag("adam", "optimizer", choices=("adam",))
     use_distributed_optimizer: bool = flag(True, "shard optimizer state over the data-parallel ranks")
     lr: float = flag(1e-6, "learning rate")
     min_lr: float = flag(0.0, "floor of the decayed learning rate")

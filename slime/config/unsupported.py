@@ -47,7 +47,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "freeze_params_name_list": Unsupported(None, _SELECT),
     "freeze_indexer": Unsupported(False, _SELECT),
     "allgather_cp": Unsupported(False, "context parallelism is not supported yet"),
-    "release_train": Unsupported(False, "use --offload-train"),
+    "release_train": Unsupported(False, "the trainer stays loaded in this version"),
     "megatron_config_path": Unsupported(None, "give Megatron's settings as flags or in --custom-config-path"),
     "padded_vocab_size": Unsupported(None, "use --make-vocab-size-divisible-by"),
     "megatron_deepgemm_forward_layers": Unsupported(None, _MOE),
@@ -57,7 +57,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # weight update
     "update_weight_mode": Unsupported("full", _DELTA),
     "update_weight_disk_keep_files": Unsupported(
-        False, "only the newest version is kept; use --save-hf to keep weights"
+        False, "only the newest two versions are kept; use --save-hf to keep weights"
     ),
     "update_weight_delta_encoding": Unsupported("xor", _DELTA),
     "update_weight_delta_checksum": Unsupported("xxh3-128", _DELTA),
@@ -92,7 +92,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     "num_critic_only_steps": Unsupported(0, _CRITIC),
     "reset_optimizer_states": Unsupported(False, "the optimizer keeps its states"),
-    "use_stateless_adam": Unsupported(False, "use --optimizer sgd"),
+    "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
     "use_routing_replay": Unsupported(False, _MOE),
     "use_rollout_routing_replay": Unsupported(False, _MOE),
     "use_opd": Unsupported(False, _OPD),

@@ -84,7 +84,13 @@ class VllmEngineClient:
         """End every request that is running on any engine of the router; each returns what it has."""
         listed = await self._json("GET", "/workers")
         urls = [worker["url"] for worker in listed["workers"]]
-        await asyncio.gather(*(self._json("POST", f"{url}/abort_requests", {}) for url in urls))
+        results = await asyncio.gather(
+            *(self._json("POST", f"{url}/abort_requests", {}) for url in urls), return_exceptions=True
+        )
+        for result in results:
+            # An engine that is gone has nothing to abort: its requests fail by themselves and are retried or given up.
+            if isinstance(result, BaseException) and not isinstance(result, aiohttp.ClientError | OSError):
+                raise result
 
     async def close(self) -> None:
         """Close the connections. The client can be used again afterwards."""

@@ -48,6 +48,7 @@ class _Engine:
         self.handle: EngineHandle | None = None
         self.control = EngineControl("", spec.run_key)
         self.serving = False
+        self.doomed = False  # a control call failed on it: it must be replaced even if it answers again
         self.restarts = 0
         self.last_health_check = time.monotonic()
 
@@ -139,10 +140,10 @@ class VllmEnginePool:
             self._last_update = update
             serving = self._serving()
             self._each(serving, self._unless_dead(lambda engine: engine.control.pause(self._pause_mode)))
-            self._each(serving, self._unless_dead(lambda engine: load(engine.control, update)))
+            self._each(self._serving(), self._unless_dead(lambda engine: load(engine.control, update)))
             if not self._asleep:
-                self._each(serving, self._unless_dead(lambda engine: engine.control.resume()))
-            for engine in serving:
+                self._each(self._serving(), self._unless_dead(lambda engine: engine.control.resume()))
+            for engine in self._serving():
                 engine.restarts = 0
 
     def sleep(self) -> None:
@@ -200,7 +201,10 @@ class VllmEnginePool:
         engine.control.resume()
 
     def _unless_dead(self, act: Callable[[_Engine], None]) -> Callable[[_Engine], None]:
-        """`act`, but a fault of an engine that no longer runs or answers is left to the monitor."""
+        """`act`, but an engine that no longer runs or answers is given up: the monitor replaces it.
+
+        For good, even if it answers later: nobody knows how much of the call it has done.
+        """
 
         def acted(engine: _Engine) -> None:
             try:
@@ -208,6 +212,7 @@ class VllmEnginePool:
             except (ControlError, OSError, http.client.HTTPException):
                 if self._is_alive(engine):
                     raise
+                engine.serving, engine.doomed = False, True
                 logger.warning("engine %s died during a control call", engine.control.url)
 
         return acted
@@ -232,7 +237,7 @@ class VllmEnginePool:
 
     def _is_due_and_dead(self, engine: _Engine) -> bool:
         assert engine.handle is not None
-        if engine.handle.poll() is not None:
+        if engine.doomed or engine.handle.poll() is not None:
             return True
         now = time.monotonic()
         if now - engine.last_health_check < self._interval_s:
@@ -241,20 +246,43 @@ class VllmEnginePool:
         return not engine.control.is_healthy(self._timeout_s)
 
     def _restart(self, engine: _Engine) -> None:
-        """Replace a dead server: out of the router, a new one on a fresh port, the last weights, into the router."""
+        """Replace a dead server; a replacement that dies before it serves counts as the next death."""
+        while not self._stopping.is_set():
+            tail = self._take_out(engine)
+            engine.restarts += 1
+            if engine.restarts > self._max_restarts:
+                raise RuntimeError(
+                    f"engine {engine.control.url} died and was restarted {self._max_restarts} times since the last "
+                    f"weight update, which is the limit; its last log lines:\n{tail}"
+                )
+            logger.warning(
+                "engine %s died and is restarted; its last log lines:\n%s", engine.control.url, tail
+            )
+            try:
+                self._bring_back(engine)
+            except (RuntimeError, OSError, http.client.HTTPException) as error:
+                logger.warning("the replacement of engine %s failed: %s", engine.control.url, error)
+            else:
+                logger.warning("engine %s serves again", engine.control.url)
+                return
+
+    def _take_out(self, engine: _Engine) -> str:
+        """Out of the router, process ended; the last lines of its log."""
         assert engine.handle is not None
         with self._lock:
             engine.serving = False
-            self._router.remove(engine.control.url)
+            try:
+                self._router.remove(engine.control.url)
+            except (RuntimeError, OSError, http.client.HTTPException) as error:
+                logger.warning(
+                    "the router did not take engine %s off its list: %s", engine.control.url, error
+                )
         tail = engine.handle.tail_log()
         engine.handle.stop()
-        engine.restarts += 1
-        if engine.restarts > self._max_restarts:
-            raise RuntimeError(
-                f"engine {engine.control.url} died and was restarted {self._max_restarts} times since the last weight "
-                f"update, which is the limit; its last log lines:\n{tail}"
-            )
-        logger.warning("engine %s died and is restarted; its last log lines:\n%s", engine.control.url, tail)
+        return tail
+
+    def _bring_back(self, engine: _Engine) -> None:
+        """A new server on a fresh port gets the last weights, and only then does the router hear of it."""
         engine.spec = replace(engine.spec, port=0)
         self._launch(engine)
         self._wait_ready(engine)
@@ -264,8 +292,7 @@ class VllmEnginePool:
             if self._asleep:
                 self._put_to_sleep(engine)
             self._router.add(engine.control.url)
-            engine.serving = True
-        logger.warning("engine %s serves again", engine.control.url)
+            engine.doomed, engine.serving = False, True
 
     def _restart_router(self) -> None:
         logger.warning("the router died and is restarted; its last log lines:\n%s", self._router.tail_log())

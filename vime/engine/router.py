@@ -67,7 +67,7 @@ class Router:
         """Start without workers and return the URL, which a second start keeps. ValueError when the port is taken."""
         if self.spec.port == 0:
             self.spec = replace(self.spec, port=free_port(self.spec.host))
-        require_free_port(self.spec.host, self.spec.port, "the router (--vllm-router-port)")
+        require_free_port(self.spec.host, self.spec.port, "the router")
         root = str(Path(vime.__file__).parents[1])
         env: Mapping[str, str] = {
             **os.environ,
