@@ -23,3 +23,37 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
             f"--hf-checkpoint must hold a JSON object in config.json, got {type(content).__name__}"
         )
     return content
+
+
+def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -> None:
+    """ValueError naming the first tensor whose shape is not the one config.json implies, or layers that are not there.
+
+    Reads safetensors headers only. Judges what every dense decoder has (embedding, MLP, layer count); the trainer and
+    the engine compare all tensors when they load them. A checkpoint without safetensors files is left to them.
+    """
+    from safetensors import safe_open
+
+    hidden, ffn = hf_config.get("hidden_size"), hf_config.get("intermediate_size")
+    expected = {
+        "embed_tokens.weight": [hf_config.get("vocab_size"), hidden],
+        "mlp.gate_proj.weight": [ffn, hidden],
+        "mlp.down_proj.weight": [hidden, ffn],
+    }
+    layers = set()
+    files = sorted(Path(checkpoint).glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, framework="np") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                layers |= {part for part in name.split(".") if part.isdigit()}
+                for suffix, shape in expected.items():
+                    got = list(tensors.get_slice(name).get_shape()) if name.endswith(suffix) else shape
+                    if got != shape:
+                        raise ValueError(
+                            f"{name} in {file} must have shape {shape}, as config.json says, got {got}; "
+                            "the weights and the config of --hf-checkpoint are not of one model"
+                        )
+    if files and len(layers) != hf_config.get("num_hidden_layers"):
+        raise ValueError(
+            f"--hf-checkpoint must hold {hf_config.get('num_hidden_layers')} layers, as its config.json says, got "
+            f"{len(layers)} in {checkpoint}"
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 from slime.config.fields import spelled
 from slime.config.model_args import check_model_args
 from slime.config.schema import Config, own_flags
-from slime.hf_config import read_hf_config
+from slime.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.hooks import load_function
 
 POSITIVE = (
@@ -327,6 +327,7 @@ def _files(c: Config) -> None:
 
 def _checkpoint(c: Config) -> None:
     hf_config = read_hf_config(c.hf_checkpoint)
+    check_checkpoint_shapes(c.hf_checkpoint, hf_config)
     check_model_args(c.model_args, hf_config)
     largest, vocabulary = largest_token_id(c.hf_checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:

@@ -1,0 +1,52 @@
+"""config.json and the headers of the weights beside it."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slime.hf_config import check_checkpoint_shapes, read_hf_config
+
+CONFIG = {"vocab_size": 6, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 2}
+
+
+def write(folder, **changes):
+    tensors = {"model.embed_tokens.weight": torch.zeros(6, 4), "model.norm.weight": torch.zeros(4)}
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.mlp.gate_proj.weight"] = torch.zeros(8, 4)
+        tensors[f"model.layers.{layer}.mlp.down_proj.weight"] = torch.zeros(4, 8)
+    save_file({**tensors, **changes}, folder / "model.safetensors")
+
+
+def test_weights_that_fit(tmp_path):
+    check_checkpoint_shapes(tmp_path, CONFIG)  # nothing there to judge
+    write(tmp_path)
+    check_checkpoint_shapes(tmp_path, CONFIG)
+
+
+def test_a_shape_that_does_not_fit_is_named(tmp_path):
+    write(tmp_path, **{"model.layers.1.mlp.down_proj.weight": torch.zeros(4, 7)})
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight .* shape \[4, 8\], .* got \[4, 7\]"
+    ):
+        check_checkpoint_shapes(tmp_path, CONFIG)
+    write(tmp_path)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight .* shape \[7, 4\], .* got \[6, 4\]"):
+        check_checkpoint_shapes(tmp_path, {**CONFIG, "vocab_size": 7})
+
+
+def test_a_wrong_number_of_layers(tmp_path):
+    write(tmp_path)
+    with pytest.raises(ValueError, match=r"must hold 3 layers, .* got 2"):
+        check_checkpoint_shapes(tmp_path, {**CONFIG, "num_hidden_layers": 3})
+
+
+def test_config_json_is_read_or_named(tmp_path):
+    with pytest.raises(ValueError, match=r"--hf-checkpoint must be a directory with a config\.json"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="JSON object"):
+        read_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert read_hf_config(tmp_path) == CONFIG
