@@ -1,16 +1,22 @@
-"""A tiny random Qwen3 checkpoint with a character tokenizer, and weight files made from it."""
+"""A tiny random Qwen3 checkpoint with a character tokenizer, weight files made from it, and an engine to serve it."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from slime.protocols import WeightUpdate
+from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.file_channel import FileChannel
+from vime.engine.control import EngineControl
+from vime.engine.pool import VllmEnginePool
+from vime.engine.router import RouterSpec
+from vime.engine.server import EngineSpec
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 CHARACTERS = "0123456789+-*/=().,:; abcdefghijklmnopqrstuvwxyz"
@@ -52,3 +58,71 @@ def publish_checkpoint(checkpoint: Path, directory: Path, version: int, *, check
     """What a trainer with the weights of `checkpoint` publishes as `version`."""
     state = load_file(checkpoint / "model.safetensors")
     return FileChannel(directory).publish(state.items(), version, checksums=checksums)
+
+
+class Stack:
+    """A pool of one engine, and two sets of weights for it: the checkpoint's own and others."""
+
+    key = "test-key-0123456789"
+
+    def __init__(self, root: Path) -> None:
+        self.weight_dir = root / "weights"
+        self.checkpoint = make_checkpoint(root / "first", seed=0)
+        self.other = make_checkpoint(root / "second", seed=1)
+        spec = EngineSpec(
+            model_path=str(self.checkpoint),
+            run_key=self.key,
+            log_path=str(root / "engine.log"),
+            weight_dir=str(self.weight_dir),
+            start_timeout_s=240,
+        )
+        router = RouterSpec(run_key=self.key, log_path=str(root / "router.log"))
+        self.pool = VllmEnginePool([spec], router, health_check_interval_s=5)
+        self.version = -1
+
+    @property
+    def control(self) -> EngineControl:
+        return EngineControl(self.pool.engine_urls[0], self.key)
+
+    def push(self, checkpoint: Path, *, checksums: bool = True) -> WeightUpdate:
+        self.version += 1
+        update = publish_checkpoint(checkpoint, self.weight_dir, self.version, checksums=checksums)
+        self.pool.update_weights(update)
+        return update
+
+    def generate(
+        self, prompt: list[int], *, seed: int = 0, deadline_s: float = 60, **params: object
+    ) -> GenerateResult:
+        return self.generate_all([prompt], seed=seed, deadline_s=deadline_s, **params)[0]
+
+    def generate_all(
+        self, prompts: list[list[int]], *, seed: int = 0, deadline_s: float = 60, **params: object
+    ) -> list[GenerateResult]:
+        async def run() -> list[GenerateResult]:
+            client = self.pool.client()
+            sampling = {"temperature": 1.0, "max_new_tokens": 8, "stop_token_ids": [], **params}
+            tasks = [
+                client.generate(prompt, sampling, seed=seed + i, deadline_s=deadline_s)
+                for i, prompt in enumerate(prompts)
+            ]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                await client.close()
+
+        return asyncio.run(run())
+
+
+@functools.cache
+def hf_model(checkpoint: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def hf_log_probs(
+    checkpoint: Path, prompt: list[int], response: list[int], temperature: float
+) -> torch.Tensor:
+    model = hf_model(checkpoint)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    log_probs = torch.log_softmax(logits / temperature, -1)
+    return log_probs.gather(-1, torch.tensor(response)[:, None])[:, 0]

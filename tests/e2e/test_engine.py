@@ -6,7 +6,6 @@ The tests share the engine and leave it serving; they run in the order of the fi
 from __future__ import annotations
 
 import asyncio
-import functools
 import http.client
 import json
 import os
@@ -21,71 +20,18 @@ from urllib.parse import quote, urlsplit
 import psutil
 import pytest
 import torch
-from engine_fixtures import EOS_ID, make_checkpoint, publish_checkpoint
+from engine_fixtures import EOS_ID, Stack, hf_log_probs, publish_checkpoint
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from slime.protocols import GenerateResult, WeightUpdate
-from vime.engine.control import ControlError, EngineControl
+from vime.engine.control import ControlError
 from vime.engine.middleware import health_prefix
-from vime.engine.pool import VllmEnginePool, load
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineSpec
+from vime.engine.pool import load
 
 pytestmark = pytest.mark.e2e
-KEY = "test-key-0123456789"
+KEY = Stack.key
 PROMPT = [14, 5, 8, 13, 21, 30]
-
-
-class Stack:
-    """The pool, and two sets of weights for it: the checkpoint's own and others."""
-
-    def __init__(self, root: Path) -> None:
-        self.weight_dir = root / "weights"
-        self.checkpoint = make_checkpoint(root / "first", seed=0)
-        self.other = make_checkpoint(root / "second", seed=1)
-        spec = EngineSpec(
-            model_path=str(self.checkpoint),
-            run_key=KEY,
-            log_path=str(root / "engine.log"),
-            weight_dir=str(self.weight_dir),
-            start_timeout_s=240,
-        )
-        router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
-        self.pool = VllmEnginePool([spec], router, health_check_interval_s=5)
-        self.version = -1
-
-    @property
-    def control(self) -> EngineControl:
-        return EngineControl(self.pool.engine_urls[0], KEY)
-
-    def push(self, checkpoint: Path, *, checksums: bool = True) -> WeightUpdate:
-        self.version += 1
-        update = publish_checkpoint(checkpoint, self.weight_dir, self.version, checksums=checksums)
-        self.pool.update_weights(update)
-        return update
-
-    def generate(
-        self, prompt: list[int], *, seed: int = 0, deadline_s: float = 60, **params: object
-    ) -> GenerateResult:
-        return self.generate_all([prompt], seed=seed, deadline_s=deadline_s, **params)[0]
-
-    def generate_all(
-        self, prompts: list[list[int]], *, seed: int = 0, deadline_s: float = 60, **params: object
-    ) -> list[GenerateResult]:
-        async def run() -> list[GenerateResult]:
-            client = self.pool.client()
-            sampling = {"temperature": 1.0, "max_new_tokens": 8, "stop_token_ids": [], **params}
-            tasks = [
-                client.generate(prompt, sampling, seed=seed + i, deadline_s=deadline_s)
-                for i, prompt in enumerate(prompts)
-            ]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                await client.close()
-
-        return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
@@ -111,21 +57,6 @@ def status(base: str, method: str, path: str, key: str | None = None, body: obje
         return connection.getresponse().status
     finally:
         connection.close()
-
-
-@functools.cache
-def hf_model(checkpoint: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-
-
-def hf_log_probs(
-    checkpoint: Path, prompt: list[int], response: list[int], temperature: float
-) -> torch.Tensor:
-    model = hf_model(checkpoint)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    log_probs = torch.log_softmax(logits / temperature, -1)
-    return log_probs.gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
 def test_every_route_of_the_engine_needs_the_key(stack: Stack) -> None:

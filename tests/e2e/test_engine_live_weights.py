@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import make_checkpoint, publish_checkpoint
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 pytestmark = pytest.mark.e2e
@@ -138,3 +139,17 @@ def test_a_model_with_tensors_that_the_update_lacks_is_refused(worker: Any) -> N
     model = worker.model_runner.model
     with pytest.raises(ValueError, match="in the model only"):
         differing_tensors(model, ["model.norm.weight"], lambda name: torch.ones(64))
+
+
+def test_an_untied_head_must_be_in_the_update(worker: Any) -> None:
+    update = worker.update(8)
+    state = load_file(update.info["path"])
+    state.pop("lm_head.weight", None)
+    save_file(state, update.info["path"])
+    worker.start_weight_update()
+    if worker.tied:
+        worker.update_weights(update.info)
+        worker.finish_weight_update()
+    else:
+        with pytest.raises(ValueError, match=r"lm_head\.weight missing from the file"):
+            worker.update_weights(update.info)

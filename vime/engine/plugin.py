@@ -8,6 +8,7 @@ from vime.engine.supervise import die_with_parent
 
 BACKEND = "vime_file"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
+WEIGHT_DIR_VARIABLE = "VIME_WEIGHT_DIR"
 
 
 def register() -> None:

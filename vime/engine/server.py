@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import vime
 from vime.engine.control import EngineControl
 from vime.engine.middleware import KEY_VARIABLE
-from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE
+from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.engine.process import SupervisedProcess, free_port, require_free_port, wait_ready
 
 SERVED_MODEL_NAME = "policy"
@@ -97,7 +97,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
         KEY_VARIABLE: spec.run_key,
         SUPERVISED_VARIABLE: "1",
-        "VIME_WEIGHT_DIR": spec.weight_dir,
+        WEIGHT_DIR_VARIABLE: spec.weight_dir,
         "VLLM_SERVER_DEV_MODE": "1",  # the control routes
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

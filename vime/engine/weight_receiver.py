@@ -23,8 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from vime.engine.live_weights import differing_tensors, repack_tied_weights
-
-DIRECTORY_VARIABLE = "VIME_WEIGHT_DIR"
+from vime.engine.plugin import WEIGHT_DIR_VARIABLE
 
 
 @dataclass
@@ -79,7 +78,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         path = allowed_path(update_info.path)
         with safe_open(path, framework="pt", device="cpu") as file:
             names = list(file.keys())
-            require_same_tensors(file, checkpoint_shapes(self.model_config.model))
+            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+            require_same_tensors(file, checkpoint_shapes(self.model_config.model), tied=tied)
             if update_info.checksums is not None:
                 require_checksums(file, update_info.checksums)
             if update_info.load:
@@ -98,10 +98,10 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
 def allowed_path(path: str) -> str:
     """`path` with links resolved; ValueError unless it lies under $VIME_WEIGHT_DIR."""
-    root = os.environ.get(DIRECTORY_VARIABLE)
+    root = os.environ.get(WEIGHT_DIR_VARIABLE)
     resolved = os.path.realpath(path)
     if not root or not resolved.startswith(os.path.realpath(root) + os.sep):
-        raise ValueError(f"path must lie under {DIRECTORY_VARIABLE} ({root}), got {path}")
+        raise ValueError(f"path must lie under {WEIGHT_DIR_VARIABLE} ({root}), got {path}")
     return resolved
 
 
@@ -118,12 +118,13 @@ def _shards(model_path: str) -> Iterator[Path]:
     yield from sorted(Path(model_path).glob("*.safetensors"))
 
 
-def require_same_tensors(file: Any, expected: dict[str, list[int]] | None) -> None:
+def require_same_tensors(file: Any, expected: dict[str, list[int]] | None, *, tied: bool) -> None:
     """ValueError unless `file` holds exactly the tensors of `expected`; a tied lm_head may be on one side only."""
+    optional = {"lm_head.weight"} if tied else set()
     if expected is None:
         return
     given = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    for name in (given.keys() ^ expected.keys()) - {"lm_head.weight"}:
+    for name in (given.keys() ^ expected.keys()) - optional:
         side = "missing from" if name in expected else "not in the checkpoint but in"
         raise ValueError(f"a weight update must hold the checkpoint's tensors, got {name} {side} the file")
     for name in given.keys() & expected.keys():
