@@ -7,6 +7,7 @@ the backward. They leave out the framework's own buffers and fragmentation.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -240,7 +241,9 @@ def pair_up(argv: Sequence[str]) -> list[list[str]]:
 def check_model(c: Config) -> str | None:
     """Ask the training backend whether it knows the model; a remark where that backend is not installed."""
     try:
-        from slime.megatron_backend.model_config import check_hf_config
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's remarks on what is not installed
+            from slime.megatron_backend.model_config import check_hf_config
     except ImportError as error:
         return f"the model family was not checked: {error}"
     check_hf_config(read_hf_config(c.hf_checkpoint))
