@@ -213,14 +213,16 @@ def become_reaper() -> None:
 
 
 def rows(run_dir: Path, key: str) -> dict[int, dict[str, float]]:
-    """Lines of metrics.jsonl with this step key, by step; no step may be there twice."""
+    """Metrics of metrics.jsonl with this step key, by step. A step may have several lines, a metric only one value."""
     path = run_dir / "metrics.jsonl"
     found: dict[int, dict[str, float]] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         row = json.loads(line)
         if row["step_key"] == key:
-            assert row["step"] not in found, f"step {row['step']} of {key} twice in {path}"
-            found[row["step"]] = row
+            step = found.setdefault(row["step"], {})
+            twice = (step.keys() & row.keys()) - {"step_key", "step", "time"}
+            assert not twice, f"{twice} of step {row['step']} of {key} twice in {path}"
+            step.update(row)
     return found
 
 
