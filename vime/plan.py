@@ -15,7 +15,7 @@ from typing import Any
 from slime.config import Config
 from slime.hf_config import read_hf_config
 from vime.engine.flags import engine_settings, engine_tensor_parallel, parse_config
-from vime.engine.server import EngineSpec, command
+from vime.engine.server import EngineServer, EngineSpec
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -219,7 +219,7 @@ def engine_flags(c: Config) -> Iterator[str]:
     for tokens in given:
         yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
     spec = EngineSpec(**engine_settings(c), run_key="", log_path="")
-    server = command(spec)[3:]  # after "python -m module"
+    server = EngineServer(spec).command()[3:]  # after "python -m module"
     for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
         if tokens[0] not in ("--host", "--port"):  # known when the server starts
             yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"

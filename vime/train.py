@@ -169,8 +169,8 @@ def _start_engines(
     pool = VllmEnginePool(
         [EngineSpec(**settings, log_path=log_path) for log_path in options],
         RouterSpec(
-            run_key,
-            str(logs / "router.log"),
+            run_key=run_key,
+            log_path=str(logs / "router.log"),
             host=host,
             argv=tuple(config.engine.router_argv),
             request_timeout_s=config.rollout_deadline_s,

@@ -65,7 +65,7 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path: Path) -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(
-            ValueError, match=rf"port of an engine server must be free, got 127\.0\.0\.1:{port} in use"
+            ValueError, match=rf"port of the engine server must be free, got 127\.0\.0\.1:{port} in use"
         ):
             EngineServer(spec(tmp_path, port=port)).start()
         with pytest.raises(ValueError, match=rf"router.* must be free, got 127\.0\.0\.1:{port} in use"):

@@ -9,39 +9,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-from vime.engine.process import SupervisedProcess, free_port, wait_ready
-from vime.engine.server import EngineSpec, environment
+from vime.engine.server import EngineServer
 
 
-class DoubleServer:
+class DoubleServer(EngineServer):
     """The pool's EngineHandle over this file."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
-
-    def start(self) -> str:
-        self.spec = replace(self.spec, port=self.spec.port or free_port(self.spec.host))
-        command = [sys.executable, __file__, str(self.spec.port), f"{self.spec.log_path}.requests"]
-        self._process = SupervisedProcess(command, environment(self.spec), self.spec.log_path)
-        return self.spec.url
-
-    def wait_ready(self) -> None:
-        from vime.engine.control import EngineControl
-
-        control = EngineControl(self.spec.url, self.spec.run_key)
-        wait_ready(self._process, control.is_healthy, "the double", self.spec.start_timeout_s, "a time of")
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def tail_log(self) -> str:
-        return self._process.tail_log()
-
-    def stop(self) -> None:
-        self._process.stop()
+    def command(self) -> list[str]:
+        return [sys.executable, __file__, str(self.spec.port), f"{self.spec.log_path}.requests"]
 
 
 def main(port: int, log: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from slime.config.schema import own_flags
 from vime.cli import COMMANDS, main
 from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings, parse_config
-from vime.engine.server import EngineSpec, command
+from vime.engine.server import EngineServer, EngineSpec
 from vime.engine.sglang_flags import MAPPED, RENAMED
 from vime.plan import Shape, activation_memory, count, engine_memory, trainer_memory
 
@@ -78,10 +78,8 @@ def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
         "cuda",
     )
     assert settings["vllm_argv"] == ("--gpu-memory-utilization", "0.7")
-    assert command(EngineSpec(**settings, run_key="k", log_path=""))[-2:] == [
-        "--gpu-memory-utilization",
-        "0.7",
-    ]
+    server = EngineServer(EngineSpec(**settings, run_key="k", log_path=""))
+    assert server.command()[-2:] == ["--gpu-memory-utilization", "0.7"]
     assert (c.num_engines, c.data_parallel_size, c.num_steps_per_rollout) == (4, 4, 1)
     assert (c.eps_clip_high, c.adam_beta2, c.lr, c.eval_max_response_len) == (0.28, 0.98, 1e-6, 16384)
     assert c.megatron.overrides == {

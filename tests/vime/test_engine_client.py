@@ -14,7 +14,7 @@ from aiohttp import web
 from slime.protocols import GenerateResult
 from vime.engine.client import VllmEngineClient, parse_completion, request_body
 from vime.engine.process import free_port
-from vime.engine.server import EngineSpec, command, environment
+from vime.engine.server import EngineServer, EngineSpec
 
 ANSWER = {
     "choices": [
@@ -194,15 +194,14 @@ def test_a_client_travels_and_hides_its_key() -> None:
 
 
 def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last() -> None:
-    spec = EngineSpec(
-        "model", "s3cret", "log", "/weights", port=9, vllm_argv=("--max-num-seqs", "7"), env={"A": "1"}
-    )
-    words = command(spec)
+    made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights"}
+    spec = EngineSpec(**made, run_key="s3cret", port=9, vllm_argv=("--max-num-seqs", "7"), env={"A": "1"})
+    words = EngineServer(spec).command()
     assert "s3cret" not in " ".join(words)
     assert "s3cret" not in repr(spec)
     assert words[-2:] == ["--max-num-seqs", "7"]
-    env = environment(spec)
+    env = EngineServer(spec).environment()
     assert (env["VIME_RUN_KEY"], env["VIME_WEIGHT_DIR"], env["A"]) == ("s3cret", "/weights", "1")
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    gpu = EngineSpec("model", "k", "log", "/weights", device="cuda", dtype="bfloat16")
-    assert "--enforce-eager" not in command(gpu)
+    gpu = EngineSpec(**made, run_key="k", device="cuda", dtype="bfloat16")
+    assert "--enforce-eager" not in EngineServer(gpu).command()

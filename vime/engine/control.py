@@ -1,4 +1,4 @@
-"""The control routes of one engine server, as plain blocking calls with the run's key and a timeout on each.
+"""Plain blocking requests with the run's key and a timeout on each, and over them the control routes of one engine.
 
 Standard library only; proxies of the environment are never used. `python -m vllm...` must run with
 VLLM_SERVER_DEV_MODE=1, which serves these routes.
@@ -19,7 +19,43 @@ _SLOW_S = 600.0
 
 
 class ControlError(RuntimeError):
-    """A control route answered with an error; the message names engine, route and what it said."""
+    """A route answered with an error; the message names server, route and what it said."""
+
+
+def request(
+    url: str,
+    run_key: str,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    headers: dict[str, str] | None = None,
+    timeout_s: float,
+) -> tuple[http.client.HTTPResponse, bytes]:
+    """One request to the server at `url`. ControlError for any answer but 200, OSError when none comes in time."""
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+    sent = {"Authorization": f"Bearer {run_key}", "Content-Type": "application/json", **(headers or {})}
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), sent)
+        response = connection.getresponse()
+        content = response.read()
+    finally:
+        connection.close()
+    if response.status != 200:
+        said = content.decode(errors="replace")[:2000]
+        route = path.partition("?")[0]  # a query may hold the secret health path of an engine
+        raise ControlError(f"{url} must accept {method} {route}, got HTTP {response.status}: {said}")
+    return response, content
+
+
+def answers(url: str, run_key: str, path: str, *, timeout_s: float) -> bool:
+    """Whether GET `path` answers 200 within `timeout_s`."""
+    try:
+        request(url, run_key, "GET", path, timeout_s=timeout_s)
+    except (ControlError, OSError, http.client.HTTPException):
+        return False
+    return True
 
 
 class EngineControl:
@@ -39,10 +75,6 @@ class EngineControl:
 
     def resume(self) -> None:
         self._post("/resume")
-
-    def abort(self) -> None:
-        """End every running request; each answers with the tokens it has and finish reason "abort"."""
-        self._post("/abort_requests", {})
 
     def start_weight_update(self) -> None:
         self._post("/start_weight_update", timeout_s=_SLOW_S)
@@ -71,22 +103,14 @@ class EngineControl:
     def wake(self) -> None:
         self._post("/wake_up", timeout_s=_SLOW_S)
 
-    def collective_rpc(self, method: str) -> None:
-        """Call a method of every worker."""
-        self._post("/collective_rpc", {"method": method}, timeout_s=_SLOW_S)
-
-    def weight_version(self, timeout_s: float = _QUICK_S) -> int:
+    def weight_version(self) -> int:
         """Version of the live weights; -1: those of the checkpoint."""
-        response, _ = self._request("GET", "/health", timeout_s=timeout_s)
+        response, _ = request(self.url, self._run_key, "GET", "/health", timeout_s=_QUICK_S)
         return int(response.headers[VERSIONS_HEADER].split(",")[-1])
 
-    def is_healthy(self, timeout_s: float = _QUICK_S) -> bool:
+    def is_healthy(self, timeout_s: float) -> bool:
         """Whether /health answers 200 within `timeout_s`."""
-        try:
-            self._request("GET", "/health", timeout_s=timeout_s)
-        except (ControlError, OSError, http.client.HTTPException):
-            return False
-        return True
+        return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
 
     def _post(
         self,
@@ -98,33 +122,4 @@ class EngineControl:
         timeout_s: float = _QUICK_S,
     ) -> bytes:
         path = f"{path}?{urlencode(query)}" if query else path
-        return self._request("POST", path, body, headers=headers, timeout_s=timeout_s)[1]
-
-    def _request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        headers: dict[str, str] | None = None,
-        timeout_s: float,
-    ) -> tuple[http.client.HTTPResponse, bytes]:
-        address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
-        sent = {
-            "Authorization": f"Bearer {self._run_key}",
-            "Content-Type": "application/json",
-            **(headers or {}),
-        }
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body), sent)
-            response = connection.getresponse()
-            content = response.read()
-        finally:
-            connection.close()
-        if response.status != 200:
-            said = content.decode(errors="replace")[:2000]
-            raise ControlError(
-                f"engine {self.url} must accept {method} {path}, got HTTP {response.status}: {said}"
-            )
-        return response, content
+        return request(self.url, self._run_key, "POST", path, body, headers=headers, timeout_s=timeout_s)[1]

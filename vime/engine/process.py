@@ -1,4 +1,4 @@
-"""One supervised subprocess with a log file: what engine servers and the router have in common.
+"""One server as a supervised subprocess with a log file: what engine servers and the router have in common.
 
 Owns starting, watching and ending it, free ports, and the check that a port can be had. Light: no torch, no vLLM.
 """
@@ -13,7 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
+from urllib.parse import urlsplit
+
+import vime
+from vime.engine.control import answers
+from vime.engine.middleware import KEY_VARIABLE
 
 TAIL_LINES = 30
 _GRACE_S = 10.0
@@ -111,3 +118,82 @@ def wait_ready(
 
 def _log_lines(process: SupervisedProcess) -> str:
     return f"the last lines of {process.log_path}:\n{process.tail_log()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """What every server of a run has. `port` 0: a free one is picked when it starts."""
+
+    run_key: str = field(repr=False)
+    log_path: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    start_timeout_s: float = 60.0
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+S = TypeVar("S", bound=ServerSpec)
+
+
+class Server(Generic[S]):
+    """Starts and watches one server. Not thread-safe; `start`, `wait_ready`, `stop` in that order."""
+
+    name: ClassVar[str]
+    ready_path: ClassVar[str]  # a route that answers 200 to the run's key once the server serves
+    timeout_flag: ClassVar[str]  # where `start_timeout_s` comes from, for the error
+
+    def __init__(self, spec: S) -> None:
+        self.spec = spec
+        self._process: SupervisedProcess | None = None
+
+    def command(self) -> list[str]:
+        """The command line; holds no secret."""
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        """This process's own, with the key and the way to this package."""
+        root = str(Path(vime.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        return {**os.environ, "PYTHONPATH": path, KEY_VARIABLE: self.spec.run_key}
+
+    def start(self) -> str:
+        """Start it and return its URL, before it is ready; a second start keeps the URL.
+
+        ValueError when the port is taken or the host cannot be listened at.
+        """
+        if self.spec.port == 0:
+            self.spec = replace(self.spec, port=free_port(self.spec.host))
+        require_free_port(self.spec.host, self.spec.port, self.name)
+        self._process = SupervisedProcess(self.command(), self.environment(), self.spec.log_path)
+        return self.spec.url
+
+    def wait_ready(self) -> None:
+        """Return once it serves. RuntimeError with the last log lines when it ends before, or never does."""
+        url, key = self.spec.url, self.spec.run_key
+        wait_ready(
+            self._started(),
+            lambda: answers(url, key, self.ready_path, timeout_s=5),
+            f"{self.name} at {urlsplit(url).netloc}",
+            self.spec.start_timeout_s,
+            self.timeout_flag,
+        )
+
+    def poll(self) -> int | None:
+        """Exit status, or None while it runs."""
+        return self._started().poll()
+
+    def tail_log(self) -> str:
+        """The last lines of its log."""
+        return self._started().tail_log()
+
+    def stop(self) -> None:
+        """End it and everything it started; nothing to do when it was never started."""
+        if self._process is not None:
+            self._process.stop()
+
+    def _started(self) -> SupervisedProcess:
+        assert self._process is not None, "start() comes first"
+        return self._process
