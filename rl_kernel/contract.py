@@ -30,12 +30,14 @@ class Contract:
     """`outputs` by dtype of the inputs (`linear_logp`: by `logits_dtype`); `gradients` by dtype of the input.
 
     `differentiable` names the inputs with a gradient. `deterministic`: the same inputs give the same bits.
+    `parallel`: over which groups of processes the operator works.
     """
 
     outputs: Mapping[str, Tolerance]
     gradients: Mapping[str, Tolerance]
     differentiable: tuple[str, ...]
     deterministic: bool
+    parallel: tuple[str, ...] = ()
 
 
 def _all_dtypes(tolerance: Tolerance) -> dict[str, Tolerance]:
@@ -55,15 +57,20 @@ _LINEAR_LOGP = {
     "bfloat16": Tolerance(3.2e-2, 0.0),
 }
 
+_DATA = ("data", "context")
+
 CONTRACTS: Mapping[str, Contract] = {
-    "linear_logp": Contract(_LINEAR_LOGP, _GRADIENTS, ("hidden", "weight", "bias"), True),
-    "logp": Contract(_all_dtypes(Tolerance(5e-6, 1e-6)), _GRADIENTS, ("logits",), True),
+    "linear_logp": Contract(_LINEAR_LOGP, _GRADIENTS, ("hidden", "weight", "bias"), True, ("vocabulary",)),
+    "linear_token_loss": Contract(
+        _LINEAR_LOGP, _GRADIENTS, ("hidden", "weight", "bias"), True, ("vocabulary",)
+    ),
+    "logp": Contract(_all_dtypes(Tolerance(5e-6, 1e-6)), _GRADIENTS, ("logits",), True, ("vocabulary",)),
     "ratio_kl": Contract(_all_dtypes(Tolerance(1e-6, 5e-6)), _GRADIENTS, ("log_probs",), True),
     "grpo_loss": Contract(_all_dtypes(Tolerance(1e-5, 1e-5)), _GRADIENTS, ("log_probs", "entropy"), True),
     "group_advantage": Contract(_all_dtypes(Tolerance(1e-7, 1e-6)), {}, (), True),
-    "masked_sum": Contract(_all_dtypes(Tolerance(0.0, 1e-7)), _GRADIENTS, ("values",), True),
-    "masked_mean": Contract(_all_dtypes(Tolerance(0.0, 1e-7)), _GRADIENTS, ("values",), True),
-    "masked_whiten": Contract(_all_dtypes(Tolerance(1e-7, 1e-6)), _GRADIENTS, ("values",), True),
+    "masked_sum": Contract(_all_dtypes(Tolerance(0.0, 1e-7)), _GRADIENTS, ("values",), True, _DATA),
+    "masked_mean": Contract(_all_dtypes(Tolerance(0.0, 1e-7)), _GRADIENTS, ("values",), True, _DATA),
+    "masked_whiten": Contract(_all_dtypes(Tolerance(1e-7, 1e-6)), _GRADIENTS, ("values",), True, _DATA),
 }
 
 

@@ -1,0 +1,131 @@
+"""Which implementation of an operator runs, and why. Never silent: every choice carries its reason.
+
+Owns the choice and `capabilities()`. The refusals that only an operator can know (a dtype, a layout) come from
+the operator, as one sentence.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from rl_kernel.checks import dtype_name, invalid
+from rl_kernel.contract import CONTRACTS
+from rl_kernel.mode import check_operator, settings
+
+IMPLEMENTATIONS = ("reference", "triton")
+HOST_OPERATORS = frozenset({"group_advantage", "masked_sum", "masked_mean", "masked_whiten"})
+"""Called on host tensors by design (rewards live there): on them the reference is no fallback."""
+
+
+class Refused(ValueError):
+    """The fast implementation was demanded (strict mode, or by name) where its contract does not hold."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`reason` says why it is not the fast implementation; empty when it is. `fallback`: the mode asked for it."""
+
+    operator: str
+    implementation: str
+    reason: str = ""
+    fallback: bool = False
+
+
+def choose(
+    operator: str, device: torch.device, impl: str | None = None, refusal: str | None = None
+) -> Choice:
+    """The implementation of one call on tensors of `device`.
+
+    `impl` demands one by name (tests, comparisons), whatever the mode. `refusal` is the operator's own reason why
+    its fast implementation cannot take these arguments.
+
+    Raises:
+        Refused: the fast implementation is demanded and cannot run.
+        ValueError: unknown operator or implementation.
+    """
+    check_operator(operator)
+    if impl is not None and impl not in IMPLEMENTATIONS:
+        raise invalid(
+            "impl",
+            f"be one of {', '.join(IMPLEMENTATIONS)}",
+            repr(impl),
+            "leave it out to let the mode choose",
+        )
+    if impl == "reference":
+        return Choice(operator, "reference", "impl='reference' was asked for")
+    reason = machine_refusal(device.type) or refusal
+    if impl == "triton":
+        # The interpreter runs kernels on host tensors, for tests: only when asked for by name.
+        return (
+            Choice(operator, "triton")
+            if (refusal if interpreted() else reason) is None
+            else _refuse(operator, reason)
+        )
+    if settings().mode == "off":
+        return Choice(operator, "reference", "the mode is off")
+    if operator not in settings().operators:
+        return Choice(operator, "reference", "the operator is not in the configured list")
+    if device.type == "cpu" and operator in HOST_OPERATORS:
+        return Choice(operator, "reference", "host tensors")
+    if reason is None:
+        return Choice(operator, "triton")
+    if settings().mode == "strict":
+        _refuse(operator, reason)
+    return Choice(operator, "reference", reason, fallback=True)
+
+
+def _refuse(operator: str, reason: str | None) -> Choice:
+    raise Refused(
+        f"{operator} must run its Triton implementation, but {reason}; pass inputs it takes or use mode 'auto'"
+    )
+
+
+@cache
+def machine_refusal(device_type: str) -> str | None:
+    """Why Triton kernels cannot run on tensors of this device type; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device_type != "cuda":
+        return f"the tensors are on {device_type} and the kernels need a CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"the GPU has compute capability {major}.{minor} and the kernels need 8.0"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter is on (TRITON_INTERPRET=1): kernels run on the host, slowly."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def float64_refusal(*tensors: torch.Tensor | None) -> str | None:
+    """The kernels compute in float32: derivative checks in float64 are the reference's."""
+    doubles = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return "float64 inputs are computed by the reference only" if doubles else None
+
+
+def capabilities() -> dict[str, dict[str, Any]]:
+    """Per operator: implementations, dtypes, hardware, parallel modes, determinism and tolerances, as plain data."""
+    table = {}
+    for name, contract in CONTRACTS.items():
+        table[name] = {
+            "implementations": list(IMPLEMENTATIONS),
+            "dtypes": {
+                "reference": ["float32", "bfloat16", "float16", "float64"],
+                "triton": [dtype_name(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)],
+            },
+            "hardware": {"reference": "any", "triton": "CUDA, compute capability 8.0 or newer"},
+            "parallel": list(contract.parallel),
+            "deterministic": contract.deterministic,
+            "differentiable": list(contract.differentiable),
+            "outputs": {dtype: asdict(tolerance) for dtype, tolerance in contract.outputs.items()},
+            "gradients": {dtype: asdict(tolerance) for dtype, tolerance in contract.gradients.items()},
+            "here": machine_refusal("cuda" if torch.cuda.is_available() else "cpu") or "triton",
+        }
+    return table

@@ -1,0 +1,88 @@
+"""What the operators did: calls, tokens, fallbacks by reason, and milliseconds when timing is on.
+
+Counting costs a few integers a call. Timing records two CUDA events a span (wall time on the host) and reads them
+when `telemetry()` is asked, so that it never stops a stream; off, it costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_kernel.dispatch import Choice
+
+
+@dataclass
+class _Counts:
+    calls: int = 0
+    tokens: int = 0
+    implementations: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    ms: float = 0.0
+    pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+
+_counts: defaultdict[str, _Counts] = defaultdict(_Counts)
+_timing = False
+
+
+def record(choice: Choice, tokens: int) -> None:
+    """Count one call."""
+    counts = _counts[choice.operator]
+    counts.calls += 1
+    counts.tokens += tokens
+    counts.implementations[choice.implementation] += 1
+    if choice.fallback:
+        counts.fallbacks[choice.reason] += 1
+
+
+def set_timing(on: bool) -> None:
+    """Turn the milliseconds of `telemetry()` on or off."""
+    global _timing
+    _timing = on
+
+
+@contextmanager
+def timed(operator: str, device: torch.device) -> Iterator[None]:
+    """Add what happens inside to the operator's milliseconds, if timing is on."""
+    if not _timing:
+        yield
+    elif device.type == "cuda":
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        yield
+        events[1].record()
+        _counts[operator].pending.append(events)
+    else:
+        start = time.perf_counter()
+        yield
+        _counts[operator].ms += (time.perf_counter() - start) * 1e3
+
+
+def telemetry(*, reset: bool = False) -> dict[str, dict[str, Any]]:
+    """Per operator since the last reset: calls, tokens, implementations, fallbacks {reason: calls}, ms.
+
+    Waits for the device if there are timings to read.
+    """
+    result = {}
+    for name, counts in _counts.items():
+        for start, end in counts.pending:
+            end.synchronize()
+            counts.ms += start.elapsed_time(end)
+        counts.pending.clear()
+        result[name] = {
+            "calls": counts.calls,
+            "tokens": counts.tokens,
+            "implementations": dict(counts.implementations),
+            "fallbacks": dict(counts.fallbacks),
+            "ms": counts.ms,
+        }
+    if reset:
+        _counts.clear()
+    return result
