@@ -3,7 +3,7 @@
 #
 #   bash scripts/setup.sh                     about two minutes the first time, nothing to do the second time
 #   PYTHON=python3.12 bash scripts/setup.sh   build .venv from another interpreter
-#   VENV=/tmp/try bash scripts/setup.sh       put it somewhere else
+#   VENV=DIRECTORY bash scripts/setup.sh      put it somewhere else
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

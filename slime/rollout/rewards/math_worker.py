@@ -36,13 +36,14 @@ def main(cpu_limit_s: int) -> None:
     how = [LatexExtractionConfig(boxed_match_priority=0)]
 
     def read(answer: str) -> list:
-        return parse(f"\\boxed{{{answer}}}", how, parsing_timeout=None)
+        return parse(f"\\boxed{{{answer}}}", how, parsing_timeout=None)  # ok: bounded by RLIMIT_CPU
 
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         task = json.loads(line)
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_limit_s)
-        equal = verify(read(task["gold"]), read(task["answer"]), timeout_seconds=None)
+        gold, answer = read(task["gold"]), read(task["answer"])
+        equal = verify(gold, answer, timeout_seconds=None)  # ok: bounded by RLIMIT_CPU
         print(int(equal), file=replies, flush=True)
 
 
