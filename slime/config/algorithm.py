@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from slime.config.fields import flag
 
 ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
+CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+"""Estimators whose reward is centred on its group (DeepSeekMath 2402.03300 section 4.1; REINFORCE++ 2501.03262)."""
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,6 @@ def _batches(c: argparse.Namespace) -> None:
 
 
 def _algorithm(c: argparse.Namespace) -> None:
-    if c.n_samples_per_prompt == 1 and not c.disable_grpo_std_normalization:
-        # The std of one reward is undefined, and dividing by eps would blow the advantage up.
-        c.disable_grpo_std_normalization = True
     if c.use_kl_loss and c.kl_loss_coef == 0:
         c.notes.append(
             "--use-kl-loss with --kl-loss-coef 0 only reports the KL, for a reference pass each rollout; "

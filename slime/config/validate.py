@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+from slime.config.algorithm import CENTRED
 from slime.config.fields import spelled
 from slime.config.model_args import check_model_args
 from slime.config.schema import Config, own_flags
@@ -239,6 +240,21 @@ def _algorithm(c: Config) -> None:
         raise ValueError(f"--eps-clip must be below 1, got {c.eps_clip}")
 
 
+def _group_size(c: Config) -> None:
+    hooks = (
+        c.custom_reward_post_process_path,
+        c.custom_convert_samples_to_train_data_path,
+        c.custom_advantage_function_path,
+    )
+    compares = c.advantage_estimator in CENTRED and not c.disable_rewards_normalization and not any(hooks)
+    trains = c.loss_type == "policy_loss" and not c.debug_rollout_only
+    if trains and compares and c.n_samples_per_prompt == 1:
+        raise ValueError(
+            f"--n-samples-per-prompt must be above 1 with --advantage-estimator {c.advantage_estimator}, got 1; a "
+            "reward counts relative to its group, and alone it is 0: raise it, or use --disable-rewards-normalization"
+        )
+
+
 def _kl(c: Config) -> None:
     if c.kl_coef != 0 and c.kl_loss_coef != 0:
         raise ValueError(
@@ -347,6 +363,7 @@ RULES = (
     _batch_equation,
     _micro_batches,
     _algorithm,
+    _group_size,
     _kl,
     _off_policy,
     _rewards,

@@ -12,14 +12,10 @@ from typing import Any
 import torch
 
 import rl_kernel
+from slime.config.algorithm import CENTRED
 from slime.data.packing import Schedule, build_dp_schedule
 from slime.hooks import load_function
 from slime.types import Sample, TrainData
-
-# Estimators whose reward is centred on its group, and those that also divide by the group's deviation
-# (DeepSeekMath 2402.03300 section 4.1; REINFORCE++-baseline 2501.03262).
-_CENTRED = {"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"}
-_SCALED = {"grpo", "gspo", "cispo"}
 
 # Columns that travel to a rank as they are, one entry per sample.
 _PER_SAMPLE = (
@@ -49,14 +45,14 @@ def post_process_rewards(args: Any, samples: list[Sample]) -> tuple[list[float],
     """Raw rewards and the rewards to train on.
 
     Maths: `(r - r[group].mean()) / (r[group].std() + 1e-6)` for grpo, gspo and cispo; without the division for
-    reinforce_plus_plus_baseline, --disable-grpo-std-normalization or one sample a prompt; `r` otherwise or with
+    reinforce_plus_plus_baseline or --disable-grpo-std-normalization; `r` otherwise or with
     --disable-rewards-normalization. Groups are `Sample.group_index`; the siblings of one `rollout_id` count once.
     """
     if args.custom_reward_post_process_path:
         hook = load_function(args.custom_reward_post_process_path, flag="--custom-reward-post-process-path")
         return hook(args, samples)
     raw = [sample.get_reward_value(args) for sample in samples]
-    if args.advantage_estimator not in _CENTRED or args.disable_rewards_normalization:
+    if args.advantage_estimator not in CENTRED or args.disable_rewards_normalization:
         return raw, raw
     group_number: dict[Any, int] = {}
     group_ids = [group_number.setdefault(_group_key(sample), len(group_number)) for sample in samples]
@@ -66,9 +62,8 @@ def post_process_rewards(args: Any, samples: list[Sample]) -> tuple[list[float],
         torch.tensor(raw, dtype=torch.float32),
         torch.tensor(group_ids),
         rollout_ids=torch.tensor(rollout_ids),
-        normalize_std=args.advantage_estimator in _SCALED
-        and not args.disable_grpo_std_normalization
-        and args.n_samples_per_prompt > 1,
+        normalize_std=args.advantage_estimator != "reinforce_plus_plus_baseline"
+        and not args.disable_grpo_std_normalization,
     )
     return raw, normalised.tolist()
 

@@ -90,10 +90,23 @@ def test_notes_name_what_was_adjusted(argv):
     assert [n.startswith(s) for n, s in zip(c.notes, starts, strict=True)] == [True] * 4
 
 
-def test_one_sample_a_prompt_has_no_std(argv):
-    one = [*argv, "--n-samples-per-prompt", "1", "--rollout-batch-size", "16"]
-    assert parse_args(one).disable_grpo_std_normalization is True
-    assert parse_args(argv).disable_grpo_std_normalization is False
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])
+def test_one_sample_a_prompt_would_train_on_nothing(argv, estimator):
+    one = [*argv, "--n-samples-per-prompt", "1", "--rollout-batch-size", "32"]
+    one += ["--advantage-estimator", estimator, "--normalize-advantages"]
+    with pytest.raises(
+        ValueError,
+        match=f"--n-samples-per-prompt must be above 1 with --advantage-estimator {estimator}, got 1",
+    ):
+        parse_args(one)
+    for allowed in (
+        "--disable-rewards-normalization",
+        "--advantage-estimator reinforce_plus_plus",
+        "--custom-reward-post-process-path json.loads",
+        "--loss-type sft_loss",
+        "--debug-rollout-only",
+    ):
+        assert parse_args([*one, *allowed.split()]).n_samples_per_prompt == 1
 
 
 def test_supervised_training_needs_no_engine(argv):

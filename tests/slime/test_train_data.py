@@ -32,7 +32,6 @@ def make_args(**flags) -> SimpleNamespace:
         "advantage_estimator": "grpo",
         "disable_rewards_normalization": False,
         "disable_grpo_std_normalization": False,
-        "n_samples_per_prompt": 2,
         "reward_key": None,
         "loss_type": "policy_loss",
         "global_batch_size": 4,
@@ -100,9 +99,7 @@ def test_siblings_count_once_in_the_group():
 
 
 def test_one_sample_a_prompt_is_only_centred():
-    _, rewards = post_process_rewards(
-        make_args(n_samples_per_prompt=1), [sample(0, 0, 2.0), sample(1, 1, 4.0)]
-    )
+    _, rewards = post_process_rewards(make_args(), [sample(0, 0, 2.0), sample(1, 1, 4.0)])
     assert rewards == [0.0, 0.0]
 
 
