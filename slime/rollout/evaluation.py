@@ -20,7 +20,6 @@ from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.generate import generate_and_rm_group, run_together
 from slime.rollout.metrics import eval_reward_args
 from slime.rollout.state import GenerateState
-from slime.tracking.console import progress
 from slime.types import Prompt, Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -174,10 +173,9 @@ async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOu
     state.begin()
     state.progress = (0, total)
     try:
-        with progress(total=total, desc=f"eval {rollout_id}", unit="sample") as bar:
-            results = await run_together(
-                _eval_dataset(state, config, prompts, rollout_id, bar) for config, prompts in datasets
-            )
+        results = await run_together(
+            _eval_dataset(state, config, prompts, rollout_id) for config, prompts in datasets
+        )
     finally:
         state.aborted = True
         state.end()
@@ -186,7 +184,7 @@ async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOu
 
 
 async def _eval_dataset(
-    state: GenerateState, config: EvalDatasetConfig, prompts: list[Prompt], rollout_id: int, bar: Any
+    state: GenerateState, config: EvalDatasetConfig, prompts: list[Prompt], rollout_id: int
 ) -> dict[str, Any]:
     params = _sampling_params(state.args, config)
 
@@ -194,7 +192,6 @@ async def _eval_dataset(
         done = await generate_and_rm_group(
             state.args, group, params, evaluation=True, rollout_id=rollout_id, stream=f"eval/{config.name}"
         )
-        bar.update(len(group))
         finished, wanted = state.progress
         state.progress = (finished + len(group), wanted)
         return done

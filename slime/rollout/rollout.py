@@ -24,7 +24,6 @@ from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.generate import FINISHED, generate_and_rm_group, rollout_sampling_params
 from slime.rollout.metrics import statistics_of
 from slime.rollout.state import GenerateState
-from slime.tracking.console import progress
 from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -79,16 +78,13 @@ class _Rollout:
     async def collect(self) -> None:
         """Until the batch is full: draw when too little is in flight, take in what finishes."""
         wanted = self.target * self.args.n_samples_per_prompt
-        with progress(total=wanted, desc=f"rollout {self.rollout_id}", unit="sample") as bar:
-            while len(self.kept) < self.target:
-                while len(self.kept) + len(self.pending) < self.target:
-                    self.draw()
-                done, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in sorted(done, key=lambda task: _index(self.pending[task])):
-                    self.take(self.pending.pop(task), task.result())
-                taken = len(self.kept) * self.args.n_samples_per_prompt
-                bar.update(taken - bar.n)
-                self.state.progress = (taken, wanted)
+        while len(self.kept) < self.target:
+            while len(self.kept) + len(self.pending) < self.target:
+                self.draw()
+            done, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=lambda task: _index(self.pending[task])):
+                self.take(self.pending.pop(task), task.result())
+            self.state.progress = (len(self.kept) * self.args.n_samples_per_prompt, wanted)
 
     def draw(self) -> None:
         """Submit the next --over-sampling-batch-size groups of the data source."""

@@ -4,7 +4,7 @@ from slime.tracking.console import StepLine, progress
 from slime.tracking.environment import collect_environment, mask_secrets, write_environment
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from slime.tracking.timers import Timers
-from slime.tracking.trackers import Tracker, Trackers, make_trackers, steps_per_rollout
+from slime.tracking.trackers import Tracker, Trackers, make_trackers
 
 __all__ = [
     "LOGPROB_DIFF",
@@ -17,6 +17,5 @@ __all__ = [
     "make_trackers",
     "mask_secrets",
     "progress",
-    "steps_per_rollout",
     "write_environment",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
@@ -100,24 +100,15 @@ def _print_coloured(cells: list[tuple[str, str]], stream: TextIO) -> None:
     Console(file=stream, highlight=False).print(line, soft_wrap=True)
 
 
-def progress(
-    iterable: Iterable | None = None,
-    *,
-    desc: str,
-    total: int | None = None,
-    unit: str = "it",
-    stream: TextIO | None = None,
-) -> tqdm:
-    """A progress bar over `iterable`, or to `update(n)` by hand (use as a context manager then).
+def progress(desc: str, unit: str, stream: TextIO | None = None) -> tqdm:
+    """A progress bar to set `n` and `total` of by hand, as a context manager.
 
     Cleared when done, so that only the step lines stay; silent where `stream` (stderr) is not a terminal,
     which holds for Ray actors: bars belong in the driver.
     """
     stream = sys.stderr if stream is None else stream
     return tqdm(
-        iterable,
         desc=desc,
-        total=total,
         unit=unit,
         leave=False,
         file=stream,

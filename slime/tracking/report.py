@@ -9,7 +9,7 @@ from typing import Any
 from slime.protocols import TrainResult
 from slime.tracking.console import StepLine, progress
 from slime.tracking.timers import Timers
-from slime.tracking.trackers import Trackers, steps_per_rollout
+from slime.tracking.trackers import Trackers
 
 
 class Reporter:
@@ -26,7 +26,7 @@ class Reporter:
         perf = {**trained.perf, **self.timers.flush(), "perf/step_time": step_time_s}
         metrics = {**rollout, **trained.rollout, **perf, "rollout/step": rollout_id}
         self.trackers.log(metrics, rollout_id, "rollout/step")
-        first = rollout_id * steps_per_rollout(self.config)
+        first = rollout_id * self.config.num_steps_per_rollout
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
         self.line.show(rollout_id, {**metrics, **trained.steps[-1]})

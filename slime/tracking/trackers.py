@@ -191,7 +191,7 @@ class WandbTracker:
             dir=str(directory),
             config=mask_secrets(config.to_dict()),
         )
-        self._train_steps = steps_per_rollout(config) if config.wandb_always_use_train_step else None
+        self._train_steps = config.num_steps_per_rollout if config.wandb_always_use_train_step else None
         self._defined: set[str] = set()
 
     def log(self, metrics: Mapping[str, float], step: int, step_key: StepKey) -> None:
@@ -228,21 +228,16 @@ class Trackers:
             tracker.close()
 
 
-def steps_per_rollout(config: Any) -> int:
-    """Optimizer steps of one rollout: rollout_batch_size * n_samples_per_prompt // global_batch_size."""
-    return config.rollout_batch_size * config.n_samples_per_prompt // config.global_batch_size
-
-
 def make_trackers(config: Any, run_dir: Path, resume_step: int) -> Trackers:
     """The trackers that `config` asks for, ready to log from rollout `resume_step` on (0 for a new run).
 
     What an earlier process of the same run directory logged for rollout `resume_step` and later is withdrawn,
-    since it will be logged again; its first optimizer step is resume_step * steps_per_rollout(config).
+    since it will be logged again; its first optimizer step is resume_step * --num-steps-per-rollout.
     TensorBoard files go to `run_dir`/tensorboard[/--tb-project-name][/--tb-experiment-name].
     """
     run_dir = Path(run_dir)
     resume = dict.fromkeys(STEP_KEYS, resume_step)
-    resume["train/step"] = resume_step * steps_per_rollout(config)
+    resume["train/step"] = resume_step * config.num_steps_per_rollout
     trackers: list[Tracker] = [JsonlTracker(run_dir / METRICS_FILE, resume)]
     if config.use_tensorboard:
         parts = [part for part in (config.tb_project_name, config.tb_experiment_name) if part]

@@ -38,9 +38,7 @@ class Run:
             "start_rollout_id": None,
             "debug_train_only": False,
             "check_weight_update_equal": False,
-            "rollout_batch_size": 1,
-            "n_samples_per_prompt": 1,
-            "global_batch_size": 1,
+            "num_steps_per_rollout": 1,
         }
         assert set(flags) <= set(defaults)
         self.config = SimpleNamespace(**{**defaults, **flags})

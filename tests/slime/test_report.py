@@ -29,7 +29,7 @@ class Recorder:
 
 @pytest.fixture
 def parts():
-    config = SimpleNamespace(rollout_batch_size=4, n_samples_per_prompt=2, global_batch_size=4)
+    config = SimpleNamespace(num_steps_per_rollout=2)
     recorder, screen = Recorder(), io.StringIO()
     return Reporter(config, Trackers([recorder]), StepLine(total=9, stream=screen)), recorder, screen
 

@@ -16,11 +16,9 @@ from slime.tracking.trackers import JsonlTracker
 
 
 def make_config(**changes) -> SimpleNamespace:
-    """One rollout of 4 prompts x 2 samples is 2 optimizer steps of 4."""
+    """One rollout is 2 optimizer steps."""
     fields = {
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 2,
-        "global_batch_size": 4,
+        "num_steps_per_rollout": 2,
         "use_tensorboard": False,
         "tb_project_name": None,
         "tb_experiment_name": None,
