@@ -17,5 +17,6 @@ if __name__ == "__main__":
     try:
         arguments = async_argv(sys.argv[1:])
     except ValueError as error:
-        sys.exit(f"train_async.py: {error}")
+        print(f"train_async.py: {error}", file=sys.stderr)
+        sys.exit(2)
     sys.exit(main(["train", *arguments]))

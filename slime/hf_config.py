@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face checkpoint directory; ValueError when it is missing or no JSON object."""
     path = Path(checkpoint) / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; check the path"
-        )
+        what = "check the path"
+        if not path.parent.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(checkpoint)):
+            what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} --local-dir {path.parent.name}"
+        raise ValueError(f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; {what}")
     try:
         content = json.loads(path.read_text())
     except ValueError as error:

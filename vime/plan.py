@@ -214,17 +214,23 @@ def prompts(c: Config) -> Iterator[str]:
 
 
 def engine_flags(c: Config) -> Iterator[str]:
-    """What each engine and router flag becomes on the server's own command line."""
+    """What each engine and router flag becomes on the server's own command line; a given one replaces ours."""
     given = pair_up(c.engine.vllm_argv)
+    names = {option(tokens) for tokens in given}
     for tokens in given:
         yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
     spec = EngineSpec(**engine_settings(c), run_key="", log_path="")
     server = EngineServer(spec).command()[3:]  # after "python -m module"
     for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
-        if tokens[0] not in ("--host", "--port"):  # known when the server starts
+        if option(tokens) not in {"host", "port", *names}:  # the address is known when the server starts
             yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"
     for tokens in pair_up(c.engine.router_argv):
         yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
+
+
+def option(tokens: Sequence[str]) -> str:
+    """What a flag sets: ["--no-enable-x"] and ["--enable-x=1"] -> "enable-x"."""
+    return tokens[0].partition("=")[0].removeprefix("--").removeprefix("no-")
 
 
 def pair_up(argv: Sequence[str]) -> list[list[str]]:

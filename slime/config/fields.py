@@ -41,10 +41,14 @@ def spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name closest to `name`, as the end of an error message; empty when nothing is near."""
-    close = get_close_matches(name.replace("_", "-"), [k.replace("_", "-") for k in known], n=1, cutoff=0.6)
-    return f"; did you mean --{close[0]}?" if close else ""
+def nearest(name: str, known: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
+    """The known name closest to `name`, as the end of an error message; empty when nothing is near.
+
+    `prefix` is what stands before all of them: shown, but not compared, as it would make anything look near.
+    """
+    words = [k.replace("_", "-") for k in known]
+    close = get_close_matches(name.replace("_", "-"), words, n=1, cutoff=cutoff)
+    return f"; did you mean {spelled(prefix + close[0])}?" if close else ""
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,11 @@ def _batches(c: argparse.Namespace) -> None:
     if c.rollout_batch_size is None:
         return
     samples = c.rollout_batch_size * c.n_samples_per_prompt
-    if c.global_batch_size is None:
-        c.global_batch_size = samples // max(c.num_steps_per_rollout or 1, 1)
-    if c.num_steps_per_rollout is None:
-        c.num_steps_per_rollout = max(samples // max(c.global_batch_size, 1), 1)
+    # What does not come out even stays open: the rules name the flag that was given.
+    if c.global_batch_size is None and samples % (steps := max(c.num_steps_per_rollout or 1, 1)) == 0:
+        c.global_batch_size = samples // steps
+    if c.num_steps_per_rollout is None and c.global_batch_size and samples % c.global_batch_size == 0:
+        c.num_steps_per_rollout = samples // c.global_batch_size
     if c.num_rollout is not None and c.num_epoch is not None:
         c.notes.append(f"--num-epoch {c.num_epoch} has no effect, as --num-rollout {c.num_rollout} is given")
 

@@ -189,13 +189,17 @@ def _staleness(c: Config) -> None:
 
 def _batch_equation(c: Config) -> None:
     samples = c.rollout_batch_size * c.n_samples_per_prompt
-    used = c.global_batch_size * c.num_steps_per_rollout
-    if samples != used:
+    ours = f"{c.rollout_batch_size} * {c.n_samples_per_prompt} = {samples}"
+    size, steps = c.global_batch_size, c.num_steps_per_rollout
+    if size is None or steps is None:  # one was given, and the other does not follow from it
+        name = "--global-batch-size" if steps is None else "--num-steps-per-rollout"
         raise ValueError(
-            "--rollout-batch-size * --n-samples-per-prompt must equal "
-            f"--global-batch-size * --num-steps-per-rollout, got {c.rollout_batch_size} * "
-            f"{c.n_samples_per_prompt} = {samples} and "
-            f"{c.global_batch_size} * {c.num_steps_per_rollout} = {used}"
+            f"{name} must divide --rollout-batch-size * --n-samples-per-prompt, got {size or steps} and {ours}"
+        )
+    if samples != size * steps:
+        raise ValueError(
+            "--rollout-batch-size * --n-samples-per-prompt must equal --global-batch-size * --num-steps-per-rollout, "
+            f"got {ours} and {size} * {steps} = {size * steps}"
         )
     if c.over_sampling_batch_size < c.rollout_batch_size:
         raise ValueError(
@@ -334,7 +338,8 @@ def _files(c: Config) -> None:
             # path@[start:end] names a slice of the file.
             if path is not None and not Path(re.sub(r"@\[[^\]]*\]$", "", path)).exists():
                 raise ValueError(f"{name} must name a file that exists, got {path}; check the path")
-    if c.needs_reference and not Path(c.ref_load).exists():
+    # One that follows --hf-checkpoint is judged with it.
+    if c.needs_reference and c.ref_load != c.hf_checkpoint and not Path(c.ref_load).exists():
         raise ValueError(
             f"--ref-load must name a directory that exists, got {c.ref_load}; or leave it out to use "
             "--hf-checkpoint as the reference"

@@ -48,6 +48,29 @@ def test_batch_sizes_follow_from_each_other(flags, expected):
     assert (c.global_batch_size, c.num_steps_per_rollout) == expected
 
 
+def test_the_batch_equation_names_the_flags_that_were_typed(argv):
+    steps = [*without(argv, "--global-batch-size"), "--num-steps-per-rollout", "3"]
+    with pytest.raises(ValueError) as error:
+        parse_args(steps)
+    wanted = "--num-steps-per-rollout must divide --rollout-batch-size * --n-samples-per-prompt, got 3 and 4 * 8 = 32"
+    assert str(error.value) == wanted
+
+
+def test_a_hub_name_is_told_from_a_wrong_path(argv):
+    hint = "; if that is a name on the Hugging Face hub: hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"
+    for flags, ends in [
+        ("Qwen/Qwen3-4B", "got Qwen/Qwen3-4B" + hint),
+        ("Qwen/Qwen3-4B --use-kl-loss", "got Qwen/Qwen3-4B" + hint),
+        ("./Qwen/Qwen3-4B", "check the path"),
+        ("absent/path/model", "check the path"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            parse_args([*argv, "--hf-checkpoint", *flags.split()])
+        assert str(error.value).startswith("--hf-checkpoint must be a directory") and str(
+            error.value
+        ).endswith(ends)
+
+
 def test_precision_follows_the_device():
     assert resolve({"device": "cuda"}).params_dtype == "bfloat16"
     assert resolve({"device": "cuda", "fp16": True}).params_dtype == "float16"
@@ -134,8 +157,12 @@ RULES = [
         "--num-steps-per-rollout 3",
         "must equal --global-batch-size * --num-steps-per-rollout, got 4 * 8 = 32 and 16 * 3 = 48",
     ),
-    ("--global-batch-size 12", "got 4 * 8 = 32 and 12 * 2 = 24"),
-    ("--global-batch-size 64", "got 4 * 8 = 32 and 64 * 1 = 64"),
+    (
+        "--global-batch-size 12",
+        "--global-batch-size must divide --rollout-batch-size * --n-samples-per-prompt, got 12 and 4 * 8 = 32",
+    ),
+    ("--global-batch-size 64", "--n-samples-per-prompt, got 64 and 4 * 8 = 32"),
+    ("--global-batch-size 0", "--global-batch-size must be above 0, got 0"),
     (
         "--micro-batch-size 3",
         "--global-batch-size must be a multiple of data-parallel size * --micro-batch-size, got 16 and 2 * 3 = 6",

@@ -209,6 +209,18 @@ def test_plan_prints_everything_and_starts_nothing(stock, tmp_path, capsys):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_plan_shows_each_engine_flag_once_and_which_has_no_effect(stock, capsys):
+    flags = (
+        "--device cpu --rollout-num-gpus-per-engine 1 --vllm-max-num-seqs 64 --vllm-enable-chunked-prefill"
+    )
+    assert main(["plan", *stock, *flags.split()]) == 0
+    out = capsys.readouterr().out
+    for name in ("max-num-seqs", "enable-chunked-prefill", "kv-cache-memory-bytes="):
+        (line,) = [line for line in out.splitlines() if f"-{name}" in line and " vLLM --" in line]
+        assert ("(set for you)" in line) == (name == "kv-cache-memory-bytes=")
+    assert out.count("--vllm-gpu-memory-utilization has no effect on CPU engines") == 1
+
+
 def test_plan_finds_a_malformed_prompt_line(stock, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": "a"}\n')
     assert main(["plan", *stock]) == 2
@@ -269,4 +281,4 @@ def test_slime_entry_points(stock):
         done = subprocess.run(
             [sys.executable, script, "--lr", "abc", *stock], cwd=ROOT, capture_output=True, text=True
         )
-        assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -90,6 +90,13 @@ def test_no_counterpart_is_an_error(given, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["foo", "moe-dense-tp-size", "enable-dp-lm-head", "schedule-policy"])
+def test_no_name_is_proposed_that_is_not_near(name):
+    with pytest.raises(ValueError) as error:
+        translated(f"--sglang-{name}")
+    assert str(error.value).endswith("vLLM has no counterpart that is known here")
+
+
 def test_every_translation_is_remarked():
     groups, notes = translate_sglang(
         split_argv(["--sglang-enable-metrics", "--sglang-dtype", "bfloat16", "--lr", "1"])

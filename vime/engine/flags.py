@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import sys
@@ -122,8 +123,8 @@ class _PrefixOwner:
             # vLLM reads --flag.key value as an entry of a JSON flag.
             name, dot, key = group.name.removeprefix(self.prefix).partition(".")
             if name not in options:
-                known = [self.prefix + o for o in options]
-                raise ValueError(f"{group.typed} is not a flag of {self.project}{nearest(group.name, known)}")
+                near = nearest(name, options, prefix=self.prefix)
+                raise ValueError(f"{group.typed} is not a flag of {self.project}{near}")
             dest = options[name].dest
             if dest in self.reserved:
                 raise ValueError(f"{group.typed} must be left out; {self.reserved[dest]}")
@@ -165,6 +166,12 @@ def parse_config(argv: Sequence[str]) -> Config:
     config = parse_args(argv, owners=(VLLM, ROUTER), translate=translate_sglang)
     check_engine_size(config)
     check_context_length(config)
+    if config.device == "cpu" and "gpu_memory_utilization" in config.engine.vllm_args:
+        remark = (
+            "--vllm-gpu-memory-utilization has no effect on CPU engines: their KV cache is as large as "
+            "--vllm-kv-cache-memory-bytes says"
+        )
+        config = dataclasses.replace(config, notes=(*config.notes, remark))
     return config
 
 

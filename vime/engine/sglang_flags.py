@@ -154,7 +154,7 @@ def _translate(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
         return [], DROPPED[name]
     if name in SPECIAL:
         return SPECIAL[name][0](group)
-    near = nearest(group.name, [PREFIX + n for n in targets()])
+    near = nearest(name, targets(), prefix=PREFIX, cutoff=0.75)  # most of SGLang's flags are not in the list
     raise ValueError(f"{group.typed} must be left out: vLLM has no counterpart that is known here{near}")
 
 
