@@ -49,7 +49,6 @@ PART_COLOURS = dict(
             "#D55E00",  # actor_train
             "#332288",  # ref_model_update
             "#009E73",  # update_weights
-            "#56B4E9",  # save_model
             "#D9D9D9",  # other
         ),
         strict=True,

@@ -12,7 +12,7 @@ from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 UNITS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollout"}
 
 # Times that do not contain one another, in the order of a step (perf/{name}_time). `train` and `train_wait`
-# are left out: they contain others.
+# are left out: they contain others. `save_model` is too: it follows the step (slime.loop).
 TIME_PARTS = (
     "rollout",
     "sleep",
@@ -24,7 +24,6 @@ TIME_PARTS = (
     "actor_train",
     "ref_model_update",
     "update_weights",
-    "save_model",
 )
 TIME_METRICS = tuple(f"perf/{part}_time" for part in TIME_PARTS)
 _TOLERANCE = 0.02  # of a step: what measuring the parts may disagree with measuring the whole
@@ -106,7 +105,7 @@ def smoothing_window(count: int) -> int:
 def step_times(run: Run) -> StepTimes | None:
     """The parts of each step's time, None when the run timed none of them.
 
-    A part that was timed in some steps took no time in the others (a checkpoint every 20 steps). `other` is
+    A part that was timed in some steps took no time in the others (a reference model update). `other` is
     what the step took beyond its parts, when that is more than 2 %.
     """
     timed = {

@@ -47,7 +47,7 @@ def write_run(directory, steps: int, seed: int = 0, drop: tuple[str, ...] = ()):
             "log_probs": 0.4,
             "actor_train": draw.gauss(1.5, 0.1),
             "update_weights": 0.3,
-        } | ({"save_model": 1.0} if step % 20 == 19 else {})
+        }
         rollout = {
             "rollout/raw_reward": reward + draw.gauss(0, 0.04),
             "rollout/response_len/mean": 12 + draw.gauss(0, 0.3),
@@ -56,6 +56,8 @@ def write_run(directory, steps: int, seed: int = 0, drop: tuple[str, ...] = ()):
             **{f"perf/{name}_time": seconds for name, seconds in times.items()},
         }
         log("rollout/step", step, **rollout)
+        if step % 20 == 19:
+            log("rollout/step", step, **{"perf/save_model_time": 1.0})
         if step % 10 == 0:
             log(
                 "eval/step",
@@ -118,13 +120,18 @@ def test_step_times_by_hand(tmp_path):
 
     rows = (
         line(0, rollout=2.0, actor_train=1.0, train=1.5, step=4.0),
-        line(1, rollout=2.0, save_model=1.0, step=3.0),
+        line(1, rollout=2.0, ref_model_update=1.0, step=3.0),
+        {
+            "step_key": "rollout/step",
+            "step": 1,
+            "perf/save_model_time": 9.0,
+        },  # after the step, in a line of its own
     )
     times = step_times(load_run(write_lines(tmp_path / "apart", *rows)))
     assert {part: seconds.tolist() for part, seconds in times.parts.items()} == {
         "rollout": [2.0, 2.0],
         "actor_train": [1.0, 0.0],
-        "save_model": [0.0, 1.0],
+        "ref_model_update": [0.0, 1.0],
         "other": [1.0, 0.0],  # 4 - 3: train contains actor_train and is no part of its own
     }
     assert times.whole.tolist() == [4.0, 3.0] and not times.overlap
