@@ -8,15 +8,18 @@ processes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_kernel.checks import INTEGERS, check_tensor, invalid
+from rl_kernel import checks
+from rl_kernel.checks import INTEGERS, check_constant, check_tensor, invalid
 from rl_kernel.collectives import gather_stack
+from rl_kernel.mode import reads_values
 
 TILE_ELEMENTS = 2**20
 """Logits of a tile: 4 MiB of float32 stay in a CPU's cache, and larger tiles measured no faster."""
@@ -25,15 +28,20 @@ TILE_MIN_ROWS = 256
 MIN_EXPONENT = -1000.0
 """exp() of this is 0 in float64 as well: keeps columns of probability 0 (logit -inf) out of the entropy."""
 
+_checked: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], int]] = WeakKeyDictionary()
+"""Columns of the whole vocabulary, by group and (start, stored) of this process, once the shards were compared."""
+
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Columns [start, start + stored) of the vocabulary are here; those from `vocab_size` on are padding."""
+    """Columns [start, start + stored) of the `total` of the vocabulary are here; those from `vocab_size` on are
+    padding."""
 
     start: int
     stored: int
     vocab_size: int | None
     group: dist.ProcessGroup | None
+    total: int
 
     @property
     def real(self) -> int:
@@ -41,6 +49,16 @@ class VocabShard:
         if self.vocab_size is None:
             return self.stored
         return min(max(self.vocab_size - self.start, 0), self.stored)
+
+    @property
+    def limit(self) -> int:
+        """Ids of the whole vocabulary lie in [0, limit)."""
+        return self.total if self.vocab_size is None else self.vocab_size
+
+    def tile(self, columns: slice) -> VocabShard:
+        """The shard that is `columns` of this one."""
+        first, stop, _ = columns.indices(self.stored)
+        return replace(self, start=self.start + first, stored=stop - first)
 
     def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Column of each target in this shard [C, 1] (0 if it lives elsewhere) and whether it is here [C]."""
@@ -67,10 +85,37 @@ def make_shard(
         raise invalid("vocab_start", rule, vocab_start, "pass the tp_group that holds the other columns")
     if vocab_size is not None and vocab_size < 1:
         raise invalid("vocab_size", "be >= 1", vocab_size, "leave it out when no column is padding")
-    shard = VocabShard(vocab_start, stored, vocab_size, group)
-    if group is None:
-        check_ranges(targets, [(0, stored)], vocab_size)
+    total = vocabulary_columns(vocab_start, stored, group, targets)
+    if vocab_size is not None and vocab_size > total:
+        rule = f"be <= {total}, the columns of all shards"
+        raise invalid("vocab_size", rule, vocab_size, "check the padding")
+    shard = VocabShard(vocab_start, stored, vocab_size, group, total)
+    check_range(targets, shard.limit)
     return shard
+
+
+def vocabulary_columns(start: int, stored: int, group: dist.ProcessGroup | None, like: Tensor) -> int:
+    """Columns of all shards, which must partition the vocabulary; wrong shards are an error on every rank.
+
+    Compares the shards in one all-gather on the device of `like` and reads it back. Where values must not be read
+    (auto mode, on a device) that is done once per group and layout: the ranks must change their layout together,
+    or some would wait for the others.
+    """
+    if group is None:
+        return stored
+    known = _checked.setdefault(group, {})
+    if (start, stored) in known and not reads_values(like):
+        return known[start, stored]
+    place = torch.tensor([start, stored], device=like.device)
+    shards = sorted((int(first), int(columns)) for first, columns in gather_stack(place, group).tolist())
+    end = 0
+    for first, columns in shards:
+        if first != end:
+            rule = "make the shards partition the vocabulary (each starts where the one before ends)"
+            raise invalid("vocab_start", rule, shards, "give rank r the columns before it as vocab_start")
+        end = first + columns
+    known[start, stored] = end
+    return end
 
 
 def check_targets(targets: Tensor, tokens: int, device: torch.device) -> None:
@@ -78,26 +123,32 @@ def check_targets(targets: Tensor, tokens: int, device: torch.device) -> None:
     check_tensor("targets", targets, [tokens], INTEGERS, device=device)
 
 
-def check_ranges(targets: Tensor, shards: list[tuple[int, int]], vocab_size: int | None) -> None:
-    """`shards` are (start, stored) of every process. Reads the targets' range back to the host."""
-    end = 0
-    for start, stored in sorted(shards):
-        if start != end:
-            rule = "make the shards partition the vocabulary (each starts where the one before ends)"
-            raise invalid(
-                "vocab_start", rule, sorted(shards), "give rank r the columns before it as vocab_start"
-            )
-        end = start + stored
-    if vocab_size is not None and vocab_size > end:
-        raise invalid(
-            "vocab_size", f"be <= {end}, the columns of all shards", vocab_size, "check the padding"
-        )
-    size = end if vocab_size is None else vocab_size
-    if targets.numel():
+def check_range(targets: Tensor, limit: int) -> None:
+    """Ids in [0, limit), if their values may be read."""
+    if targets.numel() and reads_values(targets):
         low, high = (int(bound) for bound in torch.aminmax(targets))
-        if low < 0 or high >= size:
+        if low < 0 or high >= limit:
             todo = "check that tokenizer and model share one vocabulary"
-            raise invalid("targets", f"lie in [0, {size})", f"values from {low} to {high}", todo)
+            raise invalid("targets", f"lie in [0, {limit})", f"values from {low} to {high}", todo)
+
+
+def check_temperature(temperature: float | Tensor, tokens: int, device: torch.device) -> None:
+    """A positive number, or one positive number per token; a constant. A tensor's values only if they may be read."""
+    if isinstance(temperature, Tensor) and not reads_values(temperature):
+        check_tensor("temperature", temperature, [tokens], device=device)
+        check_constant(temperature=temperature)
+    else:
+        checks.check_temperature(temperature, tokens, device)
+
+
+def usable_temperature(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """In the compute dtype; where nobody looked at the values, NaN instead of those that are no temperature."""
+    if not isinstance(temperature, Tensor):
+        return temperature
+    wide = temperature.to(dtype)
+    if reads_values(temperature):
+        return wide
+    return torch.where((wide > 0) & (wide < torch.inf), wide, torch.nan)
 
 
 def row_tiles(tokens: int, columns: int) -> Iterator[slice]:
@@ -107,9 +158,11 @@ def row_tiles(tokens: int, columns: int) -> Iterator[slice]:
         yield slice(first, min(first + rows, tokens))
 
 
-def take(value: Tensor | float | None, rows: slice) -> Any:
-    """The rows of a per-token tensor; a number or None as it is."""
-    return value[rows] if isinstance(value, Tensor) else value
+def take(value: Any, rows: slice) -> Any:
+    """The rows of a per-token tensor or of `KeptTokens`; a number or None as it is."""
+    if value is None or isinstance(value, (int, float)):
+        return value
+    return value[rows] if isinstance(value, Tensor) else value.rows(rows)
 
 
 def scale_(tile: Tensor, temperature: float | Tensor) -> Tensor:
@@ -121,12 +174,14 @@ def scale_(tile: Tensor, temperature: float | Tensor) -> Tensor:
 
 def row_stats(logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: bool) -> Tensor:
     """[3 or 4, C] of a tile z [C, V]: row maximum m, sum of exp(z - m), the target's logit (0 if it lives
-    elsewhere) and, for the entropy, sum of exp(z - m) * (z - m)."""
+    elsewhere) and, for the entropy, sum of exp(z - m) * (z - m). A row without columns, or with none above -inf,
+    has the lowest number as its maximum: the merge with other shards stays finite."""
     stats = logits.new_zeros(3 + with_entropy, logits.shape[0])
+    lowest = torch.finfo(logits.dtype).min
     if logits.shape[1] == 0:
-        stats[0] = torch.finfo(logits.dtype).min
+        stats[0] = lowest
         return stats
-    torch.amax(logits, 1, out=stats[0])
+    torch.amax(logits, 1, out=stats[0]).clamp_(min=lowest)
     shifted = logits - stats[0, :, None]
     if with_entropy:
         shifted.clamp_(min=MIN_EXPONENT)
@@ -141,24 +196,17 @@ def row_stats(logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: 
 
 
 def merge_stats(stats: Tensor, targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs [N], log-sum-exp [N] and entropy [N] (when there are 4 rows) of the whole vocabulary.
-
-    One all-gather, which also carries where each shard lies, so that wrong shards are an error on every rank.
-    """
-    if shard.group is None:
-        parts = stats[None]
-    else:
-        place = stats.new_zeros(len(stats), 1)  # float32 holds column numbers up to 2**24 exactly
-        place[0], place[1] = shard.start, shard.stored
-        parts = gather_stack(torch.cat([place, stats], 1), shard.group)
-        check_ranges(targets, [(int(p[0, 0]), int(p[1, 0])) for p in parts.cpu()], shard.vocab_size)
-        parts = parts[:, :, 1:]
+    """Log-probs [N], log-sum-exp [N] and entropy [N] (when there are 4 rows) of the whole vocabulary; NaN log-probs
+    for targets outside it. One all-gather."""
+    parts = gather_stack(stats, shard.group)
     top = parts[:, 0].amax(0)
     shift = parts[:, 0] - top
     scale = shift.exp()
     total = (parts[:, 1] * scale).sum(0)
     log_total = total.log()
     log_probs = parts[:, 2].sum(0) - top - log_total
+    if not reads_values(targets):
+        log_probs.masked_fill_((targets < 0) | (targets >= shard.limit), torch.nan)
     entropy = None
     if stats.shape[0] == 4:
         entropy = log_total - (scale * (parts[:, 3] + shift * parts[:, 1])).sum(0) / total

@@ -1,0 +1,301 @@
+"""Triton kernels over rows of logits: softmax statistics, their merge, the gradient, and the kept set of a rollout.
+
+Owns what `logp` and the tiles of `linear_logp` share. Every kernel reads a row in a fixed order and nothing is added
+by atomics, so the same inputs give the same bits. No function here waits for the device.
+
+Legend: C rows, V stored columns of this process (those from `shard.real` on are padding), P parts to merge, M kept ids.
+z is a logit divided by its temperature; exponents are in units of log2, because the hardware's exponential is exp2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_kernel.kept import KeptTokens
+from rl_kernel.vocab import VocabShard
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+FLOOR = tl.constexpr(-10000.0)
+"""exp2() of this is 0, and 0 * this is 0: keeps columns at -inf out of the entropy without a select."""
+
+ROW_BLOCK = 4096
+GRAD_BLOCK = 4096
+IDS_BLOCK = 256
+
+
+@triton.jit
+def _offsets(columns, stride, UNIT: tl.constexpr):
+    """Transposed logits have a column stride of C, and C * V may pass 2**31."""
+    if UNIT:
+        return columns
+    else:
+        return columns.to(tl.int64) * stride
+
+
+@triton.jit
+def _rounded(x, ROUND: tl.constexpr):
+    if ROUND is not None:
+        x = x.to(ROUND)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _absorb(x, top, total, weighted, scale, ENTROPY: tl.constexpr):
+    """Add the columns x of a row to its running maximum and to its sums relative to that maximum."""
+    block_top = tl.max(x, 0)
+    # The maximum of a row rises in a few of its blocks only: one exponential a column, not two.
+    if block_top > top:
+        shift = tl.maximum((top - block_top) * scale, FLOOR)
+        factor = tl.exp2(shift)
+        if ENTROPY:
+            weighted = factor * (weighted + shift * total)
+        total = factor * total
+        top = block_top
+    y = (x - top) * scale
+    e = tl.exp2(y)
+    total += tl.sum(e, 0)
+    if ENTROPY:
+        weighted += tl.sum(e * tl.maximum(y, FLOOR), 0)
+    return top, total, weighted
+
+
+@triton.jit
+def _row_stats_kernel(
+    LOGITS, TARGETS, INVERSE, OUT, row_stride, column_stride, out_stride, start, real, limit,
+    PER_TOKEN: tl.constexpr, ENTROPY: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    base = LOGITS + row * row_stride
+    inverse = tl.load(INVERSE + row).to(tl.float32) if PER_TOKEN else INVERSE
+    scale = inverse * LOG2E
+    top = tl.full([], LOWEST, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    weighted = tl.full([], 0.0, tl.float32)
+    columns = tl.arange(0, BLOCK)
+    full = real // BLOCK * BLOCK
+    for first in range(0, full, BLOCK):
+        x = _rounded(tl.load(base + _offsets(first + columns, column_stride, UNIT)), ROUND)
+        top, total, weighted = _absorb(x, top, total, weighted, scale, ENTROPY)
+    if full < real:
+        inside = full + columns < real
+        at = base + _offsets(full + columns, column_stride, UNIT)
+        x = _rounded(tl.load(at, mask=inside, other=-float("inf")), ROUND)
+        top, total, weighted = _absorb(x, top, total, weighted, scale, ENTROPY)
+    target = tl.load(TARGETS + row).to(tl.int64)
+    column = target - start
+    owned = (column >= 0) & (column < real)
+    at_target = tl.load(base + _offsets(column, column_stride, UNIT), mask=owned, other=0.0)
+    at_target = _rounded(at_target, ROUND) * inverse
+    # Not a token id at all: no shard has a value for it, and nobody may take 0 for one.
+    at_target = tl.where((target >= 0) & (target < limit), at_target, float("nan"))
+    tl.store(OUT + row, tl.maximum(top * inverse, LOWEST))
+    tl.store(OUT + out_stride + row, total)
+    tl.store(OUT + 2 * out_stride + row, at_target)
+    if ENTROPY:
+        tl.store(OUT + 3 * out_stride + row, weighted * LN2)
+
+
+@triton.jit
+def _merge_kernel(
+    PARTS, OUT, part_stride, stat_stride, row_stride, out_stride, count, rows,
+    ENTROPY: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BC + tl.arange(0, BC)
+    here = row < rows
+    part = tl.arange(0, BP)
+    base = PARTS + row.to(tl.int64)[None, :] * row_stride
+    top = tl.full([BC], LOWEST, tl.float32)
+    for first in range(0, count, BP):
+        inside = (first + part < count)[:, None] & here[None, :]
+        at = base + (first + part).to(tl.int64)[:, None] * part_stride
+        top = tl.maximum(top, tl.max(tl.load(at, mask=inside, other=LOWEST), 0))
+    total = tl.zeros([BC], tl.float32)
+    at_target = tl.zeros([BC], tl.float32)
+    weighted = tl.zeros([BC], tl.float32)
+    for first in range(0, count, BP):
+        inside = (first + part < count)[:, None] & here[None, :]
+        at = base + (first + part).to(tl.int64)[:, None] * part_stride
+        shift = tl.maximum(tl.load(at, mask=inside, other=LOWEST) - top[None, :], FLOOR)
+        scale = tl.exp2(shift * LOG2E)
+        sums = tl.load(at + stat_stride, mask=inside, other=0.0)
+        total += tl.sum(scale * sums, 0)
+        at_target += tl.sum(tl.load(at + 2 * stat_stride, mask=inside, other=0.0), 0)
+        if ENTROPY:
+            products = tl.load(at + 3 * stat_stride, mask=inside, other=0.0)
+            weighted += tl.sum(scale * (products + shift * sums), 0)
+    log_total = tl.log(total)
+    tl.store(OUT + row, at_target - top - log_total, mask=here)
+    tl.store(OUT + out_stride + row, top + log_total, mask=here)
+    if ENTROPY:
+        tl.store(OUT + 2 * out_stride + row, log_total - weighted / total, mask=here)
+
+
+@triton.jit
+def _logits_grad_kernel(
+    LOGITS, OUT, TARGETS, LSE, ENTROPY, GRAD, GRAD_ENTROPY, INVERSE,
+    row_stride, column_stride, out_row_stride, out_column_stride, grad_stride, grad_entropy_stride,
+    blocks, start, real, stored,
+    PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    first = program % blocks * BLOCK
+    columns = first + tl.arange(0, BLOCK)
+    at = LOGITS + row * row_stride + _offsets(columns, column_stride, UNIT)
+    x = _rounded(tl.load(at, mask=columns < real, other=-float("inf")), ROUND)
+    inverse = tl.load(INVERSE + row).to(tl.float32) if PER_TOKEN else INVERSE
+    log_p = x * inverse - tl.load(LSE + row)
+    p = tl.exp2(log_p * LOG2E)
+    grad = 0.0
+    slope = 0.0
+    if GRAD is not None:
+        grad = tl.load(GRAD + row * grad_stride).to(tl.float32) * inverse
+        slope = -grad
+    if GRAD_ENTROPY is not None:
+        h = tl.load(GRAD_ENTROPY + row * grad_entropy_stride).to(tl.float32) * inverse
+        d = p * (slope - h * (tl.maximum(log_p, FLOOR) + tl.load(ENTROPY + row)))
+    else:
+        d = p * slope
+    if GRAD is not None:
+        column = tl.load(TARGETS + row).to(tl.int64) - start
+        if (column >= first) & (column < first + BLOCK):
+            d += tl.where(columns == column, grad, 0.0)
+    if first + BLOCK > real:
+        d = tl.where(columns < real, d, 0.0)  # also where the row's gradient is NaN
+    out = OUT + row * out_row_stride + _offsets(columns, out_column_stride, OUT_UNIT)
+    tl.store(out, d.to(OUT.dtype.element_ty), mask=columns < stored)
+
+
+@triton.jit
+def _keep_kernel(
+    TILE, IDS, OFFSETS, SCRATCH, row_stride, column_stride, start, real, count,
+    UNIT: tl.constexpr, IDS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.maximum(tl.load(OFFSETS + row), 0)
+    stop = tl.minimum(tl.load(OFFSETS + row + 1), count)
+    if first < stop:
+        base = TILE + row * row_stride
+        lanes = tl.arange(0, IDS_BLOCK)
+        for begin in range(first, stop, IDS_BLOCK):
+            at = begin + lanes
+            column = tl.load(IDS + at, mask=at < stop, other=-1).to(tl.int64) - start
+            here = (at < stop) & (column >= 0) & (column < real)
+            x = tl.load(base + _offsets(column, column_stride, UNIT), mask=here, other=0.0)
+            tl.store(SCRATCH + at, x, mask=here)
+        tl.debug_barrier()  # every kept logit is read before the row is overwritten
+        columns = tl.arange(0, BLOCK)
+        nothing = tl.full([BLOCK], -float("inf"), tl.float32).to(TILE.dtype.element_ty)
+        for begin in range(0, real, BLOCK):
+            inside = begin + columns < real
+            tl.store(base + _offsets(begin + columns, column_stride, UNIT), nothing, mask=inside)
+        tl.debug_barrier()  # and the row is overwritten before they are written back
+        for begin in range(first, stop, IDS_BLOCK):
+            at = begin + lanes
+            column = tl.load(IDS + at, mask=at < stop, other=-1).to(tl.int64) - start
+            here = (at < stop) & (column >= 0) & (column < real)
+            x = tl.load(SCRATCH + at, mask=here, other=0.0)
+            tl.store(base + _offsets(column, column_stride, UNIT), x, mask=here)
+
+
+_ROUNDING = {None: None, torch.float32: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def row_stats(
+    logits: Tensor,
+    targets: Tensor,
+    inv_temperature: float | Tensor,
+    shard: VocabShard,
+    with_entropy: bool,
+    rounding: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`vocab.row_stats` of the real columns of logits [C, V], times the inverse temperature (a number or [C]): stats
+    [3 or 4, C] float32, in `out` if given (its rows contiguous). NaN for a target outside the whole vocabulary.
+
+    `rounding`: the dtype to which the logits are rounded first. One read of the logits.
+    """
+    rows = len(logits)
+    if out is None:
+        out = logits.new_empty(3 + with_entropy, rows, dtype=torch.float32)
+    if rows == 0:
+        return out
+    per_token = isinstance(inv_temperature, Tensor)
+    _row_stats_kernel[(rows,)](
+        logits, targets.contiguous(), inv_temperature.contiguous() if per_token else inv_temperature, out,
+        logits.stride(0), logits.stride(1), out.stride(0), shard.start, shard.real, shard.limit,
+        PER_TOKEN=per_token, ENTROPY=with_entropy, ROUND=_ROUNDING[rounding], UNIT=logits.stride(1) == 1,
+        BLOCK=_block(shard.real, ROW_BLOCK), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def merge(parts: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log-probs [C], log-sum-exp [C] and entropy [C] (None without a fourth row) of parts [P, 3 or 4, C] float32 of
+    disjoint columns, any strides. One launch, in the order of P. `out` [2 or 3, C]: where to put them."""
+    count, stats, rows = parts.shape
+    if out is None:
+        out = parts.new_empty(stats - 1, rows)
+    if rows:
+        part_block = min(64, triton.next_power_of_2(count))
+        row_block = min(256, 2048 // part_block)
+        _merge_kernel[(triton.cdiv(rows, row_block),)](
+            parts, out, *parts.stride(), out.stride(0), count, rows,
+            ENTROPY=stats == 4, BP=part_block, BC=row_block, num_warps=4,
+        )  # fmt: skip
+    return out[0], out[1], out[2] if stats == 4 else None
+
+
+def logits_grad(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    shard: VocabShard,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    inv_temperature: float | Tensor,
+    out: Tensor,
+    rounding: torch.dtype | None = None,
+) -> Tensor:
+    """Gradient with respect to the logits [C, V] as they are, before temperature and rounding:
+    `inv_t * (g * (onehot(target) - p) - h * p * (log p + entropy))` for upstream gradients g, h [C], into `out` [C, V]
+    of any float dtype, which may be `logits` itself; 0 in the padding. `entropy` is read only for `grad_entropy`."""
+    rows, stored = logits.shape
+    if rows == 0:
+        return out
+    per_token = isinstance(inv_temperature, Tensor)
+    block = _block(stored, GRAD_BLOCK)
+    blocks = triton.cdiv(stored, block)
+    g, h = grad_log_probs, grad_entropy
+    _logits_grad_kernel[(rows * blocks,)](
+        logits, out, targets.contiguous(), lse.contiguous(), None if h is None else entropy.contiguous(), g, h,
+        inv_temperature.contiguous() if per_token else inv_temperature, *logits.stride(), *out.stride(),
+        0 if g is None else g.stride(0), 0 if h is None else h.stride(0), blocks, shard.start, shard.real, stored,
+        PER_TOKEN=per_token, ROUND=_ROUNDING[rounding], UNIT=logits.stride(1) == 1, OUT_UNIT=out.stride(1) == 1,
+        BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def keep_(tile: Tensor, kept: KeptTokens | None, shard: VocabShard) -> Tensor:
+    """`kept.keep_reference_` in one launch: -inf in all real columns of tile [C, V] that a truncated token did not
+    keep. Rows of tokens that are not truncated are not touched."""
+    if kept is None or len(tile) == 0 or len(kept.ids) == 0:
+        return tile
+    scratch = tile.new_empty(len(kept.ids))
+    _keep_kernel[(len(tile),)](
+        tile, kept.ids.contiguous(), kept.offsets.contiguous(), scratch, *tile.stride(),
+        shard.start, shard.real, len(kept.ids),
+        UNIT=tile.stride(1) == 1, IDS_BLOCK=IDS_BLOCK, BLOCK=_block(shard.real, ROW_BLOCK), num_warps=4,
+    )  # fmt: skip
+    return tile
+
+
+def _block(columns: int, largest: int) -> int:
+    return max(16, min(largest, triton.next_power_of_2(max(columns, 1))))
