@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from rl_kernel.checks import check_temperature, check_tensor, compute_dtype
-from rl_kernel.ops.logp.reference import Logp
-from rl_kernel.vocab import check_targets, make_shard
+from rl_kernel.checks import check_tensor, compute_dtype, invalid
+from rl_kernel.dispatch import choose, float64_refusal
+from rl_kernel.kept import KeptTokens, check_kept
+from rl_kernel.telemetry import record, timed
+from rl_kernel.vocab import check_targets, check_temperature, make_shard, usable_temperature
 
 
 def logp(
@@ -18,7 +21,10 @@ def logp(
     tp_group: ProcessGroup | None = None,
     vocab_start: int = 0,
     vocab_size: int | None = None,
+    keep_mask: KeptTokens | None = None,
     return_entropy: bool = False,
+    inplace_backward: bool = False,
+    impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of each target and, if asked, the entropy of its distribution, in nats.
 
@@ -27,34 +33,59 @@ def logp(
     in float32 whatever the dtype of the logits.
 
     Args:
-        logits: [N, V_local] float32, bfloat16, float16 or float64 (computed in float64: for derivative
-            checks), any strides; N may be 0. Columns of -inf have probability 0.
+        logits: [N, V_local] float32, bfloat16, float16 or float64 (computed in float64 by the reference: for
+            derivative checks), any strides; N may be 0. Columns of -inf have probability 0.
         targets: [N] int64 or int32 token ids of the whole vocabulary.
         temperature: number or [N], > 0; a constant.
-        tp_group: the columns are split over this group; `targets`, `temperature` and the upstream gradient
-            must be equal on its ranks, and the ranks' shards must partition the vocabulary.
+        tp_group: the columns are split over this group; `targets`, `temperature`, `keep_mask` and the upstream
+            gradient must be equal on its ranks, and the ranks' shards must partition the vocabulary.
         vocab_start: id of the first column.
         vocab_size: ids from here on are padding: no probability, zero gradient. A shard may be all padding.
+        keep_mask: ids that the rollout's top-p/top-k sampling kept: log-prob and entropy are those of the softmax
+            over a token's kept columns; the others have probability 0 and gradient 0.
         return_entropy: also return the entropy; it costs a gradient only if it is used in a loss.
+        inplace_backward: the backward overwrites `logits` with their gradient: nothing else may read them after it,
+            and a second backward is an error.
+        impl: "reference" or "triton", whatever the mode: for tests.
 
     Returns:
         log_probs [N] float32 (float64 for float64 logits), or (log_probs, entropy), equal on all ranks of
         `tp_group`; differentiable once in the logits, whose gradient has their dtype.
 
     Raises:
-        ValueError: wrong shape, dtype or device, a target outside the vocabulary (values are read back to the
-        host),
-            temperature <= 0, empty shard, shards that do not partition the vocabulary.
+        ValueError: wrong shape, dtype or device, temperature <= 0, empty shard, shards that do not partition the
+            vocabulary, a target or kept id outside the vocabulary, a target that was not kept. On a device the
+            values of tensors are read in strict mode only; else a bad target or temperature gives NaN, a target that
+            was not kept -inf, and the shards are compared in a layout's first call, the only one to synchronise.
 
-    Memory: one tile and the gradient; under `tp_group` one all-gather of [3 or 4, N] forward, none backward.
-    Deterministic: the same inputs give the same bits.
+    Memory: the gradient, unless in place; with `keep_mask` 64 MiB more. Under `tp_group` one all-gather of
+    [3 or 4, N] forward. Can be captured in a CUDA graph. Deterministic: the same inputs give the same bits.
     """
-    check_tensor("logits", logits, ["N", "V_local"])
-    tokens, stored = logits.shape
-    check_targets(targets, tokens, logits.device)
-    check_temperature(temperature, tokens, logits.device)
-    shard = make_shard("logits", stored, targets, vocab_start, vocab_size, tp_group)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(compute_dtype(logits))
-    log_probs, entropy = Logp.apply(logits, targets, temperature, shard, return_entropy)
+    _check_inputs(logits, targets, temperature, inplace_backward)
+    shard = make_shard("logits", logits.shape[1], targets, vocab_start, vocab_size, tp_group)
+    check_kept(keep_mask, targets, shard.limit)
+    temperature = usable_temperature(temperature, compute_dtype(logits))
+    choice = choose("logp", logits.device, impl, float64_refusal(logits))
+    record(choice, len(logits))
+    inputs = logits, targets, temperature, shard, return_entropy, keep_mask, inplace_backward
+    with timed("logp", logits.device):
+        log_probs, entropy = _function(choice.implementation).apply(*inputs)
     return (log_probs, entropy) if return_entropy else log_probs
+
+
+def _check_inputs(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, inplace_backward: bool
+) -> None:
+    check_tensor("logits", logits, ["N", "V_local"])
+    check_targets(targets, len(logits), logits.device)
+    check_temperature(temperature, len(logits), logits.device)
+    if inplace_backward and 0 in logits.stride() and logits.numel() > 1:
+        raise invalid("logits", "own each element with inplace_backward", "an expanded tensor", "copy it")
+
+
+def _function(implementation: str) -> type[Function]:
+    if implementation == "triton":
+        from rl_kernel.ops.logp.autograd import Logp
+    else:
+        from rl_kernel.ops.logp.reference import Logp
+    return Logp

@@ -102,8 +102,8 @@ def _row_stats_kernel(
 
 @triton.jit
 def _merge_kernel(
-    PARTS, OUT, part_stride, stat_stride, row_stride, out_stride, count, rows,
-    ENTROPY: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    PARTS, LOG_PROBS, LSE, ENTROPY, part_stride, stat_stride, row_stride, count, rows,
+    BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BC + tl.arange(0, BC)
     here = row < rows
@@ -125,14 +125,14 @@ def _merge_kernel(
         sums = tl.load(at + stat_stride, mask=inside, other=0.0)
         total += tl.sum(scale * sums, 0)
         at_target += tl.sum(tl.load(at + 2 * stat_stride, mask=inside, other=0.0), 0)
-        if ENTROPY:
+        if ENTROPY is not None:
             products = tl.load(at + 3 * stat_stride, mask=inside, other=0.0)
             weighted += tl.sum(scale * (products + shift * sums), 0)
     log_total = tl.log(total)
-    tl.store(OUT + row, at_target - top - log_total, mask=here)
-    tl.store(OUT + out_stride + row, top + log_total, mask=here)
-    if ENTROPY:
-        tl.store(OUT + 2 * out_stride + row, log_total - weighted / total, mask=here)
+    tl.store(LOG_PROBS + row, at_target - top - log_total, mask=here)
+    tl.store(LSE + row, top + log_total, mask=here)
+    if ENTROPY is not None:
+        tl.store(ENTROPY + row, log_total - weighted / total, mask=here)
 
 
 @triton.jit
@@ -235,20 +235,22 @@ def row_stats(
     return out
 
 
-def merge(parts: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def merge(
+    parts: Tensor, out: tuple[Tensor, Tensor, Tensor | None] | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """log-probs [C], log-sum-exp [C] and entropy [C] (None without a fourth row) of parts [P, 3 or 4, C] float32 of
-    disjoint columns, any strides. One launch, in the order of P. `out` [2 or 3, C]: where to put them."""
+    disjoint columns, any strides. One launch, in the order of P. `out`: where to put them, each contiguous."""
     count, stats, rows = parts.shape
     if out is None:
-        out = parts.new_empty(stats - 1, rows)
+        log_probs, lse = parts.new_empty(rows), parts.new_empty(rows)
+        out = log_probs, lse, parts.new_empty(rows) if stats == 4 else None
     if rows:
         part_block = min(64, triton.next_power_of_2(count))
         row_block = min(256, 2048 // part_block)
         _merge_kernel[(triton.cdiv(rows, row_block),)](
-            parts, out, *parts.stride(), out.stride(0), count, rows,
-            ENTROPY=stats == 4, BP=part_block, BC=row_block, num_warps=4,
-        )  # fmt: skip
-    return out[0], out[1], out[2] if stats == 4 else None
+            parts, *out, *parts.stride(), count, rows, BP=part_block, BC=row_block, num_warps=4
+        )
+    return out
 
 
 def logits_grad(
