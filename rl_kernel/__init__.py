@@ -9,6 +9,7 @@ from rl_kernel.mode import configure
 from rl_kernel.ops.group_advantage import group_advantage
 from rl_kernel.ops.grpo_loss import grpo_loss
 from rl_kernel.ops.linear_logp import linear_logp
+from rl_kernel.ops.linear_token_loss import linear_token_loss
 from rl_kernel.ops.logp import logp
 from rl_kernel.ops.masked import masked_mean, masked_sum, masked_whiten
 from rl_kernel.ops.ratio_kl import ratio_kl
@@ -20,6 +21,7 @@ __all__ = [
     "group_advantage",
     "grpo_loss",
     "linear_logp",
+    "linear_token_loss",
     "logp",
     "masked_mean",
     "masked_sum",

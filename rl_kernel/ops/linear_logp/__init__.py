@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rl_kernel.checks import check_temperature, check_tensor, compute_dtype, invalid
+from rl_kernel.checks import compute_dtype
+from rl_kernel.dispatch import choose
+from rl_kernel.kept import KeptTokens
+from rl_kernel.ops.linear_logp.arguments import check_layer, check_workspace, layer_refusal, logits_rounding
+from rl_kernel.ops.linear_logp.plan import WORKSPACE_BYTES
 from rl_kernel.ops.linear_logp.reference import LinearLogp
-from rl_kernel.vocab import check_targets, make_shard
-
-ROUNDING = {"float32": None, "bfloat16": torch.bfloat16}
+from rl_kernel.telemetry import record, timed
+from rl_kernel.vocab import usable_temperature
 
 
 def linear_logp(
@@ -23,8 +25,11 @@ def linear_logp(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     bias: Tensor | None = None,
+    keep_mask: KeptTokens | None = None,
     return_entropy: bool = False,
-    logits_dtype: str = "float32",
+    logits_dtype: str | None = None,
+    workspace_bytes: int = WORKSPACE_BYTES,
+    impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of each target and, if asked, the entropy of its distribution, in nats.
 
@@ -42,9 +47,13 @@ def linear_logp(
         vocab_start: id of the first row of `weight`.
         vocab_size: ids from here on are padding: no probability, no gradient. A shard may be all padding.
         bias: [V_local].
+        keep_mask: the softmax runs over the ids each token kept (a rollout's top-p or top-k) instead of all.
         return_entropy: also return the entropy; it costs a gradient only if it is used in a loss.
-        logits_dtype: "float32", or "bfloat16" to round the logits (before the temperature) as an engine does
-            that samples from bfloat16 logits. Gradients pass straight through the rounding.
+        logits_dtype: "bfloat16" rounds the logits before the temperature, "float32" does not. None rounds to the
+            dtype of `weight`, as vLLM does before it samples. Gradients pass straight through the rounding.
+        workspace_bytes: bound of what is held beyond inputs, results and gradients. Logits tiles that fit are kept
+            for the backward, the others are computed again.
+        impl: "triton" or "reference", whatever the mode; None lets the mode choose.
 
     Returns:
         log_probs [N] float32, or (log_probs, entropy), equal on all ranks of `tp_group`; differentiable once
@@ -52,36 +61,31 @@ def linear_logp(
         `hidden` is the whole one, summed over `tp_group`: callers must not reduce it again.
 
     Raises:
-        ValueError: wrong shape, dtype or device, a target outside the vocabulary (values are read back to the
-            host), temperature <= 0, empty shard, shards that do not partition the vocabulary.
+        ValueError: wrong shape, dtype or device, temperature <= 0, empty shard, shards that do not partition the
+            vocabulary, too little workspace; on the host and in strict mode also a target outside the vocabulary.
+            Elsewhere values are not read, and the log-prob of such a target, or under such a temperature, is NaN.
+        Refused: strict mode, where the kernels cannot take the inputs.
 
-    Memory: one tile of logits, and a float32 copy of a narrower weight; under `tp_group` one all-gather of
-    [3 or 4, N] forward, one all-reduce of [N, H] backward. Deterministic: the same inputs give the same bits.
+    Under `tp_group` one all-reduce of [N] and one all-gather of [3 or 4, N] forward, one all-reduce of [N, H]
+    backward. No host synchronisation, except on the first call with a new `tp_group` layout. Deterministic: the same
+    inputs give the same bits on one kind of device.
     """
-    _check_inputs(hidden, weight, targets, temperature, bias, logits_dtype)
-    shard = make_shard("weight", len(weight), targets, vocab_start, vocab_size, tp_group)
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(compute_dtype(hidden, weight, bias))
-    rounding = ROUNDING[logits_dtype]
-    out = LinearLogp.apply(hidden, weight, bias, targets, temperature, shard, rounding, return_entropy)
+    shard = check_layer(
+        hidden, weight, targets, temperature, tp_group, vocab_start, vocab_size, bias, keep_mask
+    )
+    check_workspace(workspace_bytes)
+    rounding = logits_rounding(logits_dtype, weight)
+    choice = choose("linear_logp", hidden.device, impl, layer_refusal(hidden, weight, bias))
+    record(choice, len(hidden))
+    with timed("linear_logp", hidden.device):
+        if choice.implementation == "triton":
+            from rl_kernel.ops.linear_logp.autograd import LinearLogpOnDevice
+
+            settings = (targets, temperature, keep_mask, shard, rounding)
+            out = LinearLogpOnDevice.apply(hidden, weight, bias, settings, workspace_bytes, return_entropy)
+        else:
+            temperature = usable_temperature(temperature, compute_dtype(hidden, weight, bias))
+            out = LinearLogp.apply(
+                hidden, weight, bias, targets, temperature, shard, rounding, keep_mask, return_entropy
+            )
     return out if return_entropy else out[0]
-
-
-def _check_inputs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float | Tensor,
-    bias: Tensor | None,
-    logits_dtype: str,
-) -> None:
-    check_tensor("hidden", hidden, ["N", "H"])
-    tokens, width = hidden.shape
-    check_tensor("weight", weight, ["V_local", width], device=hidden.device)
-    if bias is not None:
-        check_tensor("bias", bias, [len(weight)], device=hidden.device)
-    check_targets(targets, tokens, hidden.device)
-    check_temperature(temperature, tokens, hidden.device)
-    if logits_dtype not in ROUNDING:
-        todo = "take the dtype that the rollout engine samples from"
-        raise invalid("logits_dtype", "be 'float32' or 'bfloat16'", repr(logits_dtype), todo)

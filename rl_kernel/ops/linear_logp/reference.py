@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_kernel.checks import compute_dtype
+from rl_kernel.kept import KeptTokens, keep_reference_
 from rl_kernel.vocab import VocabShard, logits_grad, merge_stats, row_stats, row_tiles, scale_, take
 
 KEPT_ELEMENTS = 2**22
@@ -49,6 +50,7 @@ class LinearLogp(torch.autograd.Function):
         temperature: float | Tensor,
         shard: VocabShard,
         rounding: torch.dtype | None,
+        keep_mask: KeptTokens | None,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(hidden, weight, bias)
@@ -58,12 +60,13 @@ class LinearLogp(torch.autograd.Function):
         kept = []
         for rows in row_tiles(len(hidden), shard.real):
             logits = tile_logits(hidden[rows], wide, wide_bias, take(temperature, rows), rounding)
+            keep_reference_(logits, take(keep_mask, rows), shard)
             stats[:, rows] = row_stats(logits, targets[rows], shard, with_entropy)
             if keep:
                 kept.append(logits)
         log_probs, lse, entropy = merge_stats(stats, targets, shard)
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, *kept)
-        ctx.temperature, ctx.shard, ctx.rounding = temperature, shard, rounding
+        ctx.temperature, ctx.shard, ctx.rounding, ctx.keep_mask = temperature, shard, rounding, keep_mask
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -74,7 +77,7 @@ class LinearLogp(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 8
+            return (None,) * 9
         shard, temperature = ctx.shard, ctx.temperature
         wide, wide_bias = _real_columns(weight, bias, shard, lse.dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -83,7 +86,11 @@ class LinearLogp(torch.autograd.Function):
         d_bias = lse.new_zeros(bias.shape) if need_bias else None
         for index, rows in enumerate(row_tiles(len(hidden), shard.real)):
             at = take(temperature, rows)
-            logits = kept[index] if kept else tile_logits(hidden[rows], wide, wide_bias, at, ctx.rounding)
+            if kept:
+                logits = kept[index]
+            else:
+                logits = tile_logits(hidden[rows], wide, wide_bias, at, ctx.rounding)
+                keep_reference_(logits, take(ctx.keep_mask, rows), shard)
             upstream = take(grad_log_probs, rows), take(grad_entropy, rows)
             d_logits = logits_grad(logits, targets[rows], lse[rows], take(entropy, rows), shard, *upstream)
             scale_(d_logits, at)
@@ -102,7 +109,7 @@ class LinearLogp(torch.autograd.Function):
             d_weight = d_weight.to(weight.dtype)
         if d_bias is not None:
             d_bias = d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 
 def _real_columns(

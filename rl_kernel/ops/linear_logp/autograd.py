@@ -1,0 +1,85 @@
+"""`linear_logp` on a device: which head serves the call, and its autograd function."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_kernel.ops.linear_logp import exp_head
+from rl_kernel.ops.linear_logp.exp_head import ExpHead
+from rl_kernel.ops.linear_logp.head import Head, Problem, Rows, Sinks
+from rl_kernel.ops.linear_logp.plain_head import PlainHead
+from rl_kernel.ops.linear_logp.plan import Budget, plan
+from rl_kernel.vocab import usable_temperature
+
+
+def make_head(problem: Problem) -> Head:
+    """The fastest head that takes these inputs; both keep the same contract."""
+    return PlainHead(problem) if exp_head.refusal(problem) else ExpHead(problem)
+
+
+def prepared(problem: Problem) -> Problem:
+    """With contiguous rows, and a temperature tensor in float32."""
+    hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (problem.hidden, problem.weight))
+    temperature = usable_temperature(problem.temperature, torch.float32)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.contiguous()
+    return replace(
+        problem, hidden=hidden, weight=weight, temperature=temperature, targets=problem.targets.contiguous()
+    )
+
+
+class LinearLogpOnDevice(torch.autograd.Function):
+    """Log-probs [N] and entropy [N] (None unless asked for); `settings` are the fields of Problem after the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: tuple[Any, ...],
+        workspace_bytes: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        head = make_head(prepared(Problem(hidden, weight, bias, *settings)))
+        budget = plan(*hidden.shape, len(weight), head.element_bytes, workspace_bytes)
+        if not any(ctx.needs_input_grad):
+            budget = Budget(0, budget.kept + budget.tile)
+        rows = head.forward(budget, with_entropy)
+        # Neither input nor output, and the first backward works in its memory: not for save_for_backward.
+        ctx.kept = rows.kept
+        ctx.save_for_backward(
+            hidden, weight, bias, rows.log_probs, rows.lse, rows.entropy, *rows.extra.values()
+        )
+        ctx.extra, ctx.settings, ctx.budget = tuple(rows.extra), settings, budget
+        ctx.set_materialize_grads(False)
+        return rows.log_probs, rows.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None and grad_entropy is None:
+            return (None,) * 6
+        hidden, weight, bias, log_probs, lse, entropy, *extra = ctx.saved_tensors
+        head = make_head(prepared(Problem(hidden, weight, bias, *ctx.settings)))
+        rows = Rows(log_probs, lse, entropy, ctx.kept, dict(zip(ctx.extra, extra, strict=True)))
+        ctx.kept = None
+        sinks = Sinks(
+            torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+            if ctx.needs_input_grad[0]
+            else None,
+            torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            if ctx.needs_input_grad[1]
+            else None,
+            torch.zeros(bias.shape, device=bias.device) if ctx.needs_input_grad[2] else None,
+            add=False,
+        )
+        grad, grad_entropy = (g if g is None else g.contiguous() for g in (grad, grad_entropy))
+        head.backward(rows, ctx.budget, sinks, grad, grad_entropy)
+        d_bias = None if sinks.bias is None else sinks.bias.to(bias.dtype)
+        return sinks.hidden, sinks.weight, d_bias, None, None, None

@@ -1,0 +1,208 @@
+"""Tiles of exponentials: the head for bfloat16 on Hopper GPUs. See `kernels` for the idea.
+
+Needs tensor maps (compute capability 9): `refusal` says when it cannot be used, and `PlainHead` is then. Without an
+entropy gradient no kernel walks over [N, V] values at all.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+import triton
+from torch import Tensor
+
+from rl_kernel.collectives import gather_stack
+from rl_kernel.dispatch import interpreted
+from rl_kernel.ops.linear_logp import kernels
+from rl_kernel.ops.linear_logp.head import Head, Problem, Rows
+from rl_kernel.ops.linear_logp.plan import Budget
+from rl_kernel.ops.logp.kernels import merge
+
+ALIGNMENT = 8
+"""Elements: tensor maps need rows at multiples of 16 bytes."""
+ROWS_PER_PROGRAM = 32
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why these inputs need the other head; None if they do not."""
+    if problem.weight.dtype != torch.bfloat16:
+        return "it is for bfloat16"
+    if problem.rounding not in (None, torch.bfloat16):
+        return "it rounds logits to bfloat16 or not at all"
+    if problem.bias is not None or problem.keep is not None:
+        return "it takes neither a bias nor kept tokens"
+    if any(
+        t.stride(1) != 1 or t.stride(0) % ALIGNMENT or t.data_ptr() % 16
+        for t in (problem.hidden, problem.weight)
+    ):
+        return "rows must be contiguous and start at multiples of 16 bytes"
+    if not (interpreted() or _has_tensor_maps(problem.hidden.device)):
+        return "it is tuned and tested on compute capability 9.0"
+    return None
+
+
+@cache
+def _has_tensor_maps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+class ExpHead(Head):
+    """Tiles hold exp(z - center), then (p - 1) / p-like entries at targets; the row factor does the rest."""
+
+    element_bytes = 2
+
+    def forward(self, budget: Budget, with_entropy: bool) -> Rows:
+        problem = self.problem
+        tokens, columns = len(problem.hidden), len(problem.weight)
+        rows = self._centers()
+        kept = budget.kept
+        tile = self.tile_memory(kept) if kept else None
+        blocks = -(-kept // kernels.BLOCK_COLUMNS) + -(-(columns - kept) // kernels.BLOCK_COLUMNS)
+        sums = rows["scale"].new_empty(1 + with_entropy, blocks, tokens)
+        stats = rows["scale"].new_empty(3 + with_entropy, tokens)
+        self._launch(rows, tile, kept, sums)
+        self._sum_blocks(rows, sums, stats)
+        self._launch(rows, tile, kept, sums, conditional=True, maximum=True)
+        self._raise_centers(rows, sums, stats)
+        self._launch(rows, tile, kept, sums, conditional=True)
+        self._sum_blocks(rows, sums, stats, conditional=True)
+        log_probs, lse, entropy = merge(gather_stack(stats, problem.shard.group))
+        return Rows(log_probs, lse, entropy, tile, {"scale": rows["scale"], "center": rows["center"]})
+
+    def row_side(
+        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden = self.problem.hidden
+        if grad_entropy is not None:
+            return hidden, None
+        assert grad is not None
+        scaled = hidden.new_empty(hidden.shape)
+        factor = torch.empty_like(rows.lse)
+        tokens, width = hidden.shape
+        if tokens:
+            kernels._row_factors_kernel[(tokens,)](
+                hidden, grad, rows.extra["scale"], rows.extra["center"], rows.lse, factor, scaled, width,
+                hidden.stride(0), BLOCK=kernels.hidden_block(width),
+            )  # fmt: skip
+        return scaled, factor
+
+    def gradient_tile(
+        self,
+        rows: Rows,
+        columns: slice,
+        tile: Tensor,
+        kept: bool,
+        grad: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> Tensor:
+        problem = self.problem
+        tokens, width = tile.shape
+        if tokens == 0:
+            return tile
+        shard = problem.shard.tile(columns)
+        if not kept:
+            state = {**rows.extra, "targets": problem.targets, "target_z": rows.lse, "flag": rows.lse}
+            self._launch_one(state, tile, None, columns)
+        if grad_entropy is None:
+            kernels._target_entries_kernel[(triton.cdiv(tokens, ROWS_PER_PROGRAM),)](
+                tile, problem.targets, rows.log_probs, rows.extra["center"], rows.lse, tokens, tile.stride(0),
+                shard.start, shard.real, BLOCK=ROWS_PER_PROGRAM,
+            )  # fmt: skip
+            return tile
+        block = 4096
+        kernels._entropy_gradient_kernel[(tokens, triton.cdiv(width, block))](
+            tile, problem.targets, grad if grad is not None else grad_entropy, grad_entropy, rows.extra["scale"],
+            rows.extra["center"], rows.lse, rows.log_probs, rows.entropy, width, tile.stride(0), shard.start,
+            shard.real, HAS_GRAD=grad is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        return tile
+
+    def finish_hidden(self, total: Tensor, factor: Tensor | None, out: Tensor) -> Tensor:
+        tokens, width = total.shape
+        if tokens:
+            kernels._scale_rows_kernel[(tokens,)](
+                total, factor, out, width, out.stride(0), HAS_FACTOR=factor is not None,
+                BLOCK=kernels.hidden_block(width),
+            )  # fmt: skip
+        return out
+
+    def tile_memory(self, columns: int) -> Tensor:
+        pitch = -(-columns // ALIGNMENT) * ALIGNMENT
+        return self.problem.hidden.new_empty(len(self.problem.hidden), pitch)[:, :columns]
+
+    def _centers(self) -> dict[str, Tensor]:
+        problem = self.problem
+        hidden, weight, shard = problem.hidden, problem.weight, problem.shard
+        tokens, width = hidden.shape
+        rows = dict(
+            zip(
+                ("scale", "center", "target_z"), hidden.new_empty(3, tokens, dtype=torch.float32), strict=True
+            )
+        )
+        rows["targets"] = problem.targets
+        rows["flag"] = hidden.new_empty(1, dtype=torch.int32)
+        if tokens:
+            kernels._centers_kernel[(tokens,)](
+                hidden, weight, problem.targets, problem.temperature, rows["scale"], rows["center"], rows["flag"],
+                width, hidden.stride(0), weight.stride(0), shard.start, shard.real,
+                PER_TOKEN=isinstance(problem.temperature, Tensor), ROUND=problem.rounding is not None,
+                BLOCK=kernels.hidden_block(width),
+            )  # fmt: skip
+        if shard.group is not None and tokens:
+            # The process that owns the target knows its logit; the others have 0.
+            dist.all_reduce(rows["center"], group=shard.group)
+        return rows
+
+    def _launch(
+        self, rows: dict[str, Tensor], tile: Tensor | None, kept: int, sums: Tensor, *, conditional: bool = False,
+        maximum: bool = False,
+    ) -> None:  # fmt: skip
+        """The product over all columns: those kept store their tile, the others leave their sums only."""
+        split = -(-kept // kernels.BLOCK_COLUMNS)
+        for columns, out, part in (
+            (slice(0, kept), tile, sums[:, :split]),
+            (slice(kept, len(self.problem.weight)), None, sums[:, split:]),
+        ):
+            if columns.stop > columns.start:
+                self._launch_one(rows, out, part, columns, conditional=conditional, maximum=maximum)
+
+    def _launch_one(
+        self, rows: dict[str, Tensor], out: Tensor | None, sums: Tensor | None, columns: slice, *,
+        conditional: bool = False, maximum: bool = False,
+    ) -> None:  # fmt: skip
+        problem = self.problem
+        if len(problem.hidden) == 0:
+            return
+        shard = problem.shard.tile(columns)
+        weighted = sums[1] if sums is not None and len(sums) == 2 else None
+        kernels.launch_exp_product(
+            problem.hidden, problem.weight[columns], out, rows, None if sums is None else sums[0], weighted,
+            shard.start, shard.real, rounding=problem.rounding is not None, conditional=conditional, maximum=maximum,
+        )  # fmt: skip
+
+    def _sum_blocks(
+        self, rows: dict[str, Tensor], sums: Tensor, stats: Tensor, *, conditional: bool = False
+    ) -> None:
+        tokens, shard = stats.shape[1], self.problem.shard
+        if tokens:
+            kernels._block_sums_kernel[(triton.cdiv(tokens, ROWS_PER_PROGRAM),)](
+                sums[0], sums[-1], rows["center"], rows["targets"], rows["target_z"], stats, rows["flag"], tokens,
+                sums.shape[1], shard.start, shard.real, shard.limit, CONDITIONAL=conditional,
+                ENTROPY=len(sums) == 2, BLOCK=ROWS_PER_PROGRAM, STEP=32,
+            )  # fmt: skip
+
+    def _raise_centers(self, rows: dict[str, Tensor], sums: Tensor, stats: Tensor) -> None:
+        tokens = stats.shape[1]
+        if tokens:
+            kernels._raise_centers_kernel[(triton.cdiv(tokens, ROWS_PER_PROGRAM),)](
+                sums[0],
+                rows["center"],
+                stats,
+                rows["flag"],
+                tokens,
+                sums.shape[1],
+                BLOCK=ROWS_PER_PROGRAM,
+                STEP=32,
+            )

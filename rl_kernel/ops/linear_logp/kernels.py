@@ -1,0 +1,304 @@
+"""Triton kernels of `linear_logp` and `linear_token_loss`: a product whose epilogue leaves exponentials, not logits.
+
+The softmax gradient of a row is a multiple of its probabilities, except at the target. So the first product stores
+e = exp(z - center) in bfloat16, where z = logit / temperature and `center`, known beforehand, is the z of the row's
+target; the row's factor exp(center - lse) is applied later, to rows of `hidden` and of the result. No pass over [N, V]
+values remains between the three matrix products.
+
+With that center e overflows only where the target's log-prob is below about -39 nats. Rows whose sum exceeds SUM_LIMIT
+raise a flag, and two launches that do nothing while it is down repeat the work with the row's maximum as center. So
+any finite logits give right results, and the host takes no part.
+
+Legend: C rows, H hidden, V columns of a tile, B blocks of columns. Exponents (z, center) are in units of ln 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rl_kernel.dispatch import interpreted
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+FLOOR = tl.constexpr(-10000.0)  # exp2 of it is 0, and 0 times it is 0 where -inf would give NaN
+LOWEST = tl.constexpr(-3.0e38)
+SUM_LIMIT = tl.constexpr(1.0e17)
+
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_HIDDEN = 128, 256, 64
+"""Measured best of nine shapes on an H200 (benchmarks/results); 192 KiB of shared memory with three stages."""
+
+
+@triton.jit
+def _centers_kernel(
+    HIDDEN, WEIGHT, TARGETS, TEMPERATURE, SCALE, CENTER, FLAG, H, stride_h, stride_w, first, real,
+    PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(TEMPERATURE + row).to(tl.float32) if PER_TOKEN else TEMPERATURE
+    scale = LOG2E / temperature
+    column = tl.load(TARGETS + row).to(tl.int64) - first
+    length = tl.where((column >= 0) & (column < real), H, 0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < length
+        h = tl.load(HIDDEN + row * stride_h + at, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(WEIGHT + column * stride_w + at, mask=inside, other=0.0).to(tl.float32)
+        total += h * w
+    logit = tl.sum(total, 0)
+    if ROUND:
+        logit = logit.to(tl.bfloat16).to(tl.float32)
+    tl.store(SCALE + row, scale)
+    tl.store(CENTER + row, logit * scale)
+    if row == 0:
+        tl.store(FLAG, 0)
+
+
+@triton.jit
+def _exp_product_kernel(
+    hidden_desc, weight_desc, out_desc, SCALE, CENTER, TARGETS, TARGET_Z, SUMS, WEIGHTED, FLAG,
+    C, V, H, first, real, programs,
+    CONDITIONAL: tl.constexpr, STORE: tl.constexpr, STATS: tl.constexpr, ENTROPY: tl.constexpr,
+    MAXIMUM: tl.constexpr, ROUND: tl.constexpr, WIDEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    row_blocks = tl.cdiv(C, BM)
+    column_blocks = tl.cdiv(V, BN)
+    steps = tl.cdiv(H, BK)
+    tiles = row_blocks * column_blocks
+    if CONDITIONAL:  # noqa: SIM102 (a Python `and` would load the flag either way)
+        tiles = tiles * tl.load(FLAG)
+    per_group = GROUP * column_blocks
+    # Persistent and flattened: the loads of the next tile start while the epilogue of this one runs.
+    for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
+        group = tile // per_group
+        height = tl.minimum(row_blocks - group * GROUP, GROUP)
+        block_row = group * GROUP + (tile % per_group) % height
+        block_column = (tile % per_group) // height
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(steps):
+            a = hidden_desc.load([block_row * BM, step * BK])
+            b = weight_desc.load([block_column * BN, step * BK])
+            if WIDEN:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            acc = tl.dot(a, b.T, acc)
+        rows = block_row * BM + tl.arange(0, BM)
+        inside = rows < C
+        scale = tl.load(SCALE + rows, mask=inside, other=0.0)
+        center = tl.load(CENTER + rows, mask=inside, other=0.0)
+        target = tl.load(TARGETS + rows, mask=inside, other=-1).to(tl.int32) - first
+        # In halves: the staging buffer of a half leaves room for a third stage of loads.
+        halves = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        total = tl.zeros((BM,), tl.float32)
+        weighted = tl.zeros((BM,), tl.float32)
+        largest = tl.full((BM,), LOWEST, tl.float32)
+        for half in tl.static_range(2):
+            logits = halves[half]
+            if ROUND:
+                logits = logits.to(tl.bfloat16).to(tl.float32)
+            start = block_column * BN + half * (BN // 2)
+            columns = start + tl.arange(0, BN // 2)
+            z = logits * scale[:, None] - center[:, None]
+            z = tl.where(columns[None, :] < real, z, -float("inf"))
+            if MAXIMUM:
+                largest = tl.maximum(largest, tl.max(z, 1))
+            else:
+                e = tl.exp2(z)
+                if STORE:
+                    out_desc.store([block_row * BM, start], e.to(out_desc.dtype))
+                if STATS:
+                    total += tl.sum(e, 1)
+                    if ENTROPY:
+                        weighted += tl.sum(e * tl.maximum(z, FLOOR), 1)
+                    here = (target >= start) & (target < start + BN // 2) & (target < real)
+                    # Few tiles hold a target of their rows; the others skip the comparison of every element.
+                    if tl.max(here.to(tl.int32), 0) > 0:
+                        target_z = tl.sum(tl.where(columns[None, :] == target[:, None], z, 0.0), 1)
+                        tl.store(TARGET_Z + rows, target_z, mask=inside & here)
+        at = block_column.to(tl.int64) * C + rows
+        if MAXIMUM:
+            tl.store(SUMS + at, largest, mask=inside)
+        elif STATS:
+            tl.store(SUMS + at, total, mask=inside)
+            if ENTROPY:
+                tl.store(WEIGHTED + at, weighted, mask=inside)
+
+
+@triton.jit
+def _block_sums_kernel(
+    SUMS, WEIGHTED, CENTER, TARGETS, TARGET_Z, STATS, FLAG, C, B, first, real, limit,
+    CONDITIONAL: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    if CONDITIONAL:  # noqa: SIM102 (a Python `and` would load the flag either way)
+        if tl.load(FLAG) == 0:
+            return
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < C
+    total = tl.zeros([STEP, BLOCK], tl.float32)
+    weighted = tl.zeros([STEP, BLOCK], tl.float32)
+    for start in range(0, B, STEP):
+        block = start + tl.arange(0, STEP)
+        at = block[:, None].to(tl.int64) * C + rows[None, :]
+        mask = (block < B)[:, None] & inside[None, :]
+        total += tl.load(SUMS + at, mask=mask, other=0.0)
+        if ENTROPY:
+            weighted += tl.load(WEIGHTED + at, mask=mask, other=0.0)
+    s = tl.sum(total, 0)
+    center = tl.load(CENTER + rows, mask=inside, other=0.0)
+    target = tl.load(TARGETS + rows, mask=inside, other=0).to(tl.int64)
+    owned = (target >= first) & (target < first + real)
+    target_z = tl.load(TARGET_Z + rows, mask=inside & owned, other=0.0)
+    # A target outside the vocabulary has no log-prob: NaN, which no loss hides.
+    logit = tl.where(owned, (center + target_z) * LN2, 0.0)
+    logit = tl.where((target < 0) | (target >= limit), float("nan"), logit)
+    tl.store(STATS + rows, center * LN2, mask=inside)
+    tl.store(STATS + C + rows, s, mask=inside)
+    tl.store(STATS + 2 * C + rows, logit, mask=inside)
+    if ENTROPY:
+        tl.store(STATS + 3 * C + rows, tl.sum(weighted, 0) * LN2, mask=inside)
+    if not CONDITIONAL:
+        overflow = inside & ((s > SUM_LIMIT) | (s != s))
+        if tl.max(overflow.to(tl.int32), 0) > 0:
+            tl.store(FLAG, 1)
+
+
+@triton.jit
+def _raise_centers_kernel(SUMS, CENTER, STATS, FLAG, C, B, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """SUMS holds block maxima of z - center: centers of overflowing rows move to the row's maximum."""
+    if tl.load(FLAG) == 0:
+        return
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < C
+    largest = tl.full([STEP, BLOCK], LOWEST, tl.float32)
+    for start in range(0, B, STEP):
+        block = start + tl.arange(0, STEP)
+        at = block[:, None].to(tl.int64) * C + rows[None, :]
+        mask = (block < B)[:, None] & inside[None, :]
+        largest = tl.maximum(largest, tl.load(SUMS + at, mask=mask, other=LOWEST))
+    s = tl.load(STATS + C + rows, mask=inside, other=0.0)
+    center = tl.load(CENTER + rows, mask=inside, other=0.0)
+    shift = tl.where((s > SUM_LIMIT) | (s != s), tl.max(largest, 0), 0.0)
+    tl.store(CENTER + rows, center + shift, mask=inside)
+
+
+@triton.jit
+def _row_factors_kernel(
+    HIDDEN, GRAD, TEMPERATURE_SCALE, CENTER, LSE, FACTOR, OUT, H, stride_h, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """FACTOR = -grad / temperature * exp(center - lse), and OUT = FACTOR * hidden."""
+    row = tl.program_id(0).to(tl.int64)
+    inverse_temperature = tl.load(TEMPERATURE_SCALE + row) * LN2
+    exponent = tl.load(CENTER + row) - tl.load(LSE + row) * LOG2E
+    factor = -tl.load(GRAD + row).to(tl.float32) * inverse_temperature * tl.exp2(exponent)
+    tl.store(FACTOR + row, factor)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        h = tl.load(HIDDEN + row * stride_h + at, mask=at < H, other=0.0).to(tl.float32)
+        tl.store(OUT + row * H + at, (h * factor).to(OUT.dtype.element_ty), mask=at < H)
+
+
+@triton.jit
+def _target_entries_kernel(
+    TILE, TARGETS, LOG_PROBS, CENTER, LSE, C, stride, first, real, BLOCK: tl.constexpr
+):
+    """e[target] := (p - 1) * exp(lse - center): the row factor then makes it the gradient at the target, which
+    is 1 - p to float32 precision, however close p is to 1."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < C
+    column = tl.load(TARGETS + rows, mask=inside, other=-1).to(tl.int64) - first
+    owned = inside & (column >= 0) & (column < real)
+    log_p = tl.load(LOG_PROBS + rows, mask=owned, other=0.0)
+    # exp(x) - 1 loses the digits near 0 that the series keeps.
+    series = log_p * (1 + log_p * (0.5 + log_p * (1 / 6 + log_p * (1 / 24))))
+    minus_rest = tl.where(log_p > -0.01, series, tl.exp2(log_p * LOG2E) - 1)
+    exponent = tl.load(LSE + rows, mask=owned, other=0.0) * LOG2E - tl.load(
+        CENTER + rows, mask=owned, other=0.0
+    )
+    value = minus_rest * tl.exp2(exponent)
+    tl.store(TILE + rows.to(tl.int64) * stride + column, value.to(TILE.dtype.element_ty), mask=owned)
+
+
+@triton.jit
+def _entropy_gradient_kernel(
+    TILE, TARGETS, GRAD, GRAD_ENTROPY, TEMPERATURE_SCALE, CENTER, LSE, LOG_PROBS, ENTROPY_OF, V, stride, first, real,
+    HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """In place, from e: the gradient (grad * (onehot - p) - grad_entropy * p * (log p + entropy)) / temperature."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < V
+    at = TILE + row * stride + columns
+    e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(CENTER + row) - tl.load(LSE + row) * LOG2E
+    inverse_temperature = tl.load(TEMPERATURE_SCALE + row) * LN2
+    grad = tl.load(GRAD + row).to(tl.float32) if HAS_GRAD else 0.0
+    grad_entropy = tl.load(GRAD_ENTROPY + row).to(tl.float32)
+    entropy = tl.load(ENTROPY_OF + row)
+    column = tl.load(TARGETS + row).to(tl.int64) - first
+    is_target = (columns == column) & (column < real)
+    log_p = tl.maximum(tl.log2(e) + shift, FLOOR)
+    log_p = tl.where(is_target, tl.load(LOG_PROBS + row) * LOG2E, log_p)
+    p = tl.exp2(log_p)
+    value = -p * (grad + grad_entropy * (log_p * LN2 + entropy)) + tl.where(is_target, grad, 0.0)
+    tl.store(at, (value * inverse_temperature).to(TILE.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _scale_rows_kernel(VALUES, FACTOR, OUT, H, stride_out, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(FACTOR + row) if HAS_FACTOR else 1.0
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(VALUES + row * H + at, mask=at < H, other=0.0) * factor
+        tl.store(OUT + row * stride_out + at, value.to(OUT.dtype.element_ty), mask=at < H)
+
+
+@triton.jit
+def _scale_kernel(VALUES, FACTOR, count, BLOCK: tl.constexpr):
+    """VALUES *= FACTOR, a scalar on the device; nothing is touched if it is 1."""
+    factor = tl.load(FACTOR)
+    if factor == 1.0:
+        return
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(VALUES + at, mask=at < count, other=0.0).to(tl.float32) * factor
+    tl.store(VALUES + at, value.to(VALUES.dtype.element_ty), mask=at < count)
+
+
+def programs(device: torch.device) -> int:
+    """Programs of a persistent launch: one a multiprocessor."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def hidden_block(width: int) -> int:
+    """Elements of a row that a program takes at a time."""
+    return min(triton.next_power_of_2(max(width, 16)), 4096)
+
+
+def launch_exp_product(
+    hidden: Tensor, weight: Tensor, out: Tensor | None, rows: dict[str, Tensor], sums: Tensor | None,
+    weighted: Tensor | None, first: int, real: int, *, rounding: bool, conditional: bool = False,
+    maximum: bool = False,
+) -> None:  # fmt: skip
+    """e = exp2(z - center) of `hidden @ weight.T` into `out` [C, V] and its row sums by block into `sums` [B, C].
+
+    `rows` holds scale, center, targets, target_z and flag. `maximum`: `sums` gets the block maxima of z - center
+    instead. `conditional`: nothing happens unless the flag is up.
+    """
+    (tokens, width), columns = hidden.shape, len(weight)
+    left = TensorDescriptor.from_tensor(hidden, [BLOCK_ROWS, BLOCK_HIDDEN])
+    right = TensorDescriptor.from_tensor(weight, [BLOCK_COLUMNS, BLOCK_HIDDEN])
+    staged = left if out is None else TensorDescriptor.from_tensor(out, [BLOCK_ROWS, BLOCK_COLUMNS // 2])
+    count = programs(hidden.device)
+    _exp_product_kernel[(count,)](
+        left, right, staged, rows["scale"], rows["center"], rows["targets"], rows["target_z"],
+        sums, weighted, rows["flag"], tokens, columns, width, first, real, count,
+        CONDITIONAL=conditional, STORE=out is not None and not maximum, STATS=sums is not None,
+        ENTROPY=weighted is not None, MAXIMUM=maximum, ROUND=rounding, WIDEN=interpreted(),
+        BM=BLOCK_ROWS, BN=BLOCK_COLUMNS, BK=BLOCK_HIDDEN, GROUP=8, num_stages=3, num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Tiles of logits: the head for every dtype, a bias, kept tokens, and GPUs without tensor maps.
+
+cuBLAS writes the logits of a tile, one kernel reads them for the statistics, one turns them into their gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_kernel.collectives import gather_stack
+from rl_kernel.gemm import product_
+from rl_kernel.ops.linear_logp.head import Head, Problem, Rows
+from rl_kernel.ops.linear_logp.plan import Budget
+from rl_kernel.ops.logp.kernels import keep_, logits_grad, merge, row_stats
+
+ALIGNMENT = 16
+"""Elements: rows at multiples of 16 bytes in every dtype let cuBLAS take its fast kernels."""
+
+
+class PlainHead(Head):
+    """Tiles hold logits before the temperature; `gradient_tile` works in place where the dtypes allow it."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        weight = problem.weight
+        # cuBLAS rounds to the weight's dtype on the way out; everything else is rounded by the row kernels.
+        rounds = problem.rounding == weight.dtype and problem.bias is None
+        self.logits_dtype = weight.dtype if rounds else torch.float32
+        in_place = self.logits_dtype == weight.dtype
+        self.element_bytes = self.logits_dtype.itemsize + (0 if in_place else weight.dtype.itemsize)
+        per_token = isinstance(problem.temperature, Tensor)
+        self.inverse = problem.temperature.reciprocal() if per_token else 1 / problem.temperature
+
+    def forward(self, budget: Budget, with_entropy: bool) -> Rows:
+        problem = self.problem
+        columns = len(problem.weight)
+        kept = self.tile_memory(budget.kept) if budget.kept else None
+        through = self.tile_memory(min(budget.tile, columns - budget.kept))
+        starts = [0] * (kept is not None) + list(range(budget.kept, columns, max(through.shape[1], 1)))
+        parts = problem.hidden.new_empty(
+            len(starts), 3 + with_entropy, len(problem.hidden), dtype=torch.float32
+        )
+        for part, first in zip(parts, starts, strict=True):
+            memory = kept if kept is not None and first == 0 else through
+            tile = slice(first, min(first + memory.shape[1], columns))
+            logits = self._logits(tile, memory[:, : tile.stop - tile.start])
+            shard = problem.shard.tile(tile)
+            row_stats(logits, problem.targets, self.inverse, shard, with_entropy, problem.rounding, out=part)
+        merged = merge(gather_stack(parts, problem.shard.group).flatten(0, 1))
+        return Rows(*merged, kept)
+
+    def row_side(
+        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.problem.hidden, None
+
+    def gradient_tile(
+        self,
+        rows: Rows,
+        columns: slice,
+        tile: Tensor,
+        kept: bool,
+        grad: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> Tensor:
+        problem = self.problem
+        logits = tile if kept else self._logits(columns, tile)
+        dtype = problem.weight.dtype
+        out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+        shard = problem.shard.tile(columns)
+        return logits_grad(
+            logits, problem.targets, rows.lse, rows.entropy, shard, grad, grad_entropy, self.inverse, out,
+            problem.rounding,
+        )  # fmt: skip
+
+    def finish_hidden(self, total: Tensor, factor: Tensor | None, out: Tensor) -> Tensor:
+        return out if out is total else out.copy_(total)
+
+    def tile_memory(self, columns: int) -> Tensor:
+        pitch = -(-columns // ALIGNMENT) * ALIGNMENT
+        shape = len(self.problem.hidden), pitch
+        return self.problem.hidden.new_empty(shape, dtype=self.logits_dtype)[:, :columns]
+
+    def _logits(self, columns: slice, out: Tensor) -> Tensor:
+        problem = self.problem
+        product_(out, problem.hidden, problem.weight[columns].t())
+        if problem.bias is not None:
+            out += problem.bias[columns]
+        return keep_(out, problem.keep, problem.shard.tile(columns))

@@ -1,0 +1,151 @@
+"""`linear_token_loss` on a device: block after block of tokens, each from hidden states to gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rl_kernel.ops.linear_logp import kernels
+from rl_kernel.ops.linear_logp.autograd import make_head, prepared
+from rl_kernel.ops.linear_logp.head import Problem, Sinks
+from rl_kernel.ops.linear_logp.plan import Budget, block_bytes, plan, row_blocks
+
+
+def linear_token_loss_on_device(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: tuple[Any, ...],
+    token_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    workspace_bytes: int,
+    with_entropy: bool,
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
+    """The four parts of a TokenLossResult."""
+    metrics: dict[str, Tensor] = {}
+    loss, log_probs, entropy = _OnePass.apply(
+        hidden, weight, bias, settings, token_loss, workspace_bytes, with_entropy, weight_grad, metrics
+    )
+    return loss, log_probs, entropy, metrics
+
+
+class _OnePass(torch.autograd.Function):
+    """Gradients are made in the forward; the backward only scales them by the upstream scalar."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        settings: tuple[Any, ...],
+        token_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+        workspace_bytes: int,
+        with_entropy: bool,
+        weight_grad: Tensor | None,
+        metrics: dict[str, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        problem = prepared(Problem(hidden, weight, bias, *settings))
+        needed = ctx.needs_input_grad[:3]
+        size, total = _block_rows(problem, workspace_bytes, needed[1] and weight_grad is None)
+        d_hidden = torch.empty_like(problem.hidden) if needed[0] else None
+        d_weight = (
+            total
+            if total is not None
+            else torch.empty_like(problem.weight)
+            if needed[1] and weight_grad is None
+            else None
+        )
+        d_bias = torch.zeros(bias.shape, device=bias.device) if bias is not None and needed[2] else None
+        into = weight_grad if needed[1] and weight_grad is not None else d_weight
+        losses, outputs, found = [], [], []
+        for first in range(0, max(len(hidden), 1), size):
+            rows = slice(first, min(first + size, len(hidden)))
+            part = Sinks(
+                None if d_hidden is None else d_hidden[rows],
+                into,
+                d_bias,
+                add=weight_grad is not None or first > 0,
+            )
+            loss, values, extra = _block(
+                problem.rows(rows), rows, token_loss, workspace_bytes, with_entropy, part
+            )
+            losses.append(loss)
+            outputs.append(values)
+            found.append(extra)
+        for name in found[0]:
+            metrics[name] = torch.cat([extra[name] for extra in found])
+        if total is not None:
+            d_weight = total.to(weight.dtype)
+        ctx.save_for_backward(d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype))
+        log_probs, entropy = (
+            torch.cat(column) if column[0] is not None else None for column in zip(*outputs, strict=True)
+        )
+        ctx.mark_non_differentiable(*(x for x in (log_probs, entropy) if x is not None))
+        ctx.set_materialize_grads(False)
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0], log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if upstream is None:
+            return (None,) * 9
+        return *(None if g is None else _scaled(g, upstream) for g in ctx.saved_tensors), *(None,) * 6
+
+
+def _block_rows(problem: Problem, workspace_bytes: int, sums_weight: bool) -> tuple[int, Tensor | None]:
+    """Tokens of a block, and the float32 sum of the weight gradient that several blocks need without `weight_grad`."""
+    tokens, width = problem.hidden.shape
+    columns, element = len(problem.weight), make_head(problem).element_bytes
+    size = row_blocks(tokens, width, columns, element, workspace_bytes)
+    if size >= tokens or not sums_weight:
+        return size, None
+    rest = workspace_bytes - problem.weight.numel() * 4
+    if rest < block_bytes(width, columns, element):
+        return tokens, None
+    size = row_blocks(tokens, width, columns, element, rest)
+    return size, torch.empty_like(problem.weight, dtype=torch.float32)
+
+
+def _block(
+    problem: Problem,
+    rows: slice,
+    token_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    workspace_bytes: int,
+    with_entropy: bool,
+    sinks: Sinks,
+) -> tuple[Tensor, tuple[Tensor, Tensor | None], dict[str, Tensor]]:
+    """Loss, (log_probs, entropy) and metrics of one block; its gradients go to the sinks."""
+    head = make_head(problem)
+    budget = plan(*problem.hidden.shape, len(problem.weight), head.element_bytes, workspace_bytes)
+    wanted = any(sink is not None for sink in (sinks.hidden, sinks.weight, sinks.bias))
+    state = head.forward(budget if wanted else Budget(0, budget.kept + budget.tile), with_entropy)
+    values = state.log_probs, state.entropy
+    leaves = [None if value is None else value.detach().requires_grad_(wanted) for value in values]
+    with torch.set_grad_enabled(wanted):
+        loss, metrics = token_loss(*leaves, rows)
+    if wanted:
+        inputs = [leaf for leaf in leaves if leaf is not None]
+        grads = [None] * len(inputs)
+        if loss.requires_grad:
+            grads = list(torch.autograd.grad(loss, inputs, allow_unused=True))
+        grad, grad_entropy = (*grads, None)[:2]
+        if grad is None and grad_entropy is None:
+            grad = torch.zeros_like(state.log_probs)
+        grad, grad_entropy = (None if g is None else g.contiguous() for g in (grad, grad_entropy))
+        head.backward(state, budget, sinks, grad, grad_entropy)
+    return loss.detach(), values, {name: value.detach() for name, value in metrics.items()}
+
+
+def _scaled(grad: Tensor, upstream: Tensor) -> Tensor:
+    """`grad * upstream`, in place; the usual 1 costs one launch that reads one number."""
+    count = grad.numel()
+    if count:
+        block = 4096
+        kernels._scale_kernel[(triton.cdiv(count, block),)](grad, upstream, count, BLOCK=block)
+    return grad
