@@ -7,6 +7,7 @@ import torch
 
 from rl_kernel import linear_logp, logp
 from rl_kernel.contract import CONTRACTS, max_error
+from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.linear_logp.cases import CASES, Case
 
 CONTRACT = CONTRACTS["logp"]
@@ -53,14 +54,20 @@ def test_every_case_keeps_the_contract(case, dtype):
 
 @pytest.mark.parametrize("return_entropy", [False, True])
 @pytest.mark.parametrize("vocab_size", [None, 4])
-def test_gradcheck(return_entropy, vocab_size):
+@pytest.mark.parametrize("keep_mask", [None, KeptTokens.from_lists([[0, 3], [], [2], [3, 1, 0], [], []])])
+def test_gradcheck(return_entropy, vocab_size, keep_mask):
     logits = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 1, 2, 3, 3, 0])
     temperature = torch.linspace(0.6, 1.4, 6, dtype=torch.float64)
 
     def op(logits):
         return logp(
-            logits, targets, temperature=temperature, vocab_size=vocab_size, return_entropy=return_entropy
+            logits,
+            targets,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            keep_mask=keep_mask,
+            return_entropy=return_entropy,
         )
 
     assert torch.autograd.gradcheck(op, [logits.requires_grad_()])
@@ -99,6 +106,20 @@ def test_columns_of_probability_zero_stay_out_of_the_entropy():
     assert logits.grad[0].tolist() == pytest.approx([0.5, 0.0, -0.5], abs=1e-6)
 
 
+def test_kept_tokens_by_hand():
+    # Of p ~ (1, 3, 4, 8) the second token's rollout kept (3, 8): p = 3/11.
+    row = [0.0, math.log(3), math.log(4), math.log(8)]
+    logits = torch.tensor([row, row], requires_grad=True)
+    kept = KeptTokens.from_lists([[], [3, 1]])
+    log_probs, entropy = logp(logits, torch.tensor([1, 1]), keep_mask=kept, return_entropy=True)
+    assert log_probs.tolist() == pytest.approx([math.log(3 / 16), math.log(3 / 11)], rel=1e-6)
+    want = -sum(p * math.log(p) for p in (3 / 11, 8 / 11))
+    assert entropy[1].item() == pytest.approx(want, rel=1e-6)
+    log_probs.sum().backward()
+    assert logits.grad[0].tolist() == pytest.approx([-1 / 16, 13 / 16, -4 / 16, -8 / 16], rel=1e-5)
+    assert logits.grad[1].tolist() == pytest.approx([0.0, 8 / 11, 0.0, -8 / 11], rel=1e-5)
+
+
 def test_no_tokens_and_one_token():
     empty = torch.zeros(0, 4, requires_grad=True)
     log_probs, entropy = logp(empty, torch.zeros(0, dtype=torch.int64), return_entropy=True)
@@ -122,6 +143,18 @@ def test_no_tokens_and_one_token():
         ),
         (torch.zeros(1, 3), torch.tensor([0]), {"vocab_size": 9}, "vocab_size must be <= 3"),
         (torch.zeros(1, 3), torch.tensor([0]), {"vocab_start": 1}, "vocab_start must be >= 0, and 0 without"),
+        (
+            torch.zeros(1, 3).expand(2, 3),
+            torch.tensor([0, 0]),
+            {"inplace_backward": True},
+            "logits must own each element with inplace_backward, got an expanded tensor; copy it",
+        ),
+        (
+            torch.zeros(1, 3),
+            torch.tensor([0]),
+            {"keep_mask": KeptTokens.from_lists([[1, 2]])},
+            "keep_mask.ids must hold each truncated token's target, got target 0 of token 0",
+        ),
     ],
 )
 def test_bad_input_is_named(logits, targets, kwargs, message):
