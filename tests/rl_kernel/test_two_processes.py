@@ -1,12 +1,17 @@
 """Operators over two gloo processes, vocabulary- and data-parallel, against the same call in one process."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rl_kernel import linear_logp, logp, masked_mean, masked_sum, masked_whiten
+from rl_kernel import linear_logp, logp, masked_mean, masked_sum, masked_whiten, vocab
+from rl_kernel.dispatch import interpreted
+from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.ops.logp.cases import formula
 
 SPLITS = {
     # first columns of the ranks' shards, end, real vocabulary
@@ -16,6 +21,7 @@ SPLITS = {
     "second shard one real column": ([0, 8], 16, 9),
 }
 TOKENS = 11
+LOGP_IMPLS = ["reference", "triton"] if interpreted() else ["reference"]
 
 
 def problem(split, dtype, tokens=TOKENS):
@@ -56,6 +62,71 @@ def both_ops(split, dtype, first, last, group, tokens=TOKENS):
     }
 
 
+def kept_of(targets, split):
+    """Of the tokens' ids one side of the split or both, or none at all; the target is always among them."""
+    (_, middle), end, vocab_size = SPLITS[split]
+    last = (vocab_size or end) - 1
+    others = [[], [0], [last], [0, min(middle, last), last]]
+    rows = [[target, *others[i % 4]] if i % 5 else [] for i, target in enumerate(targets.tolist())]
+    return KeptTokens.from_lists(rows)
+
+
+def logp_calls(split, first, last, group, tokens=TOKENS):
+    """Outputs and gradients of logp, by implementation and kept set, on the columns [first, last)."""
+    hidden, weight, _, targets, temperature = problem(split, torch.float32, tokens)
+    kwargs = {"temperature": temperature, "tp_group": group, "vocab_size": SPLITS[split][2]}
+    results = {}
+    for impl in LOGP_IMPLS:
+        for kept in (None, kept_of(targets, split)):
+            logits = 4 * (hidden @ weight.t())[:, first:last].clone().requires_grad_()
+            logits.retain_grad()
+            outputs = logp(
+                logits,
+                targets,
+                vocab_start=first,
+                keep_mask=kept,
+                return_entropy=True,
+                inplace_backward=impl == "triton",
+                impl=impl,
+                **kwargs,
+            )
+            backward(outputs)
+            results[impl, kept is not None] = [*(out.detach() for out in outputs), logits.grad]
+    return results
+
+
+def unread_calls(rank):
+    """What a call on a device does in auto mode: collectives of four calls, and what unchecked values give."""
+    counts, gather = [], vocab.gather_stack
+    before = vocab.reads_values, vocab.gather_stack
+
+    def counting(value, group):
+        counts.append(value.dtype)
+        return gather(value, group)
+
+    vocab.reads_values, vocab.gather_stack = lambda tensor: False, counting
+    try:
+        targets = torch.tensor([0, 8, -1])
+        # A layout that no other test uses, so that its first call is here.
+        out = [
+            logp(torch.zeros(3, 3 + rank), targets, vocab_start=3 * rank, tp_group=dist.group.WORLD)
+            for _ in range(3)
+        ]
+        with pytest.raises(ValueError, match="vocab_size must be <= 7, the columns of all shards, got 8"):
+            logp(
+                torch.zeros(3, 3 + rank),
+                targets,
+                vocab_start=3 * rank,
+                vocab_size=8,
+                tp_group=dist.group.WORLD,
+            )
+        with pytest.raises(ValueError, match="vocab_start must make the shards partition"):
+            logp(torch.zeros(3, 2), targets, vocab_start=3 * rank, tp_group=dist.group.WORLD)
+    finally:
+        vocab.reads_values, vocab.gather_stack = before
+    return counts, out
+
+
 def on_rank(rank, folder):
     """What one process contributes; saved for the parent to compare."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
@@ -64,9 +135,12 @@ def on_rank(rank, folder):
         first, last = starts[rank], [*starts, end][rank + 1]
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             results[split, dtype] = both_ops(split, dtype, first, last, dist.group.WORLD)
+        results[split] = logp_calls(split, first, last, dist.group.WORLD)
     results["no tokens"] = both_ops(
         "uneven", torch.float32, 7 * rank, 7 + 6 * rank, dist.group.WORLD, tokens=0
     )
+    results["no tokens logp"] = logp_calls("uneven", 7 * rank, 7 + 6 * rank, dist.group.WORLD, tokens=0)
+    results["unread"] = unread_calls(rank)
     results["errors"] = [error_of(*call) for call in bad_shards(rank)]
     values, mask = part(rank)
     reductions = (masked_sum, masked_mean, masked_whiten)
@@ -131,11 +205,39 @@ def test_vocabulary_parallel_equals_one_process(ranks, split, dtype):
         )
 
 
+@pytest.mark.parametrize("truncated", [False, True], ids=["whole", "kept"])
+@pytest.mark.parametrize("impl", LOGP_IMPLS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_logp_over_two_processes_is_the_formula(ranks, split, impl, truncated):
+    hidden, weight, _, targets, temperature = problem(split, torch.float32)
+    logits = 4 * (hidden @ weight.t()).double().requires_grad_()
+    logits.retain_grad()
+    kept = kept_of(targets, split) if truncated else None
+    want = formula(logits, targets, temperature, SPLITS[split][2], kept)
+    backward(want)
+    parts = [rank[split][impl, truncated] for rank in ranks]
+    assert all(torch.equal(a, b) for a, b in zip(parts[0][:2], parts[1][:2], strict=True))
+    got = [*parts[0][:2], torch.cat([p[2] for p in parts], 1)]
+    for actual, truth in zip(got, [*want, logits.grad], strict=True):
+        torch.testing.assert_close(actual.double(), truth.detach(), rtol=1e-5, atol=2e-6)
+
+
+def test_shards_are_compared_once_where_values_are_not_read(ranks):
+    for counts, outputs in (rank["unread"] for rank in ranks):
+        # First call: places and statistics; two more: statistics. The wrong size: nothing; the wrong shards: places.
+        assert counts == [torch.int64] + [torch.float32] * 3 + [torch.int64]
+        for out in outputs:
+            assert out.isnan().tolist() == [False, True, True]
+            assert out[0].item() == pytest.approx(-math.log(7), rel=1e-6)
+
+
 def test_no_tokens_over_two_processes(ranks):
     for rank, rows in zip(ranks, (7, 6), strict=True):
         out = rank["no tokens"]
         assert out["log_probs"].shape == (0,) and out["d_hidden"].shape == (0, 5)
         assert torch.equal(out["d_weight"], torch.zeros(rows, 5))
+        for log_probs, entropy, grad in rank["no tokens logp"].values():
+            assert log_probs.shape == entropy.shape == (0,) and grad.shape == (0, rows)
 
 
 def test_wrong_shards_are_an_error_on_every_rank(ranks):
