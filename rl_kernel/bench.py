@@ -1,0 +1,152 @@
+"""`python -m rl_kernel.bench [OP ...]`: time, memory and error of the operators, against a floor of the same run.
+
+On a GPU it measures; on a CPU the same code runs on tiny shapes, to show that it works. Owns the command line; the
+measuring lives in `rl_kernel.benchmarks`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_kernel.benchmarks import report
+from rl_kernel.benchmarks.contender import Contender
+from rl_kernel.benchmarks.elementwise import run_elementwise
+from rl_kernel.benchmarks.linear import Plan, build_steps, run_case
+from rl_kernel.benchmarks.machine import describe, gpu_facts
+from rl_kernel.benchmarks.own import own_contenders
+from rl_kernel.benchmarks.problem import LinearCase, select_cases
+from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders
+from rl_kernel.benchmarks.streams import STREAMS
+from rl_kernel.benchmarks.trace import trace
+from rl_kernel.checks import invalid
+
+LINEAR = ("linear_logp", "linear_token_loss")
+OPERATORS = (*LINEAR, *STREAMS)
+SCHEMA = 1
+FULL, QUICK, HOST = Plan(11, 1.0), Plan(7, 0.7), Plan(3, 0.0, judged=False)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="python -m rl_kernel.bench", description=__doc__)
+    found.add_argument("operators", nargs="*", metavar="OP", help=f"of {', '.join(OPERATORS)} (default: all)")
+    found.add_argument("--cases", metavar="NAME,..", help="shapes of the linear operators (default: all)")
+    found.add_argument("--out", type=Path, metavar="FILE.json", help="write the results here, case by case")
+    found.add_argument("--workspace", metavar="MiB,..", help="workspaces to try, in MiB or 'unlimited'")
+    found.add_argument("--quick", action="store_true", help="fewer rounds; no rivals unless named")
+    found.add_argument(
+        "--rivals", metavar="NAME,..", help=f"all, none, or of {', '.join(RIVALS)} (on a CPU: none)"
+    )
+    found.add_argument("--rows", metavar="TEXT,..", help="only rows whose name contains one of these")
+    found.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    found.add_argument(
+        "--trace", action="store_true", help="print the top kernels of one call a row, time nothing"
+    )
+    found.add_argument("--commit", help="name the commit where the files came without their history")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    command = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(command)
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    only = arguments.rows.split(",") if arguments.rows else []
+    try:
+        operators = check_operators(arguments.operators)
+        cases = select_cases(arguments.cases, device)
+        contenders = select_contenders(operators, arguments, device, only)
+    except ValueError as error:
+        parser().error(str(error))
+    plan = (QUICK if arguments.quick else FULL) if device.type == "cuda" else HOST
+    if arguments.trace:
+        print_traces(cases, contenders, device)
+        return 0
+    results: dict[str, Any] = {"schema": SCHEMA, "machine": describe(device, command, arguments.commit)}
+    results |= {"rounds": plan.rounds, "linear": [], "elementwise": None}
+    print(report.machine_text(results["machine"]), flush=True)
+    for case in cases if contenders else []:
+        results["linear"].append(run_case(case, contenders, device, plan))
+        print("\n" + report.linear_text(results["linear"][-1]), flush=True)
+        write(arguments.out, results)
+        release(device)
+    streams = [name for name in operators if name in STREAMS]
+    if streams:
+        results["elementwise"] = run_elementwise(streams, device, plan, only)
+        print("\n" + report.stream_text(results["elementwise"]), flush=True)
+    if device.type == "cuda":
+        results["machine"]["gpu_facts_after"] = gpu_facts()
+    write(arguments.out, results)
+    print("\n" + report.summary_text(results))
+    return 0
+
+
+def check_operators(names: Sequence[str]) -> list[str]:
+    """The operators to run, in the standard order."""
+    for name in names:
+        if name not in OPERATORS:
+            raise invalid("OP", f"be one of {', '.join(OPERATORS)}", repr(name), "check the spelling")
+    return [name for name in OPERATORS if not names or name in names]
+
+
+def parse_workspaces(text: str | None) -> list[float] | None:
+    """MiB; infinity for `unlimited`."""
+    if text is None:
+        return None
+    found = []
+    for part in text.split(","):
+        try:
+            value = float("inf") if part == "unlimited" else float(part)
+        except ValueError:
+            value = 0.0
+        if not value > 0:
+            raise invalid(
+                "--workspace", "list numbers of MiB > 0, or unlimited", repr(part), "try 512,unlimited"
+            )
+        found.append(value)
+    return found
+
+
+def select_contenders(
+    operators: Sequence[str], arguments: argparse.Namespace, device: torch.device, only: Sequence[str]
+) -> list[Contender]:
+    """Rows of the linear operators and of their rivals, if any linear operator is asked for."""
+    linear = [name for name in operators if name in LINEAR]
+    if not linear:
+        return []
+    few = arguments.quick or arguments.trace or device.type == "cpu"
+    rivals = rival_contenders(arguments.rivals or ("none" if few else "all"))
+    rows = own_contenders(linear, parse_workspaces(arguments.workspace)) + rivals
+    return [row for row in rows if not only or any(part in row.name for part in only)]
+
+
+def print_traces(cases: Sequence[LinearCase], contenders: Sequence[Contender], device: torch.device) -> None:
+    for case in cases:
+        for name, call in build_steps(case, contenders, device).items():
+            print("\n" + report.trace_text(f"{case.name}: {name}", *trace(call, device)), flush=True)
+
+        release(device)
+
+
+def release(device: torch.device) -> None:
+    """Give the memory of a case back: a problem and its truth name each other, so only the collector frees them."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def write(path: Path | None, results: dict[str, Any]) -> None:
+    """Standard JSON: what is not finite has been made null before."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Where and with what a benchmark ran: the record beside every result."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+GPU_FACTS = ("driver_version", "clocks.max.sm", "power.limit", "clocks.sm", "power.draw", "temperature.gpu")
+PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy")
+
+
+def describe(device: torch.device, command: Sequence[str], commit: str | None = None) -> dict[str, Any]:
+    """Plain data: GPU, driver, versions, commit (and whether files differ from it), command line, date.
+
+    `commit` is for machines that hold a copy of the files without their history.
+    """
+    head, dirty = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m rl_kernel.bench", *_without_folders(command)]),
+        "commit": commit or head,
+        "dirty": None if commit or dirty is None else bool(dirty),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "gpu_facts": gpu_facts() if device.type == "cuda" else {},
+        "cpu": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def gpu_facts() -> dict[str, str]:
+    """Driver, clocks, power and temperature as nvidia-smi prints them; empty where it cannot be asked."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
+    answer = _output(query)
+    if not answer:
+        return {}
+    values = [value.strip() for value in answer.splitlines()[0].split(",")]
+    return dict(zip(GPU_FACTS, values, strict=True)) if len(values) == len(GPU_FACTS) else {}
+
+
+def _without_folders(command: Sequence[str]) -> list[str]:
+    """Arguments with file names instead of paths: a result says nothing of the folders of one machine."""
+    return [argument.rpartition("/")[2] for argument in command]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    return _output(["git", "-C", str(REPOSITORY), *arguments])
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

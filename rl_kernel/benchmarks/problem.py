@@ -1,0 +1,251 @@
+"""The problem of the linear operators: shapes, inputs, and the truth in float64 to hold results against.
+
+Legend: N tokens, H hidden, V vocabulary columns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_kernel.checks import invalid
+
+CHECKED_ROWS = 256
+CHECKED_COLUMNS = 256
+TRUTH_TOKENS, TRUTH_COLUMNS = 4096, 8192
+"""Tile of the float64 computation: 256 MiB."""
+CLIP: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.28}
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    name: str
+    tokens: int
+    hidden: int
+    vocab: int
+
+    @property
+    def product_flops(self) -> int:
+        return 2 * self.tokens * self.hidden * self.vocab
+
+    @property
+    def logits_mib(self) -> float:
+        """The whole [N, V] in bfloat16."""
+        return self.tokens * self.vocab * 2 / 2**20
+
+
+GPU_CASES = (
+    LinearCase("T1", 796, 2048, 75968),
+    LinearCase("T2", 1820, 2048, 75968),
+    LinearCase("T3", 6827, 2048, 75968),
+    LinearCase("Q4B-4k", 4096, 2560, 151936),
+    LinearCase("Q4B-16k", 16384, 2560, 151936),
+    LinearCase("Q8B-8k", 8192, 4096, 151936),
+)
+CPU_CASES = (LinearCase("tiny", 37, 16, 101), LinearCase("wide", 5, 8, 1000))
+
+
+def select_cases(names: str | None, device: torch.device) -> list[LinearCase]:
+    """The cases of a comma-separated list; without one, those for the device."""
+    if names is None:
+        return list(GPU_CASES if device.type == "cuda" else CPU_CASES)
+    known = {case.name: case for case in (*GPU_CASES, *CPU_CASES)}
+    wanted = names.split(",")
+    for name in wanted:
+        if name not in known:
+            raise invalid("--cases", f"name {', '.join(known)}", repr(name), "separate names with commas")
+    return [known[name] for name in wanted]
+
+
+@dataclass
+class Outputs:
+    """What one call of a contender gives back, to be checked; gradients default to those of the problem's leaves."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    d_hidden: Tensor | None = None
+
+
+class Problem:
+    """Inputs of one case: hidden ~ N(0, 1), weight ~ N(0, 0.02), random targets and upstream gradients.
+
+    `gain` [N] is the upstream gradient of the log-probs, `entropy_gain` [N] that of the entropy. `leaves` are the
+    tensors whose `.grad` a call may leave behind.
+    """
+
+    def __init__(self, case: LinearCase, device: torch.device, seed: int = 0) -> None:
+        self.case, self.device = case, device
+        random = torch.Generator(device).manual_seed(seed)
+        tokens, hidden, vocab = case.tokens, case.hidden, case.vocab
+
+        def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.randn(*shape, device=device, dtype=dtype, generator=random)
+
+        self.hidden = normal(tokens, hidden, dtype=torch.bfloat16).requires_grad_()
+        self.weight = normal(vocab, hidden, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+        self.targets = torch.randint(vocab, (tokens,), device=device, generator=random)
+        self.gain, self.entropy_gain = normal(tokens), normal(tokens)
+        self.advantages = normal(tokens)
+        self.mask = torch.rand(tokens, device=device, generator=random) > 0.1
+        self.log_ratio = (torch.randint(4, (tokens,), device=device, generator=random) - 1.5) / 3
+        self.leaves = [self.hidden, self.weight]
+        self.truth = Truth(self)
+        # Ratios of exp(+-0.17) and exp(+-0.5) lie far from the clip bounds on both sides, so that the rounding of a
+        # log-prob never decides on which side a token falls.
+        self.old_log_probs = (self.truth.log_probs - self.log_ratio).float()
+        self.denominator = float(self.mask.sum().clamp(min=1))
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[N, V] for the yardstick to write to."""
+        return torch.empty(self.case.tokens, self.case.vocab, device=self.device, dtype=torch.bfloat16)
+
+    @cached_property
+    def main_grad(self) -> Tensor:
+        """[V, H] float32 that a training framework keeps for the weight gradient."""
+        return torch.zeros(self.weight.shape, device=self.device)
+
+    def product(self) -> None:
+        """The yardstick: one plain matrix product, the first of the three that any training step needs."""
+        torch.mm(self.hidden.detach(), self.weight.detach().t(), out=self.logits)
+
+    def clear(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def grpo_loss(self, log_probs: Tensor, rows: slice, **terms: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """`rl_kernel.grpo_loss` of these tokens: clip-higher, mean over the counted tokens of the batch."""
+        from rl_kernel import grpo_loss
+
+        old, gain, mask = self.old_log_probs[rows], self.advantages[rows], self.mask[rows]
+        return grpo_loss(log_probs, old, gain, mask, self.denominator, **CLIP, **terms)
+
+    def upstream(self, kind: str) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the log-probs and of the entropy that a call of this kind sends back, in float64."""
+        gain = self.gain.double()
+        if kind == "plain":
+            return gain, None
+        if kind == "entropy":
+            return gain, self.entropy_gain.double()
+        if kind == "sum":
+            return torch.ones_like(gain), None
+        assert kind == "grpo"
+        log_probs = self.truth.log_probs.clone().requires_grad_()
+        self.grpo_loss(log_probs, slice(None))[0].backward()
+        assert log_probs.grad is not None
+        return log_probs.grad, None
+
+
+class Truth:
+    """Log-probs and entropy of all tokens, gradients of some rows of hidden and weight, all in float64, by tiles."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        case, device = problem.case, problem.device
+        count = min(CHECKED_ROWS, case.tokens)
+        self.rows = torch.linspace(0, case.tokens - 1, count, device=device).long()
+        is_target = torch.zeros(case.vocab, dtype=torch.bool, device=device)
+        is_target[problem.targets] = True
+        half = CHECKED_COLUMNS // 2
+        drawn, other = is_target.nonzero()[:half, 0], (~is_target).nonzero()[:half, 0]
+        self.columns, self.other = torch.cat([drawn, other]), slice(len(drawn), None)
+        self.lse, self.log_probs, self.entropy = self._forward()
+        self._gradients: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def _forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight = self.problem.hidden.detach(), self.problem.weight.detach()
+        tokens = len(hidden)
+        lse, entropy = hidden.new_empty(2, tokens, dtype=torch.float64)
+        for rows in _tiles(tokens, TRUTH_TOKENS):
+            wide = hidden[rows].double()
+            top = wide.new_full((len(wide),), -math.inf)
+            total, weighted = torch.zeros_like(top), torch.zeros_like(top)
+            for columns in _tiles(len(weight), TRUTH_COLUMNS):
+                logits = wide @ weight[columns].double().t()
+                new_top = torch.maximum(top, logits.amax(1))
+                shrink = (top - new_top).exp()
+                exps = (logits - new_top[:, None]).exp()
+                total = total * shrink + exps.sum(1)
+                weighted = weighted * shrink + exps.mul_(logits).sum(1)
+                top = new_top
+            lse[rows] = top + total.log()
+            entropy[rows] = lse[rows] - weighted / total
+        picked = [
+            hidden[rows].double() * weight[self.problem.targets[rows]].double()
+            for rows in _tiles(tokens, TRUTH_TOKENS)
+        ]
+        return lse, torch.cat([part.sum(1) for part in picked]) - lse, entropy
+
+    def gradients(self, kind: str) -> tuple[Tensor, Tensor]:
+        """d_hidden of `rows` and d_weight of `columns` for an upstream gradient of this kind."""
+        if kind not in self._gradients:
+            upstream = self.problem.upstream(kind)
+            self._gradients[kind] = self._d_hidden(*upstream), self._d_weight(*upstream)
+        return self._gradients[kind]
+
+    def _d_hidden(self, gain: Tensor, entropy_gain: Tensor | None) -> Tensor:
+        wide = self.problem.hidden.detach()[self.rows].double()
+        result = torch.zeros_like(wide)
+        every = torch.arange(self.problem.case.vocab, device=self.problem.device)
+        for columns in _tiles(self.problem.case.vocab, TRUTH_COLUMNS):
+            weight = self.problem.weight.detach()[columns].double()
+            result += (
+                self._d_logits(wide @ weight.t(), self.rows, every[columns], gain, entropy_gain) @ weight
+            )
+        return result
+
+    def _d_weight(self, gain: Tensor, entropy_gain: Tensor | None) -> Tensor:
+        weight = self.problem.weight.detach()[self.columns].double()
+        result = torch.zeros_like(weight)
+        every = torch.arange(self.problem.case.tokens, device=self.problem.device)
+        for rows in _tiles(self.problem.case.tokens, TRUTH_TOKENS):
+            wide = self.problem.hidden.detach()[rows].double()
+            d_logits = self._d_logits(wide @ weight.t(), every[rows], self.columns, gain, entropy_gain)
+            result += d_logits.t() @ wide
+        return result
+
+    def _d_logits(
+        self, logits: Tensor, rows: Tensor, columns: Tensor, gain: Tensor, entropy_gain: Tensor | None
+    ) -> Tensor:
+        log_p = logits - self.lse[rows, None]
+        p = log_p.exp()
+        grad = -p * gain[rows, None]
+        if entropy_gain is not None:
+            grad -= entropy_gain[rows, None] * p * (log_p + self.entropy[rows, None])
+        hit = self.problem.targets[rows, None] == columns[None]
+        return grad + hit * gain[rows, None]
+
+    def errors(self, outputs: Outputs, kind: str | None, d_weight: Tensor | None) -> dict[str, float | None]:
+        """Worst absolute errors of log-probs (checked rows, all rows) and entropy, in nats, and relative errors
+        |out - truth| / |truth| of the gradients; absent where there is nothing to check, None where not finite."""
+        found: dict[str, float] = {}
+        if outputs.log_probs is not None:
+            off = (outputs.log_probs.detach().double() - self.log_probs).abs()
+            found["log_prob"], found["log_prob_all"] = off[self.rows].max().item(), off.max().item()
+        if outputs.entropy is not None:
+            off = (outputs.entropy.detach().double() - self.entropy).abs()
+            found["entropy"] = off[self.rows].max().item()
+        if kind is not None:
+            d_hidden = self.problem.hidden.grad if outputs.d_hidden is None else outputs.d_hidden
+            want_hidden, want_weight = self.gradients(kind)
+            if d_hidden is not None:
+                found["d_hidden"] = _relative(d_hidden[self.rows], want_hidden)
+            if d_weight is not None:
+                part = d_weight[self.columns]
+                found["d_weight"] = _relative(part, want_weight)
+                if len(part[self.other]):
+                    found["d_weight_other"] = _relative(part[self.other], want_weight[self.other])
+        return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+
+def _tiles(size: int, step: int) -> list[slice]:
+    return [slice(first, min(first + step, size)) for first in range(0, size, step)]
+
+
+def _relative(actual: Tensor, truth: Tensor) -> float:
+    return ((actual.double() - truth).norm() / truth.norm().clamp(min=1e-300)).item()

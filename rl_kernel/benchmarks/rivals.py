@@ -1,0 +1,257 @@
+"""Other ways to the same numbers, measured beside ours: plain and compiled PyTorch, the path of common RL trainers,
+and public libraries where they can be imported.
+
+Each is a few lines over what its library offers to users. A library that is missing, or a call that fails or runs
+out of memory, is a row that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_kernel.benchmarks.contender import Contender
+from rl_kernel.benchmarks.problem import Outputs, Problem
+from rl_kernel.checks import invalid
+
+LIGER_CHUNK_TOKENS = 512
+
+
+def rival_contenders(names: str) -> list[Contender]:
+    """`all`, `none`, or a comma-separated list of families (keys of RIVALS)."""
+    if names == "none":
+        return []
+    wanted = list(RIVALS) if names == "all" else names.split(",")
+    for name in wanted:
+        if name not in RIVALS:
+            known = f"be all, none, or names of {', '.join(RIVALS)}"
+            raise invalid("--rivals", known, repr(name), "separate names with commas")
+    return [contender for name in wanted for contender in RIVALS[name]]
+
+
+def plain_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """What one writes without an operator: logits, a float32 copy, a log-softmax of all of it."""
+    logits = F.linear(hidden, weight).float()
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+
+
+def torch_plain(problem: Problem) -> Callable[[], Outputs]:
+    return _with_backward(problem, plain_log_probs)
+
+
+def torch_compiled(problem: Problem) -> Callable[[], Outputs]:
+    # Static shapes: a trainer may compile for dynamic ones and gets slower code.
+    return _with_backward(problem, torch.compile(plain_log_probs, dynamic=False))
+
+
+def _with_backward(problem: Problem, log_probs_of: Callable[..., Tensor]) -> Callable[[], Outputs]:
+    def step() -> Outputs:
+        log_probs = log_probs_of(problem.hidden, problem.weight, problem.targets)
+        log_probs.backward(problem.gain)
+        return Outputs(log_probs)
+
+    return step
+
+
+class _NativeLogProb(torch.autograd.Function):
+    """Log-prob from float32 logits [N, V] that it overwrites with their softmax, kept for the backward: what a
+    vocabulary-parallel cross-entropy does on one process."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        logits.sub_(logits.amax(1, keepdim=True))
+        picked = logits.gather(1, targets[:, None])[:, 0]
+        total = logits.exp_().sum(1)
+        softmax = logits.div_(total[:, None])
+        ctx.save_for_backward(softmax, targets)
+        return picked - total.log()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        softmax, targets = ctx.saved_tensors
+        d_logits = softmax.neg_()
+        rows = torch.arange(len(targets), device=targets.device)
+        d_logits[rows, targets] += 1
+        return d_logits.mul_(grad[:, None]), None
+
+
+class _NativeEntropy(torch.autograd.Function):
+    """Entropy from float32 logits [N, V]; keeps them and their softmax for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        top = logits.amax(1, keepdim=True)
+        exps = (logits - top).exp_()
+        total = exps.sum(1, keepdim=True)
+        softmax = exps.div_(total)
+        mean = (softmax * logits).sum(1, keepdim=True)
+        ctx.save_for_backward(softmax, logits, mean)
+        return (top + total.log() - mean)[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        softmax, logits, mean = ctx.saved_tensors
+        return (mean - logits).mul_(softmax).mul_(grad[:, None])
+
+
+def native(entropy: str) -> Callable[[Problem], Callable[[], Outputs]]:
+    """The path of common RL trainers: float32 logits, a copy of them that becomes the softmax; entropy beside it."""
+
+    def build(problem: Problem) -> Callable[[], Outputs]:
+        def step() -> Outputs:
+            logits = F.linear(problem.hidden, problem.weight).float()
+            log_probs = _NativeLogProb.apply(logits.clone(), problem.targets)
+            if entropy == "none":
+                del logits
+                log_probs.backward(problem.gain)
+                return Outputs(log_probs)
+            if entropy == "metric":
+                with torch.no_grad():
+                    entropies = _NativeEntropy.apply(logits)
+                del logits
+                log_probs.backward(problem.gain)
+                return Outputs(log_probs, entropies)
+            entropies = _NativeEntropy.apply(logits)
+            del logits
+            torch.autograd.backward([log_probs, entropies], [problem.gain, problem.entropy_gain])
+            return Outputs(log_probs, entropies)
+
+        return step
+
+    return build
+
+
+def liger_grpo_forward(problem: Problem) -> Callable[[], Outputs]:
+    from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
+
+    padded = _one_more_row(problem.hidden.detach())
+
+    def step() -> Outputs:
+        with torch.no_grad():
+            logits = F.linear(padded, problem.weight)[None]
+            return Outputs(fused_selective_log_softmax(logits, problem.targets[None], 1.0)[0])
+
+    return step
+
+
+def liger_grpo(problem: Problem) -> Callable[[], Outputs]:
+    """Its Triton GRPO loss on full bf16 logits. With no old log-probs the ratio is 1, so that with an advantage of 1
+    the loss of a token has the gradient of minus its log-prob."""
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    padded = _one_more_row(problem.hidden.detach()).requires_grad_()
+    problem.leaves.append(padded)
+    advantages = torch.ones(1, device=problem.device)
+    options: dict[str, Any] = dict(temperature=1.0, beta=0.0, eps_low=0.2, eps_high=0.28, inplace=True)
+
+    def step() -> Outputs:
+        logits = F.linear(padded, problem.weight)[None]
+        loss = triton_grpo_loss(logits, None, None, problem.targets[None], advantages, **options)[0]
+        loss.backward(-problem.gain[None])
+        assert padded.grad is not None
+        return Outputs(d_hidden=padded.grad[:-1])
+
+    return step
+
+
+def liger_fused_linear_grpo(problem: Problem) -> Callable[[], Outputs]:
+    """Its chunked GRPO loss from hidden states. Every token is a sequence of its own, for per-token advantages."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss_of = LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, chunk_size=LIGER_CHUNK_TOKENS, loss_type="bnpo", temperature=1.0
+    )
+    targets = problem.targets[:, None]
+    mask = torch.ones_like(targets, dtype=torch.float32)
+    tokens = float(len(targets))
+
+    def step() -> Outputs:
+        loss = loss_of(problem.hidden[:, None], problem.weight, targets, mask, problem.gain)[0]
+        (loss * -tokens).backward()
+        return Outputs()
+
+    return step
+
+
+def liger_cross_entropy(accumulate: torch.dtype | None) -> Callable[[Problem], Callable[[], Outputs]]:
+    """Its fused linear cross-entropy: the sum over tokens only, so all upstream gradients are equal."""
+
+    def build(problem: Problem) -> Callable[[], Outputs]:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        def step() -> Outputs:
+            loss = liger_fused_linear_cross_entropy(
+                problem.hidden, problem.weight, problem.targets, reduction="sum", accum_dtype=accumulate
+            )
+            (-loss).backward()
+            return Outputs()
+
+        return step
+
+    return build
+
+
+def liger_scaled(problem: Problem) -> Callable[[], Outputs]:
+    """Its per-token scaled cross-entropy: the Hopper kernel where its packages are there, else chunked PyTorch."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Scaled
+
+    def step() -> Outputs:
+        loss = Scaled.apply(problem.hidden, problem.weight, problem.targets)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        loss.backward(-problem.gain)
+        return Outputs(-loss)
+
+    return step
+
+
+def cut_cross_entropy(**options: Any) -> Callable[[Problem], Callable[[], Outputs]]:
+    def build(problem: Problem) -> Callable[[], Outputs]:
+        from cut_cross_entropy import linear_cross_entropy
+
+        def step() -> Outputs:
+            loss = linear_cross_entropy(
+                problem.hidden, problem.weight, problem.targets, reduction="none", **options
+            )
+            loss.backward(-problem.gain.to(loss.dtype))
+            return Outputs(-loss)
+
+        return step
+
+    return build
+
+
+def _one_more_row(hidden: Tensor) -> Tensor:
+    """Liger's GRPO kernels drop the last row of the logits."""
+    return torch.cat([hidden, hidden[:1]])
+
+
+def _rival(name: str, build: Callable[[Problem], Callable[[], Outputs]], **facts: Any) -> Contender:
+    return Contender(name, "rival", build, **facts)
+
+
+RIVALS: dict[str, list[Contender]] = {
+    "torch": [_rival("torch fp32", torch_plain)],
+    "compile": [_rival("torch compile", torch_compiled)],
+    "native": [
+        _rival("native", native("none")),
+        _rival("native +entropy", native("metric"), entropy="metric"),
+        _rival("native +entropy grad", native("gradient"), entropy="gradient", upstream="entropy"),
+    ],
+    "liger": [
+        _rival("liger grpo forward", liger_grpo_forward, phase="forward"),
+        _rival("liger grpo", liger_grpo),
+        _rival("liger fused linear grpo", liger_fused_linear_grpo),
+        _rival("liger cross entropy", liger_cross_entropy(None), upstream="sum"),
+        _rival("liger cross entropy fp32", liger_cross_entropy(torch.float32), upstream="sum"),
+        _rival("liger scaled", liger_scaled),
+    ],
+    "cce": [
+        _rival("cce (filters gradients)", cut_cross_entropy()),
+        _rival("cce exact", cut_cross_entropy(filter_eps=None)),
+    ],
+}
+"""Families of rivals, as `--rivals` names them."""
