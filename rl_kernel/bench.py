@@ -25,6 +25,7 @@ from rl_kernel.benchmarks.own import own_contenders
 from rl_kernel.benchmarks.problem import LinearCase, select_cases
 from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders
 from rl_kernel.benchmarks.streams import STREAMS
+from rl_kernel.benchmarks.timing import reason_of
 from rl_kernel.benchmarks.trace import trace
 from rl_kernel.checks import invalid
 
@@ -129,8 +130,11 @@ def select_contenders(
 def print_traces(cases: Sequence[LinearCase], contenders: Sequence[Contender], device: torch.device) -> None:
     for case in cases:
         for name, call in build_steps(case, contenders, device).items():
-            print("\n" + report.trace_text(f"{case.name}: {name}", *trace(call, device)), flush=True)
-
+            try:
+                text = report.trace_text(f"{case.name}: {name}", *trace(call, device))
+            except Exception as error:  # border: a call that fails is a line with the reason
+                text = f"{case.name}: {name}: {reason_of(error)}"
+            print("\n" + text, flush=True)
         release(device)
 
 
