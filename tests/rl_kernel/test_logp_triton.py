@@ -108,8 +108,8 @@ def test_strides_and_int32_targets():
         log_probs, entropy = triton(leaf, pairs[:, 1], temperature=temperature)
         g, h = torch.randn(2, 6, generator=torch.Generator().manual_seed(3)).to(DEVICE)
         ((log_probs * g).sum() + (entropy * h).sum()).backward()
-        strided = log_probs.detach(), entropy.detach(), leaf.grad
-        assert all(torch.equal(a, b) for a, b in zip(strided, plain, strict=True))
+        # On a GPU the strides decide which thread adds which columns.
+        torch.testing.assert_close((log_probs.detach(), entropy.detach(), leaf.grad), plain)
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
@@ -246,9 +246,10 @@ def test_merge_into_given_tensors_and_without_entropy():
     parts = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(1)).abs().to(DEVICE)
     out = tuple(torch.zeros(8, device=DEVICE)[1:7] for _ in range(3))
     assert all(a is b for a, b in zip(kernels.merge(parts, out), out, strict=True))
-    for got, want in zip(kernels.merge(parts[:, :3]), (*out[:2], None), strict=True):
-        assert got is want is None or torch.equal(got, want)
-    assert torch.equal(kernels.merge(parts.transpose(1, 2).contiguous().transpose(1, 2))[2], out[2])
+    log_probs, lse, entropy = kernels.merge(parts[:, :3])
+    torch.testing.assert_close((log_probs, lse), out[:2])
+    assert entropy is None
+    torch.testing.assert_close(kernels.merge(parts.transpose(1, 2).contiguous().transpose(1, 2)), out)
 
 
 def test_gradient_into_a_narrower_dtype():
