@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from rl_kernel.checks import check_tensor, compute_dtype, invalid
 from rl_kernel.dispatch import choose, float64_refusal
 from rl_kernel.kept import KeptTokens, check_kept
+from rl_kernel.ops.logp import reference
 from rl_kernel.telemetry import record, timed
 from rl_kernel.vocab import check_targets, check_temperature, make_shard, usable_temperature
 
@@ -85,7 +86,7 @@ def _check_inputs(
 
 def _function(implementation: str) -> type[Function]:
     if implementation == "triton":
-        from rl_kernel.ops.logp.autograd import Logp
-    else:
-        from rl_kernel.ops.logp.reference import Logp
-    return Logp
+        from rl_kernel.ops.logp import autograd
+
+        return autograd.Logp
+    return reference.Logp

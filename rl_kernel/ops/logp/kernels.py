@@ -9,6 +9,8 @@ z is a logit divided by its temperature; exponents are in units of log2, because
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -227,7 +229,7 @@ def row_stats(
         return out
     per_token = isinstance(inv_temperature, Tensor)
     _row_stats_kernel[(rows,)](
-        logits, targets.contiguous(), inv_temperature.contiguous() if per_token else inv_temperature, out,
+        logits, targets.contiguous(), _dense(inv_temperature), out,
         logits.stride(0), logits.stride(1), out.stride(0), shard.start, shard.real, shard.limit,
         PER_TOKEN=per_token, ENTROPY=with_entropy, ROUND=_ROUNDING[rounding], UNIT=logits.stride(1) == 1,
         BLOCK=_block(shard.real, ROW_BLOCK), num_warps=4,
@@ -276,8 +278,8 @@ def logits_grad(
     blocks = triton.cdiv(stored, block)
     g, h = grad_log_probs, grad_entropy
     _logits_grad_kernel[(rows * blocks,)](
-        logits, out, targets.contiguous(), lse.contiguous(), None if h is None else entropy.contiguous(), g, h,
-        inv_temperature.contiguous() if per_token else inv_temperature, *logits.stride(), *out.stride(),
+        logits, out, targets.contiguous(), lse.contiguous(), None if h is None else _dense(entropy), g, h,
+        _dense(inv_temperature), *logits.stride(), *out.stride(),
         0 if g is None else g.stride(0), 0 if h is None else h.stride(0), blocks, shard.start, shard.real, stored,
         PER_TOKEN=per_token, ROUND=_ROUNDING[rounding], UNIT=logits.stride(1) == 1, OUT_UNIT=out.stride(1) == 1,
         BLOCK=block, num_warps=4,
@@ -297,6 +299,10 @@ def keep_(tile: Tensor, kept: KeptTokens | None, shard: VocabShard) -> Tensor:
         UNIT=tile.stride(1) == 1, IDS_BLOCK=IDS_BLOCK, BLOCK=_block(shard.real, ROW_BLOCK), num_warps=4,
     )  # fmt: skip
     return tile
+
+
+def _dense(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _block(columns: int, largest: int) -> int:
