@@ -10,7 +10,7 @@ import importlib.util
 import os
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -62,11 +62,10 @@ def choose(
     reason = machine_refusal(device.type) or refusal
     if impl == "triton":
         # The interpreter runs kernels on host tensors, for tests: only when asked for by name.
-        return (
-            Choice(operator, "triton")
-            if (refusal if interpreted() else reason) is None
-            else _refuse(operator, reason)
-        )
+        demanded = refusal if interpreted() else reason
+        if demanded is not None:
+            _refuse(operator, demanded)
+        return Choice(operator, "triton")
     if settings().mode == "off":
         return Choice(operator, "reference", "the mode is off")
     if operator not in settings().operators:
@@ -80,7 +79,7 @@ def choose(
     return Choice(operator, "reference", reason, fallback=True)
 
 
-def _refuse(operator: str, reason: str | None) -> Choice:
+def _refuse(operator: str, reason: str) -> NoReturn:
     raise Refused(
         f"{operator} must run its Triton implementation, but {reason}; pass inputs it takes or use mode 'auto'"
     )

@@ -195,21 +195,26 @@ def row_stats(logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: 
     return stats
 
 
-def merge_stats(stats: Tensor, targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs [N], log-sum-exp [N] and entropy [N] (when there are 4 rows) of the whole vocabulary; NaN log-probs
-    for targets outside it. One all-gather."""
-    parts = gather_stack(stats, shard.group)
+def combined(parts: Tensor) -> Tensor:
+    """Stats [3 or 4, C] of the columns of all parts [P, 3 or 4, C] together."""
     top = parts[:, 0].amax(0)
     shift = parts[:, 0] - top
     scale = shift.exp()
-    total = (parts[:, 1] * scale).sum(0)
+    stats = [top, (parts[:, 1] * scale).sum(0), parts[:, 2].sum(0)]
+    if parts.shape[1] == 4:
+        stats.append((scale * (parts[:, 3] + shift * parts[:, 1])).sum(0))
+    return torch.stack(stats)
+
+
+def merge_stats(stats: Tensor, targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs [N], log-sum-exp [N] and entropy [N] (when there are 4 rows) of the whole vocabulary; NaN log-probs
+    for targets outside it. One all-gather."""
+    top, total, logit, *weighted = combined(gather_stack(stats, shard.group))
     log_total = total.log()
-    log_probs = parts[:, 2].sum(0) - top - log_total
+    log_probs = logit - top - log_total
     if not reads_values(targets):
         log_probs.masked_fill_((targets < 0) | (targets >= shard.limit), torch.nan)
-    entropy = None
-    if stats.shape[0] == 4:
-        entropy = log_total - (scale * (parts[:, 3] + shift * parts[:, 1])).sum(0) / total
+    entropy = log_total - weighted[0] / total if weighted else None
     return log_probs, top + log_total, entropy
 
 

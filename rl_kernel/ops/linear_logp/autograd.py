@@ -47,7 +47,7 @@ class LinearLogpOnDevice(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         head = make_head(prepared(Problem(hidden, weight, bias, *settings)))
-        budget = plan(*hidden.shape, len(weight), head.element_bytes, workspace_bytes)
+        budget = plan(len(hidden), len(weight), head.costs(with_entropy), workspace_bytes)
         if not any(ctx.needs_input_grad):
             budget = Budget(0, budget.kept + budget.tile)
         rows = head.forward(budget, with_entropy)

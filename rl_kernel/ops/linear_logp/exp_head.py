@@ -17,12 +17,14 @@ from rl_kernel.collectives import gather_stack
 from rl_kernel.dispatch import interpreted
 from rl_kernel.ops.linear_logp import kernels
 from rl_kernel.ops.linear_logp.head import Head, Problem, Rows
-from rl_kernel.ops.linear_logp.plan import Budget
+from rl_kernel.ops.linear_logp.plan import Budget, Costs
 from rl_kernel.ops.logp.kernels import merge
 
 ALIGNMENT = 8
 """Elements: tensor maps need rows at multiples of 16 bytes."""
 ROWS_PER_PROGRAM = 32
+ROW_VECTORS = 64
+"""Bytes a token of the statistics, factors and gradients of rows together."""
 
 
 def refusal(problem: Problem) -> str | None:
@@ -51,7 +53,12 @@ def _has_tensor_maps(device: torch.device) -> bool:
 class ExpHead(Head):
     """Tiles hold exp(z - center), then (p - 1) / p-like entries at targets; the row factor does the rest."""
 
-    element_bytes = 2
+    def costs(self, with_entropy: bool) -> Costs:
+        # Block sums in the forward, the float32 sum of d_hidden in the backward: never both.
+        blocks = -(-len(self.problem.weight) // kernels.BLOCK_COLUMNS) + 1
+        return Costs(
+            max(self.problem.hidden.shape[1], blocks * (1 + with_entropy)) * 4 + ROW_VECTORS, 2, scratch=False
+        )
 
     def forward(self, budget: Budget, with_entropy: bool) -> Rows:
         problem = self.problem
@@ -72,13 +79,13 @@ class ExpHead(Head):
         return Rows(log_probs, lse, entropy, tile, {"scale": rows["scale"], "center": rows["center"]})
 
     def row_side(
-        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None
+        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         hidden = self.problem.hidden
         if grad_entropy is not None:
             return hidden, None
         assert grad is not None
-        scaled = hidden.new_empty(hidden.shape)
+        scaled = hidden.new_empty(hidden.shape) if room is None else room
         factor = torch.empty_like(rows.lse)
         tokens, width = hidden.shape
         if tokens:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rl_kernel.gemm import product_
 from rl_kernel.kept import KeptTokens
-from rl_kernel.ops.linear_logp.plan import Budget
+from rl_kernel.ops.linear_logp.plan import Budget, Costs
 from rl_kernel.vocab import VocabShard
 
 
@@ -80,11 +80,12 @@ class Sinks:
 class Head(ABC):
     """One way to make tiles. Use: `forward`, then at most one `backward` on the rows it returned."""
 
-    element_bytes: int
-    """Bytes of workspace for one logit that is kept or passes through."""
-
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+
+    @abstractmethod
+    def costs(self, with_entropy: bool) -> Costs:
+        """What a token and a logit cost of the workspace."""
 
     @abstractmethod
     def forward(self, budget: Budget, with_entropy: bool) -> Rows:
@@ -92,9 +93,10 @@ class Head(ABC):
 
     @abstractmethod
     def row_side(
-        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None
+        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the transposed tiles are multiplied with [N, H], and the factor [N] of the summed d_hidden."""
+        """What the transposed tiles are multiplied with [N, H], and the factor [N] of the summed d_hidden. `room`
+        [N, H] may be used for the former until `finish_hidden`."""
 
     @abstractmethod
     def gradient_tile(
@@ -118,7 +120,7 @@ class Head(ABC):
     ) -> None:
         """Gradients of `(grad * log_probs + grad_entropy * entropy).sum()` into `sinks`."""
         hidden, weight = self.problem.hidden, self.problem.weight
-        left, factor = self.row_side(rows, grad, grad_entropy)
+        left, factor = self.row_side(rows, grad, grad_entropy, sinks.hidden)
         total = None if sinks.hidden is None else hidden.new_empty(hidden.shape, dtype=torch.float32)
         first_tile = True
         for columns, tile, kept in self._tiles(rows, budget):

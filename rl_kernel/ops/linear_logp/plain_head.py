@@ -11,11 +11,14 @@ from torch import Tensor
 from rl_kernel.collectives import gather_stack
 from rl_kernel.gemm import product_
 from rl_kernel.ops.linear_logp.head import Head, Problem, Rows
-from rl_kernel.ops.linear_logp.plan import Budget
+from rl_kernel.ops.linear_logp.plan import Budget, Costs
 from rl_kernel.ops.logp.kernels import keep_, logits_grad, merge, row_stats
+from rl_kernel.vocab import combined
 
 ALIGNMENT = 16
 """Elements: rows at multiples of 16 bytes in every dtype let cuBLAS take its fast kernels."""
+ROW_VECTORS = 512
+"""Bytes a token of the statistics of row and tiles, and gradients of rows."""
 
 
 class PlainHead(Head):
@@ -27,10 +30,14 @@ class PlainHead(Head):
         # cuBLAS rounds to the weight's dtype on the way out; everything else is rounded by the row kernels.
         rounds = problem.rounding == weight.dtype and problem.bias is None
         self.logits_dtype = weight.dtype if rounds else torch.float32
-        in_place = self.logits_dtype == weight.dtype
-        self.element_bytes = self.logits_dtype.itemsize + (0 if in_place else weight.dtype.itemsize)
         per_token = isinstance(problem.temperature, Tensor)
         self.inverse = problem.temperature.reciprocal() if per_token else 1 / problem.temperature
+
+    def costs(self, with_entropy: bool) -> Costs:
+        dtype = self.problem.weight.dtype
+        in_place = self.logits_dtype == dtype
+        element = self.logits_dtype.itemsize + (0 if in_place else dtype.itemsize)
+        return Costs(self.problem.hidden.shape[1] * 4 + ROW_VECTORS, element, scratch=True)
 
     def forward(self, budget: Budget, with_entropy: bool) -> Rows:
         problem = self.problem
@@ -47,11 +54,13 @@ class PlainHead(Head):
             logits = self._logits(tile, memory[:, : tile.stop - tile.start])
             shard = problem.shard.tile(tile)
             row_stats(logits, problem.targets, self.inverse, shard, with_entropy, problem.rounding, out=part)
-        merged = merge(gather_stack(parts, problem.shard.group).flatten(0, 1))
-        return Rows(*merged, kept)
+        if problem.shard.group is not None:
+            # Processes may have different numbers of tiles; one part from each keeps the gather rectangular.
+            parts = gather_stack(combined(parts), problem.shard.group)
+        return Rows(*merge(parts), kept)
 
     def row_side(
-        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None
+        self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return self.problem.hidden, None
 

@@ -1,6 +1,6 @@
 """How a workspace is spent: which columns of the logits are kept for the backward, how many are computed at a time.
 
-Plain arithmetic over bytes. Legend: N tokens, H hidden, V local columns.
+Plain arithmetic over bytes. Legend: N tokens, V local columns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,16 @@ MIN_COLUMNS = 1024
 
 
 @dataclass(frozen=True)
+class Costs:
+    """Bytes of workspace: `row` for each token whatever is kept, `element` for each logit that is kept or passes
+    through. `scratch`: columns that are not kept need memory of their own in the forward."""
+
+    row: int
+    element: int
+    scratch: bool
+
+
+@dataclass(frozen=True)
 class Budget:
     """Columns [0, kept) keep their tile until the backward; the others are computed again, `tile` at a time."""
 
@@ -25,45 +35,43 @@ class Budget:
     tile: int
 
 
-def fixed_bytes(tokens: int, width: int, columns: int) -> int:
-    """What no choice changes: float32 gradient of `hidden`, its scaled copy, and block sums with entropy."""
-    return tokens * (width * 8 + -(-columns // COLUMN_BLOCK) * 8 + 64)
+def plan(tokens: int, columns: int, costs: Costs, workspace_bytes: int) -> Budget:
+    """Columns to keep for all tokens at once.
 
-
-def plan(tokens: int, width: int, columns: int, element_bytes: int, workspace_bytes: int) -> Budget:
-    """Raises ValueError, naming the least workspace, if not even a narrow tile of all tokens fits."""
+    Raises ValueError, naming the least workspace, if not even a narrow tile of all tokens fits.
+    """
     if tokens == 0:
         return Budget(columns, columns)
-    fixed = fixed_bytes(tokens, width, columns)
-    least = min(MIN_COLUMNS, columns)
-    fits = (workspace_bytes - fixed) // (tokens * element_bytes)
+    fits = (workspace_bytes - tokens * costs.row) // (tokens * costs.element)
     if fits >= columns:
         return Budget(columns, columns)
-    if fits < 2 * least:
-        need = fixed + 2 * least * tokens * element_bytes
-        todo = f"give {tokens} tokens at least {-(-need // 2**20)} MiB, or pass fewer tokens at a time"
+    least = min(MIN_COLUMNS, columns) * (2 if costs.scratch else 1)
+    if fits < least:
+        need = tokens * (costs.row + least * costs.element)
+        todo = f"give {tokens} tokens at least {_mib(need)} MiB, or pass fewer tokens at a time"
         raise invalid("workspace_bytes", f"be >= {need}", workspace_bytes, todo)
-    # A quarter for tiles that pass through, the rest is kept.
-    tile = max(least, fits // 4)
+    if not costs.scratch:
+        return Budget(_whole_blocks(fits), _whole_blocks(fits))
+    tile = max(MIN_COLUMNS, fits // 4)
     return Budget(_whole_blocks(fits - tile), _whole_blocks(tile))
 
 
-def block_bytes(width: int, columns: int, element_bytes: int, rows: int = ROW_BLOCK) -> int:
+def block_bytes(columns: int, costs: Costs, rows: int = ROW_BLOCK) -> int:
     """Workspace of a block of rows whose logits are all live."""
-    return rows * columns * element_bytes + fixed_bytes(rows, width, columns)
+    return rows * (costs.row + columns * costs.element)
 
 
-def row_blocks(tokens: int, width: int, columns: int, element_bytes: int, workspace_bytes: int) -> int:
+def row_blocks(tokens: int, columns: int, costs: Costs, workspace_bytes: int) -> int:
     """Rows of a block whose logits all fit the workspace; blocks are of nearly equal size, in whole ROW_BLOCKs.
 
     Raises ValueError, naming the least workspace, if not even the smallest block fits.
     """
-    if block_bytes(width, columns, element_bytes, tokens) <= workspace_bytes:
+    if block_bytes(columns, costs, tokens) <= workspace_bytes:
         return max(tokens, 1)
-    smallest = block_bytes(width, columns, element_bytes)
+    smallest = block_bytes(columns, costs)
     most = workspace_bytes // smallest
     if most == 0:
-        todo = f"give it at least {-(-smallest // 2**20)} MiB"
+        todo = f"give it at least {_mib(smallest)} MiB"
         raise invalid("workspace_bytes", f"be >= {smallest}", workspace_bytes, todo)
     units = -(-tokens // ROW_BLOCK)
     blocks = -(-units // most)
@@ -72,3 +80,7 @@ def row_blocks(tokens: int, width: int, columns: int, element_bytes: int, worksp
 
 def _whole_blocks(columns: int) -> int:
     return columns // COLUMN_BLOCK * COLUMN_BLOCK or columns
+
+
+def _mib(size: int) -> int:
+    return -(-size // 2**20)

@@ -51,44 +51,41 @@ class _OnePass(torch.autograd.Function):
         metrics: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         problem = prepared(Problem(hidden, weight, bias, *settings))
-        needed = ctx.needs_input_grad[:3]
-        size, total = _block_rows(problem, workspace_bytes, needed[1] and weight_grad is None)
-        d_hidden = torch.empty_like(problem.hidden) if needed[0] else None
-        d_weight = (
-            total
-            if total is not None
-            else torch.empty_like(problem.weight)
-            if needed[1] and weight_grad is None
-            else None
-        )
-        d_bias = torch.zeros(bias.shape, device=bias.device) if bias is not None and needed[2] else None
-        into = weight_grad if needed[1] and weight_grad is not None else d_weight
+        grads = _make_gradients(problem, ctx.needs_input_grad, weight_grad)
+        size, total = _block_rows(problem, workspace_bytes, with_entropy, grads.weight is not None)
         losses, outputs, found = [], [], []
         for first in range(0, max(len(hidden), 1), size):
             rows = slice(first, min(first + size, len(hidden)))
-            part = Sinks(
-                None if d_hidden is None else d_hidden[rows],
-                into,
-                d_bias,
+            sinks = Sinks(
+                None if grads.hidden is None else grads.hidden[rows],
+                next(
+                    (
+                        x
+                        for x in (weight_grad, total, grads.weight)
+                        if x is not None and ctx.needs_input_grad[1]
+                    ),
+                    None,
+                ),
+                grads.bias,
                 add=weight_grad is not None or first > 0,
             )
             loss, values, extra = _block(
-                problem.rows(rows), rows, token_loss, workspace_bytes, with_entropy, part
+                problem.rows(rows), rows, token_loss, workspace_bytes, with_entropy, sinks
             )
             losses.append(loss)
             outputs.append(values)
             found.append(extra)
-        for name in found[0]:
-            metrics[name] = torch.cat([extra[name] for extra in found])
+        metrics.update({name: torch.cat([extra[name] for extra in found]) for name in found[0]})
         if total is not None:
-            d_weight = total.to(weight.dtype)
-        ctx.save_for_backward(d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype))
-        log_probs, entropy = (
-            torch.cat(column) if column[0] is not None else None for column in zip(*outputs, strict=True)
+            grads.weight.copy_(total)
+        ctx.save_for_backward(
+            grads.hidden, grads.weight, None if grads.bias is None else grads.bias.to(bias.dtype)
         )
+        columns = zip(*outputs, strict=True)
+        log_probs, entropy = (None if column[0] is None else torch.cat(column) for column in columns)
         ctx.mark_non_differentiable(*(x for x in (log_probs, entropy) if x is not None))
         ctx.set_materialize_grads(False)
-        return torch.stack(losses).sum() if len(losses) > 1 else losses[0], log_probs, entropy
+        return torch.stack(losses).sum(), log_probs, entropy
 
     @staticmethod
     @once_differentiable
@@ -98,18 +95,30 @@ class _OnePass(torch.autograd.Function):
         return *(None if g is None else _scaled(g, upstream) for g in ctx.saved_tensors), *(None,) * 6
 
 
-def _block_rows(problem: Problem, workspace_bytes: int, sums_weight: bool) -> tuple[int, Tensor | None]:
+def _make_gradients(problem: Problem, needed: tuple[bool, ...], weight_grad: Tensor | None) -> Sinks:
+    """Tensors for what autograd is to be given; no weight gradient where `weight_grad` takes it."""
+    hidden, weight, bias = problem.hidden, problem.weight, problem.bias
+    return Sinks(
+        torch.empty_like(hidden) if needed[0] else None,
+        torch.empty_like(weight) if needed[1] and weight_grad is None else None,
+        torch.zeros(bias.shape, device=bias.device) if bias is not None and needed[2] else None,
+        add=False,
+    )
+
+
+def _block_rows(
+    problem: Problem, workspace_bytes: int, with_entropy: bool, sums_weight: bool
+) -> tuple[int, Tensor | None]:
     """Tokens of a block, and the float32 sum of the weight gradient that several blocks need without `weight_grad`."""
-    tokens, width = problem.hidden.shape
-    columns, element = len(problem.weight), make_head(problem).element_bytes
-    size = row_blocks(tokens, width, columns, element, workspace_bytes)
+    tokens, columns = len(problem.hidden), len(problem.weight)
+    costs = make_head(problem).costs(with_entropy)
+    size = row_blocks(tokens, columns, costs, workspace_bytes)
     if size >= tokens or not sums_weight:
         return size, None
     rest = workspace_bytes - problem.weight.numel() * 4
-    if rest < block_bytes(width, columns, element):
+    if rest < block_bytes(columns, costs):
         return tokens, None
-    size = row_blocks(tokens, width, columns, element, rest)
-    return size, torch.empty_like(problem.weight, dtype=torch.float32)
+    return row_blocks(tokens, columns, costs, rest), torch.empty_like(problem.weight, dtype=torch.float32)
 
 
 def _block(
@@ -122,7 +131,7 @@ def _block(
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None], dict[str, Tensor]]:
     """Loss, (log_probs, entropy) and metrics of one block; its gradients go to the sinks."""
     head = make_head(problem)
-    budget = plan(*problem.hidden.shape, len(problem.weight), head.element_bytes, workspace_bytes)
+    budget = plan(len(problem.hidden), len(problem.weight), head.costs(with_entropy), workspace_bytes)
     wanted = any(sink is not None for sink in (sinks.hidden, sinks.weight, sinks.bias))
     state = head.forward(budget if wanted else Budget(0, budget.kept + budget.tile), with_entropy)
     values = state.log_probs, state.entropy
