@@ -79,10 +79,11 @@ def linear_logp(
     record(choice, len(hidden))
     with timed("linear_logp", hidden.device):
         if choice.implementation == "triton":
-            from rl_kernel.ops.linear_logp.autograd import LinearLogpOnDevice
+            from rl_kernel.ops.linear_logp.autograd import LinearLogpOnDevice, seen_by_autograd
 
+            layer = seen_by_autograd(hidden, weight, bias)
             settings = (targets, temperature, keep_mask, shard, rounding)
-            out = LinearLogpOnDevice.apply(hidden, weight, bias, settings, workspace_bytes, return_entropy)
+            out = LinearLogpOnDevice.apply(*layer, settings, workspace_bytes, return_entropy)
         else:
             temperature = usable_temperature(temperature, compute_dtype(hidden, weight, bias))
             out = LinearLogp.apply(

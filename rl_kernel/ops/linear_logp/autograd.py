@@ -22,6 +22,11 @@ def make_head(problem: Problem) -> Head:
     return PlainHead(problem) if exp_head.refusal(problem) else ExpHead(problem)
 
 
+def seen_by_autograd(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Detached where gradients are off: an autograd function is told what requires one, not whether they are on."""
+    return [t if t is None or torch.is_grad_enabled() else t.detach() for t in tensors]
+
+
 def prepared(problem: Problem) -> Problem:
     """With contiguous rows, and a temperature tensor in float32."""
     hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (problem.hidden, problem.weight))

@@ -6,7 +6,9 @@ entropy gradient no kernel walks over [N, V] values at all.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from rl_kernel.ops.logp.kernels import merge
 ALIGNMENT = 8
 """Elements: tensor maps need rows at multiples of 16 bytes."""
 ROWS_PER_PROGRAM = 32
+ENTROPY_BLOCK = 4096
 ROW_VECTORS = 64
 """Bytes a token of the statistics, factors and gradients of rows together."""
 
@@ -69,11 +72,13 @@ class ExpHead(Head):
         blocks = -(-kept // kernels.BLOCK_COLUMNS) + -(-(columns - kept) // kernels.BLOCK_COLUMNS)
         sums = rows["scale"].new_empty(1 + with_entropy, blocks, tokens)
         stats = rows["scale"].new_empty(3 + with_entropy, tokens)
-        self._launch(rows, tile, kept, sums)
+        parts = list(self._parts(kept, tile, sums))
+        self._multiply(parts, rows)
         self._sum_blocks(rows, sums, stats)
-        self._launch(rows, tile, kept, sums, conditional=True, maximum=True)
+        # These do nothing unless a row's sum overflowed, see `kernels`.
+        self._multiply(parts, rows, conditional=True, maximum=True)
         self._raise_centers(rows, sums, stats)
-        self._launch(rows, tile, kept, sums, conditional=True)
+        self._multiply(parts, rows, conditional=True)
         self._sum_blocks(rows, sums, stats, conditional=True)
         log_probs, lse, entropy = merge(gather_stack(stats, problem.shard.group))
         return Rows(log_probs, lse, entropy, tile, {"scale": rows["scale"], "center": rows["center"]})
@@ -111,18 +116,28 @@ class ExpHead(Head):
         shard = problem.shard.tile(columns)
         if not kept:
             state = {**rows.extra, "targets": problem.targets, "target_z": rows.lse, "flag": rows.lse}
-            self._launch_one(state, tile, None, columns)
+            maps = kernels.descriptors(problem.hidden, problem.weight[columns], tile)
+            rounding = problem.rounding is not None
+            kernels.launch_exp_product(
+                maps, state, None, shard.start, shard.real, store=True, rounding=rounding
+            )
+        where = tokens, tile.stride(0), shard.start, shard.real
+        blocks = (triton.cdiv(tokens, ROWS_PER_PROGRAM),)
+        center, scale = rows.extra["center"], rows.extra["scale"]
         if grad_entropy is None:
-            kernels._target_entries_kernel[(triton.cdiv(tokens, ROWS_PER_PROGRAM),)](
-                tile, problem.targets, rows.log_probs, rows.extra["center"], rows.lse, tokens, tile.stride(0),
-                shard.start, shard.real, BLOCK=ROWS_PER_PROGRAM,
-            )  # fmt: skip
+            kernels._target_entries_kernel[blocks](
+                tile, problem.targets, rows.log_probs, center, rows.lse, *where, BLOCK=ROWS_PER_PROGRAM
+            )
             return tile
-        block = 4096
-        kernels._entropy_gradient_kernel[(tokens, triton.cdiv(width, block))](
-            tile, problem.targets, grad if grad is not None else grad_entropy, grad_entropy, rows.extra["scale"],
-            rows.extra["center"], rows.lse, rows.log_probs, rows.entropy, width, tile.stride(0), shard.start,
-            shard.real, HAS_GRAD=grad is not None, BLOCK=block, num_warps=4,
+        has_grad = grad is not None
+        upstream = grad if has_grad else grad_entropy, grad_entropy, scale
+        kernels._entropy_gradient_kernel[(tokens, triton.cdiv(width, ENTROPY_BLOCK))](
+            tile, *upstream, center, rows.lse, rows.entropy, width, tile.stride(0), HAS_GRAD=has_grad,
+            BLOCK=ENTROPY_BLOCK, num_warps=4,
+        )  # fmt: skip
+        kernels._entropy_target_entries_kernel[blocks](
+            tile, problem.targets, *upstream, rows.log_probs, rows.entropy, *where, HAS_GRAD=has_grad,
+            BLOCK=ROWS_PER_PROGRAM,
         )  # fmt: skip
         return tile
 
@@ -162,32 +177,32 @@ class ExpHead(Head):
             dist.all_reduce(rows["center"], group=shard.group)
         return rows
 
-    def _launch(
-        self, rows: dict[str, Tensor], tile: Tensor | None, kept: int, sums: Tensor, *, conditional: bool = False,
-        maximum: bool = False,
-    ) -> None:  # fmt: skip
-        """The product over all columns: those kept store their tile, the others leave their sums only."""
+    def _parts(self, kept: int, tile: Tensor | None, sums: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Arguments of the products over all columns: those kept store their tile, the others leave only their sums."""
+        problem = self.problem
         split = -(-kept // kernels.BLOCK_COLUMNS)
         for columns, out, part in (
             (slice(0, kept), tile, sums[:, :split]),
-            (slice(kept, len(self.problem.weight)), None, sums[:, split:]),
+            (slice(kept, len(problem.weight)), None, sums[:, split:]),
         ):
-            if columns.stop > columns.start:
-                self._launch_one(rows, out, part, columns, conditional=conditional, maximum=maximum)
+            if columns.stop > columns.start and len(problem.hidden):
+                shard = problem.shard.tile(columns)
+                maps = kernels.descriptors(problem.hidden, problem.weight[columns], out)
+                yield maps, part, shard.start, shard.real, out is not None
 
-    def _launch_one(
-        self, rows: dict[str, Tensor], out: Tensor | None, sums: Tensor | None, columns: slice, *,
-        conditional: bool = False, maximum: bool = False,
-    ) -> None:  # fmt: skip
-        problem = self.problem
-        if len(problem.hidden) == 0:
-            return
-        shard = problem.shard.tile(columns)
-        weighted = sums[1] if sums is not None and len(sums) == 2 else None
-        kernels.launch_exp_product(
-            problem.hidden, problem.weight[columns], out, rows, None if sums is None else sums[0], weighted,
-            shard.start, shard.real, rounding=problem.rounding is not None, conditional=conditional, maximum=maximum,
-        )  # fmt: skip
+    def _multiply(
+        self,
+        parts: list[tuple[Any, ...]],
+        rows: dict[str, Tensor],
+        *,
+        conditional: bool = False,
+        maximum: bool = False,
+    ) -> None:
+        for maps, sums, first, real, store in parts:
+            kernels.launch_exp_product(
+                maps, rows, sums, first, real, store=store, rounding=self.problem.rounding is not None,
+                conditional=conditional, maximum=maximum,
+            )  # fmt: skip
 
     def _sum_blocks(
         self, rows: dict[str, Tensor], sums: Tensor, stats: Tensor, *, conditional: bool = False

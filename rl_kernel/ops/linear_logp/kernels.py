@@ -14,6 +14,8 @@ Legend: C rows, H hidden, V columns of a tile, B blocks of columns. Exponents (z
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -191,11 +193,11 @@ def _raise_centers_kernel(SUMS, CENTER, STATS, FLAG, C, B, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _row_factors_kernel(
-    HIDDEN, GRAD, TEMPERATURE_SCALE, CENTER, LSE, FACTOR, OUT, H, stride_h, BLOCK: tl.constexpr,
+    HIDDEN, GRAD, SCALE, CENTER, LSE, FACTOR, OUT, H, stride_h, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """FACTOR = -grad / temperature * exp(center - lse), and OUT = FACTOR * hidden."""
     row = tl.program_id(0).to(tl.int64)
-    inverse_temperature = tl.load(TEMPERATURE_SCALE + row) * LN2
+    inverse_temperature = tl.load(SCALE + row) * LN2
     exponent = tl.load(CENTER + row) - tl.load(LSE + row) * LOG2E
     factor = -tl.load(GRAD + row).to(tl.float32) * inverse_temperature * tl.exp2(exponent)
     tl.store(FACTOR + row, factor)
@@ -203,6 +205,13 @@ def _row_factors_kernel(
         at = start + tl.arange(0, BLOCK)
         h = tl.load(HIDDEN + row * stride_h + at, mask=at < H, other=0.0).to(tl.float32)
         tl.store(OUT + row * H + at, (h * factor).to(OUT.dtype.element_ty), mask=at < H)
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1 for x <= 0: the series keeps the digits near 0 that the subtraction loses."""
+    series = x * (1 + x * (0.5 + x * (1 / 6 + x * (1 / 24))))
+    return tl.where(x > -0.01, series, tl.exp2(x * LOG2E) - 1)
 
 
 @triton.jit
@@ -216,39 +225,52 @@ def _target_entries_kernel(
     column = tl.load(TARGETS + rows, mask=inside, other=-1).to(tl.int64) - first
     owned = inside & (column >= 0) & (column < real)
     log_p = tl.load(LOG_PROBS + rows, mask=owned, other=0.0)
-    # exp(x) - 1 loses the digits near 0 that the series keeps.
-    series = log_p * (1 + log_p * (0.5 + log_p * (1 / 6 + log_p * (1 / 24))))
-    minus_rest = tl.where(log_p > -0.01, series, tl.exp2(log_p * LOG2E) - 1)
     exponent = tl.load(LSE + rows, mask=owned, other=0.0) * LOG2E - tl.load(
         CENTER + rows, mask=owned, other=0.0
     )
-    value = minus_rest * tl.exp2(exponent)
+    value = _expm1(log_p) * tl.exp2(exponent)
     tl.store(TILE + rows.to(tl.int64) * stride + column, value.to(TILE.dtype.element_ty), mask=owned)
 
 
 @triton.jit
 def _entropy_gradient_kernel(
-    TILE, TARGETS, GRAD, GRAD_ENTROPY, TEMPERATURE_SCALE, CENTER, LSE, LOG_PROBS, ENTROPY_OF, V, stride, first, real,
+    TILE, GRAD, GRAD_ENTROPY, SCALE, CENTER, LSE, ENTROPY_OF, V, stride,
     HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """In place, from e: the gradient (grad * (onehot - p) - grad_entropy * p * (log p + entropy)) / temperature."""
+    """In place, from e, for columns that are no target: -p * (grad + grad_entropy * (log p + entropy)) / temperature,
+    with p = e * exp(center - lse)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < V
     at = TILE + row * stride + columns
-    e = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(CENTER + row) - tl.load(LSE + row) * LOG2E
-    inverse_temperature = tl.load(TEMPERATURE_SCALE + row) * LN2
+    e = tl.load(at, mask=columns < V, other=0.0).to(tl.float32)
+    exponent = tl.load(CENTER + row) - tl.load(LSE + row) * LOG2E
+    inverse_temperature = tl.load(SCALE + row) * LN2
     grad = tl.load(GRAD + row).to(tl.float32) if HAS_GRAD else 0.0
     grad_entropy = tl.load(GRAD_ENTROPY + row).to(tl.float32)
-    entropy = tl.load(ENTROPY_OF + row)
-    column = tl.load(TARGETS + row).to(tl.int64) - first
-    is_target = (columns == column) & (column < real)
-    log_p = tl.maximum(tl.log2(e) + shift, FLOOR)
-    log_p = tl.where(is_target, tl.load(LOG_PROBS + row) * LOG2E, log_p)
-    p = tl.exp2(log_p)
-    value = -p * (grad + grad_entropy * (log_p * LN2 + entropy)) + tl.where(is_target, grad, 0.0)
-    tl.store(at, (value * inverse_temperature).to(TILE.dtype.element_ty), mask=inside)
+    factor = -tl.exp2(exponent) * inverse_temperature
+    constant = factor * (grad + grad_entropy * (exponent * LN2 + tl.load(ENTROPY_OF + row)))
+    slope = factor * grad_entropy * LN2
+    # log2 of the smallest normal number instead of 0: the product with e = 0 stays 0.
+    value = e * (constant + slope * tl.log2(tl.maximum(e, 1.2e-38)))
+    tl.store(at, value.to(TILE.dtype.element_ty), mask=columns < V)
+
+
+@triton.jit
+def _entropy_target_entries_kernel(
+    TILE, TARGETS, GRAD, GRAD_ENTROPY, SCALE, LOG_PROBS, ENTROPY_OF, C, stride, first, real,
+    HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same at the target, where log p is known: (grad * (1 - p) - grad_entropy * p * (log p + entropy)) / t."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(TARGETS + rows, mask=rows < C, other=-1).to(tl.int64) - first
+    owned = (rows < C) & (column >= 0) & (column < real)
+    log_p = tl.load(LOG_PROBS + rows, mask=owned, other=0.0)
+    value = -_expm1(log_p) * tl.load(GRAD + rows, mask=owned, other=0.0).to(tl.float32) if HAS_GRAD else 0.0
+    grad_entropy = tl.load(GRAD_ENTROPY + rows, mask=owned, other=0.0).to(tl.float32)
+    entropy = tl.load(ENTROPY_OF + rows, mask=owned, other=0.0)
+    value = value - grad_entropy * tl.exp2(log_p * LOG2E) * (log_p + entropy)
+    value = value * tl.load(SCALE + rows, mask=owned, other=0.0) * LN2
+    tl.store(TILE + rows.to(tl.int64) * stride + column, value.to(TILE.dtype.element_ty), mask=owned)
 
 
 @triton.jit
@@ -272,6 +294,7 @@ def _scale_kernel(VALUES, FACTOR, count, BLOCK: tl.constexpr):
     tl.store(VALUES + at, value.to(VALUES.dtype.element_ty), mask=at < count)
 
 
+@cache
 def programs(device: torch.device) -> int:
     """Programs of a persistent launch."""
     if device.type != "cuda":
@@ -284,25 +307,31 @@ def hidden_block(width: int) -> int:
     return min(triton.next_power_of_2(max(width, 16)), 4096)
 
 
-def launch_exp_product(
-    hidden: Tensor, weight: Tensor, out: Tensor | None, rows: dict[str, Tensor], sums: Tensor | None,
-    weighted: Tensor | None, first: int, real: int, *, rounding: bool, conditional: bool = False,
-    maximum: bool = False,
-) -> None:  # fmt: skip
-    """e = exp2(z - center) of `hidden @ weight.T` into `out` [C, V] and its row sums by block into `sums` [B, C].
-
-    `rows` holds scale, center, targets, target_z and flag. `maximum`: `sums` gets the block maxima of z - center
-    instead. `conditional`: nothing happens unless the flag is up.
-    """
-    (tokens, width), columns = hidden.shape, len(weight)
+def descriptors(hidden: Tensor, weight: Tensor, out: Tensor | None) -> tuple[TensorDescriptor, ...]:
+    """Tensor maps of a product into `out` [C, V]; without one there is none, and the first stands in for it."""
     left = TensorDescriptor.from_tensor(hidden, [BLOCK_ROWS, BLOCK_HIDDEN])
     right = TensorDescriptor.from_tensor(weight, [BLOCK_COLUMNS, BLOCK_HIDDEN])
     staged = left if out is None else TensorDescriptor.from_tensor(out, [BLOCK_ROWS, BLOCK_COLUMNS // 2])
-    count = programs(hidden.device)
+    return left, right, staged
+
+
+def launch_exp_product(
+    maps: tuple[TensorDescriptor, ...], rows: dict[str, Tensor], sums: Tensor | None, first: int, real: int, *,
+    store: bool, rounding: bool, conditional: bool = False, maximum: bool = False,
+) -> None:  # fmt: skip
+    """e = exp2(z - center) of `hidden @ weight.T` into the tile of `maps`, if `store`, and row sums by block of columns
+    into `sums` [1 or 2, B, C], if given (the second: of e * (z - center)).
+
+    `rows` holds scale, center, targets, target_z and flag. `maximum`: `sums[0]` gets the block maxima of z - center
+    instead. `conditional`: nothing happens unless the flag is up.
+    """
+    (tokens, width), columns = maps[0].shape, maps[1].shape[0]
+    count = programs(rows["center"].device)
+    weighted = sums[1] if sums is not None and len(sums) == 2 else None
     _exp_product_kernel[(count,)](
-        left, right, staged, rows["scale"], rows["center"], rows["targets"], rows["target_z"],
-        sums, weighted, rows["flag"], tokens, columns, width, first, real, count,
-        CONDITIONAL=conditional, STORE=out is not None and not maximum, STATS=sums is not None,
-        ENTROPY=weighted is not None, MAXIMUM=maximum, ROUND=rounding, WIDEN=interpreted(),
+        *maps, rows["scale"], rows["center"], rows["targets"], rows["target_z"], None if sums is None else sums[0],
+        weighted, rows["flag"], tokens, columns, width, first, real, count,
+        CONDITIONAL=conditional, STORE=store and not maximum, STATS=sums is not None, ENTROPY=weighted is not None,
+        MAXIMUM=maximum, ROUND=rounding, WIDEN=interpreted(),
         BM=BLOCK_ROWS, BN=BLOCK_COLUMNS, BK=BLOCK_HIDDEN, GROUP=GROUP_ROWS, num_stages=STAGES, num_warps=4,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_kernel.ops.linear_logp import kernels
-from rl_kernel.ops.linear_logp.autograd import make_head, prepared
+from rl_kernel.ops.linear_logp.autograd import make_head, prepared, seen_by_autograd
 from rl_kernel.ops.linear_logp.head import Problem, Sinks
-from rl_kernel.ops.linear_logp.plan import Budget, block_bytes, plan, row_blocks
+from rl_kernel.ops.linear_logp.plan import Budget, block_rows, plan
 
 
 def linear_token_loss_on_device(
@@ -28,8 +28,9 @@ def linear_token_loss_on_device(
 ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
     """The four parts of a TokenLossResult."""
     metrics: dict[str, Tensor] = {}
+    layer = seen_by_autograd(hidden, weight, bias)
     loss, log_probs, entropy = _OnePass.apply(
-        hidden, weight, bias, settings, token_loss, workspace_bytes, with_entropy, weight_grad, metrics
+        *layer, settings, token_loss, workspace_bytes, with_entropy, weight_grad, metrics
     )
     return loss, log_probs, entropy, metrics
 
@@ -52,7 +53,13 @@ class _OnePass(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         problem = prepared(Problem(hidden, weight, bias, *settings))
         grads = _make_gradients(problem, ctx.needs_input_grad, weight_grad)
-        size, total = _block_rows(problem, workspace_bytes, with_entropy, grads.weight is not None)
+        costs = make_head(problem).costs(with_entropy)
+        sum_bytes = 0 if grads.weight is None else grads.weight.numel() * 4
+        size = block_rows(len(hidden), len(weight), costs, workspace_bytes, sum_bytes)
+        total = None
+        if size < len(hidden) and grads.weight is not None:
+            total = torch.empty_like(grads.weight, dtype=torch.float32)
+            workspace_bytes -= sum_bytes
         losses, outputs, found = [], [], []
         for first in range(0, max(len(hidden), 1), size):
             rows = slice(first, min(first + size, len(hidden)))
@@ -75,17 +82,16 @@ class _OnePass(torch.autograd.Function):
             losses.append(loss)
             outputs.append(values)
             found.append(extra)
-        metrics.update({name: torch.cat([extra[name] for extra in found]) for name in found[0]})
+        metrics.update({name: _joined([extra[name] for extra in found]) for name in found[0]})
         if total is not None:
             grads.weight.copy_(total)
         ctx.save_for_backward(
             grads.hidden, grads.weight, None if grads.bias is None else grads.bias.to(bias.dtype)
         )
-        columns = zip(*outputs, strict=True)
-        log_probs, entropy = (None if column[0] is None else torch.cat(column) for column in columns)
+        log_probs, entropy = (_joined(column) for column in zip(*outputs, strict=True))
         ctx.mark_non_differentiable(*(x for x in (log_probs, entropy) if x is not None))
         ctx.set_materialize_grads(False)
-        return torch.stack(losses).sum(), log_probs, entropy
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), log_probs, entropy
 
     @staticmethod
     @once_differentiable
@@ -104,21 +110,6 @@ def _make_gradients(problem: Problem, needed: tuple[bool, ...], weight_grad: Ten
         torch.zeros(bias.shape, device=bias.device) if bias is not None and needed[2] else None,
         add=False,
     )
-
-
-def _block_rows(
-    problem: Problem, workspace_bytes: int, with_entropy: bool, sums_weight: bool
-) -> tuple[int, Tensor | None]:
-    """Tokens of a block, and the float32 sum of the weight gradient that several blocks need without `weight_grad`."""
-    tokens, columns = len(problem.hidden), len(problem.weight)
-    costs = make_head(problem).costs(with_entropy)
-    size = row_blocks(tokens, columns, costs, workspace_bytes)
-    if size >= tokens or not sums_weight:
-        return size, None
-    rest = workspace_bytes - problem.weight.numel() * 4
-    if rest < block_bytes(columns, costs):
-        return tokens, None
-    return row_blocks(tokens, columns, costs, rest), torch.empty_like(problem.weight, dtype=torch.float32)
 
 
 def _block(
@@ -149,6 +140,11 @@ def _block(
         grad, grad_entropy = (None if g is None else g.contiguous() for g in (grad, grad_entropy))
         head.backward(state, budget, sinks, grad, grad_entropy)
     return loss.detach(), values, {name: value.detach() for name, value in metrics.items()}
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Rows of all blocks; None if there are none."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
 
 
 def _scaled(grad: Tensor, upstream: Tensor) -> Tensor:
