@@ -1,8 +1,10 @@
-"""Collectives with a fixed order: contributions in rank order, so that all ranks compute the same bits."""
+"""Collectives with a fixed order: contributions in rank order, so that all ranks compute the same bits.
+
+Nothing here waits on the host: on a device the stream waits for the other ranks.
+"""
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -11,9 +13,9 @@ def gather_stack(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """[P, *value.shape]: `value` of every rank of `group` (P = 1 without one). Shapes must agree."""
     if group is None:
         return value[None]
-    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, value.contiguous(), group=group)
-    return torch.stack(parts)
+    stack = value.new_empty((dist.get_world_size(group), *value.shape))
+    dist.all_gather(list(stack.unbind(0)), value.contiguous(), group=group)
+    return stack
 
 
 def rank_sum(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
