@@ -1,0 +1,80 @@
+"""The masked reductions through their Triton kernels, with gradients; over ranks without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from rl_kernel.collectives import gather_stack, rank_sum
+from rl_kernel.ops.masked import kernels
+from rl_kernel.ops.masked.blocks import flat
+
+
+class _Total(Function):
+    """Sum or mean of the counted values; saves the mask and three numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, mean: bool) -> Tensor:
+        mask = flat(mask)
+        stats, result = kernels.moments(flat(values), mask, spread=False, mean=mean)
+        ctx.save_for_backward(mask, stats)
+        ctx.mean, ctx.shape, ctx.dtype = mean, values.shape, values.dtype
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        grad = kernels.spread_grad(*ctx.saved_tensors, upstream, ctx.dtype, mean=ctx.mean)
+        return grad.view(ctx.shape), None, None
+
+
+class _Whiten(Function):
+    """Saves its inputs and their moments."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, eps: float, shift_mean: bool) -> Tensor:
+        ctx.shape, ctx.terms = values.shape, (eps, shift_mean)
+        values, mask = flat(values), flat(mask)
+        stats, _ = kernels.moments(values, mask, spread=True)
+        ctx.save_for_backward(values, mask, stats)
+        return kernels.whiten(values, mask, stats, eps, shift_mean).view(ctx.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = kernels.whiten_backward(*ctx.saved_tensors, *ctx.terms, flat(d_out))
+        return grad.view(ctx.shape), None, None, None
+
+
+def masked_total_triton(values: Tensor, mask: Tensor, group: ProcessGroup | None, *, mean: bool) -> Tensor:
+    """Sum or mean, a float32 scalar."""
+    if group is None:
+        return _Total.apply(values, mask, mean)
+    stats, _ = kernels.moments(flat(values), flat(mask), spread=False)
+    number, total = rank_sum(stats, group)
+    return (total / number.clamp(min=1) if mean else total).float()
+
+
+def masked_whiten_triton(
+    values: Tensor, mask: Tensor, group: ProcessGroup | None, eps: float, shift_mean: bool
+) -> Tensor:
+    """Whitened values, float32, of the shape of `values`."""
+    if group is None:
+        return _Whiten.apply(values, mask, eps, shift_mean)
+    entries, counted = flat(values), flat(mask)
+    stats, _ = kernels.moments(entries, counted, spread=True)
+    merged = merge_moments(gather_stack(stats, group))
+    return kernels.whiten(entries, counted, merged, eps, shift_mean).view(values.shape)
+
+
+def merge_moments(parts: Tensor) -> Tensor:
+    """[3] moments of the union of the ranks' [P, 3]: number, sum, squared distances from the mean."""
+    number, total, spread = parts.unbind(1)
+    mean = total.sum() / number.sum().clamp(min=1)
+    distance = total / number.clamp(min=1) - mean
+    return torch.stack([number.sum(), total.sum(), (spread + number * distance.square()).sum()])

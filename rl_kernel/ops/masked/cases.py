@@ -1,0 +1,54 @@
+"""Named shapes of the masked reductions, their inputs and the float64 formulas, shared by tests and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """Values around 5 with deviation 1; a third of them masked out and holding NaN."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def inputs(
+        self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """values of `dtype` and a bool mask."""
+        generator = torch.Generator().manual_seed(seed)
+        values = 5 + torch.randn(self.shape, generator=generator)
+        mask = torch.rand(self.shape, generator=generator) < 0.7
+        if prod(self.shape) == 1:
+            mask = torch.ones_like(mask)
+        return torch.where(mask, values, float("nan")).to(device, dtype), mask.to(device)
+
+
+CASES = (
+    Case("nothing", (0,)),
+    Case("one_entry", (1,)),
+    Case("ragged", (333,)),
+    Case("matrix", (7, 129)),
+    Case("one_block", (4096,)),
+    Case("blocks_and_a_rest", (9001,)),
+)
+"""Small enough for Triton's interpreter; the kernels' blocks hold 4096 entries."""
+
+LARGE = (Case("many_blocks", (2**20,)), Case("long_programs_ragged", (2**23 + 13,)))
+
+
+def formula(name: str, values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """The operator `name` in float64."""
+    kept = values.double()[mask]
+    if name == "masked_sum":
+        return kept.sum()
+    mean = kept.sum() / max(len(kept), 1)
+    if name == "masked_mean":
+        return mean
+    variance = (kept - mean).square().sum() / max(len(kept) - 1, 1)
+    white = (kept - mean) * (variance + 1e-8).rsqrt() + (0 if shift_mean else mean)
+    return torch.zeros_like(values, dtype=torch.float64).masked_scatter(mask, white)
