@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from rl_kernel.checks import MASKS, check_constant, check_tensor, compute_dtype, invalid
+from rl_kernel.dispatch import choose, float64_refusal
 from rl_kernel.ops.ratio_kl.reference import ratio_kl_reference
+from rl_kernel.telemetry import record, timed
 
 KL_TYPES = ("k1", "k2", "k3", "low_var_kl")
 
@@ -18,6 +20,7 @@ def ratio_kl(
     kl_type: str = "k1",
     *,
     unbiased: bool = False,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`ratio = (log_probs - old_log_probs).exp()` and the KL estimate against `ref_log_probs`.
 
@@ -30,6 +33,7 @@ def ratio_kl(
         mask: [N] bool, integer or float; nonzero means counted. Elsewhere ratio is 1, KL 0, and no gradient
             flows, whatever stands there (NaN included).
         kl_type: one of k1, k2, k3, low_var_kl.
+        impl: demands "reference" or "triton", for tests and comparisons.
 
     Returns:
         (ratio [N], kl [N]), float32, differentiable in `log_probs`. Exponents above 80 are taken as 80, so
@@ -37,6 +41,7 @@ def ratio_kl(
 
     Raises:
         ValueError: wrong shape, dtype or device, a constant that requires grad, an unknown kl_type.
+        Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
     Deterministic (element-wise). Source: J. Schulman, "Approximating KL Divergence" (2020); DeepSeek-V3.2
     (2025) for the unbiased weight.
@@ -50,10 +55,19 @@ def ratio_kl(
         check_tensor("mask", mask, shape, MASKS, device=device)
     check_constant(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, mask=mask)
     check_kl_type(kl_type)
-    dtype = compute_dtype(log_probs)
-    ref = None if ref_log_probs is None else ref_log_probs.to(dtype)
-    counted = None if mask is None else mask != 0
-    return ratio_kl_reference(log_probs.to(dtype), old_log_probs.to(dtype), ref, counted, kl_type, unbiased)
+    choice = choose("ratio_kl", device, impl, float64_refusal(log_probs))
+    record(choice, log_probs.numel())
+    with timed("ratio_kl", device):
+        if choice.implementation == "triton":
+            from rl_kernel.ops.ratio_kl.autograd import RatioKL
+
+            return RatioKL.apply(log_probs, old_log_probs, ref_log_probs, mask, kl_type, unbiased)
+        dtype = compute_dtype(log_probs)
+        ref = None if ref_log_probs is None else ref_log_probs.to(dtype)
+        counted = None if mask is None else mask != 0
+        return ratio_kl_reference(
+            log_probs.to(dtype), old_log_probs.to(dtype), ref, counted, kl_type, unbiased
+        )
 
 
 def check_kl_type(kl_type: str) -> None:

@@ -1,0 +1,45 @@
+"""`ratio_kl` through its Triton kernels, with its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from rl_kernel.ops.masked.blocks import flat
+from rl_kernel.ops.ratio_kl import kernels
+
+
+class RatioKL(Function):
+    """Saves its inputs only: the backward computes the ratio again, cheaper than fetching it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        log_probs: Tensor,
+        old: Tensor,
+        ref: Tensor | None,
+        mask: Tensor | None,
+        kl_type: str,
+        unbiased: bool,
+    ) -> tuple[Tensor, Tensor]:
+        inputs: list[Any] = [None if value is None else flat(value) for value in (log_probs, old, ref, mask)]
+        ctx.save_for_backward(*inputs)
+        ctx.terms = (kl_type, unbiased)
+        ctx.set_materialize_grads(False)
+        ratio, kl = kernels.forward(*inputs, kl_type=kl_type, unbiased=unbiased)
+        if ref is None:
+            ctx.mark_non_differentiable(kl)
+        return ratio, kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_ratio: Tensor | None, d_kl: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad = None
+        if d_ratio is not None or d_kl is not None:
+            kl_type, unbiased = ctx.terms
+            inputs: list[Any] = ctx.saved_tensors
+            grad = kernels.backward(*inputs, kl_type=kl_type, unbiased=unbiased, d_ratio=d_ratio, d_kl=d_kl)
+        return grad, None, None, None, None, None
