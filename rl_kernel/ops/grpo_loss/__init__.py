@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,11 @@ from rl_kernel.checks import (
     compute_dtype,
     invalid,
 )
-from rl_kernel.ops.grpo_loss.reference import LossTerms, grpo_loss_reference
+from rl_kernel.dispatch import choose, float64_refusal
+from rl_kernel.mode import reads_values
+from rl_kernel.ops.grpo_loss.reference import Columns, LossTerms, grpo_loss_reference
 from rl_kernel.ops.ratio_kl import check_kl_type
+from rl_kernel.telemetry import record, timed
 
 
 def grpo_loss(
@@ -36,6 +41,7 @@ def grpo_loss(
     unbiased_kl: bool = False,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
+    impl: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum over counted tokens of the per-token loss divided by its denominator, and per-token metrics.
 
@@ -55,6 +61,7 @@ def grpo_loss(
         tis_weights: [N] importance weights of trainer over engine; constants. 0 drops the policy term.
         ref_log_probs, kl_coef, kl_type, unbiased_kl: the KL term, see `ratio_kl`.
         entropy, entropy_coef: [N] and its bonus; used if entropy_coef != 0.
+        impl: demands "reference" or "triton", for tests and comparisons.
 
     Returns:
         (loss, metrics): a float32 scalar, differentiable in `log_probs` and `entropy`, and detached [N]
@@ -63,7 +70,9 @@ def grpo_loss(
 
     Raises:
         ValueError: wrong shape, dtype or device, a constant that requires grad, a coefficient out of range or
-            without its tensor, a denominator <= 0 (values are read back to the host).
+            without its tensor, a denominator <= 0. The denominators of a device are read back in strict mode
+            only; otherwise such a counted token makes the loss and its own gradient NaN.
+        Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
     Deterministic. Sources: PPO (Schulman et al. 2017), GRPO (Shao et al. 2024), clip-higher (DAPO, Yu et al.
     2025), dual clip (Ye et al. 2020), truncated importance sampling (Yao et al. 2025).
@@ -71,33 +80,43 @@ def grpo_loss(
     high = eps_clip if eps_clip_high is None else eps_clip_high
     terms = LossTerms(eps_clip, high, eps_clip_c, kl_coef, kl_type, unbiased_kl, entropy_coef)
     _check_terms(terms, ref_log_probs, entropy)
-    constants = {"old_log_probs": old_log_probs, "advantages": advantages}
-    optional = {"tis_weights": tis_weights, "ref_log_probs": ref_log_probs, "entropy": entropy}
-    divisor = _check_inputs(log_probs, mask, denominators, constants, optional)
-    dtype = compute_dtype(log_probs)
-    new, old, gain = log_probs.to(dtype), old_log_probs.to(dtype), advantages.to(dtype)
-    extra = {name: None if value is None else value.to(dtype) for name, value in optional.items()}
-    return grpo_loss_reference(terms, new, old, gain, mask != 0, divisor, **extra)
+    columns = Columns(
+        log_probs, old_log_probs, advantages, mask, denominators, tis_weights, ref_log_probs, entropy
+    )
+    return _run(terms, columns, impl)
 
 
-def _check_inputs(
-    log_probs: Tensor,
-    mask: Tensor,
-    denominators: Tensor | float,
-    constants: dict[str, Tensor],
-    optional: dict[str, Tensor | None],
-) -> Tensor:
-    """The denominators as a tensor, after all checks of tensors."""
-    check_tensor("log_probs", log_probs, ["N"])
-    shape, device = log_probs.shape, log_probs.device
-    check_tensor("mask", mask, shape, MASKS, device=device)
-    check_constant(mask=mask)
-    given = {name: value for name, value in optional.items() if value is not None}
-    for name, value in (constants | given).items():
-        check_tensor(name, value, shape, device=device)
-        if name != "entropy":
-            check_constant(**{name: value})
-    return _check_denominators(denominators, shape, device, compute_dtype(log_probs))
+def _run(terms: LossTerms, columns: Columns, impl: str | None) -> tuple[Tensor, dict[str, Tensor]]:
+    _check_columns(columns)
+    log_probs = columns.log_probs
+    choice = choose("grpo_loss", log_probs.device, impl, float64_refusal(log_probs))
+    record(choice, log_probs.numel())
+    with timed("grpo_loss", log_probs.device):
+        if choice.implementation == "triton":
+            from rl_kernel.ops.grpo_loss.autograd import grpo_loss_triton
+
+            return grpo_loss_triton(terms, columns)
+        dtype = compute_dtype(log_probs)
+        columns = columns.map(lambda name, value: value != 0 if name == "mask" else value.to(dtype))
+        divisor = _as_tensor(columns.denominators, columns.mask, dtype)
+        return grpo_loss_reference(terms, replace(columns, denominators=divisor))
+
+
+def _check_columns(c: Columns) -> None:
+    check_tensor("log_probs", c.log_probs, ["N"])
+    shape, device = c.log_probs.shape, c.log_probs.device
+    check_tensor("mask", c.mask, shape, MASKS, device=device)
+    constants = {
+        "old_log_probs": c.old_log_probs,
+        "advantages": c.advantages,
+        "tis_weights": c.tis_weights,
+        "ref_log_probs": c.ref_log_probs,
+    }
+    for name, value in (constants | {"entropy": c.entropy}).items():
+        if value is not None:
+            check_tensor(name, value, shape, device=device)
+    check_constant(mask=c.mask, **constants)
+    _check_denominators(c.denominators, shape, device)
 
 
 def _check_terms(terms: LossTerms, ref_log_probs: Tensor | None, entropy: Tensor | None) -> None:
@@ -114,17 +133,24 @@ def _check_terms(terms: LossTerms, ref_log_probs: Tensor | None, entropy: Tensor
         raise invalid("entropy_coef", "be 0 without entropy", terms.entropy_coef, "pass entropy")
 
 
-def _check_denominators(
-    denominators: Tensor | float, shape: torch.Size, device: torch.device, dtype: torch.dtype
-) -> Tensor:
+def _check_denominators(denominators: Tensor | float, shape: torch.Size, device: torch.device) -> None:
     if not isinstance(denominators, Tensor):
         check_number("denominators", denominators, above=0.0)
-        return torch.tensor(denominators, dtype=dtype, device=device)
+        return
     check_tensor("denominators", denominators, shape, (*INTEGERS, *FLOATS), device=device)
     check_constant(denominators=denominators)
+    if not reads_values(denominators):
+        return
     bad = ~(denominators > 0)
     if bad.any():
         row = int(bad.nonzero()[0])
         got = f"{denominators[row].item()} for token {row}"
         raise invalid("denominators", "be > 0 for every token", got, "clamp mask sums to at least 1")
-    return denominators.to(dtype)
+
+
+def _as_tensor(denominators: Tensor | float, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """For the reference; one that was not read and is not positive becomes NaN, or 1 where nothing counts."""
+    if not isinstance(denominators, Tensor):
+        return torch.full((), denominators, dtype=dtype, device=mask.device)
+    instead = torch.where(mask, torch.full((), float("nan"), dtype=dtype, device=mask.device), 1.0)
+    return torch.where(denominators > 0, denominators, instead)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -23,38 +24,49 @@ class LossTerms:
     entropy_coef: float
 
 
-def grpo_loss_reference(
-    terms: LossTerms,
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    denominators: Tensor,
-    tis_weights: Tensor | None,
-    ref_log_probs: Tensor | None,
-    entropy: Tensor | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Inputs [N] of one dtype, float32 or float64 (`denominators`: [N] or a scalar); `mask` [N] bool."""
+@dataclass(frozen=True)
+class Columns:
+    """Inputs [N] of one call; `denominators` is a number or [N]."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    denominators: Tensor | float
+    tis_weights: Tensor | None
+    ref_log_probs: Tensor | None
+    entropy: Tensor | None
+
+    def map(self, change: Callable[[str, Tensor], Tensor]) -> Columns:
+        """The same columns after `change(name, column)` of each tensor."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Columns(
+            **{name: change(name, v) if isinstance(v, Tensor) else v for name, v in values.items()}
+        )
+
+
+def grpo_loss_reference(terms: LossTerms, c: Columns) -> tuple[Tensor, dict[str, Tensor]]:
+    """Columns of one dtype, float32 or float64, and a bool mask."""
     ratio, kl = ratio_kl_reference(
-        log_probs, old_log_probs, ref_log_probs, mask, terms.kl_type, terms.unbiased_kl
+        c.log_probs, c.old_log_probs, c.ref_log_probs, c.mask, terms.kl_type, terms.unbiased_kl
     )
-    pg_loss, clipped = _policy_loss(ratio, advantages, terms)
-    if tis_weights is not None:
-        pg_loss = pg_loss * tis_weights
+    pg_loss, clipped = _policy_loss(ratio, c.advantages, terms)
+    if c.tis_weights is not None:
+        pg_loss = pg_loss * c.tis_weights
     total = pg_loss
     if terms.kl_coef != 0:
         total = total + terms.kl_coef * kl
     if terms.entropy_coef != 0:
-        assert entropy is not None
-        total = total - terms.entropy_coef * entropy
-    loss = torch.where(mask, total / denominators, 0.0).sum()
+        assert c.entropy is not None
+        total = total - terms.entropy_coef * c.entropy
+    loss = torch.where(c.mask, total / c.denominators, 0.0).sum()
     metrics = {
-        "pg_loss": torch.where(mask, pg_loss.detach(), 0.0),
-        "pg_clipfrac": (mask & clipped).to(ratio.dtype),
-        "ppo_kl": torch.where(mask, (old_log_probs - log_probs).detach(), 0.0),
+        "pg_loss": torch.where(c.mask, pg_loss.detach(), 0.0),
+        "pg_clipfrac": (c.mask & clipped).to(ratio.dtype),
+        "ppo_kl": torch.where(c.mask, (c.old_log_probs - c.log_probs).detach(), 0.0),
         "ratio": ratio.detach(),
     }
-    if ref_log_probs is not None:
+    if c.ref_log_probs is not None:
         metrics["kl_loss"] = kl.detach()
     return loss, metrics
 
