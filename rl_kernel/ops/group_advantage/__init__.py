@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from rl_kernel.checks import INTEGERS, check_constant, check_number, check_tensor, invalid
-from rl_kernel.ops.group_advantage.reference import group_advantage_reference
+from rl_kernel.dispatch import choose, float64_refusal
+from rl_kernel.mode import reads_values
+from rl_kernel.ops.group_advantage.reference import check_siblings, group_advantage_reference
+from rl_kernel.telemetry import record, timed
 
 
 def group_advantage(
@@ -16,6 +19,7 @@ def group_advantage(
     normalize_std: bool = True,
     eps: float = 1e-6,
     rollout_ids: Tensor | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """Per group g: `(rewards[g] - rewards[g].mean()) / (rewards[g].std(correction=1) + eps)`.
 
@@ -26,15 +30,20 @@ def group_advantage(
         eps: > 0; added to the standard deviation.
         rollout_ids: [S]: samples with equal ids are siblings, parts of one rollout that fanned out. Each
             rollout then counts once in mean and std, with the mean reward of its siblings.
+        impl: demands "reference" or "triton", for tests and comparisons.
 
     Returns:
         [S] float32. A group of one rollout is not divided (its deviation is unknown), so one sample alone
         gets 0.
 
     Raises:
-        ValueError: wrong shape, dtype or device, a reward that is not finite, siblings in two groups.
+        ValueError: wrong shape, dtype or device, a reward that is not finite, siblings in two groups. The values
+            of a device are read back in strict mode only; otherwise such a reward spoils its own group, and
+            such siblings make all of their groups NaN.
+        Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
-    Sums in float64 in batch order: deterministic on every device, and equal rewards give exactly 0.
+    Sums in float64 in an order that only the batch decides: deterministic on every device, and equal rewards
+    give exactly 0. On a device every sample visits all others: S**2 comparisons, meant for some thousands.
     Source: GRPO (Shao et al. 2024).
     """
     check_tensor("rewards", rewards, ["S"])
@@ -43,11 +52,26 @@ def group_advantage(
     if rollout_ids is not None:
         check_tensor("rollout_ids", rollout_ids, rewards.shape, INTEGERS, device=rewards.device)
     check_number("eps", eps, above=0.0)
+    choice = choose("group_advantage", rewards.device, impl, float64_refusal(rewards))
+    record(choice, rewards.numel())
+    if reads_values(rewards):
+        _check_finite(rewards)
+    # The reference waits for the device anyway, and siblings in two groups have no place in its table.
+    if rollout_ids is not None and (choice.implementation == "reference" or reads_values(rewards)):
+        check_siblings(group_ids, rollout_ids)
+    with timed("group_advantage", rewards.device):
+        if rewards.numel() == 0:
+            return rewards.float()
+        if choice.implementation == "triton":
+            from rl_kernel.ops.group_advantage.kernels import group_advantage_triton
+
+            return group_advantage_triton(rewards, group_ids, rollout_ids, normalize_std, eps)
+        return group_advantage_reference(rewards, group_ids, rollout_ids, normalize_std, eps)
+
+
+def _check_finite(rewards: Tensor) -> None:
     finite = torch.isfinite(rewards)
     if not finite.all():
         sample = int((~finite).nonzero()[0])
         got = f"{rewards[sample].item()} for sample {sample}"
         raise invalid("rewards", "be finite", got, "make the reward function return a number")
-    if rewards.numel() == 0:
-        return rewards.float()
-    return group_advantage_reference(rewards, group_ids, rollout_ids, normalize_std, eps)

@@ -15,12 +15,12 @@ from rl_kernel.checks import invalid
 def group_advantage_reference(
     rewards: Tensor, group_ids: Tensor, rollout_ids: Tensor | None, normalize_std: bool, eps: float
 ) -> Tensor:
-    """rewards [S] float, group_ids and rollout_ids [S] integer -> [S] float32."""
+    """rewards [S] float, group_ids and rollout_ids [S] integer (after `check_siblings`) -> [S] float32."""
     rewards = rewards.double()
     group_names, group = torch.unique(group_ids, return_inverse=True)
     values, owner = rewards, group
     if rollout_ids is not None:
-        values, owner = _merge_siblings(rewards, group, group_names, rollout_ids)
+        values, owner = _merge_siblings(rewards, group, rollout_ids)
     table, counted = _rows_by(values, owner, len(group_names))
     count = counted.sum(1)
     mean = table.sum(1) / count
@@ -33,23 +33,24 @@ def group_advantage_reference(
     return advantage.float()
 
 
-def _merge_siblings(
-    rewards: Tensor, group: Tensor, group_names: Tensor, rollout_ids: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One value a rollout (the mean reward of its samples) and the group it belongs to."""
-    names, rollout = torch.unique(rollout_ids, return_inverse=True)
-    table, counted = _rows_by(rewards, rollout, len(names))
-    groups, _ = _rows_by(group.double(), rollout, len(names))
-    low = torch.where(counted, groups, float("inf")).amin(1)
-    high = torch.where(counted, groups, -float("inf")).amax(1)
-    if (low != high).any():
-        which = int((low != high).nonzero()[0])
-        both = sorted({int(group_names[int(low[which])]), int(group_names[int(high[which])])})
-        got = f"rollout {int(names[which])} in groups {both}"
+def check_siblings(group_ids: Tensor, rollout_ids: Tensor) -> None:
+    """ValueError if two samples of one rollout are in two groups. Reads the ids back to the host."""
+    pairs = torch.unique(torch.stack([rollout_ids.long(), group_ids.long()]), dim=1)
+    again = (pairs[0, 1:] == pairs[0, :-1]).nonzero()
+    if len(again):
+        which = int(again[0])
+        got = f"rollout {int(pairs[0, which])} in groups {pairs[1, which : which + 2].tolist()}"
         raise invalid(
             "rollout_ids", "lie in one group each", got, "number rollouts without repeats over the batch"
         )
-    return table.sum(1) / counted.sum(1), low.long()
+
+
+def _merge_siblings(rewards: Tensor, group: Tensor, rollout_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """One value a rollout (the mean reward of its samples) and the group it belongs to."""
+    names, rollout = torch.unique(rollout_ids, return_inverse=True)
+    table, counted = _rows_by(rewards, rollout, len(names))
+    groups, _ = _rows_by(group, rollout, len(names))
+    return table.sum(1) / counted.sum(1), groups[:, 0]
 
 
 def _rows_by(values: Tensor, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
