@@ -81,6 +81,8 @@ class ExpHead(Head):
         self._multiply(parts, rows, conditional=True)
         self._sum_blocks(rows, sums, stats, conditional=True)
         log_probs, lse, entropy = merge(gather_stack(stats, problem.shard.group))
+        # The target's logit is summed in another order than the row's: by their difference p may exceed 1.
+        log_probs.clamp_(max=0)
         return Rows(log_probs, lse, entropy, tile, {"scale": rows["scale"], "center": rows["center"]})
 
     def row_side(
@@ -115,12 +117,9 @@ class ExpHead(Head):
             return tile
         shard = problem.shard.tile(columns)
         if not kept:
-            state = {**rows.extra, "targets": problem.targets, "target_z": rows.lse, "flag": rows.lse}
             maps = kernels.descriptors(problem.hidden, problem.weight[columns], tile)
             rounding = problem.rounding is not None
-            kernels.launch_exp_product(
-                maps, state, None, shard.start, shard.real, store=True, rounding=rounding
-            )
+            kernels.launch_exp_product(maps, rows.extra, None, shard.real, store=True, rounding=rounding)
         where = tokens, tile.stride(0), shard.start, shard.real
         blocks = (triton.cdiv(tokens, ROWS_PER_PROGRAM),)
         center, scale = rows.extra["center"], rows.extra["scale"]
@@ -158,13 +157,8 @@ class ExpHead(Head):
         problem = self.problem
         hidden, weight, shard = problem.hidden, problem.weight, problem.shard
         tokens, width = hidden.shape
-        rows = dict(
-            zip(
-                ("scale", "center", "target_z"), hidden.new_empty(3, tokens, dtype=torch.float32), strict=True
-            )
-        )
-        rows["targets"] = problem.targets
-        rows["flag"] = hidden.new_empty(1, dtype=torch.int32)
+        scale, center = hidden.new_empty(2, tokens, dtype=torch.float32)
+        rows = {"scale": scale, "center": center, "flag": hidden.new_empty(1, dtype=torch.int32)}
         if tokens:
             kernels._centers_kernel[(tokens,)](
                 hidden, weight, problem.targets, problem.temperature, rows["scale"], rows["center"], rows["flag"],
@@ -188,7 +182,7 @@ class ExpHead(Head):
             if columns.stop > columns.start and len(problem.hidden):
                 shard = problem.shard.tile(columns)
                 maps = kernels.descriptors(problem.hidden, problem.weight[columns], out)
-                yield maps, part, shard.start, shard.real, out is not None
+                yield maps, part, shard.real, out is not None
 
     def _multiply(
         self,
@@ -198,9 +192,9 @@ class ExpHead(Head):
         conditional: bool = False,
         maximum: bool = False,
     ) -> None:
-        for maps, sums, first, real, store in parts:
+        for maps, sums, real, store in parts:
             kernels.launch_exp_product(
-                maps, rows, sums, first, real, store=store, rounding=self.problem.rounding is not None,
+                maps, rows, sums, real, store=store, rounding=self.problem.rounding is not None,
                 conditional=conditional, maximum=maximum,
             )  # fmt: skip
 
@@ -210,7 +204,7 @@ class ExpHead(Head):
         tokens, shard = stats.shape[1], self.problem.shard
         if tokens:
             kernels._block_sums_kernel[(triton.cdiv(tokens, ROWS_PER_PROGRAM),)](
-                sums[0], sums[-1], rows["center"], rows["targets"], rows["target_z"], stats, rows["flag"], tokens,
+                sums[0], sums[-1], rows["center"], self.problem.targets, stats, rows["flag"], tokens,
                 sums.shape[1], shard.start, shard.real, shard.limit, CONDITIONAL=conditional,
                 ENTROPY=len(sums) == 2, BLOCK=ROWS_PER_PROGRAM, STEP=32,
             )  # fmt: skip

@@ -30,11 +30,11 @@ FLOOR = tl.constexpr(-10000.0)  # exp2 of it is 0, and 0 times it is 0 where -in
 LOWEST = tl.constexpr(-3.0e38)
 SUM_LIMIT = tl.constexpr(1.0e17)
 
-BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_HIDDEN, STAGES, GROUP_ROWS = 128, 128, 64, 3, 16
+BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_HIDDEN, STAGES, GROUP_ROWS = 128, 128, 64, 3, 4
 PROGRAMS_PER_PROCESSOR = 2
 """Two programs share a multiprocessor (112 KiB of shared memory each), so that the products of one run under the
-epilogue of the other: 0.99 to 1.08 of cuBLAS's bare product on an H200, where one program with tiles of 128 x 256
-took 1.10 to 1.15 (twelve shapes tried; benchmarks/results)."""
+epilogue of the other: 0.99 to 1.06 of the time of cuBLAS's bare product on an H200; one program with 128 x 256 tiles
+took 1.03 to 1.12, and registers for a search of the target column made both slower."""
 
 
 @triton.jit
@@ -65,8 +65,8 @@ def _centers_kernel(
 
 @triton.jit
 def _exp_product_kernel(
-    hidden_desc, weight_desc, out_desc, SCALE, CENTER, TARGETS, TARGET_Z, SUMS, WEIGHTED, FLAG,
-    C, V, H, first, real, programs,
+    hidden_desc, weight_desc, out_desc, SCALE, CENTER, SUMS, WEIGHTED, FLAG,
+    C, V, H, real, programs,
     CONDITIONAL: tl.constexpr, STORE: tl.constexpr, STATS: tl.constexpr, ENTROPY: tl.constexpr,
     MAXIMUM: tl.constexpr, ROUND: tl.constexpr, WIDEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -95,7 +95,6 @@ def _exp_product_kernel(
         inside = rows < C
         scale = tl.load(SCALE + rows, mask=inside, other=0.0)
         center = tl.load(CENTER + rows, mask=inside, other=0.0)
-        target = tl.load(TARGETS + rows, mask=inside, other=-1).to(tl.int32) - first
         # In halves: the staging buffer of a half leaves room for a second program.
         halves = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
         total = tl.zeros((BM,), tl.float32)
@@ -120,11 +119,6 @@ def _exp_product_kernel(
                     total += tl.sum(e, 1)
                     if ENTROPY:
                         weighted += tl.sum(e * z, 1)
-                    here = (target >= start) & (target < start + BN // 2) & (target < real)
-                    # Few tiles hold a target of their rows; the others skip the comparison of every element.
-                    if tl.max(here.to(tl.int32), 0) > 0:
-                        target_z = tl.sum(tl.where(columns[None, :] == target[:, None], z, 0.0), 1)
-                        tl.store(TARGET_Z + rows, target_z, mask=inside & here)
         at = block_column.to(tl.int64) * C + rows
         if MAXIMUM:
             tl.store(SUMS + at, largest, mask=inside)
@@ -136,7 +130,7 @@ def _exp_product_kernel(
 
 @triton.jit
 def _block_sums_kernel(
-    SUMS, WEIGHTED, CENTER, TARGETS, TARGET_Z, STATS, FLAG, C, B, first, real, limit,
+    SUMS, WEIGHTED, CENTER, TARGETS, STATS, FLAG, C, B, first, real, limit,
     CONDITIONAL: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     if CONDITIONAL:  # noqa: SIM102 (a Python `and` would load the flag either way)
@@ -155,18 +149,16 @@ def _block_sums_kernel(
             weighted += tl.load(WEIGHTED + at, mask=mask, other=0.0)
     s = tl.sum(total, 0)
     center = tl.load(CENTER + rows, mask=inside, other=0.0)
-    target = tl.load(TARGETS + rows, mask=inside, other=0).to(tl.int64)
-    owned = (target >= first) & (target < first + real)
-    target_z = tl.load(TARGET_Z + rows, mask=inside & owned, other=0.0)
-    # A target outside the vocabulary has no log-prob: NaN, which no loss hides.
-    logit = tl.where(owned, (center + target_z) * LN2, 0.0)
-    logit = tl.where((target < 0) | (target >= limit), float("nan"), logit)
     tl.store(STATS + rows, center * LN2, mask=inside)
     tl.store(STATS + C + rows, s, mask=inside)
-    tl.store(STATS + 2 * C + rows, logit, mask=inside)
     if ENTROPY:
         tl.store(STATS + 3 * C + rows, tl.sum(weighted, 0) * LN2, mask=inside)
-    if not CONDITIONAL:
+    if not CONDITIONAL:  # the center is the target's z until it is raised
+        target = tl.load(TARGETS + rows, mask=inside, other=0).to(tl.int64)
+        logit = tl.where((target >= first) & (target < first + real), center * LN2, 0.0)
+        # A target outside the vocabulary has no log-prob: NaN, which no loss hides.
+        logit = tl.where((target < 0) | (target >= limit), float("nan"), logit)
+        tl.store(STATS + 2 * C + rows, logit, mask=inside)
         overflow = inside & ((s > SUM_LIMIT) | (s != s))
         if tl.max(overflow.to(tl.int32), 0) > 0:
             tl.store(FLAG, 1)
@@ -316,21 +308,22 @@ def descriptors(hidden: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Ten
 
 
 def launch_exp_product(
-    maps: tuple[TensorDescriptor, ...], rows: dict[str, Tensor], sums: Tensor | None, first: int, real: int, *,
+    maps: tuple[TensorDescriptor, ...], rows: dict[str, Tensor], sums: Tensor | None, real: int, *,
     store: bool, rounding: bool, conditional: bool = False, maximum: bool = False,
 ) -> None:  # fmt: skip
-    """e = exp2(z - center) of `hidden @ weight.T` into the tile of `maps`, if `store`, and row sums by block of columns
-    into `sums` [1 or 2, B, C], if given (the second: of e * (z - center)).
+    """e = exp2(z - center) of the first `real` columns of `hidden @ weight.T` (0 in the others), into the tile of
+    `maps` if `store`, and its row sums by block of columns into `sums` [1 or 2, B, C] if given (the second
+    one: of e * (z - center)).
 
-    `rows` holds scale, center, targets, target_z and flag. `maximum`: `sums[0]` gets the block maxima of z - center
-    instead. `conditional`: nothing happens unless the flag is up.
+    `rows` holds scale, center and, for conditional launches, the flag. `maximum`: `sums[0]` gets the block maxima of
+    z - center instead. `conditional`: nothing happens unless the flag is up.
     """
     (tokens, width), columns = maps[0].shape, maps[1].shape[0]
     count = programs(rows["center"].device)
     weighted = sums[1] if sums is not None and len(sums) == 2 else None
     _exp_product_kernel[(count,)](
-        *maps, rows["scale"], rows["center"], rows["targets"], rows["target_z"], None if sums is None else sums[0],
-        weighted, rows["flag"], tokens, columns, width, first, real, count,
+        *maps, rows["scale"], rows["center"], None if sums is None else sums[0], weighted, rows.get("flag"),
+        tokens, columns, width, real, count,
         CONDITIONAL=conditional, STORE=store and not maximum, STATS=sums is not None, ENTROPY=weighted is not None,
         MAXIMUM=maximum, ROUND=rounding, WIDEN=interpreted(),
         BM=BLOCK_ROWS, BN=BLOCK_COLUMNS, BK=BLOCK_HIDDEN, GROUP=GROUP_ROWS, num_stages=STAGES, num_warps=4,
