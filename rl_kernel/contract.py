@@ -27,7 +27,8 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Contract:
-    """`outputs` by dtype of the inputs (`linear_logp`: by `logits_dtype`); `gradients` by dtype of the input.
+    """`outputs` by dtype of the inputs (linear operators: by the dtype that logits are rounded to); `gradients` by
+    dtype of the input (linear operators: of the input or of the logits, whichever is coarser).
 
     `differentiable` names the inputs with a gradient. `deterministic`: the same inputs give the same bits.
     `parallel`: over which groups of processes the operator works.
@@ -46,24 +47,34 @@ def _all_dtypes(tolerance: Tolerance) -> dict[str, Tolerance]:
 
 
 _GRADIENTS = {
-    # One rounding to the input's dtype dominates: 2**-9 and 2**-12 of the value, with a margin of two.
+    # One rounding to the input's dtype dominates: 2**-8 and 2**-11 of the value.
     "float32": Tolerance(1e-7, 2e-5),
     "bfloat16": Tolerance(1e-7, 2**-8),
     "float16": Tolerance(1e-7, 2**-11),
 }
+# Two logits, each off by half a unit in the last place, divided by the temperature: for logits below 8 and t >= 1, or
+# below 4 and t >= 0.5.
 _LINEAR_LOGP = {
     "float32": Tolerance(3e-5, 1e-6),
-    # Two logits of magnitude up to 8, each off by half a unit in the last place (2**-6).
     "bfloat16": Tolerance(3.2e-2, 0.0),
+    "float16": Tolerance(4e-3, 0.0),
+}
+_LINEAR_GRADIENTS = {
+    # float32 throughout; exponents of base 2 and sums of one term for each column.
+    "float32": Tolerance(1e-7, 2e-5),
+    # Unit roundoff u = 2**-8 (float16: 2**-11). The tile of d_logits, the rows of hidden that carry the factor of their
+    # row, and the result are rounded to it: 3 u of the value. Logits rounded on the way (the default) move each
+    # probability by 2**-6 (2**-9), as in the outputs: together less than 2**-5 (2**-8) of the largest gradient.
+    "bfloat16": Tolerance(1e-7, 2**-5),
+    "float16": Tolerance(1e-7, 2**-8),
 }
 
+_LAYER = ("hidden", "weight", "bias")
 _DATA = ("data", "context")
 
 CONTRACTS: Mapping[str, Contract] = {
-    "linear_logp": Contract(_LINEAR_LOGP, _GRADIENTS, ("hidden", "weight", "bias"), True, ("vocabulary",)),
-    "linear_token_loss": Contract(
-        _LINEAR_LOGP, _GRADIENTS, ("hidden", "weight", "bias"), True, ("vocabulary",)
-    ),
+    "linear_logp": Contract(_LINEAR_LOGP, _LINEAR_GRADIENTS, _LAYER, True, ("vocabulary",)),
+    "linear_token_loss": Contract(_LINEAR_LOGP, _LINEAR_GRADIENTS, _LAYER, True, ("vocabulary",)),
     "logp": Contract(_all_dtypes(Tolerance(5e-6, 1e-6)), _GRADIENTS, ("logits",), True, ("vocabulary",)),
     "ratio_kl": Contract(_all_dtypes(Tolerance(1e-6, 5e-6)), _GRADIENTS, ("log_probs",), True),
     "grpo_loss": Contract(_all_dtypes(Tolerance(1e-5, 1e-5)), _GRADIENTS, ("log_probs", "entropy"), True),

@@ -1,11 +1,26 @@
-"""Named shapes of `linear_logp` and `logp` and their inputs, small enough for a CPU."""
+"""Named shapes of the linear operators, their inputs, the formula in float64, and what a result is held against.
+
+Shared by the tests on the host, the tests on a GPU and benchmarks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from rl_kernel.contract import CONTRACTS, max_error
+from rl_kernel.kept import KeptTokens
+from rl_kernel.ops.logp import cases as logp_cases
+
+Results = dict[str, Tensor]
+"""log_probs, entropy, and d_<input> for each input with a gradient."""
+Operator = Callable[..., tuple[Tensor, Tensor]]
+"""(hidden=, weight=, bias=, targets=, ...) -> (log_probs, entropy)."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +33,24 @@ class Case:
     vocab: int
     vocab_size: int | None = None
 
-    def inputs(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def real(self) -> int:
+        """Columns that are not padding."""
+        return self.vocab if self.vocab_size is None else self.vocab_size
+
+    def inputs(
+        self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [N, H] and weight [V, H] of `dtype`, logits of about unit variance; targets [N] int64."""
-        generator = torch.Generator().manual_seed(seed)
-        hidden = torch.randn(self.tokens, self.hidden, generator=generator)
-        weight = torch.randn(self.vocab, self.hidden, generator=generator) / self.hidden**0.5
-        real = self.vocab if self.vocab_size is None else self.vocab_size
-        targets = torch.randint(real, (self.tokens,), generator=generator)
+        generator = torch.Generator(device).manual_seed(seed)
+        hidden = torch.randn(self.tokens, self.hidden, generator=generator, device=device)
+        weight = torch.randn(self.vocab, self.hidden, generator=generator, device=device) / self.hidden**0.5
+        targets = torch.randint(self.real, (self.tokens,), generator=generator, device=device)
         return hidden.to(dtype), weight.to(dtype), targets
+
+    def kept(self, targets: Tensor, most: int = 7) -> KeptTokens:
+        """See `logp`'s cases."""
+        return logp_cases.Case(self.name, self.tokens, self.vocab, self.vocab_size).kept(targets, most)
 
 
 CASES = (
@@ -39,3 +64,120 @@ CASES = (
     Case("recomputed_tiles", 1100, 16, 5000, vocab_size=4999),
     Case("large_vocab", 3, 8, 151936),
 )
+"""For plain PyTorch on the host."""
+
+TINY = (
+    Case("no_tokens", 0, 8, 16),
+    Case("one_token", 1, 8, 16),
+    Case("one_column", 5, 8, 1),
+    Case("odd_width", 9, 13, 37, vocab_size=33),
+    Case("one_block", 7, 24, 100),
+    Case("blocks", 130, 72, 300, vocab_size=290),
+)
+"""Small enough for Triton's interpreter; all but `odd_width` are laid out as the exponential head wants them."""
+
+LARGE = (
+    Case("qwen3_half", 796, 2048, 75968),
+    Case("qwen3", 1000, 1024, 151936, vocab_size=151669),
+    Case("odd_width", 301, 515, 50257),
+)
+"""For a GPU."""
+
+
+def formula(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+    keep_mask: KeptTokens | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition in float64, with materialised logits: log-probs [N] and entropy [N]."""
+    logits = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    return logp_cases.formula(logits, targets, temperature, vocab_size, keep_mask)
+
+
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What PyTorch gives in the dtype of the inputs: materialised logits of that dtype, softmax in float32."""
+    logits = F.linear(hidden, weight, bias)[:, :vocab_size].float()
+    if isinstance(temperature, Tensor):
+        temperature = temperature[:, None]
+    log_p = torch.log_softmax(logits / temperature, -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def upstream(tokens: int, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
+    """Gradients [N] for the log-probs and for the entropy."""
+    g, h = torch.randn(2, tokens, generator=torch.Generator().manual_seed(7)).to(device)
+    return g, h
+
+
+def evaluate(
+    op: Operator, layer: Mapping[str, Tensor], targets: Tensor, uses: str = "both", **options: Any
+) -> Results:
+    """Outputs and gradients of `op` in the tensors of `layer`. `uses`: "log_probs", "entropy" or "both" have an
+    upstream gradient; an output that is not used has none, not even zeros."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in layer.items()}
+    log_probs, entropy = op(**leaves, targets=targets, **options)
+    g, h = upstream(len(targets), targets.device)
+    used = [(log_probs, g)] * (uses != "entropy") + [(entropy, h)] * (uses != "log_probs")
+    torch.autograd.backward([out for out, _ in used], [grad.to(out.dtype) for out, grad in used])
+    results = {"log_probs": log_probs.detach(), "entropy": entropy.detach()}
+    return results | {f"d_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+def contract_violations(
+    actual: Results, truth: Results, dtype: torch.dtype, rounding: torch.dtype | None, allowance: float = 1.0
+) -> list[str]:
+    """Results that are further from the float64 truth than the contract permits for inputs of `dtype` and logits
+    rounded to `rounding`; `allowance` multiplies the permitted error."""
+    contract = CONTRACTS["linear_logp"]
+    names = [str(kind).removeprefix("torch.") for kind in (dtype, rounding or torch.float32)]
+    found = []
+    for key, want in truth.items():
+        bound = contract.outputs[names[1]].bound(want)
+        if key.startswith("d_"):
+            bound = max(contract.gradients[name].bound(want) for name in names)
+        error = max_error(actual[key], want)
+        if error > allowance * bound:
+            found.append(f"{key} is off by {error:.2e}, permitted are {allowance * bound:.2e}")
+    return found
+
+
+PLAIN_FACTOR = 1.5
+"""A result may be this much worse than plain PyTorch in the same dtype: three roundings instead of two."""
+PLAIN_SLACK = {torch.float32: 1e-6, torch.bfloat16: 2**-10, torch.float16: 2**-13}
+"""And this part of its own size: a quarter of a unit roundoff; in float32, of which exponents spend more, 1e-6."""
+
+
+def acceptance_violations(
+    samples: Iterable[tuple[Results, Results, Results]], dtype: torch.dtype
+) -> list[str]:
+    """The acceptance rule over samples (actual, plain, truth): results whose root-mean-square error is larger than that
+    of plain PyTorch permits. Few numbers say little about a rounding: small cases need several samples."""
+    sums: dict[str, list[float]] = {}
+    for actual, same_dtype, truth in samples:
+        for key, want in truth.items():
+            wide = want.double()
+            norms = [(x[key].double() - wide).square().sum().item() for x in (actual, same_dtype)]
+            new = [*norms, wide.square().sum().item(), float(wide.numel())]
+            sums[key] = [a + b for a, b in zip(sums.get(key, [0.0] * 4), new, strict=True)]
+    found = []
+    for key, (ours, theirs, size, count) in sums.items():
+        slack = PLAIN_SLACK[dtype if key.startswith("d_") else torch.float32]
+        allowed = PLAIN_FACTOR * theirs**0.5 + slack * size**0.5 + 1e-7 * count**0.5
+        if not ours**0.5 <= allowed:
+            found.append(
+                f"{key} has error {ours**0.5:.2e}, plain PyTorch {theirs**0.5:.2e}, allowed {allowed:.2e}"
+            )
+    return found
