@@ -6,7 +6,6 @@ import torch
 import rl_kernel
 from rl_kernel.contract import CONTRACTS, Tolerance, max_error
 
-
 NO_OPERATORS = {"capabilities", "configure", "telemetry"}
 
 
