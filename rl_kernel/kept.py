@@ -1,7 +1,8 @@
-"""The tokens that a rollout's top-p/top-k sampling kept, in compact form, and the softmax over them.
+"""The tokens that a rollout's top-p/top-k sampling kept, in compact form, and the two softmaxes they lead to.
 
-Owns the record (`KeptTokens`), its checks and the plain PyTorch mask. Legend: N tokens, M kept ids of all tokens,
-C tokens of one tile, V columns of a tile.
+The log-prob is of the softmax over a token's kept ids, as the rollout sampled it; the entropy is that of the whole
+distribution. Owns the record (`KeptTokens`), its checks, and the statistics and gradient of both in plain PyTorch.
+Legend: N tokens, M kept ids of all tokens, C tokens of one tile, V columns of a tile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rl_kernel.checks import INTEGERS, check_tensor, invalid
 from rl_kernel.mode import reads_values
-from rl_kernel.vocab import VocabShard
+from rl_kernel.vocab import VocabShard, logits_grad, row_stats
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class KeptTokens:
         ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         counts = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
         return cls(ids.to(device), counts.cumsum(0).to(device))
+
+    @property
+    def truncated(self) -> Tensor:
+        """Which tokens have ids at all: [N] bool."""
+        return self.offsets.clamp(0, len(self.ids)).diff() > 0
 
     def rows(self, rows: slice) -> KeptTokens:
         """Those of some tokens: the same ids under fewer offsets, so that nothing waits for the device."""
@@ -75,21 +81,70 @@ def check_kept(kept: KeptTokens | None, targets: Tensor, limit: int) -> None:
         raise invalid("keep_mask.ids", "hold each truncated token's target", got, "add the sampled token")
 
 
-def keep_reference_(tile: Tensor, kept: KeptTokens | None, shard: VocabShard) -> Tensor:
-    """Set the logits [C, V] of all columns that a truncated token did not keep to -inf, in place.
+def _token_of_each(kept: KeptTokens) -> Tensor:
+    """The token [M] of every id; -1 and N for those of tokens before and after. Shapes must not depend on values."""
+    position = torch.arange(len(kept.ids), device=kept.ids.device)
+    return torch.searchsorted(kept.offsets.contiguous(), position, right=True) - 1
+
+
+def repeated(kept: KeptTokens, limit: int) -> Tensor:
+    """Which ids stand a second time for their token, [M] bool: sums over the ids count the others. On the device, in
+    up to 64 bytes an id."""
+    ids = kept.ids.long()
+    # Ids that do not exist share the last place, so that no token's reach into the next one's.
+    key = _token_of_each(kept) * (limit + 1) + torch.where((ids >= 0) & (ids < limit), ids, limit)
+    key, order = key.sort(stable=True)
+    again = torch.zeros_like(ids, dtype=torch.bool)
+    return again.scatter_(0, order[1:], key[1:] == key[:-1])
+
+
+def kept_logits(tile: Tensor, kept: KeptTokens, shard: VocabShard) -> Tensor:
+    """A copy of the logits [C, V] with -inf in all columns that a truncated token did not keep.
 
     `tile[:, shard.start : shard.start + V]` of `kept`'s C tokens; a token of which no id lies here loses its whole row.
     """
-    if kept is None or tile.numel() == 0:
-        return tile
     tokens, columns = tile.shape
-    offsets = kept.offsets
-    # Shapes must not depend on values: every id of the call looks for its token, most find none.
-    position = torch.arange(len(kept.ids), device=tile.device)
-    token = torch.searchsorted(offsets, position, right=True) - 1
+    token = _token_of_each(kept)
     column = kept.ids.long() - shard.start
     here = (token >= 0) & (token < tokens) & (column >= 0) & (column < columns)
-    keep = torch.zeros(tokens, columns + 1, dtype=torch.bool, device=tile.device)
-    keep[torch.where(here, token, 0), torch.where(here, column, columns)] = True
-    truncated = offsets[1:] > offsets[:-1]
-    return tile.masked_fill_(truncated[:, None] & ~keep[:, :columns], -torch.inf)
+    keep = torch.zeros(tokens + 1, columns + 1, dtype=torch.bool, device=tile.device)
+    keep[torch.where(here, token, tokens), torch.where(here, column, columns)] = True
+    return tile.masked_fill(kept.truncated[:, None] & ~keep[:tokens, :columns], -torch.inf)
+
+
+def kept_stats(
+    logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: bool, kept: KeptTokens | None
+) -> Tensor:
+    """`row_stats` of a tile; with a kept set [3 or 7, C]: of the kept columns [3, C], then, for the entropy, of all."""
+    if kept is None:
+        return row_stats(logits, targets, shard, with_entropy)
+    stats = row_stats(kept_logits(logits, kept, shard), targets, shard, False)
+    return torch.cat([stats, row_stats(logits, targets, shard, True)]) if with_entropy else stats
+
+
+def stats_count(with_entropy: bool, kept: KeptTokens | None) -> int:
+    """Rows of `kept_stats`."""
+    return 3 + with_entropy if kept is None else 3 + 4 * with_entropy
+
+
+def kept_grad(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    whole_lse: Tensor,
+    entropy: Tensor | None,
+    shard: VocabShard,
+    kept: KeptTokens | None,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """`logits_grad` of a tile; with a kept set the log-prob's gradient is that of the kept columns, under their
+    log-sum-exp, and the entropy's is that of all of them, under `whole_lse`."""
+    if kept is None:
+        return logits_grad(logits, targets, lse, entropy, shard, grad_log_probs, grad_entropy)
+    if grad_log_probs is None:
+        return logits_grad(logits, targets, whole_lse, entropy, shard, None, grad_entropy)
+    grad = logits_grad(kept_logits(logits, kept, shard), targets, lse, None, shard, grad_log_probs, None)
+    if grad_entropy is not None:
+        grad += logits_grad(logits, targets, whole_lse, entropy, shard, None, grad_entropy)
+    return grad

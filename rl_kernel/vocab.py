@@ -206,16 +206,27 @@ def combined(parts: Tensor) -> Tensor:
     return torch.stack(stats)
 
 
-def merge_stats(stats: Tensor, targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs [N], log-sum-exp [N] and entropy [N] (when there are 4 rows) of the whole vocabulary; NaN log-probs
-    for targets outside it. One all-gather."""
-    top, total, logit, *weighted = combined(gather_stack(stats, shard.group))
+def merge_stats(
+    stats: Tensor, targets: Tensor, shard: VocabShard
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Log-probs [N], log-sum-exp [N], entropy [N] (when there are 4 rows) and log-sum-exp [N] of its distribution, over
+    the whole vocabulary; NaN log-probs for targets outside it. One all-gather.
+
+    Of 7 rows the first 3 are of the log-probs' distribution and the others of the entropy's; else they are the same.
+    """
+    parts = gather_stack(stats, shard.group)
+    top, total, logit, *weighted = combined(parts[:, -4:])
     log_total = total.log()
+    whole_lse = lse = top + log_total
+    entropy = log_total - weighted[0] / total if weighted else None
+    if len(stats) == 7:
+        top, total, logit = combined(parts[:, :3])
+        log_total = total.log()
+        lse = top + log_total
     log_probs = logit - top - log_total
     if not reads_values(targets):
         log_probs.masked_fill_((targets < 0) | (targets >= shard.limit), torch.nan)
-    entropy = log_total - weighted[0] / total if weighted else None
-    return log_probs, top + log_total, entropy
+    return log_probs, lse, entropy, whole_lse
 
 
 def logits_grad(

@@ -12,7 +12,8 @@ from rl_kernel.collectives import gather_stack
 from rl_kernel.gemm import product_
 from rl_kernel.ops.linear_logp.head import Head, Problem, Rows
 from rl_kernel.ops.linear_logp.plan import Budget, Costs
-from rl_kernel.ops.logp.kernels import keep_, logits_grad, merge, row_stats
+from rl_kernel.ops.logp.kept_kernels import kept_logits_grad, merge_kept, no_logits, pick_
+from rl_kernel.ops.logp.kernels import logits_grad, merge, row_stats
 from rl_kernel.vocab import combined
 
 ALIGNMENT = 16
@@ -30,8 +31,7 @@ class PlainHead(Head):
         # cuBLAS rounds to the weight's dtype on the way out; everything else is rounded by the row kernels.
         rounds = problem.rounding == weight.dtype and problem.bias is None
         self.logits_dtype = weight.dtype if rounds else torch.float32
-        per_token = isinstance(problem.temperature, Tensor)
-        self.inverse = problem.temperature.reciprocal() if per_token else 1 / problem.temperature
+        self.inverse = 1 / problem.temperature
 
     def costs(self, with_entropy: bool) -> Costs:
         dtype = self.problem.weight.dtype
@@ -40,7 +40,7 @@ class PlainHead(Head):
         return Costs(self.problem.hidden.shape[1] * 4 + ROW_VECTORS, element, scratch=True)
 
     def forward(self, budget: Budget, with_entropy: bool) -> Rows:
-        problem = self.problem
+        problem, keep = self.problem, self.problem.keep
         columns = len(problem.weight)
         kept = self.tile_memory(budget.kept) if budget.kept else None
         through = self.tile_memory(min(budget.tile, columns - budget.kept))
@@ -48,12 +48,18 @@ class PlainHead(Head):
         parts = problem.hidden.new_empty(
             len(starts), 3 + with_entropy, len(problem.hidden), dtype=torch.float32
         )
+        z = None if keep is None else no_logits(keep, parts)
         for part, first in zip(parts, starts, strict=True):
             memory = kept if kept is not None and first == 0 else through
             tile = slice(first, min(first + memory.shape[1], columns))
             logits = self._logits(tile, memory[:, : tile.stop - tile.start])
             shard = problem.shard.tile(tile)
             row_stats(logits, problem.targets, self.inverse, shard, with_entropy, problem.rounding, out=part)
+            if keep is not None and z is not None:
+                pick_(z, logits, keep, self.inverse, shard, problem.rounding)
+        if keep is not None and z is not None:
+            merged = merge_kept(parts, z, keep, problem.targets, problem.shard)
+            return Rows(*merged[:3], kept, {"whole_lse": merged[3], "kept_logits": z})
         if problem.shard.group is not None:
             # Processes may have different numbers of tiles; one part from each keeps the gather rectangular.
             parts = gather_stack(combined(parts), problem.shard.group)
@@ -78,6 +84,11 @@ class PlainHead(Head):
         dtype = problem.weight.dtype
         out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         shard = problem.shard.tile(columns)
+        if problem.keep is not None:
+            return kept_logits_grad(
+                logits, rows.extra["kept_logits"], problem.keep, problem.targets, rows.lse, rows.extra["whole_lse"],
+                rows.entropy, shard, grad, grad_entropy, self.inverse, out, problem.rounding,
+            )  # fmt: skip
         return logits_grad(
             logits, problem.targets, rows.lse, rows.entropy, shard, grad, grad_entropy, self.inverse, out,
             problem.rounding,
@@ -96,4 +107,4 @@ class PlainHead(Head):
         product_(out, problem.hidden, problem.weight[columns].t())
         if problem.bias is not None:
             out += problem.bias[columns]
-        return keep_(out, problem.keep, problem.shard.tile(columns))
+        return out

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_kernel.checks import compute_dtype
-from rl_kernel.kept import KeptTokens, keep_reference_
-from rl_kernel.vocab import VocabShard, logits_grad, merge_stats, row_stats, row_tiles, scale_, take
+from rl_kernel.kept import KeptTokens, kept_grad, kept_stats, stats_count
+from rl_kernel.vocab import VocabShard, merge_stats, row_tiles, scale_, take
 
 KEPT_ELEMENTS = 2**22
 """Logits of one call that are kept for the backward (16 MiB in float32); more are computed again."""
@@ -55,17 +55,16 @@ class LinearLogp(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(hidden, weight, bias)
         wide, wide_bias = _real_columns(weight, bias, shard, dtype)
-        stats = wide.new_empty(3 + with_entropy, len(hidden))
+        stats = wide.new_empty(stats_count(with_entropy, keep_mask), len(hidden))
         keep = len(hidden) * shard.real <= KEPT_ELEMENTS
         kept = []
         for rows in row_tiles(len(hidden), shard.real):
             logits = tile_logits(hidden[rows], wide, wide_bias, take(temperature, rows), rounding)
-            keep_reference_(logits, take(keep_mask, rows), shard)
-            stats[:, rows] = row_stats(logits, targets[rows], shard, with_entropy)
+            stats[:, rows] = kept_stats(logits, targets[rows], shard, with_entropy, take(keep_mask, rows))
             if keep:
                 kept.append(logits)
-        log_probs, lse, entropy = merge_stats(stats, targets, shard)
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy, *kept)
+        log_probs, lse, entropy, whole_lse = merge_stats(stats, targets, shard)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, whole_lse, entropy, *kept)
         ctx.temperature, ctx.shard, ctx.rounding, ctx.keep_mask = temperature, shard, rounding, keep_mask
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -75,7 +74,7 @@ class LinearLogp(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, lse, entropy, *kept = ctx.saved_tensors
+        hidden, weight, bias, targets, lse, whole_lse, entropy, *kept = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 9
         shard, temperature = ctx.shard, ctx.temperature
@@ -86,13 +85,10 @@ class LinearLogp(torch.autograd.Function):
         d_bias = lse.new_zeros(bias.shape) if need_bias else None
         for index, rows in enumerate(row_tiles(len(hidden), shard.real)):
             at = take(temperature, rows)
-            if kept:
-                logits = kept[index]
-            else:
-                logits = tile_logits(hidden[rows], wide, wide_bias, at, ctx.rounding)
-                keep_reference_(logits, take(ctx.keep_mask, rows), shard)
+            logits = kept[index] if kept else tile_logits(hidden[rows], wide, wide_bias, at, ctx.rounding)
+            by_token = targets[rows], lse[rows], whole_lse[rows], take(entropy, rows)
             upstream = take(grad_log_probs, rows), take(grad_entropy, rows)
-            d_logits = logits_grad(logits, targets[rows], lse[rows], take(entropy, rows), shard, *upstream)
+            d_logits = kept_grad(logits, *by_token, shard, take(ctx.keep_mask, rows), *upstream)
             scale_(d_logits, at)
             if d_hidden is not None:
                 torch.mm(d_logits, wide, out=d_hidden[rows])

@@ -58,11 +58,10 @@ def linear_token_loss(
         token_loss: called once for each block of tokens, in order; `rows` are the tokens of the block. The loss must
             be a sum over tokens, each depending on its own log-prob and entropy only (denominators are constants),
             computed in PyTorch or by operators with a gradient; metrics are tensors of [C].
-        weight_grad: [V_local, H] float32 buffer (Megatron's `main_grad`) that the gradient of `weight` is added to,
-            during this call and for an upstream gradient of 1: scale inside `token_loss`. `weight.grad` is then left
-            alone. Without it autograd receives that gradient.
+        weight_grad: [V_local, H] float32 buffer (Megatron's `main_grad`) that the gradient of `weight` is added to in
+            this call, for an upstream gradient of 1: scale inside `token_loss`. Autograd then receives none for it.
         return_entropy: compute the entropy; else `token_loss` gets None.
-        The others: see `linear_logp`.
+        The others: see `linear_logp`, and its module for collectives, synchronisation and determinism.
 
     Returns:
         TokenLossResult. Backward multiplies the gradients, which are computed by then, with the upstream scalar.
@@ -72,8 +71,7 @@ def linear_token_loss(
 
     `workspace_bytes` decides how many tokens go through at a time. If they are not all and there is no `weight_grad`,
     the weight gradient is summed in a float32 buffer of its size where the workspace holds one; else all tokens go
-    at once, and tiles that do not fit are computed twice. Collectives per block as for `linear_logp`. No host
-    synchronisation of its own. Deterministic.
+    at once, and tiles that do not fit are computed twice. Collectives are per block.
     """
     shard = check_layer(
         hidden, weight, targets, temperature, tp_group, vocab_start, vocab_size, bias, keep_mask
@@ -81,19 +79,15 @@ def linear_token_loss(
     check_workspace(workspace_bytes)
     if weight_grad is not None:
         check_tensor("weight_grad", weight_grad, weight.shape, (torch.float32,), device=weight.device)
-    rounding = logits_rounding(logits_dtype, weight)
+    settings = targets, temperature, keep_mask, shard, logits_rounding(logits_dtype, weight)
     choice = choose("linear_token_loss", hidden.device, impl, layer_refusal(hidden, weight, bias))
     record(choice, len(hidden))
-    settings = (targets, temperature, keep_mask, shard, rounding)
+    call = hidden, weight, bias, settings, token_loss
     with timed("linear_token_loss", hidden.device):
         if choice.implementation == "triton":
             from rl_kernel.ops.linear_token_loss.autograd import linear_token_loss_on_device as run
 
-            parts = run(
-                hidden, weight, bias, settings, token_loss, workspace_bytes, return_entropy, weight_grad
-            )
+            parts = run(*call, workspace_bytes, return_entropy, weight_grad)
         else:
-            parts = linear_token_loss_reference(
-                hidden, weight, bias, settings, token_loss, return_entropy, weight_grad
-            )
+            parts = linear_token_loss_reference(*call, return_entropy, weight_grad)
     return TokenLossResult(*parts)

@@ -27,7 +27,7 @@ def logp(
     inplace_backward: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each target and, if asked, the entropy of its distribution, in nats.
+    """Log-probability of each target and, if asked, the entropy of the distribution, in nats.
 
     `log_p = log_softmax(logits[:, :vocab_size].float() / temperature[:, None], -1)`;
     `log_p.gather(1, targets[:, None])[:, 0]` and `-(log_p.exp() * log_p).sum(-1)`; the softmax and all sums
@@ -42,8 +42,8 @@ def logp(
             gradient must be equal on its ranks, and the ranks' shards must partition the vocabulary.
         vocab_start: id of the first column.
         vocab_size: ids from here on are padding: no probability, zero gradient. A shard may be all padding.
-        keep_mask: ids that the rollout's top-p/top-k sampling kept: log-prob and entropy are those of the softmax
-            over a token's kept columns; the others have probability 0 and gradient 0.
+        keep_mask: ids that the rollout's top-p/top-k sampling kept: the log-prob is that of the softmax over a
+            token's kept columns, with gradient 0 in the others; the entropy stays that of all columns.
         return_entropy: also return the entropy; it costs a gradient only if it is used in a loss.
         inplace_backward: the backward overwrites `logits` with their gradient: nothing else may read them after it,
             and a second backward is an error.
@@ -59,8 +59,8 @@ def logp(
             values of tensors are read in strict mode only; else a bad target or temperature gives NaN, a target that
             was not kept -inf, and the shards are compared in a layout's first call, the only one to synchronise.
 
-    Memory: the gradient, unless in place; with `keep_mask` 64 MiB more. Under `tp_group` one all-gather of
-    [3 or 4, N] forward. Can be captured in a CUDA graph. Deterministic: the same inputs give the same bits.
+    Memory: the gradient, unless in place; with `keep_mask` up to 64 bytes an id. Under `tp_group` one all-gather of
+    [3 to 7, N] forward. Can be captured in a CUDA graph. Deterministic: the same inputs give the same bits.
     """
     _check_inputs(logits, targets, temperature, inplace_backward)
     shard = make_shard("logits", logits.shape[1], targets, vocab_start, vocab_size, tp_group)

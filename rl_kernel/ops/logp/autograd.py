@@ -11,11 +11,9 @@ from torch.autograd.graph import increment_version
 
 from rl_kernel.collectives import gather_stack
 from rl_kernel.kept import KeptTokens
-from rl_kernel.ops.logp.kernels import keep_, logits_grad, merge, row_stats
-from rl_kernel.vocab import VocabShard, take
-
-SCRATCH_ELEMENTS = 2**25
-"""Logits that are copied at a time to lay a kept set over them: 64 MiB in bfloat16."""
+from rl_kernel.ops.logp.kept_kernels import kept_logits_grad, merge_kept, no_logits, pick_
+from rl_kernel.ops.logp.kernels import logits_grad, merge, row_stats
+from rl_kernel.vocab import VocabShard
 
 
 class Logp(torch.autograd.Function):
@@ -33,9 +31,14 @@ class Logp(torch.autograd.Function):
         in_place: bool,
     ) -> tuple[Tensor, Tensor | None]:
         inverse = 1.0 / temperature
-        stats = _stats(logits, targets, inverse, shard, with_entropy, kept)
-        log_probs, lse, entropy = merge(gather_stack(stats, shard.group))
-        ctx.save_for_backward(logits, targets, lse, entropy)
+        stats = row_stats(logits, targets, inverse, shard, with_entropy)
+        if kept is None:
+            log_probs, lse, entropy = merge(gather_stack(stats, shard.group))
+            whole_lse = z = None
+        else:
+            z = pick_(no_logits(kept, logits), logits, kept, inverse, shard)
+            log_probs, lse, entropy, whole_lse = merge_kept(stats[None], z, kept, targets, shard)
+        ctx.save_for_backward(logits, targets, lse, entropy, whole_lse, z)
         ctx.inverse, ctx.shard, ctx.kept, ctx.in_place = inverse, shard, kept, in_place
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -47,33 +50,14 @@ class Logp(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 7
-        logits, targets, lse, entropy = ctx.saved_tensors
-        source = out = logits.detach()
-        if not ctx.in_place:
-            out = torch.empty_like(logits)
-        if ctx.kept is not None:
-            source = keep_(out if ctx.in_place else out.copy_(logits), ctx.kept, ctx.shard)
-        upstream = grad_log_probs, grad_entropy
-        logits_grad(source, targets, lse, entropy, ctx.shard, *upstream, ctx.inverse, out)
+        logits, targets, lse, entropy, whole_lse, z = ctx.saved_tensors
+        source = logits.detach()
+        out = source if ctx.in_place else torch.empty_like(logits)
+        into = ctx.shard, grad_log_probs, grad_entropy, ctx.inverse, out
+        if ctx.kept is None:
+            logits_grad(source, targets, lse, entropy, *into)
+        else:
+            kept_logits_grad(source, z, ctx.kept, targets, lse, whole_lse, entropy, *into)
         if ctx.in_place:
             increment_version(logits)  # a second backward is an error, not a gradient of a gradient's values
         return out, None, None, None, None, None, None
-
-
-def _stats(
-    logits: Tensor,
-    targets: Tensor,
-    inverse: float | Tensor,
-    shard: VocabShard,
-    with_entropy: bool,
-    kept: KeptTokens | None,
-) -> Tensor:
-    if kept is None:
-        return row_stats(logits, targets, inverse, shard, with_entropy)
-    stats = logits.new_empty(3 + with_entropy, len(logits), dtype=torch.float32)
-    height = max(1, SCRATCH_ELEMENTS // shard.stored)
-    for first in range(0, len(logits), height):
-        rows = slice(first, first + height)
-        tile = keep_(logits[rows].clone(), kept.rows(rows), shard)
-        row_stats(tile, targets[rows], take(inverse, rows), shard, with_entropy, out=stats[:, rows])
-    return stats

@@ -71,10 +71,12 @@ def formula(
     vocab_size: int | None = None,
     kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in float64: log-probs [N] and entropy [N]."""
+    """The definition in float64: log-probs [N] of the kept columns and entropy [N] of all."""
     if isinstance(temperature, Tensor):
         temperature = temperature.double()[:, None]
     z = logits[:, :vocab_size].double() / temperature
+    log_p = torch.log_softmax(z, -1)
+    entropy = -(log_p.exp() * log_p.masked_fill(log_p.isneginf(), 0)).sum(-1)
     if kept is not None:
         ends = kept.offsets.tolist()
         lost = torch.zeros_like(z, dtype=torch.bool)
@@ -82,7 +84,5 @@ def formula(
             if stop > first:
                 lost[token] = True
                 lost[token, kept.ids[first:stop].long()] = False
-        z = z.masked_fill(lost, -torch.inf)
-    log_p = torch.log_softmax(z, -1)
-    entropy = -(log_p.exp() * log_p.masked_fill(log_p.isneginf(), 0)).sum(-1)
+        log_p = torch.log_softmax(z.masked_fill(lost, -torch.inf), -1)
     return log_p.gather(1, targets.long()[:, None])[:, 0], entropy

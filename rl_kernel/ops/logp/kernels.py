@@ -1,9 +1,9 @@
-"""Triton kernels over rows of logits: softmax statistics, their merge, the gradient, and the kept set of a rollout.
+"""Triton kernels over rows of logits: softmax statistics, their merge, and the gradient.
 
 Owns what `logp` and the tiles of `linear_logp` share. Every kernel reads a row in a fixed order and nothing is added
 by atomics, so the same inputs give the same bits. No function here waits for the device.
 
-Legend: C rows, V stored columns of this process (those from `shard.real` on are padding), P parts to merge, M kept ids.
+Legend: C rows, V stored columns of this process (those from `shard.real` on are padding), P parts to merge.
 z is a logit divided by its temperature; exponents are in units of log2, because the hardware's exponential is exp2.
 """
 
@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_kernel.kept import KeptTokens
 from rl_kernel.vocab import VocabShard
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -27,7 +26,6 @@ FLOOR = tl.constexpr(-10000.0)
 
 ROW_BLOCK = 4096
 GRAD_BLOCK = 4096
-IDS_BLOCK = 256
 
 
 @triton.jit
@@ -173,38 +171,6 @@ def _logits_grad_kernel(
     tl.store(out, d.to(OUT.dtype.element_ty), mask=columns < stored)
 
 
-@triton.jit
-def _keep_kernel(
-    TILE, IDS, OFFSETS, SCRATCH, row_stride, column_stride, start, real, count,
-    UNIT: tl.constexpr, IDS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.maximum(tl.load(OFFSETS + row), 0)
-    stop = tl.minimum(tl.load(OFFSETS + row + 1), count)
-    if first < stop:
-        base = TILE + row * row_stride
-        lanes = tl.arange(0, IDS_BLOCK)
-        for begin in range(first, stop, IDS_BLOCK):
-            at = begin + lanes
-            column = tl.load(IDS + at, mask=at < stop, other=-1).to(tl.int64) - start
-            here = (at < stop) & (column >= 0) & (column < real)
-            x = tl.load(base + _offsets(column, column_stride, UNIT), mask=here, other=0.0)
-            tl.store(SCRATCH + at, x, mask=here)
-        tl.debug_barrier()  # every kept logit is read before the row is overwritten
-        columns = tl.arange(0, BLOCK)
-        nothing = tl.full([BLOCK], -float("inf"), tl.float32).to(TILE.dtype.element_ty)
-        for begin in range(0, real, BLOCK):
-            inside = begin + columns < real
-            tl.store(base + _offsets(begin + columns, column_stride, UNIT), nothing, mask=inside)
-        tl.debug_barrier()  # and the row is overwritten before they are written back
-        for begin in range(first, stop, IDS_BLOCK):
-            at = begin + lanes
-            column = tl.load(IDS + at, mask=at < stop, other=-1).to(tl.int64) - start
-            here = (at < stop) & (column >= 0) & (column < real)
-            x = tl.load(SCRATCH + at, mask=here, other=0.0)
-            tl.store(base + _offsets(column, column_stride, UNIT), x, mask=here)
-
-
 _ROUNDING = {None: None, torch.float32: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -285,20 +251,6 @@ def logits_grad(
         BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
-
-
-def keep_(tile: Tensor, kept: KeptTokens | None, shard: VocabShard) -> Tensor:
-    """`kept.keep_reference_` in one launch: -inf in all real columns of tile [C, V] that a truncated token did not
-    keep. Rows of tokens that are not truncated are not touched."""
-    if kept is None or len(tile) == 0 or len(kept.ids) == 0:
-        return tile
-    scratch = tile.new_empty(len(kept.ids))
-    _keep_kernel[(len(tile),)](
-        tile, kept.ids.contiguous(), kept.offsets.contiguous(), scratch, *tile.stride(),
-        shard.start, shard.real, len(kept.ids),
-        UNIT=tile.stride(1) == 1, IDS_BLOCK=IDS_BLOCK, BLOCK=_block(shard.real, ROW_BLOCK), num_warps=4,
-    )  # fmt: skip
-    return tile
 
 
 def _dense(value: Any) -> Any:

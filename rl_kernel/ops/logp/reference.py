@@ -13,16 +13,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_kernel.checks import compute_dtype
-from rl_kernel.kept import KeptTokens, keep_reference_
-from rl_kernel.vocab import VocabShard, logits_grad, merge_stats, row_stats, row_tiles, scale_, take
+from rl_kernel.kept import KeptTokens, kept_grad, kept_stats, stats_count
+from rl_kernel.vocab import VocabShard, merge_stats, row_tiles, scale_, take
 
 
-def tile_logits(
-    logits: Tensor, rows: slice, temperature: float | Tensor, shard: VocabShard, kept: KeptTokens | None
-) -> Tensor:
+def tile_logits(logits: Tensor, rows: slice, temperature: float | Tensor, shard: VocabShard) -> Tensor:
     """A temperature-scaled copy [C, V] of some rows, without the padding, in the compute dtype."""
     tile = logits[rows, : shard.real].to(compute_dtype(logits), copy=True)
-    return keep_reference_(scale_(tile, take(temperature, rows)), take(kept, rows), shard)
+    return scale_(tile, take(temperature, rows))
 
 
 class Logp(torch.autograd.Function):
@@ -39,12 +37,13 @@ class Logp(torch.autograd.Function):
         kept: KeptTokens | None,
         in_place: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        stats = logits.new_empty(3 + with_entropy, len(logits), dtype=compute_dtype(logits))
+        count = stats_count(with_entropy, kept)
+        stats = logits.new_empty(count, len(logits), dtype=compute_dtype(logits))
         for rows in row_tiles(len(logits), shard.real):
-            tile = tile_logits(logits, rows, temperature, shard, kept)
-            stats[:, rows] = row_stats(tile, targets[rows], shard, with_entropy)
-        log_probs, lse, entropy = merge_stats(stats, targets, shard)
-        ctx.save_for_backward(logits, targets, lse, entropy)
+            tile = tile_logits(logits, rows, temperature, shard)
+            stats[:, rows] = kept_stats(tile, targets[rows], shard, with_entropy, take(kept, rows))
+        log_probs, lse, entropy, whole_lse = merge_stats(stats, targets, shard)
+        ctx.save_for_backward(logits, targets, lse, whole_lse, entropy)
         ctx.temperature, ctx.shard, ctx.kept, ctx.in_place = temperature, shard, kept, in_place
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -56,13 +55,14 @@ class Logp(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 7
-        logits, targets, lse, entropy = ctx.saved_tensors
+        logits, targets, lse, whole_lse, entropy = ctx.saved_tensors
         shard, temperature = ctx.shard, ctx.temperature
         d_logits = logits.detach() if ctx.in_place else torch.empty_like(logits)
         d_logits[:, shard.real :] = 0
         for rows in row_tiles(len(logits), shard.real):
-            tile = tile_logits(logits, rows, temperature, shard, ctx.kept)
+            tile = tile_logits(logits, rows, temperature, shard)
+            by_token = targets[rows], lse[rows], whole_lse[rows], take(entropy, rows)
             upstream = take(grad_log_probs, rows), take(grad_entropy, rows)
-            d_tile = logits_grad(tile, targets[rows], lse[rows], take(entropy, rows), shard, *upstream)
+            d_tile = kept_grad(tile, *by_token, shard, take(ctx.kept, rows), *upstream)
             d_logits[rows, : shard.real] = scale_(d_tile, take(temperature, rows))
         return d_logits, None, None, None, None, None, None

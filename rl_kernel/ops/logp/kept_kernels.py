@@ -1,0 +1,192 @@
+"""Triton kernels for the kept set of a rollout: log-probs over the kept ids beside the entropy of all columns.
+
+The kept ids are few, so the dense kernels run over all columns as ever, and three small ones work on the ids alone: the
+tiles stay as they are and no masked copy is made. Owns what `logp` and `PlainHead` share of that. Same rules as
+`kernels`: fixed order, no atomics, no wait for the device.
+
+Legend: C rows, V columns of a tile, P parts to merge, M kept ids of all tokens. z [M] is the logit of each id over its
+token's temperature, -inf where the column is in another process.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_kernel.collectives import gather_stack
+from rl_kernel.kept import KeptTokens, repeated
+from rl_kernel.ops.logp.kernels import (
+    _ROUNDING,
+    FLOOR,
+    LOG2E,
+    LOWEST,
+    _absorb,
+    _dense,
+    _offsets,
+    _rounded,
+    logits_grad,
+    merge,
+)
+from rl_kernel.vocab import VocabShard, combined
+
+IDS_BLOCK = 256
+
+
+@triton.jit
+def _ids_of(OFFSETS, row, count):
+    """Where the ids of a row start and end; in bounds whatever the offsets."""
+    return tl.maximum(tl.load(OFFSETS + row), 0), tl.minimum(tl.load(OFFSETS + row + 1), count)
+
+
+@triton.jit
+def _pick_kernel(
+    TILE, INVERSE, IDS, OFFSETS, Z, row_stride, column_stride, start, real, count,
+    PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    first, stop = _ids_of(OFFSETS, row, count)
+    base = TILE + row * row_stride
+    inverse = tl.load(INVERSE + row).to(tl.float32) if PER_TOKEN else INVERSE
+    for begin in range(first, stop, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        column = tl.load(IDS + at, mask=at < stop, other=-1).to(tl.int64) - start
+        here = (at < stop) & (column >= 0) & (column < real)
+        x = tl.load(base + _offsets(column, column_stride, UNIT), mask=here, other=0.0)
+        tl.store(Z + at, _rounded(x, ROUND) * inverse, mask=here)
+
+
+@triton.jit
+def _kept_stats_kernel(
+    Z, AGAIN, IDS, OFFSETS, TARGETS, OUT, out_stride, start, real, limit, count, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    first, stop = _ids_of(OFFSETS, row, count)
+    target = tl.load(TARGETS + row).to(tl.int64)
+    at_target = tl.full([], -float("inf"), tl.float32)  # of a target that was not kept
+    top = tl.full([], LOWEST, tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    weighted = tl.full([], 0.0, tl.float32)
+    for begin in range(first, stop, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        counts = (at < stop) & (tl.load(AGAIN + at, mask=at < stop, other=0) == 0)
+        z = tl.load(Z + at, mask=counts, other=-float("inf"))
+        token = tl.load(IDS + at, mask=counts, other=-1).to(tl.int64)
+        at_target = tl.maximum(at_target, tl.max(tl.where(token == target, z, -float("inf")), 0))
+        top, total, weighted = _absorb(z, top, total, weighted, LOG2E, False)
+    owned = (target >= start) & (target < start + real)
+    at_target = tl.where(owned, at_target, 0.0)
+    at_target = tl.where((target >= 0) & (target < limit), at_target, float("nan"))
+    tl.store(OUT + row, tl.maximum(top, LOWEST))
+    tl.store(OUT + out_stride + row, total)
+    tl.store(OUT + 2 * out_stride + row, at_target)
+
+
+@triton.jit
+def _kept_grad_kernel(
+    OUT, Z, IDS, OFFSETS, TARGETS, LSE, WHOLE_LSE, ENTROPY, GRAD, GRAD_ENTROPY, INVERSE,
+    out_row_stride, out_column_stride, grad_stride, grad_entropy_stride, start, real, count,
+    PER_TOKEN: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    first, stop = _ids_of(OFFSETS, row, count)
+    inverse = tl.load(INVERSE + row).to(tl.float32) if PER_TOKEN else INVERSE
+    grad = tl.load(GRAD + row * grad_stride).to(tl.float32) * inverse
+    target = tl.load(TARGETS + row).to(tl.int64)
+    lse = tl.load(LSE + row)
+    base = OUT + row * out_row_stride
+    for begin in range(first, stop, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        token = tl.load(IDS + at, mask=at < stop, other=-1).to(tl.int64)
+        column = token - start
+        here = (at < stop) & (column >= 0) & (column < real)
+        z = tl.load(Z + at, mask=here, other=-float("inf"))
+        d = tl.where(token == target, grad, 0.0) - grad * tl.exp2((z - lse) * LOG2E)
+        if GRAD_ENTROPY is not None:
+            h = tl.load(GRAD_ENTROPY + row * grad_entropy_stride).to(tl.float32) * inverse
+            log_p = z - tl.load(WHOLE_LSE + row)
+            d -= h * tl.exp2(log_p * LOG2E) * (tl.maximum(log_p, FLOOR) + tl.load(ENTROPY + row))
+        # An id that stands twice gets the same number twice.
+        tl.store(base + _offsets(column, out_column_stride, UNIT), d.to(OUT.dtype.element_ty), mask=here)
+
+
+def no_logits(kept: KeptTokens, like: Tensor) -> Tensor:
+    """z [M] before any tile was picked from."""
+    return like.new_full(kept.ids.shape, -torch.inf, dtype=torch.float32)
+
+
+def pick_(
+    z: Tensor,
+    tile: Tensor,
+    kept: KeptTokens,
+    inv_temperature: float | Tensor,
+    shard: VocabShard,
+    rounding: torch.dtype | None = None,
+) -> Tensor:
+    """Put the logits of the ids that lie in this tile [C, V] into z: `shard` is the tile's."""
+    if z.numel():
+        _pick_kernel[(len(tile),)](
+            tile, _dense(inv_temperature), kept.ids.contiguous(), kept.offsets.contiguous(), z, *tile.stride(),
+            shard.start, shard.real, len(z), PER_TOKEN=isinstance(inv_temperature, Tensor),
+            ROUND=_ROUNDING[rounding], UNIT=tile.stride(1) == 1, BLOCK=IDS_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return z
+
+
+def kept_stats(z: Tensor, kept: KeptTokens, targets: Tensor, shard: VocabShard) -> Tensor:
+    """`row_stats` [3, C] float32 of the softmax over the ids in this process; a row without ids has none."""
+    rows = len(targets)
+    out = z.new_empty(3, rows)
+    if rows:
+        again = repeated(kept, shard.limit).view(torch.uint8)
+        _kept_stats_kernel[(rows,)](
+            z, again, kept.ids.contiguous(), kept.offsets.contiguous(), targets.contiguous(), out,
+            out.stride(0), shard.start, shard.real, shard.limit, len(z), BLOCK=IDS_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def merge_kept(
+    parts: Tensor, z: Tensor, kept: KeptTokens, targets: Tensor, shard: VocabShard
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Log-probs and log-sum-exp of the kept columns, entropy and log-sum-exp of all ([C] each; the entropy None without
+    a fourth row), of `row_stats` parts [P, 3 or 4, C] of this process and the ids' logits z. One all-gather."""
+    stats = torch.cat([combined(parts), kept_stats(z, kept, targets, shard)])
+    parts = gather_stack(stats, shard.group)
+    log_probs, whole_lse, entropy = merge(parts[:, :-3])
+    of_kept = merge(parts[:, -3:])
+    truncated = kept.truncated
+    log_probs = torch.where(truncated, of_kept[0], log_probs)
+    return log_probs, torch.where(truncated, of_kept[1], whole_lse), entropy, whole_lse
+
+
+def kept_logits_grad(
+    logits: Tensor,
+    z: Tensor,
+    kept: KeptTokens,
+    targets: Tensor,
+    lse: Tensor,
+    whole_lse: Tensor,
+    entropy: Tensor | None,
+    shard: VocabShard,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    inv_temperature: float | Tensor,
+    out: Tensor,
+    rounding: torch.dtype | None = None,
+) -> Tensor:
+    """`logits_grad` with the log-prob's gradient over the kept columns and the entropy's over all of a tile [C, V].
+
+    All columns first, without the log-probs of truncated rows; then the kept columns of those are written over."""
+    g, h = grad_log_probs, grad_entropy
+    others = None if g is None else torch.where(kept.truncated, 0, g)
+    logits_grad(logits, targets, whole_lse, entropy, shard, others, h, inv_temperature, out, rounding)
+    if g is not None and z.numel():
+        _kept_grad_kernel[(len(out),)](
+            out, z, kept.ids.contiguous(), kept.offsets.contiguous(), targets.contiguous(), lse, whole_lse,
+            None if h is None else entropy, g, h, _dense(inv_temperature), *out.stride(), g.stride(0),
+            0 if h is None else h.stride(0), shard.start, shard.real, len(z),
+            PER_TOKEN=isinstance(inv_temperature, Tensor), UNIT=out.stride(1) == 1, BLOCK=IDS_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return out
