@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_kernel import configure, logp
+from rl_kernel import configure, linear_logp, logp
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.logp.cases import CASES, LARGE, Case, formula
@@ -89,9 +89,11 @@ def test_more_than_2_31_logits():
     assert leaf.grad[-1, 5].item() == pytest.approx(1 - math.exp(want), rel=2**-8)
 
 
+@pytest.mark.parametrize("truncated", [False, True], ids=["whole", "kept"])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_memory(in_place):
+def test_memory(in_place, truncated):
     logits, targets = QWEN.inputs(torch.bfloat16, "cuda")
+    kept = QWEN.kept(targets, most=100) if truncated else None
     leaf = logits.requires_grad_()
     g, h = upstream(QWEN.tokens)
 
@@ -103,9 +105,10 @@ def test_memory(in_place):
         torch.cuda.synchronize()
         return out, torch.cuda.max_memory_allocated() - before
 
-    outputs, forward = peak(lambda: triton(leaf, targets, vocab_size=QWEN.real, inplace_backward=in_place))
+    options = {"vocab_size": QWEN.real, "keep_mask": kept, "inplace_backward": in_place}
+    outputs, forward = peak(lambda: triton(leaf, targets, **options))
     _, backward = peak(lambda: torch.autograd.backward(outputs, (g, h)))
-    small = 2**20
+    small = 2**20 + (0 if kept is None else 64 * len(kept.ids))
     assert forward < small
     assert backward < small + (0 if in_place else logits.nbytes)
 
@@ -141,6 +144,48 @@ def test_no_synchronisation():
                 torch.autograd.backward(outputs, (g, h))
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("return_entropy", [False, True])
+def test_linear_logp_with_a_kept_set(return_entropy):
+    """The same kernels over the tiles of `linear_logp`: right, repeatable, and nothing waits for the device."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(300, 256, generator=generator, device="cuda").bfloat16()
+    weight = (torch.randn(32000, 256, generator=generator, device="cuda") / 16).bfloat16()
+    case = Case("linear", 300, 32000, vocab_size=31990)
+    targets = torch.randint(case.real, (300,), generator=generator, device="cuda")
+    kept = case.kept(targets, most=300)
+    grads = upstream(300)[: 1 + return_entropy].unbind()
+
+    def step(op, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+        outputs = op(*leaves)
+        return *(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves, grads)
+
+    def ours(hidden, weight):
+        # A third of the logits fit: some tiles are kept, some computed again.
+        workspace = 300 * (4 * 256 + 512 + 12000 * 6)
+        options = {"vocab_size": case.vocab_size, "keep_mask": kept, "logits_dtype": "float32"}
+        out = linear_logp(
+            hidden, weight, targets, workspace_bytes=workspace, return_entropy=return_entropy, **options
+        )
+        return out if return_entropy else (out,)
+
+    def truth(hidden, weight):
+        outputs = formula(hidden @ weight.t(), targets, vocab_size=case.vocab_size, kept=kept)
+        return outputs[: 1 + return_entropy]
+
+    first = step(ours, torch.bfloat16)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = step(ours, torch.bfloat16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    contract = CONTRACTS["linear_logp"]
+    bounds = [contract.outputs["float32"]] * (1 + return_entropy) + [contract.gradients["bfloat16"]] * 2
+    for got, want, bound in zip(first, step(truth, torch.float64), bounds, strict=True):
+        assert max_error(got, want) <= bound.bound(want)
 
 
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "kept"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_kernel import mode
-from rl_kernel.kept import KeptTokens, check_kept, keep_reference_
+from rl_kernel.kept import KeptTokens, check_kept, kept_logits, repeated
 from rl_kernel.vocab import VocabShard, take
 
 KEPT = KeptTokens.from_lists([[4, 0], [], [3], [5, 1, 2]])
@@ -36,8 +36,7 @@ def test_rows_share_the_ids():
 
 def test_mask_by_hand():
     tile = torch.arange(24.0).view(4, 6)
-    keep_reference_(tile, KEPT, whole(6))
-    assert tile.tolist() == [
+    assert kept_logits(tile, KEPT, whole(6)).tolist() == [
         [0, NONE, NONE, NONE, 4, NONE],
         [6, 7, 8, 9, 10, 11],
         [NONE, NONE, NONE, 15, NONE, NONE],
@@ -47,20 +46,38 @@ def test_mask_by_hand():
 
 def test_mask_of_a_shard_and_of_some_rows():
     tile = torch.arange(6.0).view(3, 2)
-    keep_reference_(tile, KEPT.rows(slice(1, 4)), VocabShard(2, 2, None, None, 6))
-    assert tile.tolist() == [[0, 1], [NONE, 3], [4, NONE]]
+    middle = VocabShard(2, 2, None, None, 6)
+    assert kept_logits(tile, KEPT.rows(slice(1, 4)), middle).tolist() == [[0, 1], [NONE, 3], [4, NONE]]
     # Token 0 kept ids 4 and 0 only: nothing of it is in columns 2 and 3.
-    assert keep_reference_(
-        torch.zeros(1, 2), KEPT.rows(slice(0, 1)), VocabShard(2, 2, None, None, 6)
-    ).tolist() == [[NONE, NONE]]
+    assert kept_logits(torch.zeros(1, 2), KEPT.rows(slice(0, 1)), middle).tolist() == [[NONE, NONE]]
 
 
 def test_nothing_to_mask():
     tile = torch.ones(2, 3)
-    assert keep_reference_(tile, None, whole(3)) is tile
-    assert keep_reference_(tile, KeptTokens.from_lists([[], []]), whole(3)).eq(1).all()
-    assert keep_reference_(torch.ones(0, 3), KeptTokens.from_lists([]), whole(3)).shape == (0, 3)
-    assert keep_reference_(torch.ones(2, 0), KeptTokens.from_lists([[1], []]), whole(1)).shape == (2, 0)
+    assert kept_logits(tile, KeptTokens.from_lists([[], []]), whole(3)).eq(1).all()
+    assert kept_logits(torch.ones(0, 3), KeptTokens.from_lists([]), whole(3)).shape == (0, 3)
+    assert kept_logits(torch.ones(0, 6), KEPT.rows(slice(2, 2)), whole(6)).shape == (0, 6)
+    assert kept_logits(torch.ones(2, 0), KeptTokens.from_lists([[1], []]), whole(1)).shape == (2, 0)
+
+
+def test_truncated():
+    assert KEPT.truncated.tolist() == [True, False, True, True]
+    # Of a wrong end only what there is counts.
+    assert KeptTokens(KEPT.ids, torch.tensor([0, 6, 9])).truncated.tolist() == [True, False]
+
+
+def test_repeated():
+    kept = KeptTokens.from_lists([[4, 4, 0, 4], [], [4], [0, 1, 0]])
+    assert repeated(kept, 5).tolist() == [False, True, False, True, False, False, False, True]
+    assert not repeated(KEPT, 6).any()
+    assert repeated(KeptTokens.from_lists([[], []]), 6).shape == (0,)
+    # Ids that do not exist are repeats of each other, and of nothing else.
+    assert (
+        repeated(KeptTokens.from_lists([[7, 1, -3], [0, 1]]), 5).tolist()
+        == [False] * 2 + [True] + [False] * 2
+    )
+    # Those of the tokens of other blocks do not matter, but stay in the list.
+    assert repeated(kept.rows(slice(3, 4)), 5).tolist()[5:] == [False, False, True]
 
 
 def test_good_sets_pass():

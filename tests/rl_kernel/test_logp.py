@@ -113,11 +113,21 @@ def test_kept_tokens_by_hand():
     kept = KeptTokens.from_lists([[], [3, 1]])
     log_probs, entropy = logp(logits, torch.tensor([1, 1]), keep_mask=kept, return_entropy=True)
     assert log_probs.tolist() == pytest.approx([math.log(3 / 16), math.log(3 / 11)], rel=1e-6)
-    want = -sum(p * math.log(p) for p in (3 / 11, 8 / 11))
-    assert entropy[1].item() == pytest.approx(want, rel=1e-6)
-    log_probs.sum().backward()
+    # The entropy knows nothing of the kept set.
+    whole = [1 / 16, 3 / 16, 4 / 16, 8 / 16]
+    want = -sum(p * math.log(p) for p in whole)
+    assert entropy.tolist() == pytest.approx([want, want], rel=1e-6)
+    log_probs.sum().backward(retain_graph=True)
     assert logits.grad[0].tolist() == pytest.approx([-1 / 16, 13 / 16, -4 / 16, -8 / 16], rel=1e-5)
     assert logits.grad[1].tolist() == pytest.approx([0.0, 8 / 11, 0.0, -8 / 11], rel=1e-5)
+    logits.grad = None
+    entropy.sum().backward(retain_graph=True)
+    slope = [-p * (math.log(p) + want) for p in whole]
+    assert logits.grad.tolist() == [pytest.approx(slope, rel=1e-5)] * 2
+    logits.grad = None
+    (2 * log_probs + 3 * entropy).sum().backward()
+    both = [3 * s + 2 * g for s, g in zip(slope, (0.0, 8 / 11, 0.0, -8 / 11), strict=True)]
+    assert logits.grad[1].tolist() == pytest.approx(both, rel=1e-5)
 
 
 def test_no_tokens_and_one_token():

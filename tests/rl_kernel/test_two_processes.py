@@ -21,7 +21,7 @@ SPLITS = {
     "second shard one real column": ([0, 8], 16, 9),
 }
 TOKENS = 11
-LOGP_IMPLS = ["reference", "triton"] if interpreted() else ["reference"]
+IMPLS = ["reference", "triton"] if interpreted() else ["reference"]
 
 
 def problem(split, dtype, tokens=TOKENS):
@@ -76,7 +76,7 @@ def logp_calls(split, first, last, group, tokens=TOKENS):
     hidden, weight, _, targets, temperature = problem(split, torch.float32, tokens)
     kwargs = {"temperature": temperature, "tp_group": group, "vocab_size": SPLITS[split][2]}
     results = {}
-    for impl in LOGP_IMPLS:
+    for impl in IMPLS:
         for kept in (None, kept_of(targets, split)):
             logits = 4 * (hidden @ weight.t())[:, first:last].clone().requires_grad_()
             logits.retain_grad()
@@ -92,6 +92,29 @@ def logp_calls(split, first, last, group, tokens=TOKENS):
             )
             backward(outputs)
             results[impl, kept is not None] = [*(out.detach() for out in outputs), logits.grad]
+    return results
+
+
+def linear_calls(split, first, last, group):
+    """Outputs and gradients of linear_logp with a kept set, by implementation, on the columns [first, last)."""
+    hidden, weight, bias, targets, temperature = problem(split, torch.float32)
+    results = {}
+    for impl in IMPLS:
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight[first:last], bias[first:last])]
+        outputs = linear_logp(
+            *leaves[:2],
+            targets,
+            bias=leaves[2],
+            temperature=temperature,
+            tp_group=group,
+            vocab_start=first,
+            vocab_size=SPLITS[split][2],
+            keep_mask=kept_of(targets, split),
+            return_entropy=True,
+            impl=impl,
+        )
+        backward(outputs)
+        results[impl] = [*(out.detach() for out in outputs), *(leaf.grad for leaf in leaves)]
     return results
 
 
@@ -136,6 +159,7 @@ def on_rank(rank, folder):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             results[split, dtype] = both_ops(split, dtype, first, last, dist.group.WORLD)
         results[split] = logp_calls(split, first, last, dist.group.WORLD)
+        results[split, "linear"] = linear_calls(split, first, last, dist.group.WORLD)
     results["no tokens"] = both_ops(
         "uneven", torch.float32, 7 * rank, 7 + 6 * rank, dist.group.WORLD, tokens=0
     )
@@ -206,7 +230,7 @@ def test_vocabulary_parallel_equals_one_process(ranks, split, dtype):
 
 
 @pytest.mark.parametrize("truncated", [False, True], ids=["whole", "kept"])
-@pytest.mark.parametrize("impl", LOGP_IMPLS)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("split", SPLITS)
 def test_logp_over_two_processes_is_the_formula(ranks, split, impl, truncated):
     hidden, weight, _, targets, temperature = problem(split, torch.float32)
@@ -220,6 +244,23 @@ def test_logp_over_two_processes_is_the_formula(ranks, split, impl, truncated):
     got = [*parts[0][:2], torch.cat([p[2] for p in parts], 1)]
     for actual, truth in zip(got, [*want, logits.grad], strict=True):
         torch.testing.assert_close(actual.double(), truth.detach(), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_kept_tokens_of_linear_logp_over_two_processes(ranks, split, impl):
+    hidden, weight, bias, targets, temperature = problem(split, torch.float32)
+    leaves = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    logits = leaves[0] @ leaves[1].t() + leaves[2]
+    want = formula(logits, targets, temperature, SPLITS[split][2], kept_of(targets, split))
+    backward(want)
+    parts = [rank[split, "linear"][impl] for rank in ranks]
+    assert all(torch.equal(a, b) for a, b in zip(parts[0][:3], parts[1][:3], strict=True))
+    got = [*parts[0][:3], *(torch.cat([p[i] for p in parts]) for i in (3, 4))]
+    # The logits of one split are near -200, where float32 has 1.5e-5 between neighbours.
+    atol = 4e-5 if split == "second shard all padding" else 2e-6
+    for actual, truth in zip(got, [*want, *(leaf.grad for leaf in leaves)], strict=True):
+        torch.testing.assert_close(actual.double(), truth.detach(), rtol=1e-5, atol=atol)
 
 
 def test_shards_are_compared_once_where_values_are_not_read(ranks):
