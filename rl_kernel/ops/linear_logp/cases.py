@@ -136,6 +136,12 @@ def evaluate(
     return results | {f"d_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
+def truth_of(layer: Mapping[str, Tensor], targets: Tensor, uses: str = "both", **options: Any) -> Results:
+    """Outputs and gradients of the formula in float64."""
+    wide = {name: tensor.double() for name, tensor in layer.items()}
+    return evaluate(formula, wide, targets, uses, **options)
+
+
 def contract_violations(
     actual: Results, truth: Results, dtype: torch.dtype, rounding: torch.dtype | None, allowance: float = 1.0
 ) -> list[str]:

@@ -155,7 +155,8 @@ class Head(ABC):
             kept = memory.shape[1]
             yield slice(0, kept), memory, True
         else:
-            memory = self.tile_memory(min(budget.kept + budget.tile, columns))
+            # As in a second backward: what the first one kept is consumed.
+            memory = self.tile_memory(min(max(budget.kept, budget.tile), columns))
         rows.kept = None
         for first in range(kept, columns, memory.shape[1]):
             last = min(first + memory.shape[1], columns)
