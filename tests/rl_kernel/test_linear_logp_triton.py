@@ -47,6 +47,8 @@ KINDS = {
     "fp32": (FP32, None, FP32),
     "fp32 rounded": (FP32, "bfloat16", BF16),
 }
+SEEDS = {"one_token": 6, "blocks": 1}
+"""Few numbers say little about their rounding."""
 fast = partial(linear_logp, impl="triton", return_entropy=True)
 
 
@@ -82,7 +84,7 @@ def test_every_case_keeps_contract_and_acceptance_rule(case, kind, bias):
     # Of the other kinds, `logp` tests each gradient alone over the same kernels.
     for used in ("both",) if bias or dtype != BF16 else ("log_probs", "entropy", "both"):
         samples = []
-        for seed in range(1 if case.name == "blocks" else 2):
+        for seed in range(SEEDS.get(case.name, 2)):
             layer, targets = layer_of(case, dtype, seed, bias)
             temperature = torch.linspace(0.5, 1.5, case.tokens, device=DEVICE)
             options = {"temperature": temperature, "vocab_size": case.vocab_size}
