@@ -31,7 +31,7 @@ class Sizes:
     copy_bytes: int
 
 
-GPU_SIZES = Sizes(2**26, 4096, 151936, 2**20, 2**30)
+GPU_SIZES = Sizes(2**26, 4096, 151936, 2**12, 2**30)
 CPU_SIZES = Sizes(2**12, 8, 512, 2**10, 2**20)
 
 

@@ -88,12 +88,12 @@ def test_one_block_where_all_logits_fit():
 def test_blocks_where_recomputing_would_cost_more():
     """100,000 tokens, of which a third's logits fit: two thirds again (0.7 products) against two more blocks (0.02)."""
     tokens, columns = 100_000, 50_000
-    third = room(tokens, columns, EXP) // 3 + 10 * MIB
-    # 782 units of 128 rows in three nearly equal parts: 261 units.
-    assert block_rows(tokens, columns, EXP, third) == 261 * 128
-    # 280 columns fewer than that: 0.006 products again, less than the 0.01 of a fourth block; 600 fewer: more.
-    assert block_rows(tokens, columns, EXP, third - 20 * MIB) == 261 * 128
-    assert block_rows(tokens, columns, EXP, third - 40 * MIB) == 196 * 128
+    # 33,334 rows, the next multiple of 512.
+    third = 66 * 512
+    assert block_rows(tokens, columns, EXP, room(third, columns, EXP)) == third
+    # 200 columns fewer: 0.0042 products again, less than the 0.006 of a fourth block; 600 fewer: more.
+    assert block_rows(tokens, columns, EXP, room(third, columns - 200, EXP)) == third
+    assert block_rows(tokens, columns, EXP, room(third, columns - 600, EXP)) == 49 * 512
 
 
 def test_recomputing_where_blocks_would_cost_more():
@@ -106,10 +106,10 @@ def test_recomputing_where_blocks_would_cost_more():
 
 def test_the_sum_of_the_weight_gradient_is_paid_by_more_than_one_block():
     tokens, columns = 100_000, 50_000
-    third = room(tokens, columns, EXP) // 3 + 10 * MIB
+    third = room(66 * 512, columns, EXP)
     # The sum leaves nothing: all tokens at once.
     assert block_rows(tokens, columns, EXP, third, sum_bytes=third) == tokens
-    assert block_rows(tokens, columns, EXP, third + 2**32, sum_bytes=2**32) == 261 * 128
+    assert block_rows(tokens, columns, EXP, third + 2**32, sum_bytes=2**32) == 66 * 512
 
 
 def test_blocks_are_nearly_equal_and_whole():
