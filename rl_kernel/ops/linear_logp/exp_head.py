@@ -130,9 +130,11 @@ class ExpHead(Head):
             return tile
         has_grad = grad is not None
         upstream = grad if has_grad else grad_entropy, grad_entropy, scale
+        hidden, weight = problem.hidden, problem.weight[columns]
         kernels._entropy_gradient_kernel[(tokens, triton.cdiv(width, ENTROPY_BLOCK))](
-            tile, *upstream, center, rows.lse, rows.entropy, width, tile.stride(0), HAS_GRAD=has_grad,
-            BLOCK=ENTROPY_BLOCK, num_warps=4,
+            tile, hidden, weight, *upstream, center, rows.lse, rows.entropy, width, hidden.shape[1], tile.stride(0),
+            hidden.stride(0), weight.stride(0), HAS_GRAD=has_grad, ROUND=problem.rounding is not None,
+            BLOCK=ENTROPY_BLOCK, BLOCK_H=kernels.hidden_block(hidden.shape[1]), num_warps=4,
         )  # fmt: skip
         kernels._entropy_target_entries_kernel[blocks](
             tile, problem.targets, *upstream, rows.log_probs, rows.entropy, *where, HAS_GRAD=has_grad,
