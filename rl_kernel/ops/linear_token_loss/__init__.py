@@ -64,10 +64,10 @@ def linear_token_loss(
         The others: see `linear_logp`, and its module for collectives, synchronisation and determinism.
 
     Returns:
-        TokenLossResult. Backward multiplies the gradients, which are computed by then, with the upstream scalar.
+        TokenLossResult. Backward hands over the gradients, which are computed by then, times the upstream scalar, once.
 
     Raises:
-        As `linear_logp`; `weight_grad` of another shape, dtype or device.
+        As `linear_logp`; ValueError: `weight_grad` of another shape, dtype or device. RuntimeError: a second backward.
 
     `workspace_bytes` decides how many tokens go through at a time. If they are not all and there is no `weight_grad`,
     the weight gradient is summed in a float32 buffer of its size where the workspace holds one; else all tokens go

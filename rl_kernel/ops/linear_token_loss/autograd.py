@@ -85,9 +85,8 @@ class _OnePass(torch.autograd.Function):
         metrics.update({name: _joined([extra[name] for extra in found]) for name in found[0]})
         if total is not None:
             grads.weight.copy_(total)
-        ctx.save_for_backward(
-            grads.hidden, grads.weight, None if grads.bias is None else grads.bias.to(bias.dtype)
-        )
+        # Neither inputs nor outputs, and handed over by the backward: not for save_for_backward.
+        ctx.grads = grads.hidden, grads.weight, None if grads.bias is None else grads.bias.to(bias.dtype)
         log_probs, entropy = (_joined(column) for column in zip(*outputs, strict=True))
         ctx.mark_non_differentiable(*(x for x in (log_probs, entropy) if x is not None))
         ctx.set_materialize_grads(False)
@@ -98,7 +97,13 @@ class _OnePass(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return (None,) * 9
-        return *(None if g is None else _scaled(g, upstream) for g in ctx.saved_tensors), *(None,) * 6
+        if ctx.grads is None:
+            raise RuntimeError(
+                "linear_token_loss must be called again for a second backward: "
+                "the first one took the gradients, which were computed in the call"
+            )
+        grads, ctx.grads = ctx.grads, None
+        return *(None if g is None else _scaled(g, upstream) for g in grads), *(None,) * 6
 
 
 def _make_gradients(problem: Problem, needed: tuple[bool, ...], weight_grad: Tensor | None) -> Sinks:

@@ -24,25 +24,27 @@ def linear_token_loss_reference(
 ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
     """`settings`: targets, temperature, keep_mask, shard, rounding."""
     targets, temperature, keep_mask, shard, rounding = settings
-    temperature = usable_temperature(temperature, compute_dtype(hidden, weight, bias))
-    layer = weight if weight_grad is None else _AddGradient.apply(weight, weight_grad)
+    dtype = compute_dtype(hidden, weight, bias)
+    takes = weight_grad is not None and weight.requires_grad and torch.is_grad_enabled()
+    layer = weight
+    if weight_grad is not None:
+        # In the compute dtype, so that the gradient is not rounded on its way to the buffer.
+        layer = weight.detach().to(dtype).requires_grad_(takes)
     log_probs, entropy = LinearLogp.apply(
-        hidden, layer, bias, targets, temperature, shard, rounding, keep_mask, with_entropy
+        hidden,
+        layer,
+        bias,
+        targets,
+        usable_temperature(temperature, dtype),
+        shard,
+        rounding,
+        keep_mask,
+        with_entropy,
     )
     loss, metrics = token_loss(log_probs, entropy, slice(0, len(hidden)))
+    loss = loss + log_probs[:0].sum()  # a loss that uses neither has gradients of zero
+    if takes and weight_grad is not None:
+        (gradient,) = torch.autograd.grad(loss, layer, retain_graph=True)
+        weight_grad.add_(gradient)
     detached = {name: value.detach() for name, value in metrics.items()}
     return loss, log_probs.detach(), None if entropy is None else entropy.detach(), detached
-
-
-class _AddGradient(torch.autograd.Function):
-    """Identity whose gradient is added to a buffer and goes no further."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, buffer: Tensor) -> Tensor:
-        ctx.buffer = buffer
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        ctx.buffer.add_(grad)
-        return None, None
