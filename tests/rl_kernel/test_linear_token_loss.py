@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from hardware_rounding import nearest  # noqa: F401
 
 from rl_kernel import grpo_loss, linear_logp, linear_token_loss
 from rl_kernel.dispatch import interpreted
@@ -15,7 +16,10 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 SMALL = Case("small", 6, 8, 11)
 IMPLS = ["reference", "triton"] if interpreted() or DEVICE == "cuda" else ["reference"]
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+    pytest.mark.usefixtures("nearest"),
+]
 both_impls = pytest.mark.parametrize("impl", IMPLS)
 
 
@@ -187,13 +191,8 @@ def test_the_weight_gradient_is_added_to_a_buffer_in_the_call(impl, dtype):
         before = buffer.clone()
         (3 * result.loss).backward()
         assert torch.equal(buffer, before) and weight.grad is None
-        violations = contract_violations(
-            {"h": leaves["hidden"].grad / 3}, {"h": want["d_hidden"]}, dtype, dtype
-        )
-        assert not violations or dtype == BF16
-        assert (leaves["hidden"].grad / 3 - want["d_hidden"]).abs().max() <= 2**-5 * want[
-            "d_hidden"
-        ].abs().max()
+        actual, truth_of_hidden = {"d_hidden": leaves["hidden"].grad / 3}, {"d_hidden": want["d_hidden"]}
+        assert not contract_violations(actual, truth_of_hidden, dtype, dtype)
 
 
 @both_impls
@@ -237,9 +236,7 @@ def test_gradcheck_of_the_reference(return_entropy, per_token):
     inputs = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
 
     def token_loss(log_probs, entropy, rows):
-        ratio = (log_probs - log_probs.detach() + 0.1).exp()
-        loss = torch.maximum(ratio * 0.7, log_probs.square()).sum()
-        return loss + (entropy.square().sum() if return_entropy else 0), {}
+        return log_probs.square().sum() + (entropy.square().sum() if return_entropy else 0), {}
 
     def op(hidden, weight, bias):
         return linear_token_loss(
@@ -247,10 +244,6 @@ def test_gradcheck_of_the_reference(return_entropy, per_token):
             return_entropy=return_entropy,
         ).loss  # fmt: skip
 
-    def smooth(log_probs, entropy, rows):
-        return log_probs.square().sum() + (entropy.square().sum() if return_entropy else 0), {}
-
-    token_loss = smooth
     assert torch.autograd.gradcheck(op, inputs)
 
 
