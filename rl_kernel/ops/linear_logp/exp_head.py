@@ -25,7 +25,7 @@ from rl_kernel.ops.logp.kernels import merge
 ALIGNMENT = 8
 """Elements: tensor maps need rows at multiples of 16 bytes."""
 ROWS_PER_PROGRAM = 32
-ENTROPY_BLOCK = 4096
+ENTROPY_BLOCK, ENTROPY_HIDDEN_BLOCK = 2048, 256
 ROW_VECTORS = 64
 """Bytes a token of the statistics, factors and gradients of rows together."""
 
@@ -134,7 +134,7 @@ class ExpHead(Head):
         kernels._entropy_gradient_kernel[(tokens, triton.cdiv(width, ENTROPY_BLOCK))](
             tile, hidden, weight, *upstream, center, rows.lse, rows.entropy, width, hidden.shape[1], tile.stride(0),
             hidden.stride(0), weight.stride(0), HAS_GRAD=has_grad, ROUND=problem.rounding is not None,
-            BLOCK=ENTROPY_BLOCK, BLOCK_H=kernels.hidden_block(hidden.shape[1]), num_warps=4,
+            BLOCK=ENTROPY_BLOCK, BLOCK_H=ENTROPY_HIDDEN_BLOCK, num_warps=8,
         )  # fmt: skip
         kernels._entropy_target_entries_kernel[blocks](
             tile, problem.targets, *upstream, rows.log_probs, rows.entropy, *where, HAS_GRAD=has_grad,

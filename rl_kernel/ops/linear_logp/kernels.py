@@ -255,16 +255,17 @@ def _entropy_gradient_kernel(
     # log2 of the smallest normal number instead of 0: the product with e = 0 stays 0.
     z = tl.log2(tl.maximum(e, 1.2e-38))
     p = e * tl.exp2(exponent)
-    likely = tl.where(p > LIKELY, p, 0.0)
-    left = tl.sum((likely > 0).to(tl.int32), 0)
-    while left > 0:
-        best = tl.argmax(likely, 0)
-        logit = _logit(
-            HIDDEN + row * stride_h, WEIGHT + (first + best).to(tl.int64) * stride_w, H, ROUND, BLOCK_H
-        )
-        z = tl.where(lanes == best, logit * scale - center, z)
-        likely = tl.where(lanes == best, 0.0, likely)
-        left -= 1
+    if tl.max(p, 0) > LIKELY:
+        likely = tl.where(p > LIKELY, p, 0.0)
+        left = tl.sum((likely > 0).to(tl.int32), 0)
+        while left > 0:
+            best = tl.argmax(likely, 0)
+            logit = _logit(
+                HIDDEN + row * stride_h, WEIGHT + (first + best).to(tl.int64) * stride_w, H, ROUND, BLOCK_H
+            )
+            z = tl.where(lanes == best, logit * scale - center, z)
+            likely = tl.where(lanes == best, 0.0, likely)
+            left -= 1
     factor = -inverse_temperature * p
     value = factor * (grad + grad_entropy * ((z + exponent) * LN2 + tl.load(ENTROPY_OF + row)))
     tl.store(at, value.to(TILE.dtype.element_ty), mask=first + lanes < V)
