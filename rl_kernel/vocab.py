@@ -28,20 +28,21 @@ TILE_MIN_ROWS = 256
 MIN_EXPONENT = -1000.0
 """exp() of this is 0 in float64 as well: keeps columns of probability 0 (logit -inf) out of the entropy."""
 
-_checked: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], int]] = WeakKeyDictionary()
-"""Columns of the whole vocabulary, by group and (start, stored) of this process, once the shards were compared."""
+_checked: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], tuple[int, bool]]] = WeakKeyDictionary()
+"""What `vocabulary_columns` found, by group and (start, stored) of this process, once the shards were compared."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
     """Columns [start, start + stored) of the `total` of the vocabulary are here; those from `vocab_size` on are
-    padding."""
+    padding. `even`: every process stores as many, so that what is planned from their number is the same everywhere."""
 
     start: int
     stored: int
     vocab_size: int | None
     group: dist.ProcessGroup | None
     total: int
+    even: bool = True
 
     @property
     def real(self) -> int:
@@ -85,24 +86,27 @@ def make_shard(
         raise invalid("vocab_start", rule, vocab_start, "pass the tp_group that holds the other columns")
     if vocab_size is not None and vocab_size < 1:
         raise invalid("vocab_size", "be >= 1", vocab_size, "leave it out when no column is padding")
-    total = vocabulary_columns(vocab_start, stored, group, targets)
+    total, even = vocabulary_columns(vocab_start, stored, group, targets)
     if vocab_size is not None and vocab_size > total:
         rule = f"be <= {total}, the columns of all shards"
         raise invalid("vocab_size", rule, vocab_size, "check the padding")
-    shard = VocabShard(vocab_start, stored, vocab_size, group, total)
+    shard = VocabShard(vocab_start, stored, vocab_size, group, total, even)
     check_range(targets, shard.limit)
     return shard
 
 
-def vocabulary_columns(start: int, stored: int, group: dist.ProcessGroup | None, like: Tensor) -> int:
-    """Columns of all shards, which must partition the vocabulary; wrong shards are an error on every rank.
+def vocabulary_columns(
+    start: int, stored: int, group: dist.ProcessGroup | None, like: Tensor
+) -> tuple[int, bool]:
+    """Columns of all shards, which must partition the vocabulary, and whether all store as many; wrong shards are an
+    error on every rank.
 
     Compares the shards in one all-gather on the device of `like` and reads it back. Where values must not be read
     (auto mode, on a device) that is done once per group and layout: the ranks must change their layout together,
     or some would wait for the others.
     """
     if group is None:
-        return stored
+        return stored, True
     known = _checked.setdefault(group, {})
     if (start, stored) in known and not reads_values(like):
         return known[start, stored]
@@ -114,8 +118,8 @@ def vocabulary_columns(start: int, stored: int, group: dist.ProcessGroup | None,
             rule = "make the shards partition the vocabulary (each starts where the one before ends)"
             raise invalid("vocab_start", rule, shards, "give rank r the columns before it as vocab_start")
         end = first + columns
-    known[start, stored] = end
-    return end
+    known[start, stored] = end, len({columns for _, columns in shards}) == 1
+    return known[start, stored]
 
 
 def check_targets(targets: Tensor, tokens: int, device: torch.device) -> None:

@@ -55,7 +55,10 @@ class _OnePass(torch.autograd.Function):
         grads = _make_gradients(problem, ctx.needs_input_grad, weight_grad)
         costs = make_head(problem).costs(with_entropy)
         sum_bytes = 0 if grads.weight is None else grads.weight.numel() * 4
-        size = block_rows(len(hidden), len(weight), costs, workspace_bytes, sum_bytes)
+        # Collectives are per block: where shards differ, so might the blocks, and processes wait for each other.
+        size = max(len(hidden), 1)
+        if problem.shard.even:
+            size = block_rows(len(hidden), len(weight), costs, workspace_bytes, sum_bytes)
         total = None
         if size < len(hidden) and grads.weight is not None:
             total = torch.empty_like(grads.weight, dtype=torch.float32)
