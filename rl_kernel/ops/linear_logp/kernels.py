@@ -252,23 +252,25 @@ def _entropy_gradient_kernel(
     inverse_temperature = scale * LN2
     grad = tl.load(GRAD + row).to(tl.float32) if HAS_GRAD else 0.0
     grad_entropy = tl.load(GRAD_ENTROPY + row).to(tl.float32)
+    factor = -inverse_temperature * tl.exp2(exponent)
+    constant = factor * (grad + grad_entropy * (exponent * LN2 + tl.load(ENTROPY_OF + row)))
+    slope = factor * grad_entropy * LN2
     # log2 of the smallest normal number instead of 0: the product with e = 0 stays 0.
-    z = tl.log2(tl.maximum(e, 1.2e-38))
-    p = e * tl.exp2(exponent)
-    if tl.max(p, 0) > LIKELY:
-        likely = tl.where(p > LIKELY, p, 0.0)
-        left = tl.sum((likely > 0).to(tl.int32), 0)
-        while left > 0:
-            best = tl.argmax(likely, 0)
-            logit = _logit(
+    value = e * (constant + slope * tl.log2(tl.maximum(e, 1.2e-38)))
+    tl.store(at, value.to(TILE.dtype.element_ty), mask=first + lanes < V)
+    likely_e = LIKELY / tl.exp2(exponent)
+    largest = tl.max(e, 0)
+    if largest > likely_e:
+        tl.debug_barrier()  # the entries below replace some of those above
+        while largest > likely_e:
+            best = tl.argmax(e, 0)
+            z = _logit(
                 HIDDEN + row * stride_h, WEIGHT + (first + best).to(tl.int64) * stride_w, H, ROUND, BLOCK_H
             )
-            z = tl.where(lanes == best, logit * scale - center, z)
-            likely = tl.where(lanes == best, 0.0, likely)
-            left -= 1
-    factor = -inverse_temperature * p
-    value = factor * (grad + grad_entropy * ((z + exponent) * LN2 + tl.load(ENTROPY_OF + row)))
-    tl.store(at, value.to(TILE.dtype.element_ty), mask=first + lanes < V)
+            exact = largest * (constant + slope * (z * scale - center))
+            tl.store(TILE + row * stride + first + best, exact.to(TILE.dtype.element_ty))
+            e = tl.where(lanes == best, 0.0, e)
+            largest = tl.max(e, 0)
 
 
 @triton.jit
