@@ -10,7 +10,7 @@ from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.logp.cases import CASES, LARGE, Case, formula
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 
 CONTRACT = CONTRACTS["logp"]
 QWEN = Case("qwen", 512, 151936, vocab_size=151669)

@@ -1,0 +1,24 @@
+"""Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter; every other test runs as users do."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+OPERATORS = Path(__file__).parent / "rl_kernel"
+INTERPRET = not torch.cuda.is_available()
+
+# Triton's own library is compiled or interpreted by what it finds when it is imported, and the first test file that
+# pytest collects may import it.
+if INTERPRET:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the item's fixtures: engines and trainers that a test starts inherit the environment."""
+    if INTERPRET and OPERATORS in item.path.parents:
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ.pop("TRITON_INTERPRET", None)

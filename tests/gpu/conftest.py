@@ -1,0 +1,27 @@
+"""Tests of this folder are skipped where GPUs are missing; --require-gpu, for hosts that have them, refuses instead."""
+
+import pytest
+import torch
+
+NEEDS = {"gpu": 1, "multi_gpu": 2}
+"""GPUs that the tests of a marker need."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="refuse to start where a test of tests/gpu would be skipped (give that path too)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    found = torch.cuda.device_count()
+    for item in items:
+        needed = max((NEEDS.get(marker.name, 0) for marker in item.iter_markers()), default=0)
+        if needed <= found:
+            continue
+        reason = f"needs {needed} CUDA GPU{'s' * (needed > 1)}, found {found}"
+        if config.getoption("--require-gpu", default=False):
+            raise pytest.UsageError(f"--require-gpu: {item.nodeid} {reason}")
+        item.add_marker(pytest.mark.skip(reason=reason))
