@@ -1,5 +1,7 @@
 """The linear operators on a GPU: accuracy, memory bounds, repeats, no synchronisation, CUDA graphs, strict mode."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -31,11 +33,16 @@ def fast(**kwargs):
     return linear_logp(impl="triton", return_entropy=True, **kwargs)
 
 
+@cache
+def samples(tokens):
+    """Differences from the old log-probs, and advantages; kept, so that a captured call makes nothing."""
+    return torch.randn(2, tokens, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+
+
 def one_pass(layer, targets, *, weight_grad=None, workspace_bytes=1536 * MIB):
     """Loss and gradients of the clipped objective with an entropy bonus."""
-    generator = torch.Generator("cuda").manual_seed(1)
     tokens = len(targets)
-    old, advantages = torch.randn(2, tokens, generator=generator, device="cuda")
+    old, advantages = samples(tokens)
     mask = torch.ones(tokens, device="cuda")
 
     def token_loss(log_probs, entropy, rows):
