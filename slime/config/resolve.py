@@ -7,6 +7,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
+from slime.config.kernels import OPERATORS
 from slime.config.schema import SECTIONS, Config
 
 FALLBACKS = {
@@ -40,6 +41,7 @@ def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
     _algorithm(draft)
+    _kernels(draft)
     _run_dir(draft)
     remarks = tuple(vars(draft).pop("notes"))
     return Config.from_flat(vars(draft), remarks)
@@ -111,6 +113,13 @@ def _algorithm(c: argparse.Namespace) -> None:
             "--rollout-top-p below 1 and --rollout-top-k restrict the engine's distribution, the trainer's "
             "is over the whole vocabulary: train/train_rollout_logprob_abs_diff will not be near zero"
         )
+
+
+def _kernels(c: argparse.Namespace) -> None:
+    if c.rlk_fast is None:
+        c.rlk_fast = "strict" if c.rl_kernel_strict else "auto"
+    named = ",".join(OPERATORS if c.rl_kernel_ops is None else c.rl_kernel_ops)
+    c.rl_kernel_ops = [name for name in named.split(",") if name]
 
 
 def _run_dir(c: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from slime.config.engine import EngineConfig
 from slime.config.evaluation import EvaluationConfig
 from slime.config.fault_tolerance import FaultToleranceConfig
 from slime.config.fields import FlagSpec, specs_of
+from slime.config.kernels import KernelsConfig
 from slime.config.logging import LoggingConfig
 from slime.config.megatron import MegatronConfig
 from slime.config.off_policy import OffPolicyConfig
@@ -44,6 +45,7 @@ SECTIONS: dict[str, type] = {
     "fault_tolerance": FaultToleranceConfig,
     "logging": LoggingConfig,
     "debug": DebugConfig,
+    "kernels": KernelsConfig,
     "megatron": MegatronConfig,
 }
 
@@ -86,6 +88,7 @@ class Config:
     fault_tolerance: FaultToleranceConfig
     logging: LoggingConfig
     debug: DebugConfig
+    kernels: KernelsConfig
     megatron: MegatronConfig
     notes: tuple[str, ...] = field(default=())
 

@@ -108,6 +108,8 @@ class Launch:
 
     def __init__(self, command: list[str], output: Path) -> None:
         become_reaper()
+        # Started in the background of a script, the tests ignore Ctrl-C, and so would what they start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
         self._output = output
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 from slime.config import Config, FlagGroup, parse_args
 from slime.config.fields import nearest
 from vime.engine.sglang_flags import translate_sglang
+from vime.switch import from_environment
 
 _ADDRESS = "engines listen where the engine pool places them"
 _KEY = "every server of a run gets the run's own key"
@@ -161,9 +163,15 @@ VLLM = _PrefixOwner("vllm_", "vLLM", VLLM_RESERVED)
 ROUTER = _PrefixOwner("router_", "vllm-router", ROUTER_RESERVED)
 
 
+def _translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
+    groups, notes = translate_sglang(groups)
+    added, remarks = from_environment(groups, os.environ)
+    return [*groups, *added], [*notes, *remarks]
+
+
 def parse_config(argv: Sequence[str]) -> Config:
-    """The resolved, validated configuration of a command line. ValueError on anything wrong."""
-    config = parse_args(argv, owners=(VLLM, ROUTER), translate=translate_sglang)
+    """The resolved, validated configuration of a command line and the VIME_* variables. ValueError on anything wrong."""
+    config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate)
     check_engine_size(config)
     check_context_length(config)
     if config.device == "cpu" and "gpu_memory_utilization" in config.engine.vllm_args:
