@@ -5,8 +5,9 @@ The truth is the operator's formula evaluated in float64 on the same inputs, as 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -91,3 +92,9 @@ def max_error(actual: Tensor, truth: Tensor) -> float:
         return 0.0
     difference = (actual.double() - truth.double()).abs().max()
     return float("inf") if torch.isnan(difference) else difference.item()
+
+
+def contract_id(operator: str) -> str:
+    """Name and version of a contract, "logp/1a2b3c4d": it changes when a promise does."""
+    promise = repr(asdict(CONTRACTS[operator]))
+    return f"{operator}/{hashlib.sha256(promise.encode()).hexdigest()[:8]}"

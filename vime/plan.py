@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.hf_config import read_hf_config
+from slime.operators import decide
 from vime.engine.flags import engine_settings, engine_tensor_parallel, parse_config
 from vime.engine.server import EngineServer, EngineSpec
 
@@ -161,6 +162,17 @@ def topology(c: Config) -> Iterator[str]:
     yield f"needs     {needed} {'GPUs' if c.device == 'cuda' else 'CPU places'}; this machine has {machine()}"
 
 
+def kernels(c: Config) -> Iterator[str]:
+    """What each operator of rl_kernel will run, as far as this machine can tell. Refused where strict must fail."""
+    import torch
+
+    if c.device == "cuda" and not torch.cuda.is_available():
+        yield f"--rlk-fast {c.rlk_fast}; this machine has no GPU: the trainers decide, and log it"
+        return
+    for decision in decide(c, c.device):
+        yield f"{decision.operator:<18} {decision.chosen:<10} {decision.reason}".rstrip()
+
+
 def machine() -> str:
     """Cores and GPUs of this machine."""
     import torch
@@ -295,6 +307,7 @@ def describe(c: Config) -> str:
             f"{hf.get('model_type')}, {count(shape.params)} parameters, {c.params_dtype} on {c.device}"
         ],
         "Topology": list(topology(c)),
+        "Operators": list(kernels(c)),
         "Batches": list(batches(c)),
         "Data": list(prompts(c)),
         "Memory of a trainer rank": list(memory_lines(trainer_memory(c, shape), total=True)),

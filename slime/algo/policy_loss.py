@@ -28,7 +28,7 @@ class TokenColumns:
     """
 
     log_probs: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
     mask: Tensor
     denominators: Tensor
     normaliser: float

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
+from slime.operators import Decision
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
 
@@ -76,12 +77,13 @@ class TrainerActor:
             host, port = probe.getsockname()
         return f"tcp://{host}:{port}"
 
-    def build(self, init_method: str) -> tuple[int, int]:
-        """Build the model; returns (data-parallel rank, first rollout to train)."""
+    def build(self, init_method: str) -> tuple[int, int, list[Decision]]:
+        """Build the model; returns (data-parallel rank, first rollout to train, what its operators will run)."""
         from slime.megatron_backend.trainer import MegatronTrainer
 
         self.trainer = MegatronTrainer(self.config, self.rank, self.world_size, init_method=init_method)
-        return self.trainer.info.dp_rank, self.trainer.start_rollout_id
+        trainer = self.trainer
+        return trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions
 
     def train(self, rollout_id: int, data: dict[str, Any]) -> TrainResult:
         return self.trainer.train(rollout_id, data)
@@ -120,8 +122,8 @@ class TrainerGroup:
 
     def wait_built(self) -> None:
         built = self._results(self._building)
-        self._dp_ranks = [dp_rank for dp_rank, _ in built]
-        self.start_rollout_id = built[0][1]
+        self._dp_ranks = [dp_rank for dp_rank, _, _ in built]
+        _, self.start_rollout_id, self.decisions = built[0]
 
     def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]:
         return self._on_all(

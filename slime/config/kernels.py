@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from slime.config.fields import flag
+from slime.config.fields import flag, nearest
 
 OPERATORS = ("linear_logp", "linear_token_loss", "logp", "ratio_kl", "grpo_loss", "group_advantage")
 """What --rl-kernel-ops may name. The masked reductions go with group_advantage."""
@@ -22,11 +23,27 @@ class KernelsConfig:
     )
     enable_rl_kernel: bool = flag(False, "the same as --rlk-fast auto")
     rl_kernel_strict: bool = flag(False, "the same as --rlk-fast strict")
-    rl_kernel_ops: list[str] | None = flag(
-        None, f"the operators that may be used, with commas (default: all of {', '.join(OPERATORS)})"
+    rl_kernel_ops: list[str] | None = flag(  # noqa: RUF009
+        None,
+        "the operators that may be used, with commas (default: all): linear_logp, linear_token_loss, logp, ratio_kl, "
+        "grpo_loss, group_advantage",
     )
     rlk_consistency: str = flag(
         "off",
         "compare the trainer's log-probs with the engine's: audit reports, strict also ends the run",
         choices=("off", "audit", "strict"),
     )
+
+
+def check_kernels(c: Any) -> None:
+    """Known operators, and flags that do not contradict each other."""
+    unknown = [name for name in c.rl_kernel_ops if name not in OPERATORS]
+    if unknown:
+        raise ValueError(
+            f"--rl-kernel-ops must name operators of {', '.join(OPERATORS)}, got {unknown[0]}"
+            f"{nearest(unknown[0], OPERATORS)}"
+        )
+    if c.rl_kernel_strict and c.rlk_fast != "strict":
+        raise ValueError(f"--rl-kernel-strict must not stand beside --rlk-fast {c.rlk_fast}; leave one out")
+    if c.enable_rl_kernel and c.rlk_fast == "off":
+        raise ValueError("--enable-rl-kernel must not stand beside --rlk-fast off; leave one out")

@@ -10,7 +10,9 @@ import re
 from pathlib import Path
 
 from slime.config.algorithm import CENTRED
+from slime.config.debug import check_profile_steps
 from slime.config.fields import spelled
+from slime.config.kernels import check_kernels
 from slime.config.model_args import check_model_args
 from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, read_hf_config
@@ -371,8 +373,10 @@ RULES = (
     _group_size,
     _kl,
     _off_policy,
+    check_kernels,
     _rewards,
     _intervals,
+    check_profile_steps,
     _files,
     _hooks,
     _checkpoint,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from slime.algo.policy_loss import TokenColumns, policy_loss, sft_loss
+import rl_kernel
+from slime.algo.policy_loss import Losses, TokenColumns, policy_loss, sft_loss
 from slime.data.packing import MicroBatch
 from slime.hooks import load_function
-from slime.megatron_backend.forward import response_logits, token_log_probs
+from slime.megatron_backend.forward import head_arguments, response_hidden, response_logits, token_log_probs
+from slime.megatron_backend.model import head_main_grad, output_weight, vocab_range
+from slime.megatron_backend.native import mask_padding
 from slime.types import TrainData
 
 if TYPE_CHECKING:
@@ -20,11 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class MicroBatchLoss:
-    """Over micro-batches and data-parallel ranks `loss` and `sums` are added up, of `maxima` the largest is kept."""
+    """Over micro-batches and data-parallel ranks `loss` and `sums` are added up, of `maxima` the largest is kept.
+
+    `log_probs` [R] are the trainer's, detached; None where a hook computed the loss.
+    """
 
     loss: Tensor
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
+    log_probs: Tensor | None = None
+
+
+Columns = Callable[[Tensor, Tensor | None, slice], TokenColumns]
 
 
 def micro_batch_loss(
@@ -33,18 +44,31 @@ def micro_batch_loss(
     """Loss and metrics by --loss-type. Sums are already means: the denominators of the tokens see to it."""
     if trainer.config.loss_type == "custom_loss":
         return custom_loss(trainer, data, batch, normaliser)
-    log_probs, entropy = token_log_probs(trainer.model, trainer.info, batch, temperature=trainer.temperature)
-    columns = TokenColumns(
-        log_probs=log_probs,
-        entropy=entropy,
-        normaliser=normaliser,
-        sample_of_row=batch.sample_of_row,
-        total_lengths=[data["total_lengths"][i] for i in batch.samples],
-        response_lengths=[data["response_lengths"][i] for i in batch.samples],
-        **{name: batch.columns.get(column) for name, column in _COLUMN_OF.items()},
-    )
     objective = sft_loss if trainer.config.loss_type == "sft_loss" else policy_loss
-    return MicroBatchLoss(*objective(trainer.args, columns))
+    shared = {
+        "normaliser": normaliser,
+        "total_lengths": [data["total_lengths"][i] for i in batch.samples],
+        "response_lengths": [data["response_lengths"][i] for i in batch.samples],
+    }
+    per_token = {name: batch.columns.get(column) for name, column in _COLUMN_OF.items()}
+    per_token["sample_of_row"] = batch.sample_of_row
+
+    def columns(log_probs: Tensor, entropy: Tensor | None, rows: slice) -> TokenColumns:
+        of_rows = {name: None if x is None else x[rows] for name, x in per_token.items()}
+        return TokenColumns(log_probs=log_probs, entropy=entropy, **shared, **of_rows)
+
+    if trainer.head == "linear_token_loss":
+        return one_pass(trainer, batch, objective, columns)
+    log_probs, entropy = token_log_probs(
+        trainer.model,
+        trainer.info,
+        batch,
+        trainer.head,
+        temperature=trainer.temperature,
+        entropy=trainer.config.loss_type != "sft_loss",
+    )
+    losses = objective(trainer.args, columns(log_probs, entropy, slice(None)))
+    return MicroBatchLoss(*losses, log_probs.detach())
 
 
 _COLUMN_OF = {
@@ -57,12 +81,44 @@ _COLUMN_OF = {
 }
 
 
+def one_pass(
+    trainer: MegatronTrainer, batch: MicroBatch, objective: Callable[..., Losses], columns: Columns
+) -> MicroBatchLoss:
+    """The objective inside rl_kernel.linear_token_loss, block by block of tokens: its logits become their gradient at
+    once, and the head's weight gradient goes straight into Megatron's fp32 `main_grad`."""
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+
+    def token_loss(
+        log_probs: Tensor, entropy: Tensor | None, rows: slice
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, added, largest = objective(trainer.args, columns(log_probs, entropy, rows))
+        for name, value in added.items():
+            sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        for name, value in largest.items():
+            maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+        return loss, {}
+
+    result = rl_kernel.linear_token_loss(
+        response_hidden(trainer.model, batch),
+        output_weight(trainer.model),
+        batch.targets,
+        token_loss,
+        temperature=trainer.temperature,
+        return_entropy=trainer.config.loss_type != "sft_loss",
+        weight_grad=head_main_grad(trainer.model),
+        **head_arguments(trainer.model, trainer.info),
+    )
+    return MicroBatchLoss(result.loss, sums, maxima, result.log_probs)
+
+
 def custom_loss(
     trainer: MegatronTrainer, data: TrainData, batch: MicroBatch, normaliser: float
 ) -> MicroBatchLoss:
     """`--custom-loss-function-path`: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
-    `logits` [R, V_local] fp32 of the response positions, divided by the temperature; `batch` has the rank's columns
+    `logits` [R, V_local] fp32 of the response positions, divided by the temperature, padding columns at -1e30 and less:
+    no part of a softmax over the row. `batch` has the rank's columns
     for the samples of the micro-batch. `sum_of_sample_mean(x)` adds up the means of the samples (or all tokens with
     --calculate-per-token-loss); the loss it returns is divided by the step's `normaliser` here.
     """
@@ -77,7 +133,8 @@ def custom_loss(
         return (per_token * weights).sum()
 
     hook = load_function(trainer.config.custom_loss_function_path, flag="--custom-loss-function-path")
-    logits = response_logits(trainer.model, batch) / trainer.temperature
+    logits = response_logits(trainer.model, batch).float()
+    logits = mask_padding(logits, *vocab_range(trainer.model)) / trainer.temperature
     loss, metrics = hook(trainer.args, columns, logits, sum_of_sample_mean)
     sums = {name: torch.as_tensor(value).detach() / normaliser for name, value in metrics.items()}
     return MicroBatchLoss(loss / normaliser, {"loss": loss.detach() / normaliser, **sums}, {})

@@ -1,4 +1,4 @@
-"""The GPT model of a checkpoint, ending in hidden states: logits are never made here.
+"""The GPT model of a checkpoint, ending in hidden states; logits only where `forward_logits` is asked for them.
 
 Shapes: T packed tokens, H hidden, V_local vocabulary rows of this tensor-parallel rank (padding included).
 """
@@ -35,7 +35,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class HiddenGPTModel(GPTModel):
-    """Megatron's GPTModel without its logits: `forward` returns hidden states after the final norm.
+    """Megatron's GPTModel, but `forward` stops before the output layer: hidden states after the final norm.
 
     Built by `build_model`. `hf_config` is the config.json it came from, `sizes` what weight layouts need.
     """
@@ -132,6 +132,27 @@ def forward_hidden(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Te
     `rl_kernel.linear_logp` returns it. ValueError when T does not fit the layout or, under sequence parallelism,
     the number of tensor-parallel ranks.
     """
+    hidden = _forward(model, tokens, layout)
+    if unwrap(model).config.sequence_parallel:
+        # the head's gradient arrives complete on every rank: take this rank's rows instead of summing over ranks
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+    return hidden.squeeze(1)
+
+
+def forward_logits(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
+    """tokens [T] int64 -> logits [T, V_local] of Megatron's output layer in the model's dtype, padding columns too.
+
+    Errors as `forward_hidden`.
+    """
+    inner = unwrap(model)
+    tied = inner.share_embeddings_and_output_weights
+    weight = inner.shared_embedding_or_output_weight() if tied else None
+    logits, _ = inner.output_layer(_forward(model, tokens, layout), weight=weight)
+    return logits.squeeze(1)
+
+
+def _forward(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
+    """[T, 1, H], or this rank's [T / TP, 1, H] under sequence parallelism."""
     if tokens.shape != layout.positions.shape:
         raise ValueError(
             f"tokens must be [{layout.positions.numel()}] as the layout says, got {list(tokens.shape)}"
@@ -143,11 +164,7 @@ def forward_hidden(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Te
             f"packed tokens must be a multiple of --tensor-model-parallel-size {tp} with --sequence-parallel, "
             f"got {tokens.numel()}; pad the row"
         )
-    hidden = model(tokens[None], packed_seq_params=layout)
-    if core.sequence_parallel:
-        # the head's gradient arrives complete on every rank: take this rank's rows instead of summing over ranks
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    return hidden.squeeze(1)
+    return model(tokens[None], packed_seq_params=layout)
 
 
 def output_weight(model: nn.Module) -> Tensor:
@@ -158,6 +175,17 @@ def output_weight(model: nn.Module) -> Tensor:
         if inner.share_embeddings_and_output_weights
         else inner.output_layer.weight
     )
+
+
+def head_main_grad(model: nn.Module) -> Tensor | None:
+    """The fp32 buffer [V_local, H] that sums the head's weight gradient over micro-batches, for an operator to add to.
+
+    None where the gradient must come through autograd: --overlap-grad-reduce counts the gradients that arrive there.
+    """
+    weight, settings = output_weight(model), model.ddp_config
+    if settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
+        return None
+    return weight.main_grad
 
 
 def vocab_range(model: nn.Module) -> tuple[int, int]:

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime import operators
 from slime.algo.advantage import compute_advantages
 from slime.algo.ppo import compute_approx_kl
+from slime.config.debug import profiled_steps
 from slime.data.packing import MicroBatch, pack
 from slime.hooks import load_function
 from slime.megatron_backend import checkpoint
@@ -30,6 +32,8 @@ from slime.megatron_backend.optimizer import build_optimizer, finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 from slime.protocols import TrainResult, WeightUpdate
+from slime.tracking.memory import resident_peak_gib
+from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
 from slime.types import TrainData
 from slime.weight_sync.file_channel import FileChannel
@@ -43,7 +47,10 @@ class MegatronTrainer:
     ) -> None:
         self.config, self.args = config, config.namespace()
         self.temperature = 1.0 if config.loss_type == "sft_loss" else config.rollout_temperature
+        self.head, _ = operators.loss_head(config)
         self.info = init_parallel(rank, world_size, config, init_method=init_method, local_rank=local_rank)
+        operators.install(config)
+        self.decisions = operators.decide(config, self.info.device.type)
         self._hook("custom_megatron_init_path", self.args)
         self.hf_config = load_hf_config(config.hf_checkpoint)
         self.model = build_model(self.hf_config, config)
@@ -61,23 +68,37 @@ class MegatronTrainer:
             self.ref_model = build_model(self.hf_config, config, ddp=False)
             load_weights(self.ref_model, config.ref_load or config.hf_checkpoint)
         self.channel = FileChannel(config.weight_dir)
-        self.timers = Timers()
+        self.timers = Timers.on(self.info.device)
+        steps = profiled_steps(config.profile_steps)
+        self.profiler = StepProfiler(steps, config.run_dir, rank, self.timers, self.info.device)
         self.progress = (0, 0)  # micro-batches trained and to train of the present rollout
 
     def train(self, rollout_id: int, data: TrainData) -> TrainResult:
         """All optimizer steps of one rollout over this rank's part of it. Collective over all ranks."""
+        with self.profiler.around(rollout_id), self.timers.measure("trainer"):
+            steps, rollout = self._train(rollout_id, data)
+        perf = self.timers.flush()
+        perf["perf/actor_train_tok_per_s"] = sum(data["total_lengths"]) / perf["perf/actor_train_time"]
+        if (resident := resident_peak_gib()) is not None:
+            perf["perf/trainer_rss_gib"] = resident
+        return TrainResult(steps=steps, rollout=rollout, perf=perf | operators.step_metrics())
+
+    def _train(
+        self, rollout_id: int, data: TrainData
+    ) -> tuple[list[dict[str, float]], dict[str, float]]:
+        """Metrics of each optimizer step, and means over the rollout. Everything here is inside some timer."""
         with self.timers.measure("data_preprocess"):
             self._to_device(data)
             self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
         self._add_log_probs(data)
-        self._add_advantages(data)
+        with self.timers.measure("advantages"):
+            self._add_advantages(data)
         self.progress = (0, len(data["micro_batch_indices"]))
         with self.timers.measure("actor_train"):
             steps = self._optimizer_steps(rollout_id, data)
         self._update_reference(rollout_id)
-        perf = self.timers.flush()
-        perf["perf/actor_train_tok_per_s"] = sum(data["total_lengths"]) / perf["perf/actor_train_time"]
-        return TrainResult(steps=steps, rollout=self._rollout_means(data, steps), perf=perf)
+        with self.timers.measure("rollout_metrics"):
+            return steps, self._rollout_means(data, steps)
 
     def save(self, rollout_id: int) -> None:
         """Checkpoint under --save (and --save-hf) as iteration `rollout_id`. Collective; appears only when complete."""
@@ -139,6 +160,7 @@ class MegatronTrainer:
             [self._pack(data, samples) for samples in data["micro_batch_indices"]],
             len(data["tokens"]),
             data["response_lengths"],
+            operators.pass_head(self.config),
             temperature=self.temperature,
         )
 
@@ -152,24 +174,10 @@ class MegatronTrainer:
             return
         if config.use_rollout_logprobs:
             data["old_log_probs"] = data["rollout_log_probs"]
-        elif self._needs_old_log_probs(data):
+        elif len(data["num_microbatches"]) > 1 or operators.needs_old_log_probs(config):
             with self.timers.measure("log_probs"):
                 data["old_log_probs"] = self._forward_log_probs(self.model, data, "")
             data["log_probs"] = data["old_log_probs"]  # the name that advantage hooks read
-
-    def _needs_old_log_probs(self, data: TrainData) -> bool:
-        """With one step a rollout the policy still is the old one when it is trained: its own detached log-probs serve.
-        What needs them before that step (a KL penalty in the reward, hooks, sequence ratios) asks for the extra pass.
-        """
-        config = self.config
-        return (
-            len(data["num_microbatches"]) > 1
-            or config.kl_coef != 0
-            or config.get_mismatch_metrics
-            or config.advantage_estimator == "gspo"
-            or config.loss_type != "policy_loss"
-            or config.custom_advantage_function_path is not None
-        )
 
     def _add_advantages(self, data: TrainData) -> None:
         if self.config.disable_compute_advantages_and_returns or self.config.loss_type == "sft_loss":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from slime import operators
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.hf_config import read_hf_config
@@ -39,6 +40,7 @@ class RolloutManager:
     ) -> None:
         self.config, self.dp_size, self.put = config, dp_size, put
         self.args = config.namespace(**facts)
+        operators.install(config)
         tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
         self.hf_config = read_hf_config(config.hf_checkpoint)
@@ -77,6 +79,7 @@ class RolloutManager:
         ):
             metrics = {}  # the hook has logged, and says by its return value that nothing more shall be
         ranks = make_rank_data(self.args, samples, self.dp_size, self.hf_config)
+        metrics |= operators.step_metrics()
         return RolloutBatch(rank_data=[self.put(data) for data in ranks], metrics=metrics)
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float]]:

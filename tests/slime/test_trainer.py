@@ -121,10 +121,25 @@ GRADIENT_CASES = {
 }
 
 
+HEADS = {
+    "linear_token_loss": {},
+    "linear_logp": {"rl_kernel_ops": ["linear_logp,grpo_loss,ratio_kl"]},
+    "logp": {"rl_kernel_ops": ["logp"]},
+    "native": {"rlk_fast": "off"},
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", GRADIENT_CASES)
-def test_gradient_is_that_of_the_plain_objective(root, build, name):
-    trainer = build(clip_grad=0.0, **GRADIENT_CASES[name])
+def test_gradient_is_that_of_the_plain_objective(root, build, name, head):
+    trainer = build(clip_grad=0.0, **GRADIENT_CASES[name], **HEADS[head])
+    assert trainer.head == head
     result, data = train(trainer)
+    heads = {"linear_token_loss", "linear_logp", "logp"} & {
+        key.split("/")[1] for key in result.perf if key.startswith("rl_kernel/")
+    }
+    passes = {"linear_token_loss": {"linear_logp"}} if trainer.ref_model is not None else {}
+    assert heads == ({head} | passes.get(head, set())) - {"native"}
     assert data["num_microbatches"][0] >= 3 and len({len(t) for t in data["tokens"]}) > 4
     loss, model = plain_loss(root, trainer.args)
     loss.backward()

@@ -36,9 +36,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": POLICY_FLAGS | TENSOR,
     "sp": POLICY_FLAGS | TENSOR | {"sequence_parallel": True},
     "tp-custom": CUSTOM_FLAGS | TENSOR,
+    "dp-native": POLICY_FLAGS | {"rlk_fast": "off"},
+    "tp-native": POLICY_FLAGS | TENSOR | {"rlk_fast": "off"},
+    "sp-native": POLICY_FLAGS | TENSOR | {"sequence_parallel": True, "rlk_fast": "off"},
+    "sp-linear_logp": POLICY_FLAGS | TENSOR | {"sequence_parallel": True, "rl_kernel_ops": ["linear_logp"]},
+    "sp-logp": POLICY_FLAGS | TENSOR | {"sequence_parallel": True, "rl_kernel_ops": ["logp"]},
 }
 SINGLE = {"policy": POLICY_FLAGS, "per-token": LAYOUTS["dp-per-token"], "custom": CUSTOM_FLAGS}
-SAME_AS = {"dp": "policy", "dp-per-token": "per-token", "tp": "policy", "sp": "policy", "tp-custom": "custom"}
+SAME_AS = {"dp-per-token": "per-token", "tp-custom": "custom"}
+"""All others are compared with one rank that takes the one-pass operator."""
 
 
 def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> dict[str, Any]:
@@ -89,7 +95,7 @@ def two(root, one):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_as_one(one, two, layout):
-    wanted = one[SAME_AS[layout]]
+    wanted = one[SAME_AS.get(layout, "policy")]
     for rank in (0, 1):
         got = two[rank][layout]
         assert len(got["steps"]) == len(wanted["steps"])

@@ -170,7 +170,7 @@ def _translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
 
 
 def parse_config(argv: Sequence[str]) -> Config:
-    """The resolved, validated configuration of a command line and the VIME_* variables. ValueError on anything wrong."""
+    """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
     config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate)
     check_engine_size(config)
     check_context_length(config)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_kernel.checks import compute_dtype
 from rl_kernel.ops.linear_logp.reference import LinearLogp
@@ -26,14 +27,16 @@ def linear_token_loss_reference(
     targets, temperature, keep_mask, shard, rounding = settings
     dtype = compute_dtype(hidden, weight, bias)
     takes = weight_grad is not None and weight.requires_grad and torch.is_grad_enabled()
-    layer = weight
-    if weight_grad is not None:
-        # In the compute dtype, so that the gradient is not rounded on its way to the buffer.
-        layer = weight.detach().to(dtype).requires_grad_(takes)
+    layer = hidden, weight, bias
+    if takes:
+        # Leaves of their own; the weight in the compute dtype, so that its gradient is not rounded on the way.
+        leaves = hidden.detach(), weight.detach().to(dtype), None if bias is None else bias.detach()
+        layer = tuple(
+            None if leaf is None else leaf.requires_grad_(x.requires_grad)
+            for leaf, x in zip(leaves, (hidden, weight, bias), strict=True)
+        )
     log_probs, entropy = LinearLogp.apply(
-        hidden,
-        layer,
-        bias,
+        *layer,
         targets,
         usable_temperature(temperature, dtype),
         shard,
@@ -44,7 +47,35 @@ def linear_token_loss_reference(
     loss, metrics = token_loss(log_probs, entropy, slice(0, len(hidden)))
     loss = loss + log_probs[:0].sum()  # a loss that uses neither has gradients of zero
     if takes and weight_grad is not None:
-        (gradient,) = torch.autograd.grad(loss, layer, retain_graph=True)
-        weight_grad.add_(gradient)
+        wanted = [leaf for leaf in layer if leaf is not None and leaf.requires_grad]
+        grads = dict(zip(map(id, wanted), torch.autograd.grad(loss, wanted), strict=True))
+        weight_grad.add_(grads[id(layer[1])])
+        d_hidden, d_bias = grads.get(id(layer[0])), grads.get(id(layer[2]))
+        loss = _HandOver.apply(hidden, weight, bias, loss.detach(), d_hidden, d_bias)
     detached = {name: value.detach() for name, value in metrics.items()}
     return loss, log_probs.detach(), None if entropy is None else entropy.detach(), detached
+
+
+class _HandOver(torch.autograd.Function):
+    """`loss`, whose gradients in hidden and bias are known; that of the weight has been taken."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        loss: Tensor,
+        d_hidden: Tensor | None,
+        d_bias: Tensor | None,
+    ) -> Tensor:
+        ctx.grads = d_hidden, None, d_bias
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("linear_token_loss must be called again for a second backward")
+        grads, ctx.grads = ctx.grads, None
+        return *(None if g is None else g * upstream for g in grads), None, None, None

@@ -1,0 +1,61 @@
+"""The native path (--rlk-fast off): log-probs and entropy from full logits in plain PyTorch, without rl_kernel.
+
+What trainers commonly do, and what every comparison is made with: float32 logits, Megatron's vocabulary-parallel cross
+entropy on a copy of them, the softmax kept for the backward. R response tokens, V_local columns of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from torch import Tensor
+
+PADDING_LOGIT = -1e30
+"""Finite, so that probability x log-probability of a padding column is 0 and not NaN."""
+
+
+def mask_padding(logits: Tensor, start: int, size: int) -> Tensor:
+    """Columns of `logits` [R, V_local] that only pad the vocabulary (ids from `size` on) set to PADDING_LOGIT."""
+    padding = torch.arange(start, start + logits.shape[-1], device=logits.device) >= size
+    return logits.masked_fill(padding, PADDING_LOGIT)
+
+
+def log_probs_and_entropy(
+    logits: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`log_softmax(logits / temperature, -1)[target]` [R] and the entropy [R], fp32 nats; differentiable.
+
+    `logits` [R, V_local] float32 without padding's part (`mask_padding`), split over Megatron's tensor-parallel group.
+    """
+    logits = logits / temperature
+    entropy = VocabParallelEntropy.apply(logits) if with_entropy else None
+    # Megatron subtracts the maximum in place.
+    return -vocab_parallel_cross_entropy(logits.clone()[:, None], targets[:, None])[:, 0], entropy
+
+
+class VocabParallelEntropy(torch.autograd.Function):
+    """`logsumexp(z) - (softmax(z) * z).sum(-1)` over the tensor-parallel group, softmax kept; the gradient is
+    `-p * (log p + entropy)`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        top = logits.amax(-1, keepdim=True)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - top
+        exp = shifted.exp()
+        sums = torch.stack([exp.sum(-1), (exp * shifted).sum(-1)])
+        dist.all_reduce(sums, group=group)
+        entropy = sums[0].log() - sums[1] / sums[0]
+        log_p = shifted.sub_(sums[0].log()[:, None])
+        ctx.save_for_backward(exp.div_(sums[0][:, None]), log_p, entropy)
+        return entropy
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        softmax, log_p, entropy = ctx.saved_tensors
+        return -upstream[:, None] * softmax * (log_p + entropy[:, None])

@@ -1,0 +1,173 @@
+"""Which operators of rl_kernel training runs: one decision each, made at start-up from the configuration.
+
+Owns the rule that picks how hidden states become log-probs, and the counts of what ran. Imports no Megatron.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import rl_kernel
+from rl_kernel.contract import contract_id
+from rl_kernel.dispatch import HOST_OPERATORS, Refused, machine_refusal
+from rl_kernel.telemetry import set_timing
+from slime.config.kernels import OPERATORS
+
+REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
+"""Deterministic reductions that go with group_advantage, on the list and off it."""
+
+Head = Literal["linear_token_loss", "linear_logp", "logp", "native"]
+"""How hidden states become log-probs: in one pass with the loss; by an operator without logits; by an operator from
+Megatron's logits; from Megatron's logits in plain PyTorch."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about one operator. `chosen`: triton, reference (the operator's PyTorch), native (plain PyTorch
+    without the operator), or not called; `contract` names the numeric contract that a fast run is held to."""
+
+    operator: str
+    requested: str
+    chosen: str
+    reason: str
+    contract: str
+
+    def __str__(self) -> str:
+        return f"{self.operator}: {self.chosen}" + (f" ({self.reason})" if self.reason else "")
+
+
+def loss_head(config: Any) -> tuple[Head, str]:
+    """What the training loss takes its log-probs from, and why it is not the one-pass operator ("" if it is).
+
+    A loss that sees whole sequences cannot be computed block by block of tokens; without any operator on the list, and
+    with --rlk-fast off, the logits are Megatron's and the rest is plain PyTorch.
+    """
+    if config.rlk_fast == "off":
+        return "native", "--rlk-fast off"
+    if config.loss_type == "custom_loss":
+        return "native", "--custom-loss-function-path takes logits"
+    reason = whole_sequences(config)
+    for head in ("linear_token_loss", "linear_logp", "logp"):
+        if head == "linear_token_loss" and reason:
+            continue
+        if head in config.rl_kernel_ops:
+            return head, reason
+        reason = reason or f"{head} is not in --rl-kernel-ops"
+    return "native", "no operator for log-probs is in --rl-kernel-ops"
+
+
+def pass_head(config: Any) -> Head:
+    """What log-probs without a gradient (old, reference) come from."""
+    if config.rlk_fast == "off":
+        return "native"
+    return next((head for head in ("linear_logp", "logp") if head in config.rl_kernel_ops), "native")
+
+
+def whole_sequences(config: Any) -> str:
+    """Why the loss of a token needs more than that token's log-prob; "" if it does not."""
+    if config.loss_type != "policy_loss":
+        return ""
+    asked = {
+        "--advantage-estimator gspo": config.advantage_estimator == "gspo",
+        "--use-opsm": config.use_opsm,
+        "--custom-tis-function-path": config.custom_tis_function_path,
+        "--custom-pg-loss-reducer-function-path": config.custom_pg_loss_reducer_function_path,
+    }
+    return next((f"{flag} looks at whole sequences" for flag, on in asked.items() if on), "")
+
+
+def needs_old_log_probs(config: Any) -> bool:
+    """Whether the log-probs before the first step are computed in a pass of their own.
+
+    With one step a rollout the policy still is the old one when it is trained: its own detached log-probs serve. What
+    needs them before that step (a KL penalty in the reward, hooks, sequence ratios) asks for the extra pass.
+    """
+    if config.loss_type == "sft_loss" or config.use_rollout_logprobs:
+        return False
+    return bool(
+        config.num_steps_per_rollout != 1
+        or config.kl_coef != 0
+        or config.get_mismatch_metrics
+        or config.advantage_estimator == "gspo"
+        or config.loss_type != "policy_loss"
+        or config.custom_advantage_function_path is not None
+    )
+
+
+def called(config: Any) -> set[str]:
+    """The operators that this configuration calls."""
+    heads: set[str] = {loss_head(config)[0]}
+    if needs_old_log_probs(config) or config.needs_reference:
+        heads.add(pass_head(config))
+    if config.needs_reference:
+        heads.add("ratio_kl")
+    hooked = config.custom_tis_function_path or config.custom_pg_loss_reducer_function_path
+    if config.loss_type == "policy_loss" and config.advantage_estimator != "cispo" and not hooked:
+        heads.add("grpo_loss")
+    if config.loss_type != "sft_loss" and config.custom_reward_post_process_path is None:
+        heads.add("group_advantage")
+    return heads
+
+
+def decide(config: Any, device_type: str) -> list[Decision]:
+    """One decision for each operator, for tensors of `device_type`.
+
+    Raises:
+        Refused: with --rlk-fast strict, an operator that the configuration calls cannot run its fast implementation.
+    """
+    found = []
+    for name in OPERATORS:
+        chosen, reason = _chosen(name, config, device_type)
+        if config.rlk_fast == "strict" and chosen == "reference" and name not in HOST_OPERATORS:
+            raise Refused(
+                f"--rlk-fast strict must run the fast {name}, but {reason}; use --rlk-fast auto, or leave {name} "
+                "out of --rl-kernel-ops"
+            )
+        found.append(Decision(name, config.rlk_fast, chosen, reason, contract_id(name)))
+    return found
+
+
+def _chosen(name: str, config: Any, device_type: str) -> tuple[str, str]:
+    if config.rlk_fast == "off":
+        return "native", "--rlk-fast off"
+    if name not in config.rl_kernel_ops:
+        return "native", "not in --rl-kernel-ops"
+    if name not in called(config):
+        return "not called", loss_head(config)[1] if name == "linear_token_loss" else ""
+    if name in HOST_OPERATORS:
+        return "reference", "rewards are on the host"
+    refusal = machine_refusal(device_type)
+    return ("triton", "") if refusal is None else ("reference", refusal)
+
+
+def install(config: Any) -> None:
+    """Put the switch into force in this process: mode, list of operators, and their timing."""
+    names = list(config.rl_kernel_ops)
+    if "group_advantage" in names:
+        names += REDUCTIONS
+    rl_kernel.configure(config.rlk_fast, names)
+    set_timing(config.rlk_fast != "off")
+
+
+def step_metrics() -> dict[str, float]:
+    """`rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` of this process since the last call, and
+    `rl_kernel/fast`, the share of fast runs among the calls that a fast implementation exists for (not on the host).
+
+    Reads the timing events of the device: for the end of a step, where its metrics have been waited for.
+    """
+    metrics: dict[str, float] = {}
+    fast = fallbacks = 0
+    for name, counts in rl_kernel.telemetry(reset=True).items():
+        fallen = sum(counts["fallbacks"].values())
+        values = {
+            "calls": counts["calls"],
+            "tokens": counts["tokens"],
+            "fallbacks": fallen,
+            "ms": counts["ms"],
+        }
+        metrics |= {f"rl_kernel/{name}/{key}": float(value) for key, value in values.items()}
+        fast, fallbacks = fast + counts["implementations"].get("triton", 0), fallbacks + fallen
+    if fast + fallbacks:
+        metrics["rl_kernel/fast"] = fast / (fast + fallbacks)
+    return metrics
