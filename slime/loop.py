@@ -12,7 +12,6 @@ handed three things that behave as slime.protocols says.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
@@ -35,25 +34,25 @@ def run(
     # Between two updates the weights grow older by themselves: that much less may generation run ahead.
     lead = config.max_staleness + 1 - config.update_weights_interval
     for rollout_id in range(start, config.num_rollout):
-        began = time.perf_counter()
-        last = min(rollout_id + lead, config.num_rollout - 1)
-        ahead.extend(rollout.generate(i) for i in range(rollout_id + len(ahead), last + 1))
-        bar = report.bar(f"rollout {rollout_id}", "sample", rollout.progress)
-        with timers.measure("train_wait"), bar as tick:
-            batch = wait(ahead.popleft(), engines, tick)
-        if config.colocate:
-            with timers.measure("sleep"):
-                engines.sleep()
-        bar = report.bar(f"train {rollout_id}", "micro-batch", trainer.progress)
-        with timers.measure("train"), bar as tick:
-            trained = wait(trainer.train(rollout_id, batch.rank_data), engines, tick)
-        if config.colocate:
-            with timers.measure("wake_up"):
-                engines.wake()
-        if (rollout_id + 1) % config.update_weights_interval == 0:
-            with timers.measure("update_weights"):
-                publish(config, trainer, engines, version=rollout_id + 1)
-        report.step(rollout_id, batch.metrics, trained, step_time_s=time.perf_counter() - began)
+        with timers.measure("step"):
+            last = min(rollout_id + lead, config.num_rollout - 1)
+            ahead.extend(rollout.generate(i) for i in range(rollout_id + len(ahead), last + 1))
+            bar = report.bar(f"rollout {rollout_id}", "sample", rollout.progress)
+            with timers.measure("train_wait"), bar as tick:
+                batch = wait(ahead.popleft(), engines, tick)
+            if config.colocate:
+                with timers.measure("sleep"):
+                    engines.sleep()
+            bar = report.bar(f"train {rollout_id}", "micro-batch", trainer.progress)
+            with timers.measure("train"), bar as tick:
+                trained = wait(trainer.train(rollout_id, batch.rank_data), engines, tick)
+            if config.colocate:
+                with timers.measure("wake_up"):
+                    engines.wake()
+            if (rollout_id + 1) % config.update_weights_interval == 0:
+                with timers.measure("update_weights"):
+                    publish(config, trainer, engines, version=rollout_id + 1)
+        report.step(rollout_id, batch, trained)
         if saves_after(config, rollout_id):
             # After the step's log line: a run killed in between repeats the step and its line, none is ever missing.
             with timers.measure("save_model"):

@@ -99,10 +99,12 @@ class NoEngines:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one rollout hands to training: a reference to the data of each data-parallel rank, and its metrics."""
+    """What one rollout hands to training: a reference to the data of each data-parallel rank, its metrics, and how many
+    tokens all its samples have, prompts included."""
 
     rank_data: list[Any]
     metrics: dict[str, float]
+    tokens: int
 
 
 class RolloutHandle(Protocol):
@@ -138,7 +140,8 @@ class TrainerHandle(Protocol):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """`steps`: train/* metrics of each optimizer step; `rollout`: rollout/* means over the data; `perf`: seconds."""
+    """`steps`: train/* metrics of each optimizer step; `rollout`: rollout/* means over the data; `perf`: perf/* of
+    rank 0."""
 
     steps: list[dict[str, float]]
     rollout: dict[str, float]

@@ -1,8 +1,10 @@
-"""Flags of the debug section: run one half alone, save and replay the records between the halves."""
+"""Flags of the debug section: run one half alone, save and replay the records between the halves, trace steps."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from slime.config.fields import flag
 
@@ -19,3 +21,32 @@ class DebugConfig:
         None, "use only this fraction of the loaded samples"
     )
     dump_details: str | None = flag(None, "save the samples of each rollout in this directory")
+    profile_steps: str | None = flag(
+        None, "A:B traces the training of rollouts A to B-1 (PyTorch profiler, one file a rank and rollout)"
+    )
+
+
+def profiled_steps(text: str | None) -> range:
+    """The rollouts that --profile-steps names: "2:4" -> 2, 3; none when it was not given."""
+    if text is None:
+        return range(0)
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError(
+            f"--profile-steps must be A:B with whole numbers 0 <= A < B, got {text}; 2:4 traces rollouts 2 and 3"
+        )
+    return range(int(match[1]), int(match[2]))
+
+
+def check_profile_steps(c: Any) -> None:
+    """A trace that was asked for can be taken: some training is in the range."""
+    steps = profiled_steps(c.profile_steps)
+    if steps and c.debug_rollout_only:
+        raise ValueError(
+            f"--profile-steps must not be combined with --debug-rollout-only, got {c.profile_steps}; it traces training"
+        )
+    if steps and c.num_rollout is not None and steps.start >= c.num_rollout:
+        raise ValueError(
+            f"--profile-steps must begin below --num-rollout, got {c.profile_steps} and {c.num_rollout}; rollouts "
+            "count from 0"
+        )

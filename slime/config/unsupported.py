@@ -20,7 +20,7 @@ _MTP = "multi-token prediction is not supported yet"
 _OFFLOAD = "with --colocate the engines sleep while the trainer works; nothing else is offloaded yet"
 _HOOK = "this hook is not called yet"
 _SELECT = "training a part of the parameters is not supported yet"
-_PROFILE = "profiling through flags is not supported yet; perf/*_time metrics are always reported"
+_MEMORY = "memory snapshots are not written; on a GPU perf/*_peak_gib tells the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
 _BUFFER = "an external trajectory buffer is not supported; write a --rollout-function-path instead"
 _EXTERNAL = "engines that run elsewhere are not supported yet"
@@ -106,11 +106,13 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # debug
     "save_debug_train_data": Unsupported(None, "use --save-debug-rollout-data"),
     "load_forge_rollout_data": Unsupported(None, "use --load-debug-rollout-data"),
-    "record_memory_history": Unsupported(False, _PROFILE),
-    "memory_snapshot_dir": Unsupported(".", _PROFILE),
-    "memory_snapshot_num_steps": Unsupported(None, _PROFILE),
-    "memory_recorder": Unsupported("torch", _PROFILE),
-    "profile_target": Unsupported("train_overall", _PROFILE),
+    "record_memory_history": Unsupported(False, _MEMORY),
+    "memory_snapshot_dir": Unsupported(".", _MEMORY),
+    "memory_snapshot_num_steps": Unsupported(None, _MEMORY),
+    "memory_recorder": Unsupported("torch", _MEMORY),
+    "profile_target": Unsupported(
+        "train_overall", "--profile-steps A:B traces the whole training of those rollouts"
+    ),
     "ci_test": Unsupported(False, _CI),
     "ci_disable_kl_checker": Unsupported(False, _CI),
     "ci_train_rollout_logprob_abs_diff_threshold": Unsupported(0.1, _CI),

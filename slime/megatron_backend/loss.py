@@ -59,15 +59,17 @@ def micro_batch_loss(
 
     if trainer.head == "linear_token_loss":
         return one_pass(trainer, batch, objective, columns)
-    log_probs, entropy = token_log_probs(
-        trainer.model,
-        trainer.info,
-        batch,
-        trainer.head,
-        temperature=trainer.temperature,
-        entropy=trainer.config.loss_type != "sft_loss",
-    )
-    losses = objective(trainer.args, columns(log_probs, entropy, slice(None)))
+    with trainer.timers.measure("forward"):
+        log_probs, entropy = token_log_probs(
+            trainer.model,
+            trainer.info,
+            batch,
+            trainer.head,
+            temperature=trainer.temperature,
+            entropy=trainer.config.loss_type != "sft_loss",
+        )
+    with trainer.timers.measure("policy_loss"):
+        losses = objective(trainer.args, columns(log_probs, entropy, slice(None)))
     return MicroBatchLoss(*losses, log_probs.detach())
 
 
@@ -99,16 +101,19 @@ def one_pass(
             maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
         return loss, {}
 
-    result = rl_kernel.linear_token_loss(
-        response_hidden(trainer.model, batch),
-        output_weight(trainer.model),
-        batch.targets,
-        token_loss,
-        temperature=trainer.temperature,
-        return_entropy=trainer.config.loss_type != "sft_loss",
-        weight_grad=head_main_grad(trainer.model),
-        **head_arguments(trainer.model, trainer.info),
-    )
+    with trainer.timers.measure("forward"):
+        hidden = response_hidden(trainer.model, batch)
+    with trainer.timers.measure("policy_loss"):
+        result = rl_kernel.linear_token_loss(
+            hidden,
+            output_weight(trainer.model),
+            batch.targets,
+            token_loss,
+            temperature=trainer.temperature,
+            return_entropy=trainer.config.loss_type != "sft_loss",
+            weight_grad=head_main_grad(trainer.model),
+            **head_arguments(trainer.model, trainer.info),
+        )
     return MicroBatchLoss(result.loss, sums, maxima, result.log_probs)
 
 
@@ -133,8 +138,10 @@ def custom_loss(
         return (per_token * weights).sum()
 
     hook = load_function(trainer.config.custom_loss_function_path, flag="--custom-loss-function-path")
-    logits = response_logits(trainer.model, batch).float()
-    logits = mask_padding(logits, *vocab_range(trainer.model)) / trainer.temperature
-    loss, metrics = hook(trainer.args, columns, logits, sum_of_sample_mean)
+    with trainer.timers.measure("forward"):
+        logits = response_logits(trainer.model, batch).float()
+        logits = mask_padding(logits, *vocab_range(trainer.model)) / trainer.temperature
+    with trainer.timers.measure("policy_loss"):
+        loss, metrics = hook(trainer.args, columns, logits, sum_of_sample_mean)
     sums = {name: torch.as_tensor(value).detach() / normaliser for name, value in metrics.items()}
     return MicroBatchLoss(loss / normaliser, {"loss": loss.detach() / normaliser, **sums}, {})

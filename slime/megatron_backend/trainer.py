@@ -83,9 +83,7 @@ class MegatronTrainer:
             perf["perf/trainer_rss_gib"] = resident
         return TrainResult(steps=steps, rollout=rollout, perf=perf | operators.step_metrics())
 
-    def _train(
-        self, rollout_id: int, data: TrainData
-    ) -> tuple[list[dict[str, float]], dict[str, float]]:
+    def _train(self, rollout_id: int, data: TrainData) -> tuple[list[dict[str, float]], dict[str, float]]:
         """Metrics of each optimizer step, and means over the rollout. Everything here is inside some timer."""
         with self.timers.measure("data_preprocess"):
             self._to_device(data)
@@ -211,19 +209,24 @@ class MegatronTrainer:
         self, data: TrainData, micro_batches: list[list[int]], step_id: int
     ) -> dict[str, float]:
         global_batch_size = data["global_batch_sizes"][step_id]
-        self.model.train()
-        self.model.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        with self.timers.measure("optimizer"):
+            self.model.train()
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
         losses = []
         for k, samples in enumerate(micro_batches):
             last = k == len(micro_batches) - 1
             with nullcontext() if last else self.model.no_sync():
-                batch = self._pack(data, samples, COLUMNS)
+                with self.timers.measure("pack"):
+                    batch = self._pack(data, samples, COLUMNS)
                 losses.append(micro_batch_loss(self, data, batch, data["normalisers"][step_id]))
-                losses[-1].loss.backward()
+                with self.timers.measure("backward"):
+                    losses[-1].loss.backward()
             self.progress = (self.progress[0] + 1, self.progress[1])
-        finish_grads(self.model)
-        updated, grad_norm, _ = self.optimizer.step()
+        with self.timers.measure("reduce_grads"):
+            finish_grads(self.model)
+        with self.timers.measure("optimizer"):
+            updated, grad_norm, _ = self.optimizer.step()
         if not (updated and math.isfinite(grad_norm)):
             raise FloatingPointError(
                 f"gradients must be finite, got norm {grad_norm}; inspect the batch with --save-debug-rollout-data"
@@ -232,7 +235,8 @@ class MegatronTrainer:
             f"train/lr-pg_{i}": group["lr"] for i, group in enumerate(self.optimizer.param_groups)
         }  # before the scheduler moves on: the rate this step used
         self.scheduler.step(increment=global_batch_size)
-        metrics = reduce_metrics(losses, self.info.dp_group)
+        with self.timers.measure("step_metrics"):
+            metrics = reduce_metrics(losses, self.info.dp_group)
         return {
             **metrics,
             "train/grad_norm": float(grad_norm),

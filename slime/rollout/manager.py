@@ -22,6 +22,7 @@ from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout
 from slime.rollout.evaluation import load_eval_datasets
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.state import GenerateState
+from slime.tracking.memory import resident_peak_gib
 from slime.types import SampleGroup
 
 
@@ -79,8 +80,13 @@ class RolloutManager:
         ):
             metrics = {}  # the hook has logged, and says by its return value that nothing more shall be
         ranks = make_rank_data(self.args, samples, self.dp_size, self.hf_config)
+        rank_data = [self.put(data) for data in ranks]
         metrics |= operators.step_metrics()
-        return RolloutBatch(rank_data=[self.put(data) for data in ranks], metrics=metrics)
+        metrics["perf/make_data_time"] = time.perf_counter() - began - seconds
+        if (resident := resident_peak_gib()) is not None:
+            metrics["perf/rollout_rss_gib"] = resident
+        tokens = sum(len(sample.tokens) for sample in samples)
+        return RolloutBatch(rank_data=rank_data, metrics=metrics, tokens=tokens)
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float]]:
         if self.config.load_debug_rollout_data:

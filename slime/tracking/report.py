@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from slime.protocols import TrainResult
+from slime.config.debug import profiled_steps
+from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine, progress
+from slime.tracking.memory import resident_peak_gib
+from slime.tracking.percentiles import StepFigures
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
 
@@ -18,13 +21,22 @@ class Reporter:
     def __init__(self, config: Any, trackers: Trackers, line: StepLine) -> None:
         self.config, self.trackers, self.line = config, trackers, line
         self.timers = Timers()
+        apart = 0 if config.colocate else config.rollout_num_gpus or 0
+        self._figures = StepFigures(config.world_size + apart)
+        self._profiled = profiled_steps(config.profile_steps)
 
-    def step(
-        self, rollout_id: int, rollout: dict[str, float], trained: TrainResult, *, step_time_s: float
-    ) -> None:
-        """Log one rollout and its optimizer steps, and print its line."""
-        perf = {**trained.perf, **self.timers.flush(), "perf/step_time": step_time_s}
-        metrics = {**rollout, **trained.rollout, **perf, "rollout/step": rollout_id}
+    def step(self, rollout_id: int, batch: RolloutBatch, trained: TrainResult) -> None:
+        """Log one rollout and its optimizer steps, and print its line. `timers` have measured it as `step`."""
+        perf = {**trained.perf, **self.timers.flush()}
+        if "perf/trainer_time" in perf:
+            # What the ranks did not do themselves: Ray brings them their data, and rank 0's figures back.
+            inside = perf["perf/trainer_time"] + perf.get("perf/profile_time", 0.0)
+            perf["perf/handover_time"] = perf["perf/train_time"] - inside
+        traced = rollout_id in self._profiled
+        perf |= self._figures.add(perf["perf/step_time"], batch.tokens, count=not traced)
+        if (resident := resident_peak_gib()) is not None:
+            perf["perf/driver_rss_gib"] = resident
+        metrics = {**batch.metrics, **trained.rollout, **perf, "rollout/step": rollout_id}
         self.trackers.log(metrics, rollout_id, "rollout/step")
         first = rollout_id * self.config.num_steps_per_rollout
         for offset, step in enumerate(trained.steps):

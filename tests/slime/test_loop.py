@@ -39,6 +39,9 @@ class Run:
             "debug_train_only": False,
             "check_weight_update_equal": False,
             "num_steps_per_rollout": 1,
+            "world_size": 1,
+            "rollout_num_gpus": 1,
+            "profile_steps": None,
         }
         assert set(flags) <= set(defaults)
         self.config = SimpleNamespace(**{**defaults, **flags})
@@ -56,7 +59,7 @@ class Run:
     def generate(self, rollout_id: int) -> Future:
         self.calls.append(f"generate {rollout_id}")
         self.generated_with.append(self.version)
-        return done(RolloutBatch([f"data {rollout_id}"], {"rollout/raw_reward": float(rollout_id)}))
+        return done(RolloutBatch([f"data {rollout_id}"], {"rollout/raw_reward": float(rollout_id)}, tokens=0))
 
     def evaluate(self, rollout_id: int) -> Future:
         self.calls.append(f"evaluate {rollout_id}")

@@ -117,7 +117,8 @@ def test_sft_has_no_engine(build, tmp_path):
     assert data["response_lengths"] == [4, 7]  # "yo", the end mark and a line break that is not trained on
     assert [mask.tolist() for mask in data["loss_masks"]] == [[1] * 3 + [0], [1] * 6 + [0]]
     assert "rollout_log_probs" not in data and data["rewards"] == [0.0, 0.0]
-    assert list(batch.metrics) == ["perf/rollout_time"]
+    assert list(batch.metrics) == ["perf/rollout_time", "perf/make_data_time", "perf/rollout_rss_gib"]
+    assert batch.tokens == sum(data["total_lengths"])
 
 
 def negated(args, samples):
@@ -158,7 +159,8 @@ def test_custom_rewards_and_conversion(build):
 
 def test_custom_rollout_log(build):
     manager = build(custom_rollout_log_function_path="test_manager.record_and_say_done")
-    assert manager.generate(1).metrics == {}
+    left = {name for name in manager.generate(1).metrics if not name.startswith("rl_kernel/")}
+    assert left == {"perf/make_data_time", "perf/rollout_rss_gib"}  # of the process, which the hook cannot know
     ((rollout_id, args, samples, extra, seconds),) = LOGGED
     assert rollout_id == 1 and args is manager.args and seconds > 0
     assert all(isinstance(s, Sample) for s in samples) and len(samples) == 4

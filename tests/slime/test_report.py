@@ -7,10 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.protocols import TrainResult
+from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
 from slime.tracking.report import Reporter
+from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class Recorder:
@@ -29,7 +39,9 @@ class Recorder:
 
 @pytest.fixture
 def parts():
-    config = SimpleNamespace(num_steps_per_rollout=2)
+    config = SimpleNamespace(
+        num_steps_per_rollout=2, world_size=2, colocate=False, rollout_num_gpus=2, profile_steps="5:6"
+    )
     recorder, screen = Recorder(), io.StringIO()
     return Reporter(config, Trackers([recorder]), StepLine(total=9, stream=screen)), recorder, screen
 
@@ -37,18 +49,33 @@ def parts():
 def test_a_step(parts):
     """Two optimizer steps a rollout: rollout 3 holds train steps 6 and 7."""
     report, recorder, screen = parts
-    with report.timers.measure("train_wait"), report.timers.measure("train"):
-        pass
+    clock = Clock()
+    report.timers = Timers(clock)
+    with report.timers.measure("step"):
+        with report.timers.measure("train_wait"):
+            clock.now = 4.0
+        with report.timers.measure("train"):
+            clock.now = 7.5
+        clock.now = 8.0
     trained = TrainResult(
         steps=[{"train/loss": 0.5}, {"train/loss": 0.25}],
         rollout={"rollout/advantages": 0.0},
-        perf={"perf/actor_train_time": 2.0},
+        perf={"perf/trainer_time": 3.0},
     )
-    report.step(3, {"rollout/raw_reward": 0.75}, trained, step_time_s=8.0)
+    report.step(3, RolloutBatch([], {"rollout/raw_reward": 0.75}, tokens=800), trained)
     (key, step, metrics), *train = recorder.logged
     assert (key, step) == ("rollout/step", 3)
-    assert metrics["perf/step_time"] == 8.0 and metrics["perf/actor_train_time"] == 2.0
-    assert {"perf/train_wait_time", "perf/train_time", "perf/wait_time_ratio"} <= set(metrics)
+    assert metrics.pop("perf/driver_rss_gib") > 0.01
+    assert {name: value for name, value in metrics.items() if name.startswith("perf/")} == {
+        "perf/step_time": 8.0,
+        "perf/train_wait_time": 4.0,
+        "perf/train_time": 3.5,
+        "perf/trainer_time": 3.0,
+        "perf/handover_time": 0.5,
+        "perf/wait_time_ratio": 0.5,
+        "perf/step_tokens_per_sec": 100.0,
+        "perf/step_tokens_per_gpu_per_sec": 25.0,
+    }
     assert (metrics["rollout/raw_reward"], metrics["rollout/advantages"], metrics["rollout/step"]) == (
         0.75,
         0,
@@ -60,8 +87,20 @@ def test_a_step(parts):
     ]
     line = screen.getvalue().splitlines()[-1]
     assert line.split()[:2] == ["3/9", "0.750"] and "2.5e-01" in line  # the last step's loss
-    report.step(4, {}, trained, step_time_s=1.0)
-    assert "perf/train_wait_time" not in recorder.logged[3][2]  # timers start anew with each step
+
+
+def test_percentiles_leave_out_the_first_and_traced_steps(parts):
+    """Rollout 3 is the first of this start, rollout 5 is traced: p50 is that of rollouts 4 and 6, 1 and 3 seconds."""
+    report, recorder, _ = parts
+    clock = Clock()
+    report.timers = Timers(clock)
+    for rollout_id, seconds in ((3, 50.0), (4, 1.0), (5, 70.0), (6, 3.0)):
+        with report.timers.measure("step"):
+            clock.now += seconds
+        report.step(rollout_id, RolloutBatch([], {}, tokens=6), TrainResult([{}], {}, {}))
+    logged = [metrics for key, _, metrics in recorder.logged if key == "rollout/step"]
+    assert [metrics.get("perf/step_time_p50") for metrics in logged] == [None, 1.0, 1.0, 2.0]
+    assert logged[-1]["perf/step_tokens_per_sec_p50"] == 4.0  # of 6 and 2
 
 
 def test_rollout_alone_and_evaluation(parts):

@@ -1,4 +1,4 @@
-"""Timers, the accumulator, the console lines and environment.json, against hand-computed figures."""
+"""Numbers that are logged, the console lines and environment.json, against hand-computed figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from slime.tracking import (
     LOGPROB_DIFF,
     LOGPROB_DIFF_MAX,
     StepLine,
-    Timers,
     collect_environment,
     mask_secrets,
     progress,
@@ -27,74 +25,9 @@ from slime.tracking.environment import is_secret, mask_command
 from slime.tracking.metrics import as_floats
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_timers_accumulate_nested_names_and_reset():
-    clock = Clock()
-    timers = Timers(clock)
-    with timers.measure("train"):
-        clock.now = 2.0
-        with timers.measure("actor_train"):
-            clock.now = 5.0
-    with timers.measure("actor_train"):
-        clock.now = 6.5
-    assert timers.flush() == {"perf/train_time": 5.0, "perf/actor_train_time": 4.5}
-    assert timers.flush() == {}
-
-
-def test_timers_count_the_same_name_once_and_survive_an_error():
-    clock = Clock()
-    timers = Timers(clock)
-    with pytest.raises(RuntimeError), timers.measure("rollout"), timers.measure("rollout"):
-        clock.now = 3.0
-        raise RuntimeError("lost")
-    with timers.measure("sleep"):
-        clock.now = 4.0
-        assert timers.flush() == {"perf/rollout_time": 3.0}
-    assert timers.flush() == {"perf/sleep_time": 1.0}
-
-
-def test_timers_derive_step_time_and_wait_ratio():
-    clock = Clock()
-    timers = Timers(clock)
-    with timers.measure("train_wait"):
-        clock.now = 1.0
-    with timers.measure("train"):
-        clock.now = 4.0
-    assert timers.flush() == {
-        "perf/train_wait_time": 1.0,
-        "perf/train_time": 3.0,
-        "perf/step_time": 4.0,
-        "perf/wait_time_ratio": 0.25,
-    }
-    with timers.measure("step"):
-        with timers.measure("train_wait"):
-            clock.now = 5.0
-        with timers.measure("train"):
-            clock.now = 6.0
-        clock.now = 8.0
-    times = timers.flush()
-    assert times["perf/step_time"] == 4.0
-    assert times["perf/wait_time_ratio"] == 0.25
-
-
-def test_timers_measure_real_time():
-    timers = Timers()
-    with timers.measure("rollout"):
-        time.sleep(0.05)
-    assert 0.05 <= timers.flush()["perf/rollout_time"] < 1.0
 
 
 def test_as_floats_takes_numbers_only():

@@ -1,0 +1,69 @@
+"""Memory of a process: its resident set, and the peak of each phase on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+STATUS = Path("/proc/self/status")
+
+
+def resident_peak_gib() -> float | None:
+    """Largest resident set of this process since it started (not since some phase did), in GiB; None without /proc.
+
+    Pages it shares with others (libraries, Ray's object store) count in full. VmHWM and not `getrusage`, whose figure
+    a process inherits from the one that started it.
+    """
+    if not STATUS.exists():
+        return None
+    line = next(x for x in STATUS.read_text(encoding="ascii").splitlines() if x.startswith("VmHWM:"))
+    return int(line.split()[1]) / 2**20
+
+
+class PeakMemory:
+    """Largest number of bytes allocated at once while each phase ran; phases nest freely.
+
+    `read()` is the peak since `reset()` was last called. Both are bookkeeping of PyTorch's allocator on the host, which
+    knows the order of the program: no GPU is asked, and nothing waits. Whoever else reads
+    `torch.cuda.max_memory_allocated` in this process finds the peak since the last border of a phase.
+    """
+
+    def __init__(self, read: Callable[[], int], reset: Callable[[], None]) -> None:
+        self._read, self._reset = read, reset
+        self._running: list[str] = []
+        self._peaks: dict[str, int] = {}
+
+    @classmethod
+    def of_cuda(cls, device: torch.device) -> PeakMemory:
+        """Bytes in tensors that PyTorch allocated on `device`: without its cached free blocks, NCCL and the context."""
+        import torch
+
+        def read() -> int:
+            # max_memory_allocated sorts hundreds of figures into one dictionary for the same number
+            return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
+
+        return cls(read, lambda: torch.cuda.reset_peak_memory_stats(device))
+
+    def enter(self, name: str) -> None:
+        self._note()
+        self._running.append(name)
+
+    def leave(self, name: str) -> None:
+        self._note()
+        self._running.remove(name)
+
+    def flush(self) -> dict[str, int]:
+        """{phase: bytes} of the phases that ran since the last call."""
+        self._note()
+        peaks, self._peaks = self._peaks, {}
+        return peaks
+
+    def _note(self) -> None:
+        peak = self._read()
+        for name in self._running:
+            self._peaks[name] = max(peak, self._peaks.get(name, 0))
+        self._reset()

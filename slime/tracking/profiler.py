@@ -1,0 +1,61 @@
+"""--profile-steps: PyTorch traces of the training of chosen rollouts, on every trainer rank.
+
+The ranges in a trace are the spans of the rank's `Timers`. A rollout that is not traced costs one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.tracking.timers import Timers
+
+if TYPE_CHECKING:
+    import torch
+
+
+def trace_path(run_dir: str | Path, rank: int, rollout_id: int) -> Path:
+    return Path(run_dir).resolve() / "profile" / f"trainer-{rank}-rollout-{rollout_id}.json.gz"
+
+
+class StepProfiler:
+    """One a trainer rank. `steps` are the rollouts to trace; `timers` those whose spans become ranges."""
+
+    def __init__(
+        self, steps: range, run_dir: str | Path, rank: int, timers: Timers, device: torch.device
+    ) -> None:
+        self._steps, self._run_dir, self._rank = steps, run_dir, rank
+        self._timers, self._device = timers, device
+
+    @contextmanager
+    def around(self, rollout_id: int) -> Iterator[None]:
+        """Trace the block if its rollout is to be traced, and write the file when it ends well.
+
+        What the profiler itself takes to start, stop and write is measured as `profile`. A trace holds what the host
+        ran with the shapes of its tensors, and every kernel of a GPU.
+        """
+        if rollout_id not in self._steps:
+            yield
+            return
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        profiler = profile(activities=activities, record_shapes=True)
+        with self._timers.measure("profile"):
+            profiler.start()
+        self._timers.tracing = True
+        try:
+            yield
+        finally:
+            self._timers.tracing = False
+            with self._timers.measure("profile"):
+                profiler.stop()
+        path = trace_path(self._run_dir, self._rank, rollout_id)
+        with self._timers.measure("profile"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        print(f"trace of rollout {rollout_id}: {path}", flush=True)
