@@ -85,6 +85,20 @@ CONTRACTS: Mapping[str, Contract] = {
     "masked_whiten": Contract(_all_dtypes(Tolerance(1e-7, 1e-6)), _GRADIENTS, ("values",), True, _DATA),
 }
 
+TRAIN_ROLLOUT: Mapping[str, Tolerance] = {
+    # Largest |trainer's - engine's log-prob| of a token, nats, by the dtype of both models; no operator's promise.
+    # Assumes the same weights, tokens and temperature t, full softmax, |logit| / t < 8 in 16 bits, < 32 in float32.
+    # float32 (u = 2**-24): sums over layers and columns in another order differ by up to 64 u of a logit, and a
+    # log-prob is a difference of two: 2 * 32 * 2**-18 = 2**-12. Largest difference measured on CPU: 4.0e-5, a sixth.
+    "float32": Tolerance(2**-12, 0.0),
+    # bfloat16 (u = 2**-8): a logit in [4, 8) is rounded by up to 2**-6; target and log-sum-exp, on both sides, make
+    # 4 * 2**-6. The final hidden state, after layers with roundings of their own, may differ by as much again. Not yet
+    # measured on a GPU; a model with larger logits needs more.
+    "bfloat16": Tolerance(2**-3, 0.0),
+    # float16 (u = 2**-11): an eighth.
+    "float16": Tolerance(2**-6, 0.0),
+}
+
 
 def max_error(actual: Tensor, truth: Tensor) -> float:
     """Largest absolute difference, in float64; 0 for empty tensors. A NaN is an infinite error."""

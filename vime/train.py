@@ -37,7 +37,7 @@ from slime.protocols import EnginePool, NoEngines
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from vime.engine.client import VllmEngineClient
-from vime.engine.flags import engine_settings, parse_config
+from vime.engine.flags import engine_dtype, engine_settings, parse_config
 from vime.engine.pool import VllmEnginePool
 from vime.engine.process import tail
 from vime.engine.ray_server import RayEngineServer
@@ -190,5 +190,10 @@ def _start_engines(
     pool.start()
     address = urlsplit(pool.router_url)
     headers = {"Authorization": f"Bearer {run_key}"}
-    facts = {"vllm_router_ip": host, "vllm_router_port": address.port, "vllm_router_headers": headers}
+    facts = {
+        "vllm_router_ip": host,
+        "vllm_router_port": address.port,
+        "vllm_router_headers": headers,
+        "rollout_engine_dtype": engine_dtype(config),
+    }
     return pool, pool.client(), facts

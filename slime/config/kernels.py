@@ -47,3 +47,9 @@ def check_kernels(c: Any) -> None:
         raise ValueError(f"--rl-kernel-strict must not stand beside --rlk-fast {c.rlk_fast}; leave one out")
     if c.enable_rl_kernel and c.rlk_fast == "off":
         raise ValueError("--enable-rl-kernel must not stand beside --rlk-fast off; leave one out")
+    if c.rlk_consistency != "off" and (c.loss_type == "sft_loss" or c.debug_rollout_only):
+        what = "--loss-type sft_loss" if c.loss_type == "sft_loss" else "--debug-rollout-only"
+        raise ValueError(
+            f"--rlk-consistency must be off with {what}, got {c.rlk_consistency}; it compares log-probs of a trainer "
+            "and an engine"
+        )

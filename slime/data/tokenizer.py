@@ -4,11 +4,26 @@ on request.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# What maps text to ids; a chat template or a padding side does not.
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model")
+
+
+def tokenizer_fingerprint(directory: str) -> str | None:
+    """The first 16 hex digits of the SHA-256 of the vocabulary files in `directory`; None when there is none."""
+    digest, found = hashlib.sha256(), False
+    for name in _VOCABULARY_FILES:
+        path = Path(directory) / name
+        if path.is_file():
+            found = True
+            digest.update(name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16] if found else None
 
 
 def load_tokenizer(

@@ -24,6 +24,7 @@ from slime.config.debug import profiled_steps
 from slime.data.packing import MicroBatch, pack
 from slime.hooks import load_function
 from slime.megatron_backend import checkpoint
+from slime.megatron_backend.audit import Audit
 from slime.megatron_backend.forward import log_probs_of_data
 from slime.megatron_backend.loss import MicroBatchLoss, micro_batch_loss
 from slime.megatron_backend.model import build_model, unwrap
@@ -69,6 +70,7 @@ class MegatronTrainer:
             load_weights(self.ref_model, config.ref_load or config.hf_checkpoint)
         self.channel = FileChannel(config.weight_dir)
         self.timers = Timers.on(self.info.device)
+        self.audit = Audit(config, self.info, self.timers, self.temperature)
         steps = profiled_steps(config.profile_steps)
         self.profiler = StepProfiler(steps, config.run_dir, rank, self.timers, self.info.device)
         self.progress = (0, 0)  # micro-batches trained and to train of the present rollout
@@ -92,11 +94,12 @@ class MegatronTrainer:
         with self.timers.measure("advantages"):
             self._add_advantages(data)
         self.progress = (0, len(data["micro_batch_indices"]))
-        with self.timers.measure("actor_train"):
+        audited: dict[str, float] = {}
+        with self.audit.watch(rollout_id, data, audited), self.timers.measure("actor_train"):
             steps = self._optimizer_steps(rollout_id, data)
         self._update_reference(rollout_id)
         with self.timers.measure("rollout_metrics"):
-            return steps, self._rollout_means(data, steps)
+            return steps, self._rollout_means(data, steps) | audited
 
     def save(self, rollout_id: int) -> None:
         """Checkpoint under --save (and --save-hf) as iteration `rollout_id`. Collective; appears only when complete."""
@@ -220,6 +223,7 @@ class MegatronTrainer:
                 with self.timers.measure("pack"):
                     batch = self._pack(data, samples, COLUMNS)
                 losses.append(micro_batch_loss(self, data, batch, data["normalisers"][step_id]))
+                self.audit.add(data, batch, losses[-1].log_probs, step_id)
                 with self.timers.measure("backward"):
                     losses[-1].loss.backward()
             self.progress = (self.progress[0] + 1, self.progress[1])

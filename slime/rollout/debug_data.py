@@ -17,22 +17,37 @@ from slime.types import Sample, SampleGroup
 
 
 def save_debug_rollout_data(
-    template: str, rollout_id: int, groups: list[SampleGroup], *, evaluation: bool = False
+    template: str,
+    rollout_id: int,
+    groups: list[SampleGroup],
+    *,
+    evaluation: bool = False,
+    facts: dict[str, Any] | None = None,
 ) -> Path:
-    """Write all samples to `template` with {rollout_id} filled in ("eval_3" for an evaluation)."""
+    """Write all samples to `template` with {rollout_id} filled in ("eval_3" for an evaluation).
+
+    `facts`: how the samples were drawn, as plain values (slime.rollout.facts); an audit of the file needs them.
+    """
     path = _path(
         template, f"eval_{rollout_id}" if evaluation else str(rollout_id), "--save-debug-rollout-data"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     samples = [sample.to_dict() for group in groups for sample in group]
-    torch.save({"rollout_id": rollout_id, "samples": samples}, path)
+    torch.save({"rollout_id": rollout_id, "samples": samples, "facts": facts}, path)
     return path
 
 
 def load_debug_rollout_data(
     template: str, rollout_id: int, *, evaluation: bool = False, subsample: float | None = None
 ) -> list[SampleGroup]:
-    """The groups that `save_debug_rollout_data` wrote, or the first part of them, `subsample` in (0, 1].
+    """The groups that `save_debug_rollout_data` wrote, or the first part of them, `subsample` in (0, 1]."""
+    return load_with_facts(template, rollout_id, evaluation=evaluation, subsample=subsample)[0]
+
+
+def load_with_facts(
+    template: str, rollout_id: int, *, evaluation: bool = False, subsample: float | None = None
+) -> tuple[list[SampleGroup], dict[str, Any] | None]:
+    """The groups of a file, and how they were drawn; None where the file does not say.
 
     Neighbours of one `group_index` form a group. ValueError for a missing file or one that holds more than
     plain values and tensors.
@@ -53,13 +68,14 @@ def load_debug_rollout_data(
     groups = [
         list(members) for _, members in itertools.groupby(samples, key=lambda sample: sample.group_index)
     ]
+    facts = record.get("facts")
     if subsample is None:
-        return groups
+        return groups, facts
     if not 0 < subsample <= 1:
         raise ValueError(
             f"{flag}-subsample must lie in (0, 1], got {subsample}; it is a fraction of the groups"
         )
-    return groups[: math.ceil(subsample * len(groups))]
+    return groups[: math.ceil(subsample * len(groups))], facts
 
 
 def _path(template: str, name: str, flag: str) -> Path:

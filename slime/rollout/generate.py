@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from slime.hooks import load_function
 from slime.protocols import GenerateResult
+from slime.rollout.facts import note_sampling
 from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
 from slime.rollout.state import GenerateState
@@ -84,6 +85,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         return sample
     session = sample.session_id or f"sample/0/{sample.index}"
     seed = request_seed(args.rollout_seed, session, sample.response_length)
+    note_sampling(args, sample, sampling_params)
     began = time.perf_counter()
     try:
         # The engine keeps the deadline and knows the reason; the margin is for one that never returns.

@@ -18,12 +18,13 @@ from slime.hooks import load_function
 from slime.loop import saves_after
 from slime.protocols import RolloutBatch, RolloutEngine
 from slime.rollout.base_types import call_rollout_fn
-from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
+from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data
 from slime.rollout.evaluation import load_eval_datasets
+from slime.rollout.facts import Facts, attach, replay_template, run_facts
 from slime.rollout.metrics import eval_metrics, rollout_metrics
 from slime.rollout.state import GenerateState
 from slime.tracking.memory import resident_peak_gib
-from slime.types import SampleGroup
+from slime.types import SampleGroup, TrainData
 
 
 class RolloutManager:
@@ -45,6 +46,7 @@ class RolloutManager:
         tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
         self.hf_config = read_hf_config(config.hf_checkpoint)
+        self.facts = run_facts(self.args)
         self.data_source = load_function(config.data_source_path, flag="--data-source-path")(self.args)
         self.rollout_function = load_function(config.rollout_function_path, flag="--rollout-function-path")
         self.eval_function = load_function(config.eval_function_path, flag="--eval-function-path")
@@ -63,12 +65,12 @@ class RolloutManager:
         Saved here and not with the model, because generation may already be a rollout ahead by then.
         """
         began = time.perf_counter()
-        groups, metrics = self._groups(rollout_id)
+        groups, metrics, facts = self._groups(rollout_id)
         seconds = time.perf_counter() - began
         if saves_after(self.config, rollout_id):
             self.data_source.save(rollout_id)
         if self.config.save_debug_rollout_data:
-            save_debug_rollout_data(self.config.save_debug_rollout_data, rollout_id, groups)
+            save_debug_rollout_data(self.config.save_debug_rollout_data, rollout_id, groups, facts=facts)
         samples = [sample for group in groups for sample in group]
         if self.config.loss_type != "sft_loss":
             metrics = {**rollout_metrics(self.args, groups, seconds), **metrics}
@@ -79,7 +81,7 @@ class RolloutManager:
             rollout_id, self.args, samples, metrics, seconds
         ):
             metrics = {}  # the hook has logged, and says by its return value that nothing more shall be
-        ranks = make_rank_data(self.args, samples, self.dp_size, self.hf_config)
+        ranks = self._rank_data(rollout_id, groups, facts)
         rank_data = [self.put(data) for data in ranks]
         metrics |= operators.step_metrics()
         metrics["perf/make_data_time"] = time.perf_counter() - began - seconds
@@ -88,16 +90,34 @@ class RolloutManager:
         tokens = sum(len(sample.tokens) for sample in samples)
         return RolloutBatch(rank_data=rank_data, metrics=metrics, tokens=tokens)
 
-    def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float]]:
-        if self.config.load_debug_rollout_data:
+    def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
+        """Groups, their metrics, and how they were drawn (None: saved by something that did not say)."""
+        if template := self.config.load_debug_rollout_data:
             share = self.config.load_debug_rollout_data_subsample
-            return load_debug_rollout_data(
-                self.config.load_debug_rollout_data, rollout_id, subsample=share
-            ), {}
+            groups, facts = load_with_facts(template, rollout_id, subsample=share)
+            return groups, {}, facts
         output = call_rollout_fn(
             self.rollout_function, self.args, rollout_id, self.data_source, evaluation=False
         )
-        return output.samples, output.metrics or {}
+        return output.samples, output.metrics or {}, self.facts
+
+    def _rank_data(self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None) -> list[TrainData]:
+        """Train data of each rank. Under --rlk-consistency it carries what a comparison needs to know of each sample,
+        and a rollout that the border check refuses is saved before the run ends."""
+        samples = [sample for group in groups for sample in group]
+        audited = self.config.rlk_consistency != "off"
+        try:
+            ranks = make_rank_data(self.args, samples, self.dp_size, self.hf_config)
+        except ValueError as error:
+            if not audited:
+                raise
+            path = save_debug_rollout_data(replay_template(self.config), rollout_id, groups, facts=facts)
+            raise ValueError(
+                f"{error}; the batch is saved, see it again with --load-debug-rollout-data {path}"
+            ) from error
+        if audited:
+            attach(ranks, samples, facts)
+        return ranks
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """eval/* metrics of every evaluation dataset under the present weights."""

@@ -239,6 +239,18 @@ def engine_settings(config: Config) -> dict[str, Any]:
     }
 
 
+def engine_dtype(config: Config) -> str:
+    """What engines compute in, for whoever compares their log-probs: the model's dtype as torch names it, with
+    "+quantization" where --vllm-quantization asks for one. "auto" is left as it is: only the engine knows.
+    """
+    given = config.engine.vllm_args.get("dtype") or config.params_dtype
+    quantization = config.engine.vllm_args.get("quantization")
+    return _DTYPE_ALIASES.get(given, given) + (f"+{quantization}" if quantization else "")
+
+
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
 def list_flags() -> Iterator[dict[str, Any]]:
     """One row a flag that vLLM or vllm-router owns (imports both)."""
     for owner in (VLLM, ROUTER):

@@ -1,0 +1,134 @@
+"""What must be known of a rollout before its log-probs can be compared with a trainer's: how every sample was drawn.
+
+Owns recording these facts where samples are made, and the rule that says whether two log-probs of a token are
+comparable. One record a sample travels to the trainer as the column `rollout_facts`; None where nothing is known.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.data.tokenizer import tokenizer_fingerprint
+from slime.types import Sample, TrainData
+
+Facts = dict[str, Any]
+COLUMN = "rollout_facts"
+SAMPLING_KEY = "sampling"
+"""Entry of `Sample.metadata`: the parameters of a request that did not use the run's."""
+
+REASONS = (
+    "unrecorded",
+    "weight_version",
+    "token_ids",
+    "mask",
+    "temperature",
+    "top_p",
+    "top_k",
+    "sampling",
+    "dtype",
+    "tokenizer",
+    "later_step",
+)
+"""Why a token is not comparable; the first that holds is reported. `later_step`: the trainer only looked at the token
+after its own first update. `sampling`: a parameter that changes the distribution and that the trainer does not know."""
+
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+"""What engines do where a request says nothing; also what the trainer's full softmax corresponds to."""
+
+_OTHER_SAMPLING = (
+    "min_p",
+    "min_new_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)
+
+
+def run_facts(args: Any) -> Facts:
+    """What all samples of a run share: distribution, dtype of the engine's model, tokenizer."""
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "sampling": {},
+        "dtype": getattr(args, "rollout_engine_dtype", args.params_dtype),
+        "tokenizer": tokenizer_fingerprint(args.hf_checkpoint),
+    }
+
+
+def note_sampling(args: Any, sample: Sample, params: dict[str, Any]) -> None:
+    """Keep in the sample's metadata what its request asked for, if that is not what the run's flags say."""
+    run = {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k}
+    mine: Facts = {
+        name: params[name] if params.get(name) is not None else neutral for name, neutral in _NEUTRAL.items()
+    }
+    mine["sampling"] = {name: params[name] for name in _OTHER_SAMPLING if params.get(name) is not None}
+    if mine != run | {"sampling": {}}:
+        sample.metadata[SAMPLING_KEY] = mine
+
+
+def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
+    """The record of one sample, of its tokens and mask as they leave the rollout; None without the run's facts."""
+    if run is None:
+        return None
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+    if sample.remove_sample:
+        mask = [0] * sample.response_length
+    return {
+        **run,
+        **sample.metadata.get(SAMPLING_KEY, {}),
+        "group_index": sample.group_index,
+        "weight_version": list(sample.weight_versions),
+        "token_ids": token_checksum(sample.tokens),
+        "mask": mask_checksum(mask),
+    }
+
+
+def attach(ranks: list[TrainData], samples: Sequence[Sample], run: Facts | None) -> None:
+    """Give the data of each rank its column. Samples are found by `sample_indices`, siblings of one index by their
+    tokens; a sample that a conversion hook made up has no record."""
+    known: dict[Any, list[Facts | None]] = {}
+    for sample in samples:
+        known.setdefault(sample.index, []).append(sample_facts(sample, run))
+    for data in ranks:
+        indices = data.get("sample_indices", [None] * len(data["tokens"]))
+        data[COLUMN] = [
+            _of_sample(known.get(index, []), tokens)
+            for index, tokens in zip(indices, data["tokens"], strict=True)
+        ]
+
+
+def _of_sample(candidates: list[Facts | None], tokens: Iterable[int]) -> Facts | None:
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    checksum = token_checksum(tokens)
+    same = [facts for facts in candidates if facts is not None and facts["token_ids"] == checksum]
+    return same[0] if same else None
+
+
+def first_difference(rollout: Facts | None, trainer: Facts) -> str | None:
+    """The first of REASONS why log-probs of the two sides are of different things; None when they are comparable."""
+    if rollout is None:
+        return "unrecorded"
+    return next((name for name in REASONS if name in trainer and rollout.get(name) != trainer[name]), None)
+
+
+def replay_template(config: Any) -> str:
+    """Where the batch of a run that stops is kept, as a template for --load-debug-rollout-data."""
+    folder = str(Path(config.run_dir).resolve() / "audit").replace("{", "{{").replace("}", "}}")
+    return folder + "/{rollout_id}.pt"
+
+
+def token_checksum(tokens: Any) -> int:
+    """CRC-32 of token ids, a list or an int64 tensor on the host."""
+    return zlib.crc32(array("q", tokens) if isinstance(tokens, list) else tokens.numpy())
+
+
+def mask_checksum(mask: Any) -> int:
+    """CRC-32 of a loss mask, a list or an int32 tensor on the host."""
+    return zlib.crc32(array("i", mask) if isinstance(mask, list) else mask.numpy())
