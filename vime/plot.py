@@ -25,6 +25,7 @@ from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from vime.run_metrics import (
     TIME_METRICS,
     TIME_PARTS,
+    UNMEASURED,
     Run,
     StepTimes,
     load_run,
@@ -37,19 +38,20 @@ from vime.run_metrics import (
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 PART_COLOURS = dict(
     zip(
-        (*TIME_PARTS, "other"),
+        (*TIME_PARTS, UNMEASURED),
         (
-            "#0072B2",  # rollout
-            "#F0E442",  # sleep
-            "#B8AD1F",  # wake_up
-            "#999999",  # data_preprocess
-            "#CC79A7",  # ref_log_probs
-            "#882255",  # teacher_log_probs
-            "#E69F00",  # log_probs
-            "#D55E00",  # actor_train
-            "#332288",  # ref_model_update
-            "#009E73",  # update_weights
-            "#D9D9D9",  # other
+            "#0072B2",  # waiting for the rollout
+            "#B8AD1F",  # sleep and wake
+            "#8C8C8C",  # data
+            "#CC79A7",  # reference log-probs
+            "#E69F00",  # old log-probs
+            "#D55E00",  # forward
+            "#F0E442",  # policy loss
+            "#882255",  # backward
+            "#332288",  # optimizer
+            "#009E73",  # weights
+            "#56B4E9",  # metrics, audit, trace
+            "#D9D9D9",  # not measured
         ),
         strict=True,
     )
@@ -207,7 +209,9 @@ def _draw_times(axes: Axes, runs: Sequence[Run]) -> None:
     else:
         _draw_mean_times(axes, timed)
     handles, _ = axes.get_legend_handles_labels()
-    _legend(axes, handles, columns=3)
+    if len(runs) == 1:  # as the bars are stacked
+        handles.reverse()
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _draw_mean_times(axes: Axes, timed: Sequence[tuple[str, StepTimes]]) -> None:
@@ -215,11 +219,10 @@ def _draw_mean_times(axes: Axes, timed: Sequence[tuple[str, StepTimes]]) -> None
     for part, colour in PART_COLOURS.items():
         if any(part in times.parts for _, times in timed):
             means = np.array([times.parts[part].mean() if part in times.parts else 0 for _, times in timed])
-            axes.barh(rows, means, 0.5, left, color=colour, label=part.replace("_", " "))
+            axes.barh(rows, means, 0.5, left, color=colour, label=part)
             left += means
-    for row, (name, times) in enumerate(timed):
-        text = f"{name} (parts overlap)" if times.overlap else name
-        axes.annotate(text, (0, row - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize=8)
+    for row, (name, _) in enumerate(timed):
+        axes.annotate(name, (0, row - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize=8)
     axes.margins(x=0.02)
     axes.set_yticks([])
     axes.set_ylim(len(timed) - 0.6, -0.6)
@@ -235,11 +238,8 @@ def _draw_time_bars(axes: Axes, times: StepTimes) -> None:
     for part, colour in PART_COLOURS.items():
         if part in times.parts:
             heights = np.array([times.parts[part][g].mean() for g in groups])
-            axes.bar(centres, heights, width, bottom, color=colour, label=part.replace("_", " "))
+            axes.bar(centres, heights, width, bottom, color=colour, label=part)
             bottom += heights
-    if times.whole is not None and times.overlap:
-        whole = np.array([times.whole[g].mean() for g in groups])
-        axes.plot(centres, whole, "k_", markersize=9, markeredgewidth=2, label="whole (parts overlap)")
     axes.margins(x=0.02)
     axes.set_xlabel("rollout" if per_bar == 1 else f"rollout (a bar: mean of {per_bar})")
     axes.set_ylabel("time of a step (seconds)")

@@ -11,21 +11,23 @@ from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 
 UNITS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollout"}
 
-# Times that do not contain one another, in the order of a step (perf/{name}_time). `train` and `train_wait`
-# are left out: they contain others. `save_model` is too: it follows the step (slime.loop).
-TIME_PARTS = (
-    "rollout",
-    "sleep",
-    "wake_up",
-    "data_preprocess",
-    "ref_log_probs",
-    "teacher_log_probs",
-    "log_probs",
-    "actor_train",
-    "ref_model_update",
-    "update_weights",
-)
-TIME_METRICS = tuple(f"perf/{part}_time" for part in TIME_PARTS)
+# What a step is made of, in its order: a picture's part -> the times (perf/{name}_time) that it adds up. No time here
+# contains another, and together they are the step: docs/profile.md says what each one is. `save_model` comes after it.
+TIME_PARTS: dict[str, tuple[str, ...]] = {
+    "waiting for the rollout": ("train_wait",),
+    "engines' sleep and wake": ("sleep", "wake_up"),
+    "data": ("handover", "data_preprocess", "pack"),
+    "reference log-probs": ("ref_log_probs",),
+    "old log-probs": ("log_probs",),
+    "forward": ("forward",),
+    "policy loss": ("advantages", "policy_loss"),
+    "backward": ("backward",),
+    "optimizer": ("reduce_grads", "optimizer", "ref_model_update"),
+    "weights to engines": ("update_weights",),
+    "metrics, audit, trace": ("step_metrics", "rollout_metrics", "consistency", "profile"),
+}
+UNMEASURED = "not measured"
+TIME_METRICS = tuple(f"perf/{name}_time" for names in TIME_PARTS.values() for name in names)
 _TOLERANCE = 0.02  # of a step: what measuring the parts may disagree with measuring the whole
 
 
@@ -51,15 +53,11 @@ class Run:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """`steps` [N]; `parts` {name: seconds [N]}; `whole` [N] seconds of the step, None when not recorded.
-
-    `overlap`: the parts add up to more than the step, as when rollout and training run at once.
-    """
+    """`steps` [N]; `parts` {of TIME_PARTS: seconds [N]}; `whole` [N] seconds of the step, None when not recorded."""
 
     steps: np.ndarray
     parts: dict[str, np.ndarray]
     whole: np.ndarray | None
-    overlap: bool
 
 
 def load_run(run_dir: Path) -> Run:
@@ -105,26 +103,23 @@ def smoothing_window(count: int) -> int:
 def step_times(run: Run) -> StepTimes | None:
     """The parts of each step's time, None when the run timed none of them.
 
-    A part that was timed in some steps took no time in the others (a reference model update). `other` is
-    what the step took beyond its parts, when that is more than 2 %.
+    A part that was timed in some steps took no time in the others (a reference model update). UNMEASURED is what the
+    steps took beyond their parts, when that is more than 2 % of one of them.
     """
-    timed = {
-        part: run.series[name]
-        for part, name in zip(TIME_PARTS, TIME_METRICS, strict=True)
-        if name in run.series
-    }
-    if not timed:
+    present = [run.series[name] for name in TIME_METRICS if name in run.series]
+    if not present:
         return None
-    steps = np.unique(np.concatenate([series.steps for series in timed.values()]))
-    parts = {part: np.zeros(len(steps)) for part in timed}
-    for part, series in timed.items():
-        parts[part][np.searchsorted(steps, series.steps)] = np.nan_to_num(series.values)
+    steps = np.unique(np.concatenate([series.steps for series in present]))
+    parts: dict[str, np.ndarray] = {}
+    for part, names in TIME_PARTS.items():
+        for series in (run.series[metric] for n in names if (metric := f"perf/{n}_time") in run.series):
+            seconds = parts.setdefault(part, np.zeros(len(steps)))
+            seconds[np.searchsorted(steps, series.steps)] += np.nan_to_num(series.values)
     whole = run.series.get("perf/step_time")
     if whole is None or not np.isin(steps, whole.steps).all():
-        return StepTimes(steps, parts, None, False)
+        return StepTimes(steps, parts, None)
     total = whole.values[np.searchsorted(whole.steps, steps)]
     rest = total - np.sum(list(parts.values()), axis=0)
-    overlap = bool(rest.sum() < -_TOLERANCE * total.sum())
-    if not overlap and (rest > _TOLERANCE * total).any():
-        parts["other"] = np.clip(rest, 0, None)
-    return StepTimes(steps, parts, total, overlap)
+    if (rest > _TOLERANCE * total).any():
+        parts[UNMEASURED] = np.clip(rest, 0, None)
+    return StepTimes(steps, parts, total)

@@ -5,12 +5,14 @@ A run costs 30-40 s before its first step, so each one here proves several thing
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,9 +33,11 @@ from train_fixtures import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from vime.run_metrics import UNMEASURED, load_run, step_times
+
 pytestmark = pytest.mark.e2e
 
-ROLLOUTS = 4
+ROLLOUTS, TRACED = 4, 2
 KL = ("--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "low_var_kl")
 FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 NAMES = {
@@ -66,7 +70,13 @@ NAMES = {
             for name in ("train_wait", "train", "data_preprocess", "ref_log_probs", "actor_train")
         ),
         *(f"perf/{name}_time" for name in ("sleep", "wake_up", "save_model", "update_weights", "step")),
-        *("perf/actor_train_tok_per_s", "perf/wait_time_ratio"),
+        *(f"perf/{name}_time" for name in ("trainer", "handover", "make_data", "advantages", "pack")),
+        *(
+            f"perf/{name}_time"
+            for name in ("forward", "policy_loss", "backward", "reduce_grads", "optimizer")
+        ),
+        *("perf/actor_train_tok_per_s", "perf/wait_time_ratio", "perf/step_tokens_per_gpu_per_sec"),
+        *(f"perf/{process}_rss_gib" for process in ("driver", "rollout", "trainer")),
     },
     "eval/step": {
         "eval/greedy",
@@ -90,7 +100,7 @@ def colocated(world: World, name: str) -> list[str]:
         *("--colocate", "--actor-num-gpus-per-node", "1", *KL),
         *("--save", checkpoint, "--load", checkpoint, "--save-interval", "1"),
         *("--eval-config", str(world.eval_config), "--eval-interval", "2"),
-        *("--check-weight-update-equal", "--use-tensorboard"),
+        *("--check-weight-update-equal", "--use-tensorboard", "--profile-steps", f"{TRACED}:{TRACED + 1}"),
     ]
 
 
@@ -133,6 +143,50 @@ def test_colocated_run_logs_every_step_under_the_contract_names(whole: Path) -> 
     assert all(trained[step]["train/kl_loss"] > 1e-5 for step in range(1, ROLLOUTS))
     assert all(row["train/grad_norm"] > 0 and row["train/ppo_kl"] == 0 for row in trained.values())
     assert sorted(path.name for path in (whole / "tensorboard").iterdir()) == ["eval", "rollout", "train"]
+
+
+def assert_adds_up(row: dict[str, float], names: tuple[str, ...], whole: str) -> None:
+    """The times `names` of a step make up `whole` within 2 %."""
+    parts = {name: row[f"perf/{name}_time"] for name in names if f"perf/{name}_time" in row}
+    assert sum(parts.values()) == pytest.approx(row[f"perf/{whole}_time"], rel=0.02), (parts, row)
+
+
+def test_parts_of_a_step_add_up_to_it(whole: Path) -> None:
+    """Each level was measured on its own: the driver's step, rank 0's training, its optimizer steps."""
+    for step, row in rows(whole, "rollout/step").items():
+        assert_adds_up(row, ("train_wait", "sleep", "train", "wake_up", "update_weights"), "step")
+        inside = ("data_preprocess", "ref_log_probs", "advantages", "actor_train", "rollout_metrics")
+        assert_adds_up(row, inside, "trainer")
+        parts = ("pack", "forward", "policy_loss", "backward", "reduce_grads", "optimizer", "step_metrics")
+        if step != TRACED:  # there the profiler itself works between the ranges
+            assert_adds_up(row, parts, "actor_train")
+        assert ("perf/profile_time" in row) == (step == TRACED)
+        assert 0 < row["perf/handover_time"] < 0.5 * row["perf/train_time"]
+        waited = row["perf/train_wait_time"]  # the rest is the call of the rollout manager
+        assert 0.8 * waited < row["perf/rollout_time"] + row["perf/make_data_time"] < waited
+    times = step_times(load_run(whole))
+    assert UNMEASURED not in times.parts
+    assert sum(times.parts.values()) == pytest.approx(times.whole, rel=0.02)
+
+
+def test_percentiles_and_trace(whole: Path) -> None:
+    logged = rows(whole, "rollout/step")
+    seconds = {step: row["perf/step_time"] for step, row in logged.items()}
+    assert "perf/step_time_p50" not in logged[0]
+    assert logged[3]["perf/step_time_p50"] == pytest.approx((seconds[1] + seconds[3]) / 2)  # 2 was traced
+    for row in logged.values():  # colocated on one device
+        assert row["perf/step_tokens_per_gpu_per_sec"] == row["perf/step_tokens_per_sec"]
+    tokens = sum(len(s["tokens"]) for s in samples(whole, 1))
+    assert logged[1]["perf/step_tokens_per_sec"] == pytest.approx(tokens / seconds[1])
+    (trace,) = (whole / "profile").iterdir()
+    assert trace.name == f"trainer-0-rollout-{TRACED}.json.gz"
+    with gzip.open(trace) as file:
+        events = [e for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"]
+    spans = Counter(e["name"] for e in events)
+    assert spans["forward"] == spans["backward"] > 1 == spans["trainer"]
+    forward = sum(e["dur"] for e in events if e["name"] == "forward") / 1e6
+    assert forward == pytest.approx(logged[TRACED]["perf/forward_time"], rel=0.02)
+    assert f"trace of rollout {TRACED}: {trace.resolve()}" in (whole / "logs" / "trainer-0.log").read_text()
 
 
 def test_colocated_run_samples_carry_the_version_and_the_evaluation_its_own_settings(whole: Path) -> None:

@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from vime import plot
-from vime.run_metrics import load_run, running_mean, smoothing_window, step_times
+from vime.run_metrics import UNMEASURED, load_run, running_mean, smoothing_window, step_times
 
 PICTURES = ("reward", "step_time", "logprob_diff", "kl", "response_length", "loss", "grad_norm", "overview")
 
@@ -43,9 +43,10 @@ def write_run(directory, steps: int, seed: int = 0, drop: tuple[str, ...] = ()):
             }
             log("train/step", 2 * step + i, **train)
         times = {
-            "rollout": draw.gauss(3, 0.3),
+            "train_wait": draw.gauss(3, 0.3),
             "log_probs": 0.4,
-            "actor_train": draw.gauss(1.5, 0.1),
+            "forward": draw.gauss(0.5, 0.1),
+            "backward": draw.gauss(1.0, 0.1),
             "update_weights": 0.3,
         }
         rollout = {
@@ -119,8 +120,8 @@ def test_step_times_by_hand(tmp_path):
         }
 
     rows = (
-        line(0, rollout=2.0, actor_train=1.0, train=1.5, step=4.0),
-        line(1, rollout=2.0, ref_model_update=1.0, step=3.0),
+        line(0, train_wait=2.0, rollout=1.9, pack=0.25, handover=0.25, forward=0.5, train=1.5, step=4.0),
+        line(1, train_wait=2.0, ref_model_update=1.0, step=3.0),
         {
             "step_key": "rollout/step",
             "step": 1,
@@ -129,16 +130,16 @@ def test_step_times_by_hand(tmp_path):
     )
     times = step_times(load_run(write_lines(tmp_path / "apart", *rows)))
     assert {part: seconds.tolist() for part, seconds in times.parts.items()} == {
-        "rollout": [2.0, 2.0],
-        "actor_train": [1.0, 0.0],
-        "ref_model_update": [0.0, 1.0],
-        "other": [1.0, 0.0],  # 4 - 3: train contains actor_train and is no part of its own
+        "waiting for the rollout": [2.0, 2.0],  # rollout lies in it, or beside it: no part of its own
+        "data": [0.5, 0.0],
+        "forward": [0.5, 0.0],  # train contains it
+        "optimizer": [0.0, 1.0],
+        UNMEASURED: [1.0, 0.0],  # 4 - 3
     }
-    assert times.whole.tolist() == [4.0, 3.0] and not times.overlap
-    rows = (line(0, rollout=2.0, actor_train=2.0, step=2.5), line(1, rollout=2.0, actor_train=2.0, step=2.5))
-    times = step_times(load_run(write_lines(tmp_path / "at once", *rows)))
-    assert times.overlap and "other" not in times.parts
-    times = step_times(load_run(write_lines(tmp_path / "no total", line(0, rollout=2.0))))
+    assert times.whole.tolist() == [4.0, 3.0]
+    rows = (line(0, train_wait=1.0, backward=1.98, step=3.0),)
+    assert UNMEASURED not in step_times(load_run(write_lines(tmp_path / "within 2 %", *rows))).parts
+    times = step_times(load_run(write_lines(tmp_path / "no total", line(0, train_wait=2.0))))
     assert times.whole is None
     rows = ({"step_key": "train/step", "step": 0, "train/loss": 1.0},)
     assert step_times(load_run(write_lines(tmp_path / "untimed", *rows))) is None
