@@ -23,6 +23,7 @@ class _Counts:
     calls: int = 0
     tokens: int = 0
     implementations: Counter[str] = field(default_factory=Counter)
+    variants: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     ms: float = 0.0
     pending: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
@@ -40,6 +41,11 @@ def record(choice: Choice, tokens: int) -> None:
     counts.implementations[choice.implementation] += 1
     if choice.fallback:
         counts.fallbacks[choice.reason] += 1
+
+
+def record_variant(operator: str, variant: str) -> None:
+    """Count which of several fast forms served a call, and why not the fastest."""
+    _counts[operator].variants[variant] += 1
 
 
 def set_timing(on: bool) -> None:
@@ -66,9 +72,10 @@ def timed(operator: str, device: torch.device) -> Iterator[None]:
 
 
 def telemetry(*, reset: bool = False) -> dict[str, dict[str, Any]]:
-    """Per operator since the last reset: calls, tokens, implementations, fallbacks {reason: calls}, ms.
+    """Per operator since the last reset: calls, tokens, implementations, variants, fallbacks {reason: calls}, ms.
 
-    Waits for the device if there are timings to read.
+    `ms` holds the calls, and the backwards of fast implementations: those of references are autograd's own. Waits for
+    the device if there are timings to read.
     """
     result = {}
     for name, counts in _counts.items():
@@ -80,6 +87,7 @@ def telemetry(*, reset: bool = False) -> dict[str, dict[str, Any]]:
             "calls": counts.calls,
             "tokens": counts.tokens,
             "implementations": dict(counts.implementations),
+            "variants": dict(counts.variants),
             "fallbacks": dict(counts.fallbacks),
             "ms": counts.ms,
         }

@@ -11,7 +11,9 @@ from typing import Any, Literal
 import rl_kernel
 from rl_kernel.contract import contract_id
 from rl_kernel.dispatch import HOST_OPERATORS, Refused, machine_refusal
+from rl_kernel.mode import settings
 from rl_kernel.telemetry import set_timing
+from slime.config.algorithm import CENTRED
 from slime.config.kernels import OPERATORS
 
 REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
@@ -105,7 +107,8 @@ def called(config: Any) -> set[str]:
     hooked = config.custom_tis_function_path or config.custom_pg_loss_reducer_function_path
     if config.loss_type == "policy_loss" and config.advantage_estimator != "cispo" and not hooked:
         heads.add("grpo_loss")
-    if config.loss_type != "sft_loss" and config.custom_reward_post_process_path is None:
+    rewards_kept = config.disable_rewards_normalization or config.custom_reward_post_process_path is not None
+    if config.loss_type != "sft_loss" and config.advantage_estimator in CENTRED and not rewards_kept:
         heads.add("group_advantage")
     return heads
 
@@ -154,11 +157,15 @@ def step_metrics() -> dict[str, float]:
     """`rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` of this process since the last call, and
     `rl_kernel/fast`, the share of fast runs among the calls that a fast implementation exists for (not on the host).
 
-    Reads the timing events of the device: for the end of a step, where its metrics have been waited for.
+    Empty with --rlk-fast off. Reads the timing events of the device: for the end of a step, where its metrics have been
+    waited for.
     """
+    counted = rl_kernel.telemetry(reset=True)
+    if settings().mode == "off":
+        return {}
     metrics: dict[str, float] = {}
     fast = fallbacks = 0
-    for name, counts in rl_kernel.telemetry(reset=True).items():
+    for name, counts in counted.items():
         fallen = sum(counts["fallbacks"].values())
         values = {
             "calls": counts["calls"],

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hardware_rounding import rounding_to_nearest
 
-from rl_kernel import linear_logp, linear_token_loss
+from rl_kernel import linear_logp, linear_token_loss, telemetry
 from rl_kernel.dispatch import interpreted
 from rl_kernel.ops.linear_logp import plan
 from rl_kernel.ops.linear_logp.cases import Case, contract_violations, evaluate, formula, truth_of, upstream
@@ -103,6 +103,17 @@ def on_rank(rank, folder):
         results["blocks"] = gathered(BLOCKS, 136 * rank, 136 * rank + 136, 130 * (64 + 64 + 136 * 2))
         plan.BLOCK_OVERHEAD = 0.0  # several blocks wherever they save a product
         results["uneven blocks"] = gathered(UNEVEN, *[(0, 1104), (1104, 1300)][rank], 136 * (200 + 1060 * 2))
+        layer, targets, options = problem("padded", BF16)
+        part = shard(layer, 136 * rank, 136 * rank + 136)
+        if rank == 1:  # as in a flat buffer of parameters
+            part["weight"] = torch.cat([torch.zeros(1).bfloat16(), part["weight"].flatten()])[1:].view(
+                136, 16
+            )
+        telemetry(reset=True)
+        results["misaligned"] = evaluate(
+            fast, part, targets, **options, tp_group=dist.group.WORLD, vocab_start=136 * rank
+        )
+        results["variants"] = telemetry()["linear_logp"]["variants"]
         empty = {"hidden": torch.zeros(0, 16).bfloat16(), "weight": torch.ones(8 + 8 * rank, 16).bfloat16()}
         own = {"tp_group": dist.group.WORLD, "vocab_start": 8 * rank}
         results["no tokens"] = evaluate(fast, empty, torch.zeros(0).long(), **own)
@@ -195,3 +206,11 @@ def test_no_tokens(ranks):
         found = rank["no tokens"]
         assert found["log_probs"].shape == (0,) and found["d_hidden"].shape == (0, 16)
         assert torch.equal(found["d_weight"], torch.zeros(rows, 16, dtype=BF16))
+
+
+def test_memory_of_one_process_does_not_decide_the_form(ranks):
+    """The forms differ in their collectives: processes that took different ones would wait for each other."""
+    for rank in ranks:
+        assert rank["variants"] == {"exponentials": 1}
+        for name, value in rank["padded", "exp head", "both"].items():
+            assert torch.equal(rank["misaligned"][name], value), name

@@ -8,7 +8,7 @@ import torch
 from rl_kernel import configure, linear_logp, logp, masked_sum, telemetry
 from rl_kernel.dispatch import Choice, Refused
 from rl_kernel.mode import using
-from rl_kernel.telemetry import record, set_timing, timed
+from rl_kernel.telemetry import record, record_variant, set_timing, timed
 
 ON_HOST = "the tensors are on cpu and the kernels need a CUDA device"
 HOST = torch.device("cpu")
@@ -35,15 +35,11 @@ def test_calls_tokens_and_implementations():
     record(Choice("logp", "triton"), 7)
     record(Choice("logp", "triton"), 5)
     record(Choice("ratio_kl", "reference", "the mode is off"), 3)
+    record_variant("logp", "wide")
+    none = {"variants": {}, "fallbacks": {}, "ms": 0.0}
     assert telemetry() == {
-        "logp": {"calls": 2, "tokens": 12, "implementations": {"triton": 2}, "fallbacks": {}, "ms": 0.0},
-        "ratio_kl": {
-            "calls": 1,
-            "tokens": 3,
-            "implementations": {"reference": 1},
-            "fallbacks": {},
-            "ms": 0.0,
-        },
+        "logp": {**none, "calls": 2, "tokens": 12, "implementations": {"triton": 2}, "variants": {"wide": 1}},
+        "ratio_kl": {**none, "calls": 1, "tokens": 3, "implementations": {"reference": 1}},
     }
 
 

@@ -2,10 +2,10 @@
 
 This holds for it and for `linear_token_loss`, which takes the same layer. No host synchronisation, except on the first
 call with a new `tp_group` layout. Where values are not read (on a device, unless the mode is strict) the log-prob of a
-target outside the vocabulary, or under a temperature that is none, is NaN. Under `tp_group` one all-reduce of [N] and
-one all-gather of [3 to 7, N] forward, one all-reduce of [N, H] backward. Deterministic: the same inputs give the same
-bits on one kind of device. float64 in `hidden` or `weight` makes the computation and the results float64: for
-derivative checks.
+target outside the vocabulary, or under a temperature that is none, is NaN. Under `tp_group` one all-gather of
+[3 to 7, N] forward (and in the bfloat16 form one all-reduce of [N]), one all-reduce of [N, H] backward. Deterministic:
+the same inputs give the same bits on one kind of device. float64 in `hidden` or `weight` makes the computation and the
+results float64: for derivative checks.
 """
 
 from __future__ import annotations

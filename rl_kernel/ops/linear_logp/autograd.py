@@ -14,6 +14,7 @@ from rl_kernel.ops.linear_logp.exp_head import ExpHead
 from rl_kernel.ops.linear_logp.head import Head, Problem, Rows, Sinks
 from rl_kernel.ops.linear_logp.plain_head import PlainHead
 from rl_kernel.ops.linear_logp.plan import Budget, plan
+from rl_kernel.telemetry import record_variant, timed
 from rl_kernel.vocab import usable_temperature
 
 
@@ -22,14 +23,28 @@ def make_head(problem: Problem) -> Head:
     return PlainHead(problem) if exp_head.refusal(problem) else ExpHead(problem)
 
 
+def record_head(operator: str, problem: Problem) -> None:
+    """Tell telemetry which head serves a call, and why it is not the fastest."""
+    reason = exp_head.refusal(problem)
+    record_variant(operator, "exponentials" if reason is None else f"logits: {reason}")
+
+
 def seen_by_autograd(*tensors: Tensor | None) -> list[Tensor | None]:
     """Detached where gradients are off: an autograd function is told what requires one, not whether they are on."""
     return [t if t is None or torch.is_grad_enabled() else t.detach() for t in tensors]
 
 
 def prepared(problem: Problem) -> Problem:
-    """With contiguous rows, and a temperature tensor in float32."""
-    hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (problem.hidden, problem.weight))
+    """With contiguous rows, and a temperature tensor in float32.
+
+    Where the vocabulary is split, all processes must take the same head, whatever the memory of one of them looks like:
+    rows that the fastest one cannot read in place are copied.
+    """
+    fits = exp_head.readable if problem.shard.group is not None else lambda t: t.stride(1) == 1
+    hidden, weight = (
+        t if fits(t) else t.clone(memory_format=torch.contiguous_format)
+        for t in (problem.hidden, problem.weight)
+    )
     temperature = usable_temperature(problem.temperature, torch.float32)
     if isinstance(temperature, Tensor):
         temperature = temperature.contiguous()
@@ -51,7 +66,9 @@ class LinearLogpOnDevice(torch.autograd.Function):
         workspace_bytes: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        head = make_head(prepared(Problem(hidden, weight, bias, *settings)))
+        problem = prepared(Problem(hidden, weight, bias, *settings))
+        record_head("linear_logp", problem)
+        head = make_head(problem)
         budget = plan(len(hidden), len(weight), head.costs(with_entropy), workspace_bytes)
         if not any(ctx.needs_input_grad):
             budget = Budget(0, budget.kept + budget.tile)
@@ -85,6 +102,7 @@ class LinearLogpOnDevice(torch.autograd.Function):
             add=False,
         )
         grad, grad_entropy = (g if g is None else g.contiguous() for g in (grad, grad_entropy))
-        head.backward(rows, ctx.budget, sinks, grad, grad_entropy)
+        with timed("linear_logp", hidden.device):
+            head.backward(rows, ctx.budget, sinks, grad, grad_entropy)
         d_bias = None if sinks.bias is None else sinks.bias.to(bias.dtype)
         return sinks.hidden, sinks.weight, d_bias, None, None, None

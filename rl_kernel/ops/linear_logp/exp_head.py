@@ -38,14 +38,17 @@ def refusal(problem: Problem) -> str | None:
         return "it rounds logits to bfloat16 or not at all"
     if problem.bias is not None or problem.keep is not None:
         return "it takes neither a bias nor kept tokens"
-    if any(
-        t.stride(1) != 1 or t.stride(0) % ALIGNMENT or t.data_ptr() % 16
-        for t in (problem.hidden, problem.weight)
-    ):
+    if problem.hidden.shape[1] % ALIGNMENT or not (readable(problem.hidden) and readable(problem.weight)):
         return "rows must be contiguous and start at multiples of 16 bytes"
     if not (interpreted() or _has_tensor_maps(problem.hidden.device)):
         return "it is tuned and tested on compute capability 9.0"
     return None
+
+
+def readable(rows: Tensor) -> bool:
+    """Whether the kernels can read these rows in place (of widths that are no multiple of ALIGNMENT they read none)."""
+    aligned = rows.stride(0) % ALIGNMENT == 0 and rows.data_ptr() % 16 == 0
+    return rows.stride(1) == 1 and (aligned or rows.shape[1] % ALIGNMENT != 0)
 
 
 @cache

@@ -18,6 +18,8 @@ SMALL_BLOCK, LARGE_BLOCK = 128, 512
 MIN_COLUMNS = 1024
 """A tile narrower than this spends more on adding up the gradient of `hidden` than on products."""
 
+ADVICE = "; with weight_grad, a buffer to add to, the workspace holds no sum of its own"
+
 RECOMPUTED = 1.05
 """Time of computing all logits a second time, in products of all tokens."""
 BLOCK_OVERHEAD = 600.0
@@ -43,10 +45,10 @@ class Budget:
     tile: int
 
 
-def plan(tokens: int, columns: int, costs: Costs, workspace_bytes: int) -> Budget:
+def plan(tokens: int, columns: int, costs: Costs, workspace_bytes: int, advice: str = "") -> Budget:
     """Columns to keep for all tokens at once.
 
-    Raises ValueError, naming the least workspace, if not even a narrow tile of all tokens fits.
+    Raises ValueError, naming the least workspace, if not even a narrow tile of all tokens fits; `advice` is more to do.
     """
     if tokens == 0:
         return Budget(columns, columns)
@@ -56,7 +58,7 @@ def plan(tokens: int, columns: int, costs: Costs, workspace_bytes: int) -> Budge
     least = _least(columns, costs)
     if fits < least:
         need = tokens * (costs.row + least * costs.element)
-        todo = f"give {tokens} tokens at least {_mib(need)} MiB, or pass fewer tokens at a time"
+        todo = f"give {tokens} tokens at least {_mib(need)} MiB, or pass fewer tokens at a time{advice}"
         raise invalid("workspace_bytes", f"be >= {need}", workspace_bytes, todo)
     if not costs.scratch:
         return Budget(_whole_blocks(fits), _whole_blocks(fits))
@@ -84,7 +86,9 @@ def block_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int, su
         if cost < best:
             best, rows_of_best = cost, rows
     if tokens and best == float("inf"):
-        plan(min(tokens, SMALL_BLOCK), columns, costs, workspace_bytes)
+        # Without a sum the least block decides, with one all tokens at once: the sum alone takes too much.
+        least = tokens if sum_bytes else min(tokens, SMALL_BLOCK)
+        plan(least, columns, costs, workspace_bytes, ADVICE if sum_bytes else "")
     return max(rows_of_best, 1)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_kernel.ops.linear_logp import kernels
-from rl_kernel.ops.linear_logp.autograd import make_head, prepared, seen_by_autograd
+from rl_kernel.ops.linear_logp.autograd import make_head, prepared, record_head, seen_by_autograd
 from rl_kernel.ops.linear_logp.head import Problem, Sinks
 from rl_kernel.ops.linear_logp.plan import Budget, block_rows, plan
 
@@ -52,6 +52,7 @@ class _OnePass(torch.autograd.Function):
         metrics: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         problem = prepared(Problem(hidden, weight, bias, *settings))
+        record_head("linear_token_loss", problem)
         grads = _make_gradients(problem, ctx.needs_input_grad, weight_grad)
         costs = make_head(problem).costs(with_entropy)
         sum_bytes = 0 if grads.weight is None else grads.weight.numel() * 4

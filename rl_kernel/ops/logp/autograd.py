@@ -13,6 +13,7 @@ from rl_kernel.collectives import gather_stack
 from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.logp.kept_kernels import kept_logits_grad, merge_kept, no_logits, pick_
 from rl_kernel.ops.logp.kernels import logits_grad, merge, row_stats
+from rl_kernel.telemetry import timed
 from rl_kernel.vocab import VocabShard
 
 
@@ -54,10 +55,11 @@ class Logp(torch.autograd.Function):
         source = logits.detach()
         out = source if ctx.in_place else torch.empty_like(logits)
         into = ctx.shard, grad_log_probs, grad_entropy, ctx.inverse, out
-        if ctx.kept is None:
-            logits_grad(source, targets, lse, entropy, *into)
-        else:
-            kept_logits_grad(source, z, ctx.kept, targets, lse, whole_lse, entropy, *into)
+        with timed("logp", logits.device):
+            if ctx.kept is None:
+                logits_grad(source, targets, lse, entropy, *into)
+            else:
+                kept_logits_grad(source, z, ctx.kept, targets, lse, whole_lse, entropy, *into)
         if ctx.in_place:
             increment_version(logits)  # a second backward is an error, not a gradient of a gradient's values
         return out, None, None, None, None, None, None

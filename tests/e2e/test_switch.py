@@ -1,0 +1,84 @@
+"""The rl_kernel switch on real engines: --rlk-fast off and auto train the same model; strict refuses a CPU at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from train_fixtures import PROMPTS, SAMPLES, World, launched, make_world, rows, run, samples, vime
+
+pytestmark = pytest.mark.e2e
+
+ROLLOUTS = 20
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield from make_world()
+
+
+def flags(world: World, name: str, mode: str) -> list[str]:
+    return [
+        *world.grpo(name, rollouts=ROLLOUTS),
+        *("--colocate", "--actor-num-gpus-per-node", "1", "--rlk-fast", mode),
+        *("--use-kl-loss", "--kl-loss-coef", "0.01", "--kl-loss-type", "k3", "--entropy-coef", "0.001"),
+        # The most likely token at every position. All samples of a prompt are equal then, and have equal rewards: what
+        # is trained on is the reward itself.
+        *("--rollout-top-k", "1", "--disable-rewards-normalization"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(world: World) -> dict[str, Path]:
+    for mode in ("off", "auto"):
+        run(vime("train", *flags(world, mode, mode)), world.root / f"{mode}.out")
+    return {mode: world.root / mode for mode in ("off", "auto")}
+
+
+def test_off_and_auto_train_the_same(runs: dict[str, Path]) -> None:
+    """The tolerance of docs/design/rl-kernel-integration.md: losses to 1e-5, gradient norms to a 1e-4 part, at every
+    step; and every sampled token, as the most likely one is asked for."""
+    off, auto = (rows(runs[mode], "train/step") for mode in ("off", "auto"))
+    assert sorted(off) == sorted(auto) == list(range(ROLLOUTS))
+    for step in off:
+        tokens = [[s["tokens"] for s in samples(runs[mode], step)] for mode in ("off", "auto")]
+        assert tokens[0] == tokens[1], step
+        for name in ("loss", "pg_loss", "entropy_loss", "kl_loss"):
+            a, b = (steps[step][f"train/{name}"] for steps in (off, auto))
+            assert b == pytest.approx(a, abs=1e-5), (step, name)
+        norms = [steps[step]["train/grad_norm"] for steps in (off, auto)]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4), step
+    # The comparison is of a policy that moved: its entropy has all but gone.
+    assert off[ROLLOUTS - 1]["train/entropy_loss"] < 0.1 * off[0]["train/entropy_loss"]
+
+
+def test_every_step_counts_its_operators(runs: dict[str, Path]) -> None:
+    tokens = PROMPTS * SAMPLES * 8
+    for step, row in rows(runs["auto"], "rollout/step").items():
+        assert row["rl_kernel/linear_token_loss/calls"] >= 1, step
+        assert row["rl_kernel/linear_token_loss/tokens"] == row["rl_kernel/linear_logp/tokens"] <= tokens
+        # On a CPU nothing is fast, and every call of a kernel says so.
+        for name in ("linear_token_loss", "linear_logp", "grpo_loss", "ratio_kl"):
+            assert row[f"rl_kernel/{name}/fallbacks"] == row[f"rl_kernel/{name}/calls"] > 0, name
+            assert row[f"rl_kernel/{name}/ms"] > 0
+        assert row["rl_kernel/fast"] == 0
+    for row in rows(runs["off"], "rollout/step").values():
+        assert not [name for name in row if name.startswith("rl_kernel/")]
+
+
+def test_the_decisions_are_printed(world: World, runs: dict[str, Path]) -> None:
+    printed = {mode: (world.root / f"{mode}.out").read_text() for mode in runs}
+    assert "rl_kernel: --rlk-fast auto" in printed["auto"]
+    reason = "the tensors are on cpu and the kernels need a CUDA device"
+    assert re.search(rf"^  linear_token_loss/\w{{8}}   reference  {reason}$", printed["auto"], re.MULTILINE)
+    assert len(re.findall(r"^  \w+/\w{8} +native +--rlk-fast off$", printed["off"], re.MULTILINE)) == 6
+
+
+def test_strict_ends_before_anything_starts(world: World) -> None:
+    with launched(vime("train", *flags(world, "strict", "strict")), world.root / "strict.out") as launch:
+        assert launch.finish(60) != 0
+        last = launch.output.splitlines()[-1]
+    assert "--rlk-fast strict must run the fast linear_logp, but the tensors are on cpu" in last
+    assert not (world.root / "strict").exists()

@@ -1,0 +1,157 @@
+"""The switch: which head a configuration takes and why, one decision an operator, strict mode, the counts of a step."""
+
+import pytest
+import torch
+from config_cases import good_argv
+
+import rl_kernel
+from rl_kernel.contract import contract_id
+from rl_kernel.dispatch import Refused
+from slime import operators
+from slime.config import parse_args
+
+ALL = "linear_logp,linear_token_loss,logp,ratio_kl,grpo_loss,group_advantage"
+
+
+@pytest.fixture
+def configured(tmp_path):
+    return lambda *flags: parse_args([*good_argv(tmp_path), *flags])
+
+
+@pytest.fixture
+def switched():
+    """Puts the defaults of rl_kernel back."""
+    yield
+    rl_kernel.configure()
+    rl_kernel.telemetry(reset=True)
+
+
+def chosen(config):
+    return {d.operator: d.chosen for d in operators.decide(config, "cpu")}
+
+
+CUSTOM = ("--custom-tis-function-path", "math.fsum", "--use-tis")
+
+
+@pytest.mark.parametrize(
+    ("flags", "head", "reason"),
+    [
+        ((), "linear_token_loss", ""),
+        (("--advantage-estimator", "cispo"), "linear_token_loss", ""),
+        (("--loss-type", "sft_loss"), "linear_token_loss", ""),
+        (("--advantage-estimator", "gspo"), "linear_logp", "--advantage-estimator gspo looks at whole sequences"),
+        (("--use-opsm",), "linear_logp", "--use-opsm looks at whole sequences"),
+        (CUSTOM, "linear_logp", "--custom-tis-function-path looks at whole sequences"),
+        (
+            ("--custom-pg-loss-reducer-function-path", "math.fsum"),
+            "linear_logp",
+            "--custom-pg-loss-reducer-function-path looks at whole sequences",
+        ),
+        (
+            ("--loss-type", "custom_loss", "--custom-loss-function-path", "math.fsum"),
+            "native",
+            "--custom-loss-function-path takes logits",
+        ),
+        (("--rl-kernel-ops", "linear_logp,logp"), "linear_logp", "linear_token_loss is not in --rl-kernel-ops"),
+        (("--rl-kernel-ops", "logp"), "logp", "linear_token_loss is not in --rl-kernel-ops"),
+        (("--rl-kernel-ops", "ratio_kl"), "native", "no operator for log-probs is in --rl-kernel-ops"),
+        (("--rlk-fast", "off"), "native", "--rlk-fast off"),
+    ],
+)  # fmt: skip
+def test_head_of_the_loss(configured, flags, head, reason):
+    assert operators.loss_head(configured(*flags)) == (head, reason)
+
+
+@pytest.mark.parametrize(
+    ("flags", "head"),
+    [((), "linear_logp"), (("--rl-kernel-ops", "logp"), "logp"), (("--rlk-fast", "off"), "native")],
+)
+def test_head_of_passes_without_gradient(configured, flags, head):
+    assert operators.pass_head(configured(*flags)) == head
+
+
+def test_decisions_of_a_plain_run(configured):
+    """Two steps a rollout need old log-probs: the two-pass operator is called as well."""
+    config = configured()
+    decisions = {d.operator: d for d in operators.decide(config, "cpu")}
+    assert list(decisions) == ALL.split(",")
+    on_cpu = "the tensors are on cpu and the kernels need a CUDA device"
+    for name in ("linear_token_loss", "linear_logp", "grpo_loss"):
+        assert (decisions[name].requested, decisions[name].chosen) == ("auto", "reference")
+        assert decisions[name].reason == on_cpu
+        assert decisions[name].contract == contract_id(name)
+    assert decisions["group_advantage"].reason == "rewards are on the host"
+    assert decisions["logp"].chosen == decisions["ratio_kl"].chosen == "not called"
+    assert chosen(configured("--kl-coef", "0.1"))["ratio_kl"] == "reference"
+
+
+def test_decisions_follow_the_configuration(configured):
+    assert set(chosen(configured("--rlk-fast", "off")).values()) == {"native"}
+    one_step = chosen(configured("--global-batch-size", "32"))
+    assert (one_step["linear_token_loss"], one_step["linear_logp"]) == ("reference", "not called")
+    gspo = operators.decide(configured("--advantage-estimator", "gspo"), "cpu")
+    assert (
+        str(gspo[1]) == "linear_token_loss: not called (--advantage-estimator gspo looks at whole sequences)"
+    )
+    some = chosen(configured("--rl-kernel-ops", "linear_logp,ratio_kl"))
+    assert (some["linear_token_loss"], some["grpo_loss"], some["linear_logp"]) == (
+        "native",
+        "native",
+        "reference",
+    )
+    assert chosen(configured("--loss-type", "sft_loss"))["group_advantage"] == "not called"
+
+
+def test_strict_refuses_a_cpu_naming_operator_and_reason(configured):
+    for flag in (("--rlk-fast", "strict"), ("--rl-kernel-strict",)):
+        with pytest.raises(Refused, match="must run the fast linear_logp, but the tensors are on cpu"):
+            operators.decide(configured(*flag), "cpu")
+    # What runs on the host by design is no fall-back.
+    operators.decide(configured("--rlk-fast", "strict", "--rl-kernel-ops", "group_advantage"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        ((), "auto"),
+        (("--enable-rl-kernel",), "auto"),
+        (("--enable-rl-kernel", "--rl-kernel-strict"), "strict"),
+        (("--rlk-fast", "off"), "off"),
+    ],
+)
+def test_spellings_of_the_mode(configured, flags, mode):
+    assert configured(*flags).rlk_fast == mode
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rl-kernel-ops", "linear_logp,grpo"), "must name operators of linear_logp, .*got grpo"),
+        (("--rlk-fast", "off", "--rl-kernel-strict"), "--rl-kernel-strict must not stand beside --rlk-fast off"),
+        (("--rlk-fast", "auto", "--rl-kernel-strict"), "--rl-kernel-strict must not stand beside --rlk-fast auto"),
+        (("--rlk-fast", "off", "--enable-rl-kernel"), "--enable-rl-kernel must not stand beside --rlk-fast off"),
+        (("--rlk-fast", "fast"), "--rlk-fast must be one of off, auto, strict, got fast"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(configured, flags, message):
+    with pytest.raises(ValueError, match=message):
+        configured(*flags)
+
+
+def test_counts_of_a_step(configured, switched):
+    operators.install(configured())
+    operators.step_metrics()
+    rl_kernel.group_advantage(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))
+    rl_kernel.linear_logp(torch.zeros(3, 2), torch.zeros(5, 2), torch.tensor([0, 1, 2]))
+    metrics = operators.step_metrics()
+    assert metrics["rl_kernel/linear_logp/calls"] == 1 and metrics["rl_kernel/linear_logp/tokens"] == 3
+    assert metrics["rl_kernel/linear_logp/fallbacks"] == 1 and metrics["rl_kernel/linear_logp/ms"] > 0
+    assert metrics["rl_kernel/group_advantage/fallbacks"] == 0
+    assert metrics["rl_kernel/fast"] == 0.0
+    assert operators.step_metrics() == {}
+
+
+def test_off_counts_nothing(configured, switched):
+    operators.install(configured("--rlk-fast", "off"))
+    rl_kernel.group_advantage(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]))
+    assert operators.step_metrics() == {}

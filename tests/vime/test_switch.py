@@ -1,0 +1,53 @@
+"""The VIME_* variables of the switch: what they add to a command line, and that flags win."""
+
+import pytest
+
+from slime.config.parser import split_argv
+from vime.switch import from_environment
+
+
+def added(environ, *argv):
+    groups, remarks = from_environment(split_argv(argv), environ)
+    return {group.name: group.values for group in groups}, remarks
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags"),
+    [
+        ({}, {}),
+        ({"VIME_RL_KERNEL": ""}, {}),
+        ({"VIME_RL_KERNEL": "1"}, {"rlk_fast": ["auto"]}),
+        ({"VIME_RL_KERNEL": "0"}, {"rlk_fast": ["off"]}),
+        ({"VIME_RLK_FAST": "strict"}, {"rlk_fast": ["strict"]}),
+        ({"VIME_RL_KERNEL": "1", "VIME_RLK_FAST": "strict"}, {"rlk_fast": ["strict"]}),
+        ({"VIME_RL_KERNEL": "0", "VIME_RLK_FAST": "off"}, {"rlk_fast": ["off"]}),
+        (
+            {"VIME_RLK_CONSISTENCY": "audit", "VIME_RL_KERNEL_OPS": "logp,ratio_kl"},
+            {"rlk_consistency": ["audit"], "rl_kernel_ops": ["logp,ratio_kl"]},
+        ),
+    ],
+)
+def test_variables_become_flags(environ, flags):
+    found, remarks = added(environ)
+    assert found == flags
+    assert len(remarks) == len([text for text in environ.values() if text])
+
+
+@pytest.mark.parametrize("flag", ["--rlk-fast", "--enable-rl-kernel", "--rl-kernel-strict"])
+def test_a_flag_wins(flag):
+    found, remarks = added({"VIME_RL_KERNEL": "0", "VIME_RL_KERNEL_OPS": "logp"}, flag, "auto")
+    assert found == {"rl_kernel_ops": ["logp"]}
+    assert remarks[0] == f"VIME_RL_KERNEL=0 has no effect, as {flag} is given"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"VIME_RL_KERNEL": "0", "VIME_RLK_FAST": "auto"}, "VIME_RLK_FAST must agree with VIME_RL_KERNEL, got auto"),
+        ({"VIME_RL_KERNEL": "1", "VIME_RLK_FAST": "off"}, "VIME_RLK_FAST must agree with VIME_RL_KERNEL, got off"),
+        ({"VIME_RL_KERNEL": "fast"}, "VIME_RL_KERNEL must be 0 or 1, got 'fast'; VIME_RLK_FAST takes"),
+    ],
+)  # fmt: skip
+def test_contradictions(environ, message):
+    with pytest.raises(ValueError, match=message):
+        added(environ)
