@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
+import torch
+
+import rl_kernel
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.types import Sample
 
@@ -16,7 +18,12 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
     reason is zero_std_{reward}, to one decimal, so that too easy and too hard prompts are counted apart.
     """
     rewards = [sample.get_reward_value(args) for sample in samples]
-    if len(rewards) > 1 and statistics.stdev(rewards) > 1e-6:
+    # The group statistics that the advantages are made of; in float64, where equal rewards are equal to their mean.
+    group = torch.zeros(len(rewards), dtype=torch.int64)
+    centred = rl_kernel.group_advantage(
+        torch.tensor(rewards, dtype=torch.float64), group, normalize_std=False
+    )
+    if len(rewards) > 1 and centred.square().sum().div(len(rewards) - 1).sqrt() > 1e-6:
         return DynamicFilterOutput(keep=True)
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
 
