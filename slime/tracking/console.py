@@ -30,6 +30,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str, int], ...] = (
     ("dlogp", (LOGPROB_DIFF,), ".1e", 7),
     ("max", (LOGPROB_DIFF_MAX,), ".1e", 7),
     ("grad", ("train/grad_norm",), ".3g", 7),
+    ("fast", ("rl_kernel/fast",), ".0%", 4),
     ("tok/s/gpu", ("perf/tokens_per_gpu_per_sec",), ",.0f", 9),
     ("rollout_s", ("perf/rollout_time",), ".1f", 9),
     ("train_s", ("perf/train_time", "perf/actor_train_time"), ".1f", 7),
@@ -42,7 +43,8 @@ class StepLine:
 
     length is response tokens, kl_ref the KL to the reference model, kl_old to the policy that sampled, dlogp
     and max the mean and largest absolute difference of the trainer's and the engine's log-probs (nats), grad
-    the gradient norm, the last three seconds. `-` is a metric that the step does not have. On a terminal a
+    the gradient norm, fast the share of operator calls that ran their fast implementation (rl_kernel; none does on a
+    CPU), the last three seconds. `-` is a metric that the step does not have. On a terminal a
     reward is green or red by its change, and a value that is not finite stands out.
     """
 

@@ -48,6 +48,7 @@ METRICS = {
     LOGPROB_DIFF: 2.5e-7,
     LOGPROB_DIFF_MAX: 1.2e-6,
     "train/grad_norm": 0.5321,
+    "rl_kernel/fast": 1.0,
     "perf/tokens_per_gpu_per_sec": 5123.4,
     "perf/rollout_time": 3.21,
     "perf/train_time": 1.08,
@@ -61,9 +62,9 @@ def test_step_line_is_aligned_plain_text():
     line.show(0, METRICS)
     line.show(11, METRICS)
     header, first, second = stream.getvalue().splitlines()
-    names = "step reward length loss kl_ref kl_old dlogp max grad tok/s/gpu rollout_s train_s sync_s"
+    names = "step reward length loss kl_ref kl_old dlogp max grad fast tok/s/gpu rollout_s train_s sync_s"
     assert header.split() == names.split()
-    values = "0/60 0.412 12.3 -1.2e-02 - 1.2e-04 2.5e-07 1.2e-06 0.532 5,123 3.2 1.1 0.2"
+    values = "0/60 0.412 12.3 -1.2e-02 - 1.2e-04 2.5e-07 1.2e-06 0.532 100% 5,123 3.2 1.1 0.2"
     assert first.split() == values.split()
     assert second.split()[0] == "11/60"
     assert len(header) == len(first) == len(second) <= 120
