@@ -32,7 +32,7 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str, int], ...] = (
     ("grad", ("train/grad_norm",), ".3g", 7),
     ("fast", ("rl_kernel/fast",), ".0%", 4),
     ("tok/s/gpu", ("perf/tokens_per_gpu_per_sec",), ",.0f", 9),
-    ("rollout_s", ("perf/rollout_time",), ".1f", 9),
+    ("roll_s", ("perf/rollout_time",), ".1f", 6),
     ("train_s", ("perf/train_time", "perf/actor_train_time"), ".1f", 7),
     ("sync_s", ("perf/update_weights_time",), ".1f", 6),
 )

@@ -62,7 +62,7 @@ def test_step_line_is_aligned_plain_text():
     line.show(0, METRICS)
     line.show(11, METRICS)
     header, first, second = stream.getvalue().splitlines()
-    names = "step reward length loss kl_ref kl_old dlogp max grad fast tok/s/gpu rollout_s train_s sync_s"
+    names = "step reward length loss kl_ref kl_old dlogp max grad fast tok/s/gpu roll_s train_s sync_s"
     assert header.split() == names.split()
     values = "0/60 0.412 12.3 -1.2e-02 - 1.2e-04 2.5e-07 1.2e-06 0.532 100% 5,123 3.2 1.1 0.2"
     assert first.split() == values.split()
