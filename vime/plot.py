@@ -321,13 +321,21 @@ def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _overview(panels: Sequence[Panel], runs: Sequence[Run], notes: Sequence[str]) -> Figure:
-    """All panels on one page, the first over the full width, notes below."""
-    rows = 1 + -(-(len(panels) - 1) // 2)
-    figure = Figure(figsize=(13, 3.5 * rows + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12))
-    grid = figure.add_gridspec(rows, 2)
-    for i, panel in enumerate(panels):
-        place = grid[0, :] if i == 0 else grid[1 + (i - 1) // 2, (i - 1) % 2]
-        _draw_panel(figure.add_subplot(place), panel, runs)
+    """All panels on one page, reward and times over the full width, the others in pairs; notes below."""
+    wide = [panel for panel in panels if panel.draw in (_draw_reward, _draw_times)]
+    pairs = [panel for panel in panels if panel not in wide]
+    heights = [len(wide), -(-len(pairs) // 2)]
+    figure = Figure(
+        figsize=(13, 3.5 * sum(heights) + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12)
+    )
+    # Figures of their own: the legend beside the times would take its width from every picture of the page.
+    drawn = [rows for rows in heights if rows]
+    parts = iter(np.atleast_1d(figure.subfigures(len(drawn), 1, height_ratios=drawn)))
+    for group, columns in ((wide, 1), (pairs, 2)):
+        if group:
+            grid = (part := next(parts)).add_gridspec(-(-len(group) // columns), columns)
+            for i, panel in enumerate(group):
+                _draw_panel(part.add_subplot(grid[i // columns, i % columns]), panel, runs)
     _name_runs(figure, runs)
     if notes:
         figure.supxlabel("\n".join(notes), fontsize=8, color="#555555")
