@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "run a training job from the flags of a launch script",
     "plan": "check the same flags and show what they mean; starts nothing",
     "export": "write a checkpoint as a Hugging Face directory",
+    "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
     "plot": "draw the curves of run directories",
     "flags": "list the flags of this project; --json lists every accepted flag with its owner",
 }

@@ -1,0 +1,57 @@
+"""Log-probs of saved samples by the trainer's forward pass, on one rank, packed in several ways. No gradient."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime import operators
+from slime.data.packing import pack
+from slime.megatron_backend.forward import log_probs_of_data
+from slime.megatron_backend.model import build_model
+from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.trainer import load_weights
+from slime.types import Sample, TrainData
+
+Layout = list[list[int]]
+"""Micro-batches: places in the list of samples, in the order in which they are packed."""
+
+
+def replay_log_probs(
+    config: Any, weights: str, samples: list[Sample], layouts: dict[str, Layout]
+) -> dict[str, list[Tensor]]:
+    """For each layout one fp32 tensor [response length] a sample, nats at --rollout-temperature.
+
+    `config` describes one rank; `weights` is an HF directory. A layout names every sample once. Starts and ends the
+    process groups of Megatron in this process.
+    """
+    data: TrainData = {
+        "tokens": [torch.tensor(s.tokens) for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+    }
+    operators.install(config)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        info = init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
+        try:
+            model = build_model(load_hf_config(weights), config, ddp=False)
+            load_weights(model, weights)
+            found = {}
+            for name, layout in layouts.items():
+                assert sorted(i for row in layout for i in row) == list(range(len(samples))), name
+                values = log_probs_of_data(
+                    model,
+                    info,
+                    [pack(data, row, (), pad_to=1, device=info.device) for row in layout],
+                    len(samples),
+                    data["response_lengths"],
+                    operators.pass_head(config),
+                    temperature=config.rollout_temperature,
+                )
+                found[name] = [x.cpu() for x in values]
+            return found
+        finally:
+            destroy_parallel()

@@ -1,0 +1,138 @@
+"""`vime audit`: a saved rollout through the trainer and through a real engine; the difference split into its parts.
+
+trainer as in training - engine decode   what training sees
+  = trainer - engine prefill             two programs, the same tokens at once
+  + engine prefill - engine decode       one program, all tokens at once or one by one
+trainer, engine: other batch layouts     one program, the same tokens in other company
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime.config import Config
+from vime.audit.prefill import PrefillEngine
+from vime.audit.report import Pair, active, as_json, compare, draw, table
+from vime.audit.source import Source, one_rank, read_config, read_source, weights_of
+
+TRAINING, DECODE = "trainer as in training", "engine decode"
+MOST_ALONE = 64  # requests that wait for one another
+PREFILL, ALONE = "engine prefill", "engine prefill, one by one"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Audit one rollout; prints a table, writes RUN_DIR/audit/rollout_N.json and .png. ValueError for bad input."""
+    parser = argparse.ArgumentParser(prog="vime audit", allow_abbrev=False)
+    parser.add_argument("run_dir", type=Path, help="a run directory with saved rollouts")
+    parser.add_argument("--rollout", type=int, help="which saved rollout (default: the first)")
+    parser.add_argument("--samples", type=int, default=256, help="about how many samples (default: 256)")
+    parser.add_argument("--weights", help="Hugging Face directory with the weights that drew the rollout")
+    given = parser.parse_args(argv)
+    config = read_config(given.run_dir)
+    if given.samples < 1:
+        raise ValueError(f"--samples must be at least 1, got {given.samples}")
+    source = read_source(given.run_dir, config, given.rollout, given.samples)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
+        # Megatron and torch remark on what is not installed and on their own deprecations: no news for this command.
+        warnings.simplefilter("ignore")
+        weights = given.weights or weights_of(config, source.version, Path(scratch))
+        pairs = audit(config, source, weights, Path(scratch))
+    report(given.run_dir, config, source, weights, pairs)
+    return 0
+
+
+def audit(config: Config, source: Source, weights: str, scratch: Path) -> list[Pair]:
+    """Ask the engine, then (it holds no device any more) the trainer, and compare."""
+    from slime.megatron_backend.replay import replay_log_probs
+
+    masks = [s.loss_mask for s in source.samples]
+
+    def row(values: Sequence[Tensor]) -> Tensor:
+        return active(values, masks[: len(values)])
+
+    engine = {}
+    if config.rollout_temperature == 1.0:
+        with PrefillEngine(config, weights, scratch) as server:
+            engine[PREFILL] = row(server.log_probs(source.samples, side_by_side=True))
+            engine[ALONE] = row(server.log_probs(source.samples[:MOST_ALONE], side_by_side=False))
+    layouts = trainer_layouts(source.micro_batches)
+    found = replay_log_probs(one_rank(config), weights, source.samples, layouts)
+    trainer = {name: row(values) for name, values in found.items()}
+    decode = row([torch.tensor(s.rollout_log_probs, dtype=torch.float32) for s in source.samples])
+    return pairs_of(trainer, engine, decode)
+
+
+def pairs_of(trainer: dict[str, Tensor], engine: dict[str, Tensor], decode: Tensor) -> list[Pair]:
+    """The lines of the table. Without engine prefill (a temperature other than 1) those that need it are left out."""
+    mine = (TRAINING, trainer[TRAINING])
+    pairs = [compare("what training sees", mine, (DECODE, decode))]
+    if engine:
+        prefill = (PREFILL, engine[PREFILL])
+        pairs += [
+            compare("its parts", mine, prefill),
+            compare("its parts", prefill, (DECODE, decode)),
+        ]
+    layout = "the same program, another batch layout"
+    pairs += [compare(layout, item, mine) for item in trainer.items() if item[0] != TRAINING]
+    if engine:
+        alone = engine[ALONE]
+        pairs.append(compare(layout, (ALONE, alone), (PREFILL, engine[PREFILL][: alone.numel()])))
+    return pairs
+
+
+def trainer_layouts(rows: list[list[int]]) -> dict[str, list[list[int]]]:
+    """Ways to pack the same samples: as in training, each alone, reversed within its row, with partners of other rows
+    (drawn with a fixed seed, rows as long as before), and rows split in half."""
+    places = [i for row in rows for i in row]
+    random.Random(0).shuffle(places)
+    mixed, start = [], 0
+    for row in rows:
+        mixed.append(places[start : start + len(row)])
+        start += len(row)
+    halves = [half for row in rows for half in (row[: len(row) // 2], row[len(row) // 2 :]) if half]
+    return {
+        TRAINING: rows,
+        "trainer, each sample alone": [[i] for row in rows for i in row],
+        "trainer, rows reordered": [row[::-1] for row in rows],
+        "trainer, mixed over rows": mixed,
+        "trainer, rows split in half": halves,
+    }
+
+
+def report(run_dir: Path, config: Config, source: Source, weights: str, pairs: list[Pair]) -> None:
+    """Print the table; write JSON and picture."""
+    left_out = ", ".join(f"{reason}: {n}" for reason, n in source.left_out.most_common())
+    print(
+        f"rollout {source.rollout_id}, weights version {source.version} ({weights}), {len(source.samples)} samples in "
+        f"{len(source.micro_batches)} micro-batches, {config.params_dtype} on {config.device}"
+    )
+    if left_out:
+        print(f"not comparable, in no number below: {left_out} tokens")
+    if config.rollout_temperature != 1.0:
+        print(
+            f"--rollout-temperature is {config.rollout_temperature:g}: vLLM's prompt log-probs are at 1 only, so "
+            "engine prefill is left out"
+        )
+    if config.tensor_model_parallel_size > 1:
+        print(
+            f"the trainer ran on {config.tensor_model_parallel_size} tensor-parallel ranks, its replay on one"
+        )
+    print(table(pairs))
+    folder = run_dir / "audit"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"rollout_{source.rollout_id}.json"
+    head = {"rollout_id": source.rollout_id, "weight_version": source.version, "weights": weights}
+    head |= {"dtype": config.params_dtype, "device": config.device, "not_comparable": dict(source.left_out)}
+    path.write_text(json.dumps(as_json(pairs, **head), indent=2) + "\n")
+    title = f"rollout {source.rollout_id} of {run_dir.resolve().name}: {pairs[0].tokens:,} tokens"
+    draw(pairs, title, path.with_suffix(".png"))
+    print(f"written: {path} and {path.with_suffix('.png')}")

@@ -1,0 +1,153 @@
+"""What an audit starts from: a saved rollout of a run, the samples of it that can be compared, their weights.
+
+Owns refusing: log-probs are never compared under other weights than those that drew the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.config import Config
+from slime.data.tokenizer import tokenizer_fingerprint
+from slime.data.train_data import make_rank_data
+from slime.hf_config import read_hf_config
+from slime.rollout.debug_data import load_with_facts
+from slime.rollout.facts import first_difference, replay_template, sample_facts
+from slime.types import Sample
+
+
+@dataclass(frozen=True)
+class Source:
+    """Samples that can be compared, all drawn from weights `version`; `micro_batches` are those that training packs.
+
+    `left_out`: active tokens of other samples of these micro-batches, by reason (slime.rollout.facts.REASONS).
+    """
+
+    rollout_id: int
+    version: int
+    samples: list[Sample]
+    micro_batches: list[list[int]]
+    left_out: Counter[str]
+
+
+def read_config(run_dir: Path) -> Config:
+    """The configuration that the run saved. ValueError when there is none."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"RUN_DIR must be a run directory of vime train, got no {path}; see --run-dir")
+    return Config.from_dict(json.loads(path.read_text()))
+
+
+def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
+    """Rollout -> template of its file: what --save-debug-rollout-data wrote, and what a stopped audit kept."""
+    kept = replay_template(config.with_values(run_dir=str(run_dir)))
+    templates = [t for t in (kept, config.save_debug_rollout_data) if t is not None]
+    found = {
+        i: template
+        for template in templates
+        for i in range(config.num_rollout or 0)
+        if Path(template.format(rollout_id=i)).is_file()
+    }
+    if not found:
+        raise ValueError(
+            f"RUN_DIR must have saved rollouts, got none at {' or '.join(templates)}; run again with "
+            f"--save-debug-rollout-data {run_dir}/rollouts/{{rollout_id}}.pt (--num-rollout 1 is enough)"
+        )
+    return dict(sorted(found.items()))
+
+
+def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int) -> Source:
+    """The first micro-batches of a saved rollout (None: the first one saved): at least two, until there are `most`
+    samples. ValueError when nothing in it can be compared."""
+    saved = saved_rollouts(run_dir, config)
+    rollout_id = min(saved) if rollout_id is None else rollout_id
+    if rollout_id not in saved:
+        raise ValueError(f"--rollout must be one of the saved {sorted(saved)}, got {rollout_id}")
+    groups, facts = load_with_facts(saved[rollout_id], rollout_id)
+    samples = [sample for group in groups for sample in group]
+    versions = Counter(s.weight_versions[0] for s in samples if len(s.weight_versions) == 1)
+    version = versions.most_common(1)[0][0] if versions else rollout_id
+    mine = {
+        "weight_version": [version],
+        "temperature": config.rollout_temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "sampling": {},
+        "dtype": config.params_dtype,
+        "tokenizer": tokenizer_fingerprint(config.hf_checkpoint),
+    }
+    chosen: list[Sample] = []
+    rows: list[list[int]] = []
+    left_out: Counter[str] = Counter()
+    for row in micro_batches(config, samples):
+        if len(chosen) >= most and len(rows) > 1:
+            break
+        places = []
+        for i in row:
+            reason = first_difference(sample_facts(samples[i], facts), mine)
+            if reason is not None:
+                left_out[reason] += samples[i].effective_response_length
+                continue
+            places.append(len(chosen))
+            chosen.append(samples[i])
+        if places:
+            rows.append(places)
+    if not chosen:
+        reasons = ", ".join(f"{reason}: {n} tokens" for reason, n in left_out.most_common())
+        raise ValueError(
+            f"rollout {rollout_id} must have samples that can be compared, got none ({reasons}); docs/audit.md says "
+            "what each reason means"
+        )
+    return Source(rollout_id, version, chosen, rows, left_out)
+
+
+def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
+    """Places in `samples` of every micro-batch of every rank, as training packs them."""
+    args: Any = config.namespace()
+    ranks = make_rank_data(args, samples, config.data_parallel_size, read_hf_config(config.hf_checkpoint))
+    return [[data["partition"][i] for i in row] for data in ranks for row in data["micro_batch_indices"]]
+
+
+def weights_of(config: Config, version: int, scratch: Path) -> str:
+    """An HF directory with the weights after `version` rollouts, exported into `scratch` from a checkpoint if need be.
+
+    ValueError, saying what to add to the run, when they are not at hand.
+    """
+    from slime.megatron_backend.export import export_checkpoint
+    from slime.megatron_backend.trainer import start_directory
+
+    if version == 0:
+        start = start_directory(config)
+        if (Path(start) / "config.json").is_file():
+            return start
+        raise ValueError(
+            f"version 0 of the weights must be a Hugging Face directory, got {start}; export it with vime export and "
+            "give --weights"
+        )
+    if config.save_hf:
+        written = Path(config.save_hf.format(rollout_id=version - 1))
+        if (written / "config.json").is_file():
+            return str(written)
+    for folder in (config.save, config.load):
+        if folder and (Path(folder) / f"iter_{version - 1:07d}").is_dir():
+            export_checkpoint(one_rank(config).with_values(load=folder), version - 1, scratch / "weights")
+            return str(scratch / "weights")
+    raise ValueError(
+        f"version {version} of the weights (after rollout {version - 1}) must be at hand, got no checkpoint "
+        f"{version - 1} in --save {config.save} and --save-hf {config.save_hf}; run again with --save-hf "
+        "DIR/{rollout_id} and --save-interval 1, audit --rollout 0, or give --weights"
+    )
+
+
+def one_rank(config: Config) -> Config:
+    """The configuration of a single trainer rank that holds the whole model."""
+    return config.with_values(
+        actor_num_nodes=1,
+        actor_num_gpus_per_node=1,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+    )
