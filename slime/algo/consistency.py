@@ -40,7 +40,8 @@ def token_sums(trainer: Tensor, rollout: Tensor, *, eps_clip: float, eps_clip_hi
     (Schulman, "Approximating KL divergence"). Bitwise equal: the same 32 bits, so 0.0 and -0.0 differ.
     """
     d = trainer.double() - rollout.double()
-    ratio = d.exp()
+    excess = torch.expm1(d)
+    ratio = 1 + excess
     sums = (
         torch.ones_like(d),
         trainer.view(torch.int32) == rollout.view(torch.int32),
@@ -48,7 +49,7 @@ def token_sums(trainer: Tensor, rollout: Tensor, *, eps_clip: float, eps_clip_hi
         d,
         d.abs(),
         ratio,
-        torch.expm1(d) - d,
+        excess - d,
     )
     return TokenSums(*torch.stack([x.double().sum() for x in sums]).tolist())
 
@@ -63,27 +64,23 @@ def order_statistics(
     name the value. `add_up` adds an int64 tensor up over the processes, in place; it is called three times with at most
     2048 counts for each rank, however many tokens there are. `ranks` count from 0 over all processes.
     """
-    bits = values.contiguous().view(torch.int32)
+    held = {0: values.contiguous().view(torch.int32)}  # what begins with each prefix that is still looked at
     shift = sum(_FIELD_BITS)
     prefixes, left = [0] * len(ranks), list(ranks)
     for width in _FIELD_BITS:
         shift -= width
-        histograms = {prefix: _field_counts(bits, prefix, shift, width) for prefix in set(prefixes)}
+        last = (1 << width) - 1
+        histograms = {p: torch.bincount(bits >> shift & last, minlength=last + 1) for p, bits in held.items()}
         counts = torch.stack([histograms[prefix] for prefix in prefixes])
         add_up(counts)
         below = counts.cumsum(1).cpu()
         for i, rank in enumerate(left):
             field = int(torch.searchsorted(below[i], rank, right=True))
-            assert field < 1 << width, "a rank must be below the number of values"
+            assert field <= last, "a rank must be below the number of values"
             left[i] = rank - (int(below[i, field - 1]) if field else 0)
             prefixes[i] = prefixes[i] << width | field
+        held = {p: (bits := held[p >> width])[bits >> shift == p] for p in set(prefixes)}
     return torch.tensor(prefixes, dtype=torch.int32).view(torch.float32).tolist()
-
-
-def _field_counts(bits: Tensor, prefix: int, shift: int, width: int) -> Tensor:
-    """Of the numbers that begin with `prefix`, how many have each value of the `width` bits above `shift`: int64."""
-    mine = bits[bits >> (shift + width) == prefix] >> shift & ((1 << width) - 1)
-    return torch.bincount(mine, minlength=1 << width)
 
 
 def percentile_ranks(tokens: int) -> list[int]:
