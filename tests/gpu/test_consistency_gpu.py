@@ -1,0 +1,29 @@
+"""Figures of the audit on a GPU: the same order statistics and sums as on the host, in its time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from slime.algo.consistency import order_statistics, percentile_ranks, token_sums
+
+pytestmark = pytest.mark.gpu
+TOKENS = 1 << 21
+
+
+def test_figures_are_those_of_the_host():
+    torch.manual_seed(0)
+    rollout = -torch.rand(TOKENS)
+    trainer = rollout + 1e-2 * torch.randn(TOKENS)
+    trainer[::7] = rollout[::7]
+    ranks = percentile_ranks(TOKENS)
+    wanted = (trainer - rollout).abs().sort()[0][ranks].tolist()
+    assert order_statistics((trainer.cuda() - rollout.cuda()).abs(), ranks) == wanted
+    clip = {"eps_clip": 0.005, "eps_clip_high": 0.01}
+    host, device = (
+        dataclasses.asdict(token_sums(trainer.to(d), rollout.to(d), **clip)) for d in ("cpu", "cuda")
+    )
+    assert host["bitwise_equal"] >= TOKENS // 7 and 0 < host["clipped"] < TOKENS
+    assert device == pytest.approx(host, rel=1e-9, abs=1e-6)
