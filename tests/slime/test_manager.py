@@ -160,7 +160,8 @@ def test_custom_rewards_and_conversion(build):
 def test_custom_rollout_log(build):
     manager = build(custom_rollout_log_function_path="test_manager.record_and_say_done")
     left = {name for name in manager.generate(1).metrics if not name.startswith("rl_kernel/")}
-    assert left == {"perf/make_data_time", "perf/rollout_rss_gib"}  # of the process, which the hook cannot know
+    of_the_process = {"perf/make_data_time", "perf/rollout_rss_gib"}  # the hook cannot know them
+    assert left == of_the_process
     ((rollout_id, args, samples, extra, seconds),) = LOGGED
     assert rollout_id == 1 and args is manager.args and seconds > 0
     assert all(isinstance(s, Sample) for s in samples) and len(samples) == 4
