@@ -19,6 +19,9 @@ from slime.config.kernels import OPERATORS
 REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
 """Deterministic reductions that go with group_advantage, on the list and off it."""
 
+FILTERS = "slime.rollout.filter_hub."
+"""Where the dynamic-sampling filters lie that compare the rewards of a group."""
+
 Head = Literal["linear_token_loss", "linear_logp", "logp", "native"]
 """How hidden states become log-probs: in one pass with the loss; by an operator without logits; by an operator from
 Megatron's logits; from Megatron's logits in plain PyTorch."""
@@ -107,10 +110,19 @@ def called(config: Any) -> set[str]:
     hooked = config.custom_tis_function_path or config.custom_pg_loss_reducer_function_path
     if config.loss_type == "policy_loss" and config.advantage_estimator != "cispo" and not hooked:
         heads.add("grpo_loss")
-    rewards_kept = config.disable_rewards_normalization or config.custom_reward_post_process_path is not None
-    if config.loss_type != "sft_loss" and config.advantage_estimator in CENTRED and not rewards_kept:
+    if config.loss_type != "sft_loss" and (_compares_rewards(config) or _filters_by_reward(config)):
         heads.add("group_advantage")
     return heads
+
+
+def _compares_rewards(config: Any) -> bool:
+    hooked = config.custom_reward_post_process_path or config.custom_convert_samples_to_train_data_path
+    normalised = config.advantage_estimator in CENTRED and not config.disable_rewards_normalization
+    return normalised and not hooked
+
+
+def _filters_by_reward(config: Any) -> bool:
+    return (config.dynamic_sampling_filter_path or "").startswith(FILTERS)
 
 
 def decide(config: Any, device_type: str) -> list[Decision]:

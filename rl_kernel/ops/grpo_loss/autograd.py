@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from rl_kernel.ops.grpo_loss import kernels
 from rl_kernel.ops.grpo_loss.reference import Columns, LossTerms
 from rl_kernel.ops.masked.blocks import flat
+from rl_kernel.telemetry import timed
 
 
 class GrpoLoss(Function):
@@ -47,7 +48,8 @@ class GrpoLoss(Function):
                 if ctx.needs_input_grad[i]:
                     grads[i] = torch.empty_like(mask, dtype=ctx.dtypes[i])
             divisor = ctx.denominator if denominators is None else denominators
-            kernels.backward(upstream, slope, mask, divisor, ctx.entropy_coef, *grads)
+            with timed("grpo_loss", mask.device):
+                kernels.backward(upstream, slope, mask, divisor, ctx.entropy_coef, *grads)
         return *grads, None, None, None
 
 

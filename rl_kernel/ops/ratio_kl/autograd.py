@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_kernel.ops.masked.blocks import flat
 from rl_kernel.ops.ratio_kl import kernels
+from rl_kernel.telemetry import timed
 
 
 class RatioKL(Function):
@@ -41,5 +42,8 @@ class RatioKL(Function):
         if d_ratio is not None or d_kl is not None:
             kl_type, unbiased = ctx.terms
             inputs: list[Any] = ctx.saved_tensors
-            grad = kernels.backward(*inputs, kl_type=kl_type, unbiased=unbiased, d_ratio=d_ratio, d_kl=d_kl)
+            with timed("ratio_kl", inputs[0].device):
+                grad = kernels.backward(
+                    *inputs, kl_type=kl_type, unbiased=unbiased, d_ratio=d_ratio, d_kl=d_kl
+                )
         return grad, None, None, None, None, None

@@ -11,7 +11,8 @@ from train_fixtures import PROMPTS, SAMPLES, World, launched, make_world, rows, 
 
 pytestmark = pytest.mark.e2e
 
-ROLLOUTS = 20
+ROLLOUTS, STEPS = 10, 20
+"""Two optimizer steps a rollout: in the second one the policy is no longer the one that sampled."""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +28,7 @@ def flags(world: World, name: str, mode: str) -> list[str]:
         # The most likely token at every position. All samples of a prompt are equal then, and have equal rewards: what
         # is trained on is the reward itself.
         *("--rollout-top-k", "1", "--disable-rewards-normalization"),
+        *("--global-batch-size", str(PROMPTS * SAMPLES // 2)),
     ]
 
 
@@ -41,24 +43,28 @@ def test_off_and_auto_train_the_same(runs: dict[str, Path]) -> None:
     """The tolerance of docs/design/rl-kernel-integration.md: losses to 1e-5, gradient norms to a 1e-4 part, at every
     step; and every sampled token, as the most likely one is asked for."""
     off, auto = (rows(runs[mode], "train/step") for mode in ("off", "auto"))
-    assert sorted(off) == sorted(auto) == list(range(ROLLOUTS))
+    assert sorted(off) == sorted(auto) == list(range(STEPS))
     for step in off:
-        tokens = [[s["tokens"] for s in samples(runs[mode], step)] for mode in ("off", "auto")]
-        assert tokens[0] == tokens[1], step
-        for name in ("loss", "pg_loss", "entropy_loss", "kl_loss"):
+        for name in ("loss", "pg_loss", "ppo_kl", "entropy_loss", "kl_loss"):
             a, b = (steps[step][f"train/{name}"] for steps in (off, auto))
             assert b == pytest.approx(a, abs=1e-5), (step, name)
         norms = [steps[step]["train/grad_norm"] for steps in (off, auto)]
         assert norms[1] == pytest.approx(norms[0], rel=1e-4), step
-    # The comparison is of a policy that moved: its entropy has all but gone.
-    assert off[ROLLOUTS - 1]["train/entropy_loss"] < 0.1 * off[0]["train/entropy_loss"]
+    for rollout in range(ROLLOUTS):
+        tokens = [[s["tokens"] for s in samples(runs[mode], rollout)] for mode in ("off", "auto")]
+        assert tokens[0] == tokens[1], rollout
+    assert max(abs(row["train/ppo_kl"]) for row in off.values()) > 1e-3
+    # The comparison is of a policy that moved.
+    assert off[STEPS - 1]["train/entropy_loss"] < 0.7 * off[0]["train/entropy_loss"]
 
 
 def test_every_step_counts_its_operators(runs: dict[str, Path]) -> None:
     tokens = PROMPTS * SAMPLES * 8
     for step, row in rows(runs["auto"], "rollout/step").items():
         assert row["rl_kernel/linear_token_loss/calls"] >= 1, step
-        assert row["rl_kernel/linear_token_loss/tokens"] == row["rl_kernel/linear_logp/tokens"] <= tokens
+        trained = row["rl_kernel/linear_token_loss/tokens"]
+        assert PROMPTS * SAMPLES <= trained <= tokens
+        assert row["rl_kernel/linear_logp/tokens"] == 2 * trained  # old and reference log-probs
         # On a CPU nothing is fast, and every call of a kernel says so.
         for name in ("linear_token_loss", "linear_logp", "grpo_loss", "ratio_kl"):
             assert row[f"rl_kernel/{name}/fallbacks"] == row[f"rl_kernel/{name}/calls"] > 0, name
