@@ -29,8 +29,8 @@ Megatron's logits; from Megatron's logits in plain PyTorch."""
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one operator. `chosen`: triton, reference (the operator's PyTorch), native (plain PyTorch
-    without the operator), or not called; `contract` names the numeric contract that a fast run is held to."""
+    """What was decided about one operator. `chosen`: triton, reference (the operator in plain PyTorch) or not called;
+    `contract` names the numeric contract that a fast run is held to. `str` is the line that people see."""
 
     operator: str
     requested: str
@@ -39,7 +39,7 @@ class Decision:
     contract: str
 
     def __str__(self) -> str:
-        return f"{self.operator}: {self.chosen}" + (f" ({self.reason})" if self.reason else "")
+        return f"{self.contract:<28} {self.chosen:<10} {self.reason}".rstrip()
 
 
 def loss_head(config: Any) -> tuple[Head, str]:
@@ -101,18 +101,26 @@ def needs_old_log_probs(config: Any) -> bool:
 
 
 def called(config: Any) -> set[str]:
-    """The operators that this configuration calls."""
-    heads: set[str] = {loss_head(config)[0]}
+    """The operators that this configuration calls. Hooks that make or replace calls are not looked into."""
+    found: set[str] = set()
+    if config.loss_type != "sft_loss" and (_compares_rewards(config) or _filters_by_reward(config)):
+        found.add("group_advantage")
+    if config.debug_rollout_only:
+        return found
+    found.add(loss_head(config)[0])
     if needs_old_log_probs(config) or config.needs_reference:
-        heads.add(pass_head(config))
-    if config.needs_reference:
-        heads.add("ratio_kl")
+        found.add(pass_head(config))
+    advantages = config.loss_type != "sft_loss" and not (
+        config.disable_compute_advantages_and_returns or config.custom_advantage_function_path
+    )
+    if (config.loss_type == "policy_loss" and config.use_kl_loss) or (advantages and config.kl_coef != 0):
+        found.add("ratio_kl")
+    if advantages and config.normalize_advantages:
+        found.add("masked_whiten")
     hooked = config.custom_tis_function_path or config.custom_pg_loss_reducer_function_path
     if config.loss_type == "policy_loss" and config.advantage_estimator != "cispo" and not hooked:
-        heads.add("grpo_loss")
-    if config.loss_type != "sft_loss" and (_compares_rewards(config) or _filters_by_reward(config)):
-        heads.add("group_advantage")
-    return heads
+        found.add("grpo_loss")
+    return found
 
 
 def _compares_rewards(config: Any) -> bool:
@@ -131,29 +139,43 @@ def decide(config: Any, device_type: str) -> list[Decision]:
     Raises:
         Refused: with --rlk-fast strict, an operator that the configuration calls cannot run its fast implementation.
     """
-    found = []
-    for name in OPERATORS:
-        chosen, reason = _chosen(name, config, device_type)
-        if config.rlk_fast == "strict" and chosen == "reference" and name not in HOST_OPERATORS:
-            raise Refused(
-                f"--rlk-fast strict must run the fast {name}, but {reason}; use --rlk-fast auto, or leave {name} "
-                "out of --rl-kernel-ops"
-            )
+    found, refused = [], {}
+    for name in (*OPERATORS, "masked_whiten"):
+        chosen, reason, fallback = _chosen(name, config, device_type)
+        if fallback:
+            refused[name] = reason
         found.append(Decision(name, config.rlk_fast, chosen, reason, contract_id(name)))
+    if refused and config.rlk_fast == "strict":
+        reasons = "; ".join(dict.fromkeys(refused.values()))
+        raise Refused(
+            f"--rlk-fast strict must run the fast {', '.join(refused)}, but {reasons}; use --rlk-fast auto"
+        )
     return found
 
 
-def _chosen(name: str, config: Any, device_type: str) -> tuple[str, str]:
-    if config.rlk_fast == "off":
-        return "native", "--rlk-fast off"
-    if name not in config.rl_kernel_ops:
-        return "native", "not in --rl-kernel-ops"
+def _chosen(name: str, config: Any, device_type: str) -> tuple[str, str, bool]:
+    """(what runs, why, whether that is less than the mode asks for)."""
     if name not in called(config):
-        return "not called", loss_head(config)[1] if name == "linear_token_loss" else ""
-    if name in HOST_OPERATORS:
-        return "reference", "rewards are on the host"
+        return "not called", loss_head(config)[1] if name == "linear_token_loss" else "", False
+    if config.rlk_fast == "off":
+        return "reference", "--rlk-fast off", False
+    listed = "group_advantage" if name in REDUCTIONS else name
+    if listed not in config.rl_kernel_ops:
+        return "reference", f"{listed} is not in --rl-kernel-ops", False
+    if name == "group_advantage":
+        return "reference", "rewards are on the host", False
     refusal = machine_refusal(device_type)
-    return ("triton", "") if refusal is None else ("reference", refusal)
+    if refusal is None:
+        return "triton", "", False
+    return "reference", refusal, not (device_type == "cpu" and name in HOST_OPERATORS)
+
+
+def headline(config: Any) -> str:
+    """What stands above the decisions."""
+    head, reason = loss_head(config)
+    return f"--rlk-fast {config.rlk_fast}, the loss has its log-probs from {head}" + (
+        f": {reason}" if reason else ""
+    )
 
 
 def install(config: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.hf_config import read_hf_config
-from slime.operators import decide
+from slime.operators import decide, headline
 from vime.engine.flags import engine_settings, engine_tensor_parallel, parse_config
 from vime.engine.server import EngineServer, EngineSpec
 
@@ -167,10 +167,11 @@ def kernels(c: Config) -> Iterator[str]:
     import torch
 
     if c.device == "cuda" and not torch.cuda.is_available():
-        yield f"--rlk-fast {c.rlk_fast}; this machine has no GPU: the trainers decide, and log it"
+        yield f"{headline(c)}; this machine has no GPU: the trainers decide, and the run prints it"
         return
+    yield headline(c)
     for decision in decide(c, c.device):
-        yield f"{decision.operator:<18} {decision.chosen:<10} {decision.reason}".rstrip()
+        yield str(decision)
 
 
 def machine() -> str:

@@ -35,21 +35,21 @@ def from_environment(
     """
     typed = {SAME.get(group.name, group.name): group.typed for group in groups}
     added: dict[str, FlagGroup] = {}
-    remarks = []
+    remarks: dict[str, str] = {}
     for variable, name in FLAG_OF.items():
         text = environ.get(variable, "")
         if not text:
             continue
         if name in typed:
-            remarks.append(f"{variable}={text} has no effect, as {typed[name]} is given")
+            remarks[variable] = f"{variable}={text} has no effect, as {typed[name]} is given"
             continue
         value = _mode(variable, text) if variable == "VIME_RL_KERNEL" else text
         before = added.get(name)
         if before is not None and before.values != [value] and "off" in (value, *before.values):
             raise ValueError(f"{variable} must agree with {before.typed}, got {text}; unset one of them")
         added[name] = FlagGroup(variable, name, [value])
-        remarks.append(f"{variable}={text} is taken as {spelled(name)} {value}")
-    return list(added.values()), remarks
+        remarks[name] = f"{variable}={text} is taken as {spelled(name)} {value}"
+    return list(added.values()), list(remarks.values())
 
 
 def _mode(variable: str, text: str) -> str:

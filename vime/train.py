@@ -32,7 +32,7 @@ from slime.cluster import actors, placement
 from slime.cluster.guard import Guard
 from slime.config import Config
 from slime.hooks import load_function
-from slime.operators import decide
+from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
@@ -126,9 +126,9 @@ def run(config: Config, argv: Sequence[str]) -> None:
         pool, client, facts = _start_engines(config, placed, stack)
         if trainer is not None:
             trainer.wait_built()
-            print(f"rl_kernel: --rlk-fast {config.rlk_fast}")
+            print(f"operators: {headline(config)}")
             for decision in trainer.decisions:
-                print(f"  {decision.contract:<28} {decision.chosen:<10} {decision.reason}".rstrip())
+                print(f"  {decision}")
         start = trainer.start_rollout_id if trainer is not None else config.start_rollout_id or 0
         rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts)
         stack.callback(rollout.stop)

@@ -28,6 +28,10 @@ class KernelsConfig:
         "the operators that may be used, with commas (default: all): linear_logp, linear_token_loss, logp, ratio_kl, "
         "grpo_loss, group_advantage",
     )
+    rl_kernel_workspace_mib: int = flag(
+        1536,
+        "memory of linear_logp and linear_token_loss beyond their inputs and results, a GPU: less is slower",
+    )
     rlk_consistency: str = flag(
         "off",
         "compare the trainer's log-probs with the engine's: audit reports, strict also ends the run",

@@ -50,6 +50,7 @@ POSITIVE = (
     "vllm_server_concurrency",
     "tensor_model_parallel_size",
     "make_vocab_size_divisible_by",
+    "rl_kernel_workspace_mib",
     "adam_eps",
 )
 NOT_NEGATIVE = (

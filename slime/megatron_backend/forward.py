@@ -1,7 +1,7 @@
 """Packed tokens -> log-probability of every response token. The only place where hidden states meet the LM head.
 
-Only response positions reach an operator: hidden [T, H] -> hidden[rows] [R, H] -> rl_kernel. Logits [T, V] are made for
-the native path, for --rl-kernel-ops without the linear operators, and for losses that ask for them.
+Only response positions reach the head: hidden [T, H] -> hidden[rows] [R, H] -> rl_kernel, or logits [R, V] for losses
+that ask for them and for --rl-kernel-ops without the linear operators. Logits [T, V] are the native path's alone.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from torch import Tensor
 
 import rl_kernel
@@ -34,30 +35,38 @@ def head_arguments(model: Any, info: ParallelInfo) -> dict[str, Any]:
 
 
 def token_log_probs(
-    model: Any, info: ParallelInfo, batch: MicroBatch, head: Head, *, temperature: float, entropy: bool
+    model: Any,
+    info: ParallelInfo,
+    batch: MicroBatch,
+    head: Head,
+    *,
+    temperature: float,
+    entropy: native.EntropyUse,
+    workspace_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
     """`log_softmax(hidden @ weight.T / temperature)[target]` and, if asked, the entropy of that distribution.
 
-    Returns fp32 tensors [R], nats, in the order of `batch.rows`; differentiable.
+    Returns fp32 tensors [R], nats, in the order of `batch.rows`; differentiable. `head` is not linear_token_loss.
     """
-    shared = {"temperature": temperature, "return_entropy": entropy, **head_arguments(model, info)}
+    if head == "native":
+        layout = packed_layout(batch.lengths, batch.tokens.device)
+        logits = forward_logits(model, batch.tokens, layout)[batch.rows].float()
+        logits = native.mask_padding(logits, *vocab_range(model))
+        return native.log_probs_and_entropy(logits, batch.targets, temperature=temperature, entropy=entropy)
+    shared = {"temperature": temperature, "return_entropy": entropy != "none", **head_arguments(model, info)}
     if head == "linear_logp":
-        out = rl_kernel.linear_logp(
-            response_hidden(model, batch), output_weight(model), batch.targets, **shared
-        )
-        return out if entropy else (out, None)
-    logits = response_logits(model, batch)
-    if head == "logp":
-        out = rl_kernel.logp(logits, batch.targets, **shared)
-        return out if entropy else (out, None)
-    logits = native.mask_padding(logits.float(), *vocab_range(model))
-    return native.log_probs_and_entropy(logits, batch.targets, temperature=temperature, with_entropy=entropy)
+        layer = response_hidden(model, batch), output_weight(model)
+        out = rl_kernel.linear_logp(*layer, batch.targets, workspace_bytes=workspace_bytes, **shared)
+    else:
+        out = rl_kernel.logp(response_logits(model, batch), batch.targets, **shared)
+    return out if entropy != "none" else (out, None)
 
 
 def response_logits(model: Any, batch: MicroBatch) -> Tensor:
-    """Logits [R, V_local] of the response positions, model dtype, out of Megatron's [T, V_local]."""
-    layout = packed_layout(batch.lengths, batch.tokens.device)
-    return forward_logits(model, batch.tokens, layout)[batch.rows]
+    """Logits [R, V_local] of the response positions in the model's dtype, padding columns too: no prompt token and no
+    padding reaches the head."""
+    hidden = tensor_parallel.copy_to_tensor_model_parallel_region(response_hidden(model, batch))
+    return torch.nn.functional.linear(hidden, output_weight(model))
 
 
 @torch.no_grad()
@@ -70,11 +79,20 @@ def log_probs_of_data(
     head: Head,
     *,
     temperature: float,
+    workspace_bytes: int,
 ) -> list[Tensor]:
     """Log-probs of every sample of a rank without gradient: one fp32 tensor [response length] per sample."""
     out: list[Tensor] = [torch.empty(0)] * num_samples
     for batch in batches:
-        log_probs, _ = token_log_probs(model, info, batch, head, temperature=temperature, entropy=False)
+        log_probs, _ = token_log_probs(
+            model,
+            info,
+            batch,
+            head,
+            temperature=temperature,
+            entropy="none",
+            workspace_bytes=workspace_bytes,
+        )
         for sample, values in zip(batch.samples, batch.split(log_probs, response_lengths), strict=True):
             out[sample] = values
     return out

@@ -15,7 +15,7 @@ from slime.data.packing import MicroBatch
 from slime.hooks import load_function
 from slime.megatron_backend.forward import head_arguments, response_hidden, response_logits, token_log_probs
 from slime.megatron_backend.model import head_main_grad, output_weight, vocab_range
-from slime.megatron_backend.native import mask_padding
+from slime.megatron_backend.native import EntropyUse, mask_padding
 from slime.types import TrainData
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def micro_batch_loss(
 
     if trainer.head == "linear_token_loss":
         return one_pass(trainer, batch, objective, columns)
+    config = trainer.config
+    use: EntropyUse = "loss" if config.entropy_coef != 0 else "metric"
     with trainer.timers.measure("forward"):
         log_probs, entropy = token_log_probs(
             trainer.model,
@@ -66,11 +68,14 @@ def micro_batch_loss(
             batch,
             trainer.head,
             temperature=trainer.temperature,
-            entropy=trainer.config.loss_type != "sft_loss",
+            entropy="none" if config.loss_type == "sft_loss" else use,
+            workspace_bytes=trainer.workspace_bytes,
         )
     with trainer.timers.measure("policy_loss"):
-        losses = objective(trainer.args, columns(log_probs, entropy, slice(None)))
-    return MicroBatchLoss(*losses, log_probs.detach())
+        loss, sums, maxima = objective(trainer.args, columns(log_probs, entropy, slice(None)))
+    # Detached: a metric that carries a graph would keep the logits of its micro-batch until the step has ended.
+    sums = {name: value.detach() for name, value in sums.items()}
+    return MicroBatchLoss(loss, sums, maxima, log_probs.detach())
 
 
 _COLUMN_OF = {
@@ -111,6 +116,7 @@ def one_pass(
             token_loss,
             temperature=trainer.temperature,
             return_entropy=trainer.config.loss_type != "sft_loss",
+            workspace_bytes=trainer.workspace_bytes,
             weight_grad=head_main_grad(trainer.model),
             **head_arguments(trainer.model, trainer.info),
         )

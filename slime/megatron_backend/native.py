@@ -1,12 +1,12 @@
 """The native path (--rlk-fast off): log-probs and entropy from full logits in plain PyTorch, without rl_kernel.
 
 What trainers commonly do, and what every comparison is made with: float32 logits, Megatron's vocabulary-parallel cross
-entropy on a copy of them, the softmax kept for the backward. R response tokens, V_local columns of this rank.
+entropy, the softmax kept for the backward. R response tokens, V_local columns of this rank.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,27 +14,36 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
+EntropyUse = Literal["none", "metric", "loss"]
+"""Not computed; computed without a gradient; with one."""
+
 PADDING_LOGIT = -1e30
 """Finite, so that probability x log-probability of a padding column is 0 and not NaN."""
 
 
 def mask_padding(logits: Tensor, start: int, size: int) -> Tensor:
     """Columns of `logits` [R, V_local] that only pad the vocabulary (ids from `size` on) set to PADDING_LOGIT."""
+    if start + logits.shape[-1] <= size:
+        return logits
     padding = torch.arange(start, start + logits.shape[-1], device=logits.device) >= size
     return logits.masked_fill(padding, PADDING_LOGIT)
 
 
 def log_probs_and_entropy(
-    logits: Tensor, targets: Tensor, *, temperature: float, with_entropy: bool
+    logits: Tensor, targets: Tensor, *, temperature: float, entropy: EntropyUse
 ) -> tuple[Tensor, Tensor | None]:
-    """`log_softmax(logits / temperature, -1)[target]` [R] and the entropy [R], fp32 nats; differentiable.
+    """`log_softmax(logits / temperature, -1)[target]` [R] and the entropy [R] or None, fp32 nats; differentiable.
 
-    `logits` [R, V_local] float32 without padding's part (`mask_padding`), split over Megatron's tensor-parallel group.
+    `logits` [R, V_local] float32 without padding's part (`mask_padding`), split over Megatron's tensor-parallel group;
+    its memory is used.
     """
-    logits = logits / temperature
-    entropy = VocabParallelEntropy.apply(logits) if with_entropy else None
-    # Megatron subtracts the maximum in place.
-    return -vocab_parallel_cross_entropy(logits.clone()[:, None], targets[:, None])[:, 0], entropy
+    if temperature != 1:
+        logits = logits / temperature
+    values = None
+    if entropy != "none":
+        values = VocabParallelEntropy.apply(logits if entropy == "loss" else logits.detach())
+    # Last: Megatron subtracts the maximum in place.
+    return -vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0], values
 
 
 class VocabParallelEntropy(torch.autograd.Function):

@@ -50,6 +50,7 @@ def replay_log_probs(
                     data["response_lengths"],
                     operators.pass_head(config),
                     temperature=config.rollout_temperature,
+                    workspace_bytes=config.rl_kernel_workspace_mib * 2**20,
                 )
                 found[name] = [x.cpu() for x in values]
             return found

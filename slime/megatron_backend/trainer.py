@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slime import operators
 from slime.algo.advantage import compute_advantages
+from slime.algo.importance import sequence_mean
 from slime.algo.ppo import compute_approx_kl
 from slime.config.debug import profiled_steps
 from slime.data.packing import MicroBatch, pack
@@ -49,6 +50,7 @@ class MegatronTrainer:
         self.config, self.args = config, config.namespace()
         self.temperature = 1.0 if config.loss_type == "sft_loss" else config.rollout_temperature
         self.head, _ = operators.loss_head(config)
+        self.workspace_bytes = config.rl_kernel_workspace_mib * 2**20
         self.info = init_parallel(rank, world_size, config, init_method=init_method, local_rank=local_rank)
         operators.install(config)
         self.decisions = operators.decide(config, self.info.device.type)
@@ -133,8 +135,9 @@ class MegatronTrainer:
         loss: `max(rollout_mask_sum, 1) * global_batch_size`, or with --calculate-per-token-loss the step's tokens.
         """
         for column in ("loss_masks", "rollout_log_probs", "teacher_log_probs"):
-            if column in data:
-                data[column] = [tensor.to(self.info.device) for tensor in data[column]]
+            if column in data:  # in one copy: each waits for the device
+                whole = torch.cat(data[column]).to(self.info.device)
+                data[column] = list(whole.split([len(tensor) for tensor in data[column]]))
         per_token = self.config.calculate_per_token_loss
         data["normalisers"] = data["global_token_counts"] if per_token else data["global_batch_sizes"]
         step_of_micro_batch = [s for s, n in enumerate(data["num_microbatches"]) for _ in range(n)]
@@ -163,6 +166,7 @@ class MegatronTrainer:
             data["response_lengths"],
             operators.pass_head(self.config),
             temperature=self.temperature,
+            workspace_bytes=self.workspace_bytes,
         )
 
     def _add_log_probs(self, data: TrainData) -> None:
@@ -186,10 +190,9 @@ class MegatronTrainer:
         if self.config.custom_advantage_function_path:
             return self._hook("custom_advantage_function_path", self.args, data)
         if self.config.kl_coef != 0:
-            data["kl"] = [
-                compute_approx_kl(old, ref, self.config.kl_loss_type)
-                for old, ref in zip(data["old_log_probs"], data["ref_log_probs"], strict=True)
-            ]
+            old, ref = torch.cat(data["old_log_probs"]), torch.cat(data["ref_log_probs"])
+            kl = compute_approx_kl(old, ref, self.config.kl_loss_type)
+            data["kl"] = list(kl.split([len(x) for x in data["old_log_probs"]]))
         else:
             data["kl"] = [torch.zeros_like(mask, dtype=torch.float32) for mask in data["loss_masks"]]
         data["advantages"], data["returns"] = compute_advantages(
@@ -259,22 +262,24 @@ class MegatronTrainer:
         names = ["log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns"]
         if self.config.kl_coef != 0:  # otherwise the column only holds zeros
             names.append("kl")
-        columns = {
-            name: [
-                (x * m).sum().item() / max(m.sum().item(), 1)
-                for x, m in zip(data[name], data["loss_masks"], strict=True)
-            ]
+        count, device = len(data["tokens"]), self.info.device
+        mask = torch.cat(data["loss_masks"])
+        lengths = torch.tensor([len(m) for m in data["loss_masks"]])
+        sample_of_row = torch.repeat_interleave(torch.arange(count), lengths).to(device)
+        sums = {
+            name: sequence_mean(torch.cat(data[name]).double(), mask, sample_of_row, count).sum()
             for name in names
             if name in data
         }
-        columns |= {
-            name: data[name] for name in ("rewards", "truncated", "response_lengths", "total_lengths")
+        plain = {
+            name: float(sum(data[name]))
+            for name in ("rewards", "truncated", "response_lengths", "total_lengths")
         }
-        sums = [float(sum(values)) for values in columns.values()]
-        total = torch.tensor([*sums, len(data["tokens"])], dtype=torch.float64, device=self.info.device)
+        on_host = torch.tensor([*plain.values(), count], dtype=torch.float64).to(device)
+        total = torch.cat([torch.stack(list(sums.values())), on_host]) if sums else on_host
         dist.all_reduce(total, group=self.info.dp_group)
-        *sums, count = total.tolist()
-        means = {f"rollout/{name}": value / count for name, value in zip(columns, sums, strict=True)}
+        *found, samples = total.tolist()
+        means = {f"rollout/{name}": x / samples for name, x in zip([*sums, *plain], found, strict=True)}
         if "rollout/log_probs" not in means and "train/log_probs" in steps[0]:
             means["rollout/log_probs"] = steps[0]["train/log_probs"]
         for step in steps:

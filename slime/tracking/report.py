@@ -10,6 +10,7 @@ from slime.config.debug import profiled_steps
 from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine, progress
 from slime.tracking.memory import resident_peak_gib
+from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from slime.tracking.percentiles import StepFigures
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
@@ -41,7 +42,18 @@ class Reporter:
         first = rollout_id * self.config.num_steps_per_rollout
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
-        self.line.show(rollout_id, {**metrics, **trained.steps[-1]})
+        self.line.show(rollout_id, {**metrics, **trained.steps[-1], **self._difference(trained.steps)})
+
+    @staticmethod
+    def _difference(steps: list[dict[str, float]]) -> dict[str, float]:
+        """Of trainer and engine over all optimizer steps of the rollout, for its line: no token may hide in a step."""
+        seen = [step for step in steps if LOGPROB_DIFF_MAX in step]
+        if not seen:
+            return {}
+        return {
+            LOGPROB_DIFF: sum(step[LOGPROB_DIFF] for step in seen) / len(seen),
+            LOGPROB_DIFF_MAX: max(step[LOGPROB_DIFF_MAX] for step in seen),
+        }
 
     def saved(self, rollout_id: int) -> None:
         """Log what the checkpoint after a rollout took: a second line of the same step."""

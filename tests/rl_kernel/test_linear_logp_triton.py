@@ -313,3 +313,25 @@ def test_the_reference_agrees_and_is_what_the_mode_falls_back_to():
     with using("off"):
         off = evaluate(partial(linear_logp, return_entropy=True), layer, targets, **options)
     assert all(torch.equal(off[name], reference[name]) for name in off)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_forward_alone_goes_in_blocks_where_the_workspace_is_small(dtype):
+    """What a backward would need more of is no bound of it; rows do not depend on their block."""
+    case = Case("blocks", 300, 16, 272, vocab_size=250)
+    hidden, weight, targets = case.inputs(dtype, DEVICE)
+    options = {"vocab_size": 250, "return_entropy": True, "impl": "triton"}
+    temperature = torch.linspace(0.5, 2, 300, device=DEVICE)
+    # A row takes 64 bytes of hidden and 64 or 512 of statistics, and two narrow tiles of 272 columns at most.
+    small = 130 * (64 + 512 + 2 * 272 * 4) if dtype == torch.float32 else 130 * (64 + 64 + 272 * 2)
+    with torch.no_grad():
+        whole = linear_logp(hidden, weight, targets, temperature=temperature, **options)
+        blocks = linear_logp(
+            hidden, weight, targets, temperature=temperature, workspace_bytes=small, **options
+        )
+        with pytest.raises(ValueError, match="workspace_bytes must be >= .* give 128 tokens at least"):
+            linear_logp(hidden, weight, targets, workspace_bytes=small // 2, **options)
+    for want, got in zip(whole, blocks, strict=True):
+        assert torch.equal(want, got)
+    with pytest.raises(ValueError, match="workspace_bytes must be >= .* give 300 tokens at least"):
+        linear_logp(hidden.requires_grad_(), weight, targets, workspace_bytes=small, **options)

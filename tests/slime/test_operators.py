@@ -74,7 +74,7 @@ def test_decisions_of_a_plain_run(configured):
     """Two steps a rollout need old log-probs: the two-pass operator is called as well."""
     config = configured()
     decisions = {d.operator: d for d in operators.decide(config, "cpu")}
-    assert list(decisions) == ALL.split(",")
+    assert list(decisions) == [*ALL.split(","), "masked_whiten"]
     on_cpu = "the tensors are on cpu and the kernels need a CUDA device"
     for name in ("linear_token_loss", "linear_logp", "grpo_loss"):
         assert (decisions[name].requested, decisions[name].chosen) == ("auto", "reference")
@@ -83,30 +83,42 @@ def test_decisions_of_a_plain_run(configured):
     assert decisions["group_advantage"].reason == "rewards are on the host"
     assert decisions["logp"].chosen == decisions["ratio_kl"].chosen == "not called"
     assert chosen(configured("--kl-coef", "0.1"))["ratio_kl"] == "reference"
+    assert chosen(configured("--normalize-advantages"))["masked_whiten"] == "reference"
+    hooked = ("--kl-coef", "0.1", "--normalize-advantages", "--custom-advantage-function-path", "math.fsum")
+    assert {chosen(configured(*hooked))[name] for name in ("ratio_kl", "masked_whiten")} == {"not called"}
 
 
 def test_decisions_follow_the_configuration(configured):
-    assert set(chosen(configured("--rlk-fast", "off")).values()) == {"native"}
+    off = chosen(configured("--rlk-fast", "off"))
+    assert {name for name, what in off.items() if what == "reference"} == {"grpo_loss", "group_advantage"}
+    assert set(off.values()) == {"reference", "not called"}
     one_step = chosen(configured("--global-batch-size", "32"))
     assert (one_step["linear_token_loss"], one_step["linear_logp"]) == ("reference", "not called")
     gspo = operators.decide(configured("--advantage-estimator", "gspo"), "cpu")
-    assert (
-        str(gspo[1]) == "linear_token_loss: not called (--advantage-estimator gspo looks at whole sequences)"
-    )
+    assert str(gspo[1]).endswith(" not called --advantage-estimator gspo looks at whole sequences")
     some = chosen(configured("--rl-kernel-ops", "linear_logp,ratio_kl"))
-    assert (some["linear_token_loss"], some["grpo_loss"], some["linear_logp"]) == (
-        "native",
-        "native",
-        "reference",
-    )
+    assert (some["linear_token_loss"], some["linear_logp"]) == ("not called", "reference")
+    grpo = operators.decide(configured("--rl-kernel-ops", "linear_logp"), "cpu")[4]
+    assert (grpo.chosen, grpo.reason) == ("reference", "grpo_loss is not in --rl-kernel-ops")
     assert chosen(configured("--loss-type", "sft_loss"))["group_advantage"] == "not called"
+    plain = ("--disable-rewards-normalization",)
+    assert chosen(configured(*plain))["group_advantage"] == "not called"
+    filters = f"{operators.FILTERS}dynamic_sampling_filters.check_reward_nonzero_std"
+    assert (
+        chosen(configured(*plain, "--dynamic-sampling-filter-path", filters))["group_advantage"]
+        == "reference"
+    )
 
 
 def test_strict_refuses_a_cpu_naming_operator_and_reason(configured):
     for flag in (("--rlk-fast", "strict"), ("--rl-kernel-strict",)):
-        with pytest.raises(Refused, match="must run the fast linear_logp, but the tensors are on cpu"):
+        with pytest.raises(
+            Refused,
+            match="must run the fast linear_logp, linear_token_loss, grpo_loss, but the tensors are on",
+        ):
             operators.decide(configured(*flag), "cpu")
-    # What runs on the host by design is no fall-back.
+    # What runs on the host by design is no fall-back, and a run without a trainer has nothing else.
+    operators.decide(configured("--rlk-fast", "strict", "--debug-rollout-only"), "cpu")
     operators.decide(configured("--rlk-fast", "strict", "--rl-kernel-ops", "group_advantage"), "cpu")
 
 

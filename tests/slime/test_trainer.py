@@ -3,158 +3,18 @@
 from __future__ import annotations
 
 import math
-import statistics
-from typing import Any
 
 import pytest
 import torch
 import trainer_cases as cases
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
+from torch import Tensor
+from trainer_cases import exported, hf_log_probs, make_samples, rank_data, train
 
-from slime.megatron_backend.trainer import MegatronTrainer
-from slime.types import Sample
 from slime.weight_sync.file_channel import tensor_digest
 
 LR = 0.5
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("trainer")
-    make_checkpoints(root)
-    return root
-
-
-@pytest.fixture
-def build(root, tmp_path):
-    """Trainers one after another: the process groups of the last one end with the next one, or with the test."""
-    made: list[MegatronTrainer] = []
-
-    def build_one(**flags: Any) -> MegatronTrainer:
-        while made:
-            made.pop().close()
-        config = make_config(root, weight_dir=str(tmp_path / "weights"), **flags)
-        store = tmp_path / f"store-{len(list(tmp_path.iterdir()))}"
-        made.append(MegatronTrainer(config, 0, 1, init_method=f"file://{store}"))
-        return made[-1]
-
-    cases.CALLS.clear()
-    yield build_one
-    while made:
-        made.pop().close()
-
-
-def train(trainer: MegatronTrainer, rollout_id: int = 0, seed: int = 0) -> tuple[Any, dict]:
-    data = rank_data(trainer.config, make_samples(seed))
-    return trainer.train(rollout_id, data), data
-
-
-def hf_log_probs(model: nn.Module, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each response token and entropy of its distribution, from full logits."""
-    tokens = torch.tensor(sample.tokens)
-    rows = slice(len(tokens) - sample.response_length - 1, len(tokens) - 1)
-    table = torch.log_softmax(model(tokens[None]).logits[0, rows] / temperature, dim=-1)
-    entropy = -(table.exp() * table).sum(-1)
-    return table.gather(-1, tokens[-sample.response_length :, None])[:, 0], entropy
-
-
-def plain_advantages(samples: list[Sample]) -> list[float]:
-    """(r - mean) / (std + 1e-6) over the rollouts of a group, the reward of siblings being their mean."""
-    groups: dict[Any, dict[Any, list[float]]] = {}
-    for s in samples:
-        rollout = s.rollout_id or f"sample {s.index}"
-        groups.setdefault(s.group_index, {}).setdefault(rollout, []).append(s.reward)
-    out = []
-    for s in samples:
-        values = [statistics.mean(rewards) for rewards in groups[s.group_index].values()]
-        out.append((s.reward - statistics.mean(values)) / (statistics.stdev(values) + 1e-6))
-    return out
-
-
-def plain_loss(root: Any, args: Any) -> tuple[Tensor, nn.Module]:
-    """The GRPO objective of `make_samples()`, sample by sample in float64, as the papers write it."""
-    models = [
-        transformers.AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float64)
-        for name in ("policy", "reference")
-    ]
-    samples, total = make_samples(), torch.zeros((), dtype=torch.float64)
-    masks = [torch.tensor(s.loss_mask) * (not s.remove_sample) for s in samples]
-    for s, mask, advantage in zip(samples, masks, plain_advantages(samples), strict=True):
-        log_probs, entropy = hf_log_probs(models[0], s, args.rollout_temperature)
-        with torch.no_grad():
-            ref, _ = hf_log_probs(models[1], s, args.rollout_temperature)
-        rollout = torch.tensor(s.rollout_log_probs, dtype=torch.float32).double()
-        old = rollout if args.use_rollout_logprobs else log_probs.detach()
-        ratio = (log_probs - old).exp()
-        bounded = ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high)
-        token = -torch.minimum(ratio * advantage, bounded * advantage)
-        if args.use_tis:
-            token = token * (old - rollout).exp().clamp(args.tis_clip_low, args.tis_clip)
-        if args.use_kl_loss:
-            token = token + args.kl_loss_coef * ((ref - log_probs).exp() - 1 - (ref - log_probs))
-        token = token - args.entropy_coef * entropy
-        if args.calculate_per_token_loss:
-            denominator = sum(max(int(m.sum()), 1) for m in masks)
-        else:
-            siblings = [m for o, m in zip(samples, masks, strict=True) if s.rollout_id and o.rollout_id]
-            denominator = 8 * max(sum(int(m.sum()) for m in siblings or [mask]), 1)
-        total = total + (token * mask).sum() / denominator
-    return total, models[0]
-
-
-GRADIENT_CASES = {
-    "per_sample_mean": {},
-    "per_token_mean": {"calculate_per_token_loss": True},
-    "static_micro_batches": {"use_dynamic_batch_size": False, "micro_batch_size": 3},
-    "off_policy_kl_entropy": {
-        "use_rollout_logprobs": True,
-        "use_kl_loss": True,
-        "kl_loss_type": "k3",
-        "kl_loss_coef": 0.3,
-        "entropy_coef": 0.05,
-        "rollout_temperature": 0.7,
-    },
-    "importance_weights": {"use_tis": True, "tis_clip": 1.1, "tis_clip_low": 0.7},
-}
-
-
-HEADS = {
-    "linear_token_loss": {},
-    "linear_logp": {"rl_kernel_ops": ["linear_logp,grpo_loss,ratio_kl"]},
-    "logp": {"rl_kernel_ops": ["logp"]},
-    "native": {"rlk_fast": "off"},
-}
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", GRADIENT_CASES)
-def test_gradient_is_that_of_the_plain_objective(root, build, name, head):
-    trainer = build(clip_grad=0.0, **GRADIENT_CASES[name], **HEADS[head])
-    assert trainer.head == head
-    result, data = train(trainer)
-    heads = {"linear_token_loss", "linear_logp", "logp"} & {
-        key.split("/")[1] for key in result.perf if key.startswith("rl_kernel/")
-    }
-    passes = {"linear_token_loss": {"linear_logp"}} if trainer.ref_model is not None else {}
-    assert heads == ({head} | passes.get(head, set())) - {"native"}
-    assert data["num_microbatches"][0] >= 3 and len({len(t) for t in data["tokens"]}) > 4
-    loss, model = plain_loss(root, trainer.args)
-    loss.backward()
-    assert result.steps[0]["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
-    wanted = {n: p.grad for n, p in model.named_parameters()}
-    norm = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
-    assert norm > 0.1 and result.steps[0]["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
-    for parameter in trainer.model.parameters():  # the export then carries gradients under HF names
-        parameter.data.copy_(parameter.main_grad)
-    got = exported(trainer)
-    assert got.keys() == wanted.keys()
-    for key, gradient in wanted.items():
-        torch.testing.assert_close(
-            got[key].double(), gradient, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
-        )
 
 
 def test_metrics_of_a_step(root, build):

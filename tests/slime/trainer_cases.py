@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron_cases import VOCAB, tiny_checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.config.resolve import resolve
 from slime.config.schema import Config
@@ -24,9 +24,9 @@ CALLS: list[tuple[Any, ...]] = []
 """What the recording hooks below were called with, in order."""
 
 
-def make_checkpoints(root: Path) -> None:
+def make_checkpoints(root: Path, **changes: Any) -> None:
     """root/policy, and root/reference: the same shape, every weight a little off."""
-    shape = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16} | changes
     policy = tiny_checkpoint(root / "policy", **shape)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -126,3 +126,17 @@ def reinforce_loss(args: Any, batch: TrainData, logits: Tensor, sum_of_sample_me
     CALLS.append(("loss", args, tuple(logits.shape), logits.dtype, sorted(batch)))
     loss = -sum_of_sample_mean(torch.cat(batch["advantages"]) * log_probs)
     return loss, {"my_entropy": sum_of_sample_mean(entropy), "count": len(batch["tokens"])}
+
+
+def train(trainer: MegatronTrainer, rollout_id: int = 0, seed: int = 0) -> tuple[Any, dict]:
+    data = rank_data(trainer.config, make_samples(seed))
+    return trainer.train(rollout_id, data), data
+
+
+def hf_log_probs(model: nn.Module, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of each response token and entropy of its distribution, from full logits."""
+    tokens = torch.tensor(sample.tokens)
+    rows = slice(len(tokens) - sample.response_length - 1, len(tokens) - 1)
+    table = torch.log_softmax(model(tokens[None]).logits[0, rows] / temperature, dim=-1)
+    entropy = -(table.exp() * table).sum(-1)
+    return table.gather(-1, tokens[-sample.response_length :, None])[:, 0], entropy

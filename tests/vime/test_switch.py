@@ -2,6 +2,7 @@
 
 import pytest
 
+from slime.config.fields import spelled
 from slime.config.parser import split_argv
 from vime.switch import from_environment
 
@@ -30,7 +31,9 @@ def added(environ, *argv):
 def test_variables_become_flags(environ, flags):
     found, remarks = added(environ)
     assert found == flags
-    assert len(remarks) == len([text for text in environ.values() if text])
+    assert [remark.partition(" is taken as ")[2] for remark in remarks] == [
+        f"{spelled(name)} {value}" for name, (value,) in flags.items()
+    ]
 
 
 @pytest.mark.parametrize("flag", ["--rlk-fast", "--enable-rl-kernel", "--rl-kernel-strict"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from rl_kernel.ops.linear_logp import exp_head
 from rl_kernel.ops.linear_logp.exp_head import ExpHead
 from rl_kernel.ops.linear_logp.head import Head, Problem, Rows, Sinks
 from rl_kernel.ops.linear_logp.plain_head import PlainHead
-from rl_kernel.ops.linear_logp.plan import Budget, plan
+from rl_kernel.ops.linear_logp.plan import Budget, forward_rows, plan
 from rl_kernel.telemetry import record_variant, timed
 from rl_kernel.vocab import usable_temperature
 
@@ -68,10 +69,11 @@ class LinearLogpOnDevice(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         problem = prepared(Problem(hidden, weight, bias, *settings))
         record_head("linear_logp", problem)
+        ctx.set_materialize_grads(False)
+        if not any(ctx.needs_input_grad):
+            return _log_probs_only(problem, workspace_bytes, with_entropy)
         head = make_head(problem)
         budget = plan(len(hidden), len(weight), head.costs(with_entropy), workspace_bytes)
-        if not any(ctx.needs_input_grad):
-            budget = Budget(0, budget.kept + budget.tile)
         rows = head.forward(budget, with_entropy)
         # Neither input nor output, and the first backward works in its memory: not for save_for_backward.
         ctx.kept = rows.kept
@@ -79,7 +81,6 @@ class LinearLogpOnDevice(torch.autograd.Function):
             hidden, weight, bias, rows.log_probs, rows.lse, rows.entropy, *rows.extra.values()
         )
         ctx.extra, ctx.settings, ctx.budget = tuple(rows.extra), settings, budget
-        ctx.set_materialize_grads(False)
         return rows.log_probs, rows.entropy
 
     @staticmethod
@@ -106,3 +107,28 @@ class LinearLogpOnDevice(torch.autograd.Function):
             head.backward(rows, ctx.budget, sinks, grad, grad_entropy)
         d_bias = None if sinks.bias is None else sinks.bias.to(bias.dtype)
         return sinks.hidden, sinks.weight, d_bias, None, None, None
+
+
+def _log_probs_only(
+    problem: Problem, workspace_bytes: int, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Block by block of tokens, where the workspace has no room for all. Collectives are per block: where shards
+    differ, so might the blocks, and all tokens go at once."""
+    tokens, columns = len(problem.hidden), len(problem.weight)
+    costs = make_head(problem).costs(with_entropy)
+    size = max(tokens, 1)
+    if problem.shard.even:
+        size = forward_rows(tokens, columns, costs, workspace_bytes)
+    found = []
+    for first in range(0, max(tokens, 1), size):
+        block = problem.rows(slice(first, min(first + size, tokens)))
+        budget = plan(len(block.hidden), columns, costs, workspace_bytes)
+        rows = make_head(block).forward(Budget(0, budget.kept + budget.tile), with_entropy)
+        found.append((rows.log_probs, rows.entropy))
+    log_probs, entropy = (joined(column) for column in zip(*found, strict=True))
+    return log_probs, entropy
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Rows of all blocks; None if there are none."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)

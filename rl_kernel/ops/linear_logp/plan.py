@@ -66,6 +66,19 @@ def plan(tokens: int, columns: int, costs: Costs, workspace_bytes: int, advice: 
     return Budget(_whole_blocks(fits - tile), _whole_blocks(tile))
 
 
+def forward_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int) -> int:
+    """Rows of a block of a forward whose gradient nobody wants: nothing is kept, so as many as have room for a tile.
+
+    Raises ValueError, naming the least workspace, if not even a small block fits.
+    """
+    fits = workspace_bytes // (costs.row + _least(columns, costs) * costs.element)
+    if fits >= tokens:
+        return max(tokens, 1)
+    if fits < SMALL_BLOCK:
+        plan(min(tokens, SMALL_BLOCK), columns, costs, workspace_bytes)
+    return fits // SMALL_BLOCK * SMALL_BLOCK
+
+
 def block_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int, sum_bytes: int = 0) -> int:
     """Rows of a block (the last may have fewer) for the least estimated time: all tokens at once, with tiles computed
     again where they do not fit, or several blocks, each of which adds to the whole weight gradient.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_kernel.ops.linear_logp import kernels
-from rl_kernel.ops.linear_logp.autograd import make_head, prepared, record_head, seen_by_autograd
+from rl_kernel.ops.linear_logp.autograd import joined, make_head, prepared, record_head, seen_by_autograd
 from rl_kernel.ops.linear_logp.head import Problem, Sinks
 from rl_kernel.ops.linear_logp.plan import Budget, block_rows, plan
 
@@ -86,12 +86,12 @@ class _OnePass(torch.autograd.Function):
             losses.append(loss)
             outputs.append(values)
             found.append(extra)
-        metrics.update({name: _joined([extra[name] for extra in found]) for name in found[0]})
+        metrics.update({name: joined([extra[name] for extra in found]) for name in found[0]})
         if total is not None:
             grads.weight.copy_(total)
         # Neither inputs nor outputs, and handed over by the backward: not for save_for_backward.
         ctx.grads = grads.hidden, grads.weight, None if grads.bias is None else grads.bias.to(bias.dtype)
-        log_probs, entropy = (_joined(column) for column in zip(*outputs, strict=True))
+        log_probs, entropy = (joined(column) for column in zip(*outputs, strict=True))
         ctx.mark_non_differentiable(*(x for x in (log_probs, entropy) if x is not None))
         ctx.set_materialize_grads(False)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(), log_probs, entropy
@@ -149,11 +149,6 @@ def _block(
         grad, grad_entropy = (None if g is None else g.contiguous() for g in (grad, grad_entropy))
         head.backward(state, budget, sinks, grad, grad_entropy)
     return loss.detach(), values, {name: value.detach() for name, value in metrics.items()}
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Rows of all blocks; None if there are none."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
 
 
 def _scaled(grad: Tensor, upstream: Tensor) -> Tensor:
