@@ -87,7 +87,7 @@ def flags_main(argv: Sequence[str]) -> int:
         ]
         print(json.dumps(rows, indent=1))
         return 0
-    if argv:
+    if argv and argv not in (["--help"], ["-h"]):
         raise ValueError(f"flags takes --json or nothing, got {' '.join(argv)}")
     owner = None
     for entry in own_rows():

@@ -88,6 +88,9 @@ def trainer_memory(c: Config, shape: Shape) -> list[Item]:
         items.append(Item("reference", local * size, f"{count(shape.params)} x {size} B / TP {tp}"))
     if (tokens := micro_batch_tokens(c)) is not None:
         items.append(activation_memory(c, shape, tokens))
+    if c.rlk_fast != "off" and c.device == "cuda":
+        workspace = c.rl_kernel_workspace_mib * 2**20
+        items.append(Item("operators", workspace, "--rl-kernel-workspace-mib, at most, while one runs"))
     return items
 
 
@@ -159,7 +162,7 @@ def topology(c: Config) -> Iterator[str]:
         yield f"order     {where}, {apart}"
     both = (c.world_size if trains else 0) + c.rollout_num_gpus
     needed = max(c.world_size, c.rollout_num_gpus) if c.colocate and trains else both
-    yield f"needs     {needed} {'GPUs' if c.device == 'cuda' else 'CPU places'}; this machine has {machine()}"
+    yield f"needs     {plural(needed, 'GPU' if c.device == 'cuda' else 'CPU place')}; this machine has {machine()}"
 
 
 def kernels(c: Config) -> Iterator[str]:
@@ -174,11 +177,19 @@ def kernels(c: Config) -> Iterator[str]:
         yield str(decision)
 
 
+def watched(c: Config) -> Iterator[str]:
+    """What is looked at on the way, where that was asked for."""
+    if c.rlk_consistency != "off":
+        yield f"every rollout compared with the engine, --rlk-consistency {c.rlk_consistency}: {c.run_dir}/audit.jsonl"
+    if c.profile_steps:
+        yield f"traces of the training of rollouts {c.profile_steps}: {c.run_dir}/profile"
+
+
 def machine() -> str:
     """Cores and GPUs of this machine."""
     import torch
 
-    return f"{os.cpu_count()} CPU cores and {torch.cuda.device_count()} GPUs"
+    return f"{os.cpu_count()} CPU cores and {plural(torch.cuda.device_count(), 'GPU')}"
 
 
 def batches(c: Config) -> Iterator[str]:
@@ -315,6 +326,7 @@ def describe(c: Config) -> str:
         "Memory of an engine, per GPU": list(memory_lines(engine_memory(c, shape), total=False)),
         "Engine flags": list(engine_flags(c)),
         "Records": [
+            *watched(c),
             f"run directory {c.run_dir}",
             f"published weights {c.weight_dir or 'a directory of their own in shared memory'}",
         ],

@@ -17,8 +17,8 @@ class KernelsConfig:
 
     rlk_fast: str | None = flag(
         None,
-        "off: logits from Megatron's output layer and plain PyTorch; auto (the default): operators of rl_kernel where "
-        "their contract holds; strict: an error where it does not",
+        "off: Megatron's output layer, float32 logits, plain PyTorch; auto (the default): rl_kernel's Triton kernels, "
+        "and its PyTorch references where they cannot run, counted as fallbacks; strict: an error instead of those",
         choices=("off", "auto", "strict"),
     )
     enable_rl_kernel: bool = flag(False, "the same as --rlk-fast auto")

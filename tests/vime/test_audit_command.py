@@ -132,7 +132,7 @@ def test_what_is_missing_is_said_with_what_to_add(run, tmp_path, capsys):
     assert main(["audit", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "RUN_DIR must have saved rollouts" in said
-    assert f"--save-debug-rollout-data {tmp_path}/rollouts/{{rollout_id}}.pt" in said
+    assert "--run-dir DIR of its own and --save-debug-rollout-data DIR/rollouts/{rollout_id}.pt" in said
     run()
     assert main(["audit", str(tmp_path), "--samples", "0"]) == 2
     assert "--samples must be at least 1, got 0" in capsys.readouterr().err
