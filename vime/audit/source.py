@@ -55,7 +55,8 @@ def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
     if not found:
         raise ValueError(
             f"RUN_DIR must have saved rollouts, got none at {' or '.join(templates)}; start a new run with a "
-            "--run-dir DIR of its own and --save-debug-rollout-data DIR/rollouts/{rollout_id}.pt (--num-rollout 1 is enough)"
+            "--run-dir DIR of its own and --save-debug-rollout-data DIR/rollouts/{rollout_id}.pt "
+            "(--num-rollout 1 is enough)"
         )
     return dict(sorted(found.items()))
 
