@@ -61,7 +61,7 @@ def test_the_command_splits_the_difference(trained):
     pairs = audit(trained, "--rollout", "1")
     assert len(pairs) == 8
     assert all(pair["max"] < 1e-4 for pair in pairs.values())
-    assert pairs["trainer as in training", "engine decode"]["tokens"] == sum(
+    assert pairs["trainer, training rows", "engine decode"]["tokens"] == sum(
         s["response_length"] for s in samples(trained, 1)
     )
 
@@ -69,6 +69,6 @@ def test_the_command_splits_the_difference(trained):
 def test_the_part_that_differs_is_named(trained, world):
     """With the weights of version 0 the saved decode is of another model; trainer and engine still agree."""
     pairs = audit(trained, "--rollout", "1", "--weights", str(world.model))
-    assert pairs["trainer as in training", "engine prefill"]["max"] < 1e-4
+    assert pairs["trainer, training rows", "engine prefill"]["max"] < 1e-4
     assert pairs["engine prefill", "engine decode"]["mean"] > 1e-3
-    assert pairs["trainer as in training", "engine decode"]["mean"] > 1e-3
+    assert pairs["trainer, training rows", "engine decode"]["mean"] > 1e-3

@@ -1,6 +1,6 @@
 """`vime audit`: a saved rollout through the trainer and through a real engine; the difference split into its parts.
 
-trainer as in training - engine decode   what training sees
+trainer, training rows - engine decode   what training sees
   = trainer - engine prefill             two programs, the same tokens at once
   + engine prefill - engine decode       one program, all tokens at once or one by one
 trainer, engine: other batch layouts     one program, the same tokens in other company
@@ -24,7 +24,7 @@ from vime.audit.prefill import PrefillEngine
 from vime.audit.report import Pair, active, as_json, compare, draw, table
 from vime.audit.source import Source, one_rank, read_config, read_source, weights_of
 
-TRAINING, DECODE = "trainer as in training", "engine decode"
+TRAINING, DECODE = "trainer, training rows", "engine decode"
 MOST_ALONE = 64  # requests that wait for one another
 PREFILL, ALONE = "engine prefill", "engine prefill, one by one"
 
