@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO from nothing, on the machine in front of you: sets up, makes a tiny model that adds two-digit numbers badly, and
-# trains it until it adds visibly better. About five minutes on two CPU cores; no GPU, no download but Python packages.
+# trains it until it adds visibly better. About six minutes on two CPU cores; no GPU, no download but Python packages.
 #
 #   bash scripts/run-tiny-grpo.sh                       trainer and engine take turns (colocated)
 #   MODE=disaggregated bash scripts/run-tiny-grpo.sh    both stay alive, each on half of the cores
