@@ -189,7 +189,8 @@ def install(config: Any) -> None:
 
 def step_metrics() -> dict[str, float]:
     """`rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` of this process since the last call, and
-    `rl_kernel/fast`, the share of fast runs among the calls that a fast implementation exists for (not on the host).
+    `rl_kernel/fast`, the share of fast runs among the calls that the mode wants to be fast: neither operators of the
+    host nor those off the list nor the native path count, and a call counts as one however long it takes.
 
     Empty with --rlk-fast off. Reads the timing events of the device: for the end of a step, where its metrics have been
     waited for.
