@@ -30,10 +30,9 @@ def linear_token_loss_reference(
     layer = hidden, weight, bias
     if takes:
         # Leaves of their own; the weight in the compute dtype, so that its gradient is not rounded on the way.
-        leaves = hidden.detach(), weight.detach().to(dtype), None if bias is None else bias.detach()
         layer = tuple(
-            None if leaf is None else leaf.requires_grad_(x.requires_grad)
-            for leaf, x in zip(leaves, (hidden, weight, bias), strict=True)
+            None if x is None else x.detach().requires_grad_(x.requires_grad)
+            for x in (hidden, weight.to(dtype), bias)
         )
     log_probs, entropy = LinearLogp.apply(
         *layer,
@@ -47,10 +46,10 @@ def linear_token_loss_reference(
     loss, metrics = token_loss(log_probs, entropy, slice(0, len(hidden)))
     loss = loss + log_probs[:0].sum()  # a loss that uses neither has gradients of zero
     if takes and weight_grad is not None:
-        wanted = [leaf for leaf in layer if leaf is not None and leaf.requires_grad]
-        grads = dict(zip(map(id, wanted), torch.autograd.grad(loss, wanted), strict=True))
-        weight_grad.add_(grads[id(layer[1])])
-        d_hidden, d_bias = grads.get(id(layer[0])), grads.get(id(layer[2]))
+        wanted = [x is not None and x.requires_grad for x in layer]
+        grads = iter(torch.autograd.grad(loss, [x for x, on in zip(layer, wanted, strict=True) if on]))
+        d_hidden, d_weight, d_bias = (next(grads) if on else None for on in wanted)
+        weight_grad.add_(d_weight)
         loss = _HandOver.apply(hidden, weight, bias, loss.detach(), d_hidden, d_bias)
     detached = {name: value.detach() for name, value in metrics.items()}
     return loss, log_probs.detach(), None if entropy is None else entropy.detach(), detached
