@@ -59,7 +59,7 @@ def load_with_facts(
             f"{flag} must name a saved rollout, got no file {path}; check {{rollout_id}} in the template"
         )
     try:
-        record: dict[str, Any] = torch.load(path, weights_only=True)
+        record: dict[str, Any] = torch.load(path, weights_only=True)  # ok: runs no code
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{flag} must hold plain values, got a file that does not load: {path} ({error})"

@@ -1,10 +1,13 @@
-"""Fixtures that the files of trainer tests share."""
+"""Fixtures that test files share: `root` and `build` of the trainer, `checkpoint` of the rollout manager."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from config_cases import HF_CONFIG
+from rollout_double import make_tokenizer
 from trainer_cases import CALLS, make_checkpoints, make_config
 
 from slime.megatron_backend.trainer import MegatronTrainer
@@ -15,6 +18,16 @@ def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("trainer")
     make_checkpoints(root)
     return root
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """config.json and tokenizer, as far as a rollout reads a checkpoint."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": len(tokenizer)}))
+    return directory
 
 
 @pytest.fixture

@@ -10,20 +10,13 @@ from typing import Any
 import pytest
 import torch
 from audit_cases import moved, truthful_samples, with_facts
-from trainer_cases import exported, make_checkpoints, make_config
+from trainer_cases import exported, make_config
 
 from rl_kernel.contract import TRAIN_ROLLOUT
 from slime.config.kernels import check_kernels
 from slime.megatron_backend.trainer import MegatronTrainer
 from slime.rollout.debug_data import load_with_facts
 from slime.rollout.facts import COLUMN, SAMPLING_KEY, run_facts
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("audit")
-    make_checkpoints(root)
-    return root
 
 
 @pytest.fixture(scope="module")

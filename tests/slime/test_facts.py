@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 
 import pytest
 import torch
-from config_cases import HF_CONFIG
 from rollout_double import EngineDouble, make_args, make_state, make_tokenizer, write_lines
 
 from slime.config.resolve import resolve
@@ -21,15 +19,6 @@ from slime.rollout.manager import RolloutManager
 from slime.types import Sample
 
 RUN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "sampling": {}, "dtype": "float32", "tokenizer": "ab"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": len(tokenizer)}))
-    return directory
 
 
 @pytest.fixture

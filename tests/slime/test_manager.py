@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from config_cases import HF_CONFIG
 from rollout_double import EngineDouble, make_tokenizer, write_lines
 
 from slime.config.resolve import resolve
@@ -17,15 +14,6 @@ from slime.types import Sample
 
 LOGGED: list[tuple] = []
 FACTS = {"vllm_router_ip": "127.0.0.1", "vllm_router_port": 30000}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": len(tokenizer)}))
-    return directory
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 import trainer_cases as cases
 from safetensors.torch import load_file
-from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
+from trainer_cases import exported, make_config, make_samples, rank_data
 
 from slime.megatron_backend.trainer import MegatronTrainer
 
@@ -73,13 +73,6 @@ def work(rank: int, root: Path) -> None:
     out = {name: run(name, flags, root, rank, 2) for name, flags in LAYOUTS.items()}
     out["tp-custom"]["logits"] = cases.CALLS[0][2]
     torch.save(out, root / f"rank{rank}.pt")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("ranks")
-    make_checkpoints(root)
-    return root
 
 
 @pytest.fixture(scope="module")
