@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.trace:
         print_traces(cases, contenders, device)
         return 0
-    results: dict[str, Any] = {"schema": SCHEMA, "machine": describe(device, command, arguments.commit)}
+    machine = describe(device, ["rl_kernel.bench", *command], arguments.commit)
+    results: dict[str, Any] = {"schema": SCHEMA, "machine": machine}
     results |= {"rounds": plan.rounds, "linear": [], "elementwise": None}
     print(report.machine_text(results["machine"]), flush=True)
     for case in cases if contenders else []:

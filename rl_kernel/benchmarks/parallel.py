@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from torch import Tensor
 from rl_kernel import linear_logp, linear_token_loss
 from rl_kernel.benchmarks.machine import describe
 from rl_kernel.benchmarks.problem import LinearCase, select_cases
-from rl_kernel.benchmarks.timing import CudaClock, HostClock, heat
+from rl_kernel.benchmarks.timing import FILL_MS, CudaClock, HostClock, heat
 
 PROCESSES = 2
 LIMIT = 1.10
@@ -45,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (folder, cases, on_gpus, arguments.rounds), nprocs=PROCESSES)
         rows = [row for case in cases for row in _merged(folder, case)]
-    machine = describe(torch.device("cuda" if on_gpus else "cpu"), command, arguments.commit)
+    machine = describe(
+        torch.device("cuda" if on_gpus else "cpu"), [f"{__package__}.parallel", *command], arguments.commit
+    )
     for row in rows:
         verdict = "" if not on_gpus else ("MET" if row["ratio"] <= LIMIT else "MISSED")
         print(f"{row['case']:8s} {row['row']:32s} {row['one_ms']:8.3f} ms alone {row['two_ms']:8.3f} ms together "
@@ -74,10 +77,11 @@ def _measure(case: LinearCase, rank: int, device: torch.device, rounds: int) -> 
     clock = CudaClock() if device.type == "cuda" else HostClock()
     contenders = _contenders(case, rank, device)
     heat(contenders[("linear_logp forward", "alone")], clock, 1.0 if device.type == "cuda" else 0.0)
+    meet = _meeting(device)
     marks: dict[tuple[str, str], list[tuple[Any, Any]]] = {key: [] for key in contenders}
     for turn in range(rounds + 1):
         for key, call in contenders.items():
-            dist.barrier()
+            meet()
             start = clock.mark()
             call()
             if turn:
@@ -86,6 +90,26 @@ def _measure(case: LinearCase, rank: int, device: torch.device, rounds: int) -> 
     return {
         f"{row}|{how}": [clock.elapsed_ms(*span) for span in spans] for (row, how), spans in marks.items()
     }
+
+
+def _meeting(device: torch.device) -> Callable[[], None]:
+    """What runs before a timed call: both processes reach it at once, and with work queued, as in training.
+
+    On GPUs matrix products (FILL_MS of them) let the hosts' launches run ahead, then an all-reduce on the stream meets:
+    the GPUs start together, however far apart their hosts are.
+    """
+    token = torch.zeros(1, device=device)
+    if device.type == "cpu":
+        return dist.barrier
+    square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    products = math.ceil(FILL_MS / 1.5)  # a product takes an H200 1.4 to 1.6 ms
+
+    def meet() -> None:
+        for _ in range(products):
+            torch.mm(square, square)
+        dist.all_reduce(token)
+
+    return meet
 
 
 def _contenders(
