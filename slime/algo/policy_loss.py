@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import rl_kernel
 from slime.algo.importance import opsm_mask, sequence_mean, truncated_importance
@@ -91,7 +92,8 @@ def policy_loss(args: Any, t: TokenColumns) -> Losses:
         trainer_side = t.log_probs.detach() if args.use_rollout_logprobs else old
         difference = (trainer_side - t.rollout_log_probs).abs()
         per_token["train_rollout_logprob_abs_diff"] = difference
-        maxima["train_rollout_logprob_abs_diff_max"] = (difference * t.mask).max()
+        # one zero more: a context-parallel rank may have no token of the micro-batch
+        maxima["train_rollout_logprob_abs_diff_max"] = pad(difference * t.mask, (0, 1)).max()
     sums |= {name: t.mean(value) for name, value in per_token.items()}
     return loss, {"loss": loss, **sums}, maxima
 

@@ -133,16 +133,11 @@ def _precision(c: Config) -> None:
 
 
 def _parallel_sizes(c: Config) -> None:
-    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
-        if getattr(c, name) != 1:
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if getattr(c, name) not in (None, 1):
             raise ValueError(
                 f"{spelled(name)} must be 1 in this version, got {getattr(c, name)}; it is not supported yet"
             )
-    if c.expert_tensor_parallel_size not in (None, 1):
-        raise ValueError(
-            f"--expert-tensor-parallel-size must be 1 in this version, got {c.expert_tensor_parallel_size}; "
-            "it is not supported yet"
-        )
     model = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
     if c.world_size % model:
         raise ValueError(

@@ -2,7 +2,7 @@
 of a micro-batch into one row of tokens.
 
 The schedule follows the rules that slime users know (SLIME contract, "Micro-batches"). Pure functions of lengths.
-Shapes: T packed tokens (padded), S sequences, R response tokens of the micro-batch.
+Shapes: P rows that the model computes, R response tokens of the micro-batch, r of them this rank's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from slime.data.token_slice import TokenSlice, token_slice
 from slime.types import TrainData
 
 
@@ -167,18 +168,21 @@ def build_dp_schedule(
 
 @dataclass
 class MicroBatch:
-    """One packed row and what the loss needs of it.
+    """One packed row and what the loss needs of it. Everything of the samples is there on every rank; what the model
+    computes is this context-parallel rank's part of it (all of it where there is one).
 
-    `tokens` [T] int64; `lengths`: tokens of each sequence, the padding at the end being one more sequence;
-    `rows` [R] int64: the packed position whose hidden state predicts each response token; `targets` [R] int64: that
-    token; `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data;
-    `columns`: the per-token columns asked for, each [R], in the order of `rows`.
+    `tokens` [P] int64: this rank's tokens, then padding; `part` says which they are. `rows` [r] int64: of the response
+    tokens that this rank predicts, the row of `tokens` whose hidden state predicts each; `targets` [r] int64: those
+    tokens; `mine` [r] int64: their places among all R response tokens, None when r = R.
+    `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data; `columns`: the
+    per-token columns asked for, each [R].
     """
 
+    part: TokenSlice
     tokens: torch.Tensor
-    lengths: list[int]
     rows: torch.Tensor
     targets: torch.Tensor
+    mine: torch.Tensor | None
     sample_of_row: torch.Tensor
     samples: list[int]
     columns: dict[str, torch.Tensor]
@@ -187,29 +191,41 @@ class MicroBatch:
         """Cut [R] back into one tensor per sample of the micro-batch."""
         return list(per_token.split([response_lengths[i] for i in self.samples]))
 
+    def local(self, per_token: torch.Tensor) -> torch.Tensor:
+        """[R] -> [r]: the part of a column that belongs to `rows`."""
+        return per_token if self.mine is None else per_token[self.mine]
+
 
 def pack(
-    data: TrainData, samples: list[int], columns: Sequence[str], *, pad_to: int, device: Any
+    data: TrainData,
+    samples: list[int],
+    columns: Sequence[str],
+    *,
+    device: Any,
+    multiple: int = 1,
+    cp_rank: int = 0,
+    cp_size: int = 1,
 ) -> MicroBatch:
-    """Concatenate samples of a rank into a MicroBatch; T is padded to a multiple of `pad_to`."""
+    """Concatenate samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`."""
     lengths = [len(data["tokens"][i]) for i in samples]
-    responses = [data["response_lengths"][i] for i in samples]
-    total = sum(lengths)
-    padded = -(-total // pad_to) * pad_to
-    tokens = torch.zeros(padded, dtype=torch.int64)
-    tokens[:total] = torch.cat([data["tokens"][i] for i in samples])
+    part = token_slice(lengths, rank=cp_rank, size=cp_size, multiple=multiple)
+    packed = torch.cat([data["tokens"][i] for i in samples])
+    tokens = torch.zeros(part.rows, dtype=torch.int64)
+    tokens[: len(part.tokens)] = packed[part.tokens]
     ends = torch.tensor(lengths).cumsum(0)
-    response = torch.tensor(responses)
+    response = torch.tensor([data["response_lengths"][i] for i in samples])
     sample_of_row = torch.repeat_interleave(torch.arange(len(samples)), response)
-    # Row j of sample s sits at end_s - response_s - 1 + j: the state before the token it predicts.
+    # Response token j of sample s is predicted at place end_s - response_s - 1 + j: by the state before it.
     first_row = torch.cat([torch.zeros(1, dtype=torch.int64), response.cumsum(0)[:-1]])
     offset = torch.arange(int(response.sum())) - first_row[sample_of_row]
-    rows = (ends - response - 1)[sample_of_row] + offset
+    predicting = (ends - response - 1)[sample_of_row] + offset
+    mine, rows = part.row_of(predicting)
     return MicroBatch(
+        part=part,
         tokens=tokens.to(device),
-        lengths=[*lengths, padded - total] if padded > total else lengths,
         rows=rows.to(device),
-        targets=tokens[rows + 1].to(device),
+        targets=packed[predicting[mine] + 1].to(device),
+        mine=mine.to(device) if cp_size > 1 else None,
         sample_of_row=sample_of_row.to(device),
         samples=list(samples),
         columns={name: torch.cat([data[name][i] for i in samples]).to(device) for name in columns},

@@ -3,7 +3,8 @@
 Rotary embedding is applied here rather than by Megatron: its packed form slices the frequency table once per sequence
 and layer, which for a thousand short sequences costs more than the attention itself.
 
-Shapes: T packed tokens, S sequences, A query heads, G key/value heads, D head size, L padded length of a bucket.
+Shapes: T packed tokens, n of them this rank's, P rows that it computes (n and padding), S sequences, A query heads,
+G key/value heads, D head size, L padded length of a bucket.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from slime.data.token_slice import TokenSlice
 
 # torch 2.11 groups heads unasked and has no such argument, later releases want to be told
 _VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -29,49 +33,66 @@ _BUCKET_RATIO = 1.5  # longest over shortest sequence of a bucket: bounds the pa
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Where the sequences of one micro-batch lie in its T tokens. Made by `packed_layout`; shared by all layers.
+    """Where the sequences of one micro-batch lie, and which of their tokens this rank computes. Made by
+    `packed_layout`; shared by all layers.
 
-    `positions` [T] int64 are the places of the tokens in their sequences. `rotary` is the (cos, sin) pair [T, 1, D/2]
-    that the model fills in before its layers run. `buckets` lists (S, L) of padded batches that follow each
-    other in one buffer of `padded_tokens` rows; `slots` [T] int64 is the row of each token in it.
+    `positions` [P] int64 are the places of this rank's tokens in their sequences; its last P - `own` rows are padding,
+    0. `rotary` is the (cos, sin) pair [P, 1, D/2] that the model fills in before its layers run. `cu_seqlens_q` bounds
+    the rank's runs of queries, `cu_seqlens_kv` the keys that each run may see. `buckets` lists (S, L) of padded batches
+    that follow each other in one buffer of `padded_tokens` rows; `slots` [T] and `query_slots` [n] int64 are the rows
+    of the packed tokens and of this rank's in it.
+
+    With `context_group`, the ranks that share the row: `gathered` [T] is where each packed token lies in the rows of
+    all ranks, `keys` [K] the packed places of the keys of every run. All three None where one rank computes the row.
     """
 
-    lengths: tuple[int, ...] = ()
+    own: int = 0
     positions: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     buckets: list[tuple[int, int]] = field(default_factory=list)
     slots: Tensor | None = None
+    query_slots: Tensor | None = None
     padded_tokens: int = 0
+    context_group: Any = None
+    gathered: Tensor | None = None
+    keys: Tensor | None = None
 
 
-def packed_layout(lengths: Sequence[int], device: torch.device | str) -> PackedLayout:
-    """Layout of sequences of `lengths` tokens that follow each other in one packed row.
-
-    Padding of the row is one more sequence, put last. ValueError for an empty list or a length below 1.
-    """
-    if not lengths or min(lengths) < 1:
-        raise ValueError(
-            f"lengths must be positive and at least one, got {list(lengths)[:8]}; drop empty sequences"
-        )
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    ends = sizes.cumsum(0)
-    starts = ends - sizes
-    total = int(ends[-1])
-    positions = torch.arange(total) - starts.repeat_interleave(sizes)
-    first_slot, buckets, padded = _buckets(lengths)
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
-    return PackedLayout(
+def packed_layout(part: TokenSlice, device: torch.device | str, context_group: Any = None) -> PackedLayout:
+    """Layout of a rank's part of a packed row; `context_group` are the ranks that have the others."""
+    sizes = torch.tensor(part.lengths, dtype=torch.int64)
+    starts = sizes.cumsum(0) - sizes
+    place = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
+    positions = torch.zeros(part.rows, dtype=torch.int64)
+    positions[: len(part.tokens)] = place[part.tokens]
+    first_slot, buckets, padded = _buckets(part.lengths)
+    slots = first_slot.repeat_interleave(sizes) + place
+    queries = [run.stop - run.start for run in part.runs]
+    seen = [run.stop for run in part.runs]
+    layout = PackedLayout(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-        lengths=tuple(lengths),
+        cu_seqlens_q=_cumulative(queries).to(device),
+        cu_seqlens_kv=_cumulative(seen).to(device),
+        max_seqlen_q=max(queries, default=0),
+        max_seqlen_kv=max(seen, default=0),
+        own=len(part.tokens),
         positions=positions.to(device),
         buckets=buckets,
-        slots=(first_slot.repeat_interleave(sizes) + positions).to(device),
+        slots=slots.to(device),
+        query_slots=slots[part.tokens].to(device),
         padded_tokens=padded,
     )
+    if part.size > 1:
+        first = starts.tolist()
+        keys = [torch.arange(first[run.sequence], first[run.sequence] + run.stop) for run in part.runs]
+        layout.keys = torch.cat([*keys, torch.empty(0, dtype=torch.int64)]).to(device)
+        layout.gathered = part.gathered.to(device)
+        layout.context_group = context_group
+    return layout
+
+
+def _cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
 def _buckets(lengths: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]], int]:
@@ -101,32 +122,72 @@ def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
+def gather_keys(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values [n, G, D] of all ranks' tokens, in the order of the packed row: [T, G, D] each.
+
+    Backward: each rank gets the sum of what all ranks found for its tokens. Collective where there are ranks.
+    """
+    if layout.context_group is None:
+        return key, value
+    both = torch.cat([key, value], dim=1)
+    everyone = gather_from_sequence_parallel_region(_padded(both, layout), group=layout.context_group)
+    return everyone.index_select(0, layout.gathered).chunk(2, dim=1)
+
+
+def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
+    """[n, ...] -> [P, ...] with zeros in the padding rows."""
+    padding = layout.positions.numel() - layout.own
+    return pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
+
+
 def padded_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
     """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket.
 
-    query [T, A, D], key and value [T, G, D] -> [T, A, D]. Padding rows come after a sequence's own tokens, so the
-    causal mask alone keeps them out. Deterministic on the CPU.
+    query [n, A, D] of this rank's tokens, key and value [T, G, D] of the row -> [n, A, D]. Padding rows come after a
+    sequence's own tokens, so the causal mask alone keeps them out. Deterministic on the CPU. The other ranks' queries
+    are computed as zeros: correct, and no cheaper than all of them.
     """
+    sizes = [sequences * length for sequences, length in layout.buckets]
+    places = (layout.query_slots, layout.slots, layout.slots)
     buffers = [
-        x.new_zeros(layout.padded_tokens, *x.shape[1:]).index_copy(0, layout.slots, x)
-        for x in (query, key, value)
+        x.new_zeros(layout.padded_tokens, *x.shape[1:]).index_copy(0, at, x).split(sizes)
+        for x, at in zip((query, key, value), places, strict=True)
     ]
-    sections = [sequences * length for sequences, length in layout.buckets]
     outputs = []
-    for (sequences, length), *qkv in zip(layout.buckets, *(b.split(sections) for b in buffers), strict=True):
+    for (sequences, length), *qkv in zip(layout.buckets, *buffers, strict=True):
         q, k, v = (x.view(sequences, length, *x.shape[1:]).transpose(1, 2) for x in qkv)
         out = scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, layout.slots)
+    return torch.cat(outputs).index_select(0, places[0])
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
+    """As `padded_attention`, by torch's variable-length kernel: a run of queries sees the keys up to its last token.
+
+    The causal mask of the kernel ends at the last key for the last query, whatever their numbers.
+    """
+    if layout.keys is not None:
+        key, value = key.index_select(0, layout.keys), value.index_select(0, layout.keys)
+    if not layout.own:  # still a function of keys and values: their backward is a collective
+        return query + (key.sum() + value.sum())
+    return varlen_attn(
+        *(query, key, value.contiguous()),
+        *(layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv),
+        scale=scale,
+        window_size=(-1, 0),
+        **_VARLEN_GQA,
+    )
 
 
 class PackedAttention(nn.Module):
     """Megatron's core-attention slot: rotary embedding, then causal attention over each packed sequence.
 
     Half precision on CUDA runs torch's variable-length flash attention; everything else the padded form. Grouped
-    key/value heads are supported; dropout, sliding windows and attention sinks are not.
+    key/value heads are supported; dropout, sliding windows and attention sinks are not. Under context parallelism each
+    rank keeps its queries and gathers the keys and values of all (Llama 3, 2407.21783, part 3.3.2): two collectives a
+    layer, and as much memory for keys and values as without.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
@@ -143,17 +204,12 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedLayout | None = None,
     ) -> Tensor:
-        """query [T, A, D], key and value [T, G, D] -> [T, A * D]. `packed_seq_params` must be a PackedLayout."""
+        """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows. `packed_seq_params` must be a
+        PackedLayout."""
         layout = packed_seq_params
         query, key = apply_rotary(query, layout.rotary), apply_rotary(key, layout.rotary)
-        if query.is_cuda and query.dtype != torch.float32:
-            out = varlen_attn(
-                *(query, key, value.contiguous()),
-                *(layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv),
-                scale=self.scale,
-                window_size=(-1, 0),
-                **_VARLEN_GQA,
-            )
-        else:
-            out = padded_attention(query, key, value, layout, self.scale)
-        return out.flatten(1)
+        query, key, value = (x[: layout.own] for x in (query, key, value))
+        key, value = gather_keys(key, value, layout)
+        flash = query.is_cuda and query.dtype != torch.float32
+        out = (flash_attention if flash else padded_attention)(query, key, value, layout, self.scale)
+        return _padded(out.flatten(1), layout)

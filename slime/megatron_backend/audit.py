@@ -27,6 +27,7 @@ from slime.algo.consistency import TokenSums, figures, order_statistics, percent
 from slime.data.packing import MicroBatch
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.megatron_backend.parallel import ParallelInfo
+from slime.megatron_backend.pipeline import tensors_from_last_stage
 from slime.rollout import facts as rollout_facts
 from slime.rollout.debug_data import save_debug_rollout_data
 from slime.tracking.timers import Timers
@@ -115,11 +116,13 @@ class Audit:
         try:
             yield
         except FloatingPointError:
+            self.found = tensors_from_last_stage(self.info, self.found)
             if not before:  # a log-prob that is not finite explains it better than the norm of the gradients
                 self._stop_at_fault(rollout_id, data, self._gather(self._fault(data)))
             raise
         if not before:
             with self.timers.measure("consistency"):
+                self.found = tensors_from_last_stage(self.info, self.found)
                 metrics |= self._report(rollout_id, data)
         self.found = {}
 

@@ -274,7 +274,9 @@ def _check_shape(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> N
 def _ranks() -> list[int]:
     return [
         parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
         parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
     ]
 
 

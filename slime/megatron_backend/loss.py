@@ -13,7 +13,13 @@ import rl_kernel
 from slime.algo.policy_loss import Losses, TokenColumns, policy_loss, sft_loss
 from slime.data.packing import MicroBatch
 from slime.hooks import load_function
-from slime.megatron_backend.forward import head_arguments, response_hidden, response_logits, token_log_probs
+from slime.megatron_backend.forward import (
+    head_arguments,
+    response_hidden,
+    response_logits,
+    token_log_probs,
+    whole,
+)
 from slime.megatron_backend.model import head_main_grad, output_weight, vocab_range
 from slime.megatron_backend.native import EntropyUse, mask_padding
 from slime.types import TrainData
@@ -26,7 +32,9 @@ if TYPE_CHECKING:
 class MicroBatchLoss:
     """Over micro-batches and data-parallel ranks `loss` and `sums` are added up, of `maxima` the largest is kept.
 
-    `log_probs` [R] are the trainer's, detached; None where a hook computed the loss.
+    Context-parallel ranks have the terms of their own tokens each when the loss is computed in one pass, and are added
+    up too; otherwise all of them compute the whole loss. `log_probs` [R] are the trainer's, detached; None where a hook
+    computed the loss.
     """
 
     loss: Tensor
@@ -39,11 +47,12 @@ Columns = Callable[[Tensor, Tensor | None, slice], TokenColumns]
 
 
 def micro_batch_loss(
-    trainer: MegatronTrainer, data: TrainData, batch: MicroBatch, normaliser: float
+    trainer: MegatronTrainer, data: TrainData, batch: MicroBatch, output: Tensor, normaliser: float
 ) -> MicroBatchLoss:
-    """Loss and metrics by --loss-type. Sums are already means: the denominators of the tokens see to it."""
+    """Loss and metrics by --loss-type from the last stage's `output`. Sums are already means: the denominators of the
+    tokens see to it."""
     if trainer.config.loss_type == "custom_loss":
-        return custom_loss(trainer, data, batch, normaliser)
+        return custom_loss(trainer, data, batch, output, normaliser)
     objective = sft_loss if trainer.config.loss_type == "sft_loss" else policy_loss
     shared = {
         "normaliser": normaliser,
@@ -52,13 +61,16 @@ def micro_batch_loss(
     }
     per_token = {name: batch.columns.get(column) for name, column in _COLUMN_OF.items()}
     per_token["sample_of_row"] = batch.sample_of_row
+    in_one_pass = trainer.head == "linear_token_loss"
+    if in_one_pass:
+        per_token = {name: None if x is None else batch.local(x) for name, x in per_token.items()}
 
     def columns(log_probs: Tensor, entropy: Tensor | None, rows: slice) -> TokenColumns:
         of_rows = {name: None if x is None else x[rows] for name, x in per_token.items()}
         return TokenColumns(log_probs=log_probs, entropy=entropy, **shared, **of_rows)
 
-    if trainer.head == "linear_token_loss":
-        return one_pass(trainer, batch, objective, columns)
+    if in_one_pass:
+        return one_pass(trainer, batch, output, objective, columns)
     config = trainer.config
     use: EntropyUse = "loss" if config.entropy_coef != 0 else "metric"
     with trainer.timers.measure("forward"):
@@ -66,6 +78,7 @@ def micro_batch_loss(
             trainer.model,
             trainer.info,
             batch,
+            output,
             trainer.head,
             temperature=trainer.temperature,
             entropy="none" if config.loss_type == "sft_loss" else use,
@@ -89,7 +102,11 @@ _COLUMN_OF = {
 
 
 def one_pass(
-    trainer: MegatronTrainer, batch: MicroBatch, objective: Callable[..., Losses], columns: Columns
+    trainer: MegatronTrainer,
+    batch: MicroBatch,
+    output: Tensor,
+    objective: Callable[..., Losses],
+    columns: Columns,
 ) -> MicroBatchLoss:
     """The objective inside rl_kernel.linear_token_loss, block by block of tokens: its logits become their gradient at
     once, and the head's weight gradient goes straight into Megatron's fp32 `main_grad`."""
@@ -107,7 +124,7 @@ def one_pass(
         return loss, {}
 
     with trainer.timers.measure("forward"):
-        hidden = response_hidden(trainer.model, batch)
+        hidden = response_hidden(trainer.model, batch, output)
     with trainer.timers.measure("policy_loss"):
         result = rl_kernel.linear_token_loss(
             hidden,
@@ -120,11 +137,11 @@ def one_pass(
             weight_grad=head_main_grad(trainer.model),
             **head_arguments(trainer.model, trainer.info),
         )
-    return MicroBatchLoss(result.loss, sums, maxima, result.log_probs)
+    return MicroBatchLoss(result.loss, sums, maxima, whole(result.log_probs, batch, trainer.info))
 
 
 def custom_loss(
-    trainer: MegatronTrainer, data: TrainData, batch: MicroBatch, normaliser: float
+    trainer: MegatronTrainer, data: TrainData, batch: MicroBatch, output: Tensor, normaliser: float
 ) -> MicroBatchLoss:
     """`--custom-loss-function-path`: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
@@ -145,7 +162,7 @@ def custom_loss(
 
     hook = load_function(trainer.config.custom_loss_function_path, flag="--custom-loss-function-path")
     with trainer.timers.measure("forward"):
-        logits = response_logits(trainer.model, batch).float()
+        logits = whole(response_logits(trainer.model, batch, output).float(), batch, trainer.info)
         logits = mask_padding(logits, *vocab_range(trainer.model)) / trainer.temperature
     with trainer.timers.measure("policy_loss"):
         loss, metrics = hook(trainer.args, columns, logits, sum_of_sample_mean)

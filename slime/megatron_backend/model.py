@@ -1,6 +1,9 @@
-"""The GPT model of a checkpoint, ending in hidden states; logits only where `forward_logits` is asked for them.
+"""The GPT model of a checkpoint, or the pipeline stage of it that this rank has, ending in hidden states; logits only
+where `logits_of` is asked for them.
 
-Shapes: T packed tokens, H hidden, V_local vocabulary rows of this tensor-parallel rank (padding included).
+    tokens, layout -> stage_output -> [last stage] hidden_of, or logits_of
+
+Shapes: P rows of packed tokens, H hidden, V_local vocabulary rows of this tensor-parallel rank (padding included).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -46,6 +49,8 @@ class HiddenGPTModel(GPTModel):
             _block_spec(core),
             vocab_size=sizes.padded_vocab,
             max_sequence_length=hf_config.get("max_position_embeddings", 0),
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=hf_config.get("tie_word_embeddings", False),
             position_embedding_type="none",  # PackedAttention applies it
         )
@@ -62,7 +67,8 @@ class HiddenGPTModel(GPTModel):
         *,
         packed_seq_params: PackedLayout,
     ) -> Tensor:
-        """input_ids [1, T] -> hidden states [T, 1, H], or this rank's [T / TP, 1, H] under sequence parallelism."""
+        """input_ids [1, P] -> hidden states [P, 1, H] of this stage, or this rank's [P / TP, 1, H] under sequence
+        parallelism. Stages after the first take theirs from `set_input_tensor` and not from `input_ids`."""
         packed_seq_params.rotary = self._rotary(packed_seq_params.positions)
         return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
 
@@ -70,7 +76,7 @@ class HiddenGPTModel(GPTModel):
         return hidden_states
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `position * theta ** (-2 k / D)`: two fp32 tensors [T, 1, D/2], computed as HF does."""
+        """cos and sin of `position * theta ** (-2 k / D)`: two fp32 tensors [P, 1, D/2], computed as HF does."""
         size = self.config.kv_channels
         steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
         angles = positions.float()[:, None, None] * (1.0 / self.rope_theta**steps)
@@ -84,7 +90,7 @@ def _block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
     attention.core_attention = PackedAttention
     if core.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * core.num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(core), layer_norm=RMSNorm)
 
 
 def build_model(hf_config: dict[str, Any], config: Any, *, ddp: bool = True) -> nn.Module:
@@ -125,34 +131,12 @@ def unwrap(model: nn.Module) -> HiddenGPTModel:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def forward_hidden(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
-    """tokens [T] int64 -> hidden states [T, H] in the model's dtype, equal on all tensor-parallel ranks.
+def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
+    """tokens [P] int64 -> what this stage's last layer gives: [P, 1, H] in the model's dtype, or this rank's
+    [P / TP, 1, H] under sequence parallelism.
 
-    The gradient that comes back must be the full one, equal on all tensor-parallel ranks, as
-    `rl_kernel.linear_logp` returns it. ValueError when T does not fit the layout or, under sequence parallelism,
-    the number of tensor-parallel ranks.
+    ValueError when P does not fit the layout or, under sequence parallelism, the number of tensor-parallel ranks.
     """
-    hidden = _forward(model, tokens, layout)
-    if unwrap(model).config.sequence_parallel:
-        # the head's gradient arrives complete on every rank: take this rank's rows instead of summing over ranks
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    return hidden.squeeze(1)
-
-
-def forward_logits(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
-    """tokens [T] int64 -> logits [T, V_local] of Megatron's output layer in the model's dtype, padding columns too.
-
-    Errors as `forward_hidden`.
-    """
-    inner = unwrap(model)
-    tied = inner.share_embeddings_and_output_weights
-    weight = inner.shared_embedding_or_output_weight() if tied else None
-    logits, _ = inner.output_layer(_forward(model, tokens, layout), weight=weight)
-    return logits.squeeze(1)
-
-
-def _forward(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
-    """[T, 1, H], or this rank's [T / TP, 1, H] under sequence parallelism."""
     if tokens.shape != layout.positions.shape:
         raise ValueError(
             f"tokens must be [{layout.positions.numel()}] as the layout says, got {list(tokens.shape)}"
@@ -167,8 +151,31 @@ def _forward(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
     return model(tokens[None], packed_seq_params=layout)
 
 
+def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
+    """The last stage's output -> hidden states [P, H], equal on all tensor-parallel ranks.
+
+    The gradient that comes back must be the full one, equal on all tensor-parallel ranks, as
+    `rl_kernel.linear_logp` returns it.
+    """
+    if unwrap(model).config.sequence_parallel:
+        # the head's gradient arrives complete on every rank: take this rank's rows instead of summing over ranks
+        output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
+    return output.squeeze(1)
+
+
+def logits_of(model: nn.Module, output: Tensor) -> Tensor:
+    """The last stage's output -> logits [P, V_local] of Megatron's output layer in the model's dtype, padding columns
+    too."""
+    inner = unwrap(model)
+    tied = inner.share_embeddings_and_output_weights
+    weight = inner.shared_embedding_or_output_weight() if tied else None
+    logits, _ = inner.output_layer(output, weight=weight)
+    return logits.squeeze(1)
+
+
 def output_weight(model: nn.Module) -> Tensor:
-    """The head's weight on this rank, [V_local, H]: the output layer's, or the embedding where the two are tied."""
+    """The head's weight on this rank, [V_local, H]: the output layer's, or the embedding where the two are tied. On the
+    last stage only."""
     inner = unwrap(model)
     return (
         inner.shared_embedding_or_output_weight()

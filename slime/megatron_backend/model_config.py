@@ -127,6 +127,10 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "variable_seq_lengths": True,  # of micro-batches: pipeline stages tell each other shapes
+        "moe_token_dispatcher_type": "alltoall",  # Megatron checks that this one can, of dense models too
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
         "transformer_impl": "local",
         # Every parameter is read from a checkpoint. (Switching initialisation off altogether would also leave out the

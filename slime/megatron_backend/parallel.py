@@ -1,10 +1,11 @@
 """Starts torch.distributed and Megatron's process groups for one trainer rank.
 
-Tensor and data parallelism. Pipeline, context and expert parallel sizes other than 1 are refused here.
+Tensor, context, data and pipeline parallelism. An expert-parallel size other than 1 is refused here.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,33 +21,49 @@ from slime.megatron_backend.cpu_device import install_cpu_redirect
 
 @dataclass(frozen=True)
 class ParallelInfo:
-    """Where this process stands. Ranks vary fastest over tensor parallelism: rank = dp_rank * tp_size + tp_rank.
+    """Where this process stands: rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank.
 
-    The groups are live objects of this process: keep the record out of messages to other processes.
+    Ranks that differ in cp_rank or pp_rank only are given the same samples: the first compute parts of each row, the
+    second layers of the model. `dp_cp_group` has all ranks whose gradients of a parameter are summed. The groups are
+    live objects of this process: keep the record out of messages to other processes.
     """
 
     rank: int
     world_size: int
     tp_rank: int
     tp_size: int
+    cp_rank: int
+    cp_size: int
     dp_rank: int
     dp_size: int
+    pp_rank: int
+    pp_size: int
     device: torch.device
     tp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank has the model's last layers, the head and the loss."""
+        return self.pp_rank == self.pp_size - 1
 
 
 def _check(rank: int, world_size: int, config: Any) -> None:
-    for name in ("pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
-        value = getattr(config, name, 1)
-        if value != 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be 1, got {value}; training is tensor and data parallel so far"
-            )
-    tp = config.tensor_model_parallel_size
-    if tp < 1 or world_size % tp:
+    if config.expert_model_parallel_size != 1:
         raise ValueError(
-            f"--tensor-model-parallel-size must divide the number of trainer ranks, got {tp} for {world_size}"
+            f"--expert-model-parallel-size must be 1, got {config.expert_model_parallel_size}; dense models only so far"
+        )
+    sizes = [
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+    ]
+    if min(sizes) < 1 or world_size % math.prod(sizes):
+        raise ValueError(
+            f"TP * PP * CP must divide the number of trainer ranks, got {' * '.join(map(str, sizes))} for {world_size}"
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must lie in [0, world_size), got {rank} of {world_size}")
@@ -59,7 +76,7 @@ def init_parallel(
 
     `init_method` is torch's rendezvous address ("tcp://HOST:PORT" or "file://PATH"), `local_rank` the index of the
     GPU this process drives. Backend: NCCL where CUDA is available, else gloo with CUDA requests redirected.
-    Reads --tensor-model-parallel-size, --distributed-timeout-minutes and --seed. All generators (Python, numpy,
+    Reads the parallel sizes, --distributed-timeout-minutes and --seed. All generators (Python, numpy,
     torch, Megatron's tracker) are seeded from --seed, so a run repeats exactly on the same number of ranks.
     """
     _check(rank, world_size, config)
@@ -75,6 +92,8 @@ def init_parallel(
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
         distributed_timeout_minutes=minutes,
         create_gloo_process_groups=False,
     )
@@ -87,11 +106,18 @@ def init_parallel(
         world_size=world_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         device=device,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
     )
 
 

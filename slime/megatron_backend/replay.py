@@ -45,8 +45,8 @@ def replay_log_probs(
                 values = log_probs_of_data(
                     model,
                     info,
-                    [pack(data, row, (), pad_to=1, device=info.device) for row in layout],
-                    len(samples),
+                    (pack(data, row, (), device=info.device) for row in layout),
+                    len(layout),
                     data["response_lengths"],
                     operators.pass_head(config),
                     temperature=config.rollout_temperature,

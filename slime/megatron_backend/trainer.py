@@ -9,7 +9,7 @@ Owns the order of a training step. The maths is in slime.algo and rl_kernel, the
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from slime.megatron_backend.model import build_model, unwrap
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.optimizer import build_optimizer, finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 from slime.protocols import TrainResult, WeightUpdate
 from slime.tracking.memory import resident_peak_gib
@@ -85,7 +86,8 @@ class MegatronTrainer:
         perf["perf/actor_train_tok_per_s"] = sum(data["total_lengths"]) / perf["perf/actor_train_time"]
         if (resident := resident_peak_gib()) is not None:
             perf["perf/trainer_rss_gib"] = resident
-        return TrainResult(steps=steps, rollout=rollout, perf=perf | operators.step_metrics())
+        operated = from_last_stage(self.info, operators.step_metrics())  # other stages have no head
+        return TrainResult(steps=steps, rollout=rollout, perf=perf | operated)
 
     def _train(self, rollout_id: int, data: TrainData) -> tuple[list[dict[str, float]], dict[str, float]]:
         """Metrics of each optimizer step, and means over the rollout. Everything here is inside some timer."""
@@ -119,7 +121,7 @@ class MegatronTrainer:
         tensors = export_hf(self.model)
         if dist.get_rank() == 0:
             return self.channel.publish(tensors, version, checksums=checksums)
-        for _ in tensors:  # the export gathers over tensor-parallel ranks: all must take part
+        for _ in tensors:  # the export gathers over ranks: all must take part
             pass
         return None
 
@@ -151,9 +153,17 @@ class MegatronTrainer:
 
     def _pack(self, data: TrainData, samples: list[int], columns: tuple[str, ...] = ()) -> MicroBatch:
         present = [name for name in columns if name in data]
-        # sequence parallelism cuts the packed row into equal parts
-        pad_to = self.info.tp_size if self.config.sequence_parallel else 1
-        return pack(data, samples, present, pad_to=pad_to, device=self.info.device)
+        info = self.info
+        return pack(
+            data,
+            samples,
+            present,
+            device=info.device,
+            # sequence parallelism cuts the packed row into equal parts
+            multiple=info.tp_size if self.config.sequence_parallel else 1,
+            cp_rank=info.cp_rank,
+            cp_size=info.cp_size,
+        )
 
     def _forward_log_probs(self, model: Any, data: TrainData, prefix: str) -> list[Tensor]:
         """`prefix` tells --custom-megatron-before-log-prob-hook-path which column follows: "ref_" or ""."""
@@ -161,8 +171,8 @@ class MegatronTrainer:
         return log_probs_of_data(
             model,
             self.info,
-            [self._pack(data, samples) for samples in data["micro_batch_indices"]],
-            len(data["tokens"]),
+            (self._pack(data, samples) for samples in data["micro_batch_indices"]),
+            len(data["micro_batch_indices"]),
             data["response_lengths"],
             operators.pass_head(self.config),
             temperature=self.temperature,
@@ -219,17 +229,14 @@ class MegatronTrainer:
             self.model.train()
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
-        losses = []
-        for k, samples in enumerate(micro_batches):
-            last = k == len(micro_batches) - 1
-            with nullcontext() if last else self.model.no_sync():
-                with self.timers.measure("pack"):
-                    batch = self._pack(data, samples, COLUMNS)
-                losses.append(micro_batch_loss(self, data, batch, data["normalisers"][step_id]))
-                self.audit.add(data, batch, losses[-1].log_probs, step_id)
-                with self.timers.measure("backward"):
-                    losses[-1].loss.backward()
-            self.progress = (self.progress[0] + 1, self.progress[1])
+        batches = self._training_batches(data, micro_batches)
+
+        def on_output(batch: MicroBatch, output: Tensor) -> tuple[Tensor, MicroBatchLoss]:
+            loss = micro_batch_loss(self, data, batch, output, data["normalisers"][step_id])
+            self.audit.add(data, batch, loss.log_probs, step_id)
+            return loss.loss, loss
+
+        losses = run_stages(self.model, self.info, batches, len(micro_batches), on_output, self.timers)
         with self.timers.measure("reduce_grads"):
             finish_grads(self.model)
         with self.timers.measure("optimizer"):
@@ -243,13 +250,23 @@ class MegatronTrainer:
         }  # before the scheduler moves on: the rate this step used
         self.scheduler.step(increment=global_batch_size)
         with self.timers.measure("step_metrics"):
-            metrics = reduce_metrics(losses, self.info.dp_group)
+            # in one pass each context-parallel rank has the loss of its own tokens, otherwise the whole
+            ranks = self.info.dp_cp_group if self.head == "linear_token_loss" else self.info.dp_group
+            metrics = from_last_stage(self.info, reduce_metrics(losses, ranks) if losses else {})
         return {
             **metrics,
             "train/grad_norm": float(grad_norm),
             "train/global_batch_size": global_batch_size,
             **rates,
         }
+
+    def _training_batches(self, data: TrainData, micro_batches: list[list[int]]) -> Iterator[MicroBatch]:
+        """The packed micro-batches of a step; one that is asked for after another says that this one is on its way."""
+        for samples in micro_batches:
+            with self.timers.measure("pack"):
+                batch = self._pack(data, samples, COLUMNS)
+            yield batch
+            self.progress = (self.progress[0] + 1, self.progress[1])
 
     def _update_reference(self, rollout_id: int) -> None:
         interval = self.config.ref_update_interval

@@ -7,6 +7,7 @@ names it. Loading and export are bitwise inverses when the dtypes agree.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +26,25 @@ from slime.megatron_backend.model import HiddenGPTModel, unwrap
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
+_TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
+"""A tied head is the embedding; on a last stage that has no embedding it is a copy of its own."""
+
+
 def _parameters(inner: HiddenGPTModel) -> Iterator[tuple[nn.Parameter, Row, tuple[str, ...]]]:
-    """Every parameter with its row of the family's table and its HF names, in model order."""
+    """Every parameter of this stage with its row of the family's table and its HF names, in model order."""
     family = family_for(inner.hf_config)
+    layers = inner.decoder.layers
+    before = (
+        layers[0].layer_number - 1 if len(layers) else 0
+    )  # layers of earlier stages; Megatron counts from 1
     for name, parameter in inner.named_parameters():
-        yield parameter, *family.find(name)
+        if name == _TIED[0] and inner.share_embeddings_and_output_weights:
+            name = _TIED[1]
+        yield parameter, *family.find(_LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name))
 
 
 def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
@@ -61,9 +73,18 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
             )
 
 
+def _names_of_all_stages(rows: list[tuple[nn.Parameter, Row, tuple[str, ...]]]) -> set[str]:
+    """Collective over the pipeline."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(stages, [name for _, _, names in rows for name in names], group=group)
+    return {name for stage in stages for name in stage}
+
+
 @torch.no_grad()
 def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
-    """Fill the model's parameters, in place, from a single-file or sharded safetensors checkpoint.
+    """Fill the model's parameters, in place, from a single-file or sharded safetensors checkpoint. Collective over the
+    stages of a pipeline.
 
     Values are cast to the model's dtype, vocabulary padding is zero, each rank keeps its tensor-parallel part. Call it
     before `build_optimizer`, which copies its fp32 masters from the parameters (or `reload_model_params` after).
@@ -72,7 +93,7 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
     inner, checkpoint_dir = unwrap(model), Path(checkpoint_dir)
     files = _files_of(checkpoint_dir)
     rows = list(_parameters(inner))
-    _check_names({name for _, _, names in rows for name in names}, set(files), inner, checkpoint_dir)
+    _check_names(_names_of_all_stages(rows), set(files), inner, checkpoint_dir)
     rank, size = _tp_rank_and_size()
     handles: dict[Path, Any] = {}
     for parameter, row, names in rows:
@@ -81,10 +102,7 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
             if files[name] not in handles:
                 handles[files[name]] = safe_open(files[name], framework="pt")
             parts.append(handles[files[name]].get_tensor(name))
-        # the shapes config.json asks for, found by cutting an empty tensor of the full size the same way
-        meta = parameter.data.to("meta")
-        wanted = row.layout.split(row.layout.merge([meta] * size), inner.sizes)
-        for name, part, want in zip(names, parts, wanted, strict=True):
+        for name, part, want in zip(names, parts, _hf_parts(parameter, row, inner), strict=True):
             if part.shape != want.shape:
                 raise ValueError(
                     f"{name} must have shape {list(want.shape)} as config.json says, got {list(part.shape)} in "
@@ -97,18 +115,62 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
 def export_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All weights under their HF names: full tensors on every rank, in the model's dtype and on its device.
 
-    Collective over tensor-parallel ranks: every rank must exhaust the iterator. A tied head is left out. Tensors may
-    share memory with the live parameters: copy what must outlive the next optimizer step.
+    Collective over tensor- and pipeline-parallel ranks: every rank must exhaust the iterator. A tied head is left out.
+    Tensors may share memory with the live parameters: copy what must outlive the next optimizer step.
     """
     inner = unwrap(model)
-    _, size = _tp_rank_and_size()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        yield from _export_stage(inner)
+        return
+    for stage in range(group.size()):
+        mine = _export_stage(inner) if stage == group.rank() else None
+        box = [_shapes_of_stage(inner) if mine else []]
+        dist.broadcast_object_list(box, group=group, group_src=stage)
+        for name, shape in box[0]:
+            if mine:
+                tensor = next(mine)[1].contiguous()
+            else:
+                tensor = torch.empty(
+                    shape, dtype=inner.config.params_dtype, device=torch.cuda.current_device()
+                )
+            dist.broadcast(tensor, group=group, group_src=stage)
+            yield name, tensor
+
+
+def _exported(inner: HiddenGPTModel) -> Iterator[tuple[nn.Parameter, Row, tuple[str, ...]]]:
+    """What this stage has, without the copy of the embedding that a tied head is."""
     for parameter, row, names in _parameters(inner):
+        if not getattr(parameter, "shared", False):  # Megatron's mark of that copy
+            yield parameter, row, names
+
+
+def _export_stage(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
+    """HF names and full tensors of this stage. Collective over tensor-parallel ranks."""
+    _, size = _tp_rank_and_size()
+    for parameter, row, names in _exported(inner):
         full = parameter.data
         if size > 1 and getattr(parameter, "tensor_model_parallel", False):
             shards = [torch.empty_like(full) for _ in range(size)]
             dist.all_gather(shards, full.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
             full = row.layout.merge(shards)
         yield from zip(names, row.layout.split(full, inner.sizes), strict=True)
+
+
+def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size]]:
+    """Names and shapes that `_export_stage` gives."""
+    return [
+        (name, part.shape)
+        for parameter, row, names in _exported(inner)
+        for name, part in zip(names, _hf_parts(parameter, row, inner), strict=True)
+    ]
+
+
+def _hf_parts(parameter: nn.Parameter, row: Row, inner: HiddenGPTModel) -> list[Tensor]:
+    """The HF tensors that a parameter is made of as config.json has them: shapes, found by cutting an empty tensor of
+    the full size."""
+    _, size = _tp_rank_and_size()
+    return row.layout.split(row.layout.merge([parameter.data.to("meta")] * size), inner.sizes)
 
 
 def save_hf(

@@ -14,8 +14,10 @@ from torch.nn.functional import cross_entropy
 
 import rl_kernel
 from slime.config.megatron import MegatronConfig
+from slime.data.token_slice import token_slice
 from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.model import forward_hidden, output_weight, vocab_range
+from slime.megatron_backend.model import hidden_of as hidden_of_output
+from slime.megatron_backend.model import output_weight, stage_output, vocab_range
 from slime.megatron_backend.optimizer import finish_grads
 
 VOCAB = 99
@@ -76,7 +78,8 @@ def packed_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 def hidden_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
     device = output_weight(model).device
-    return forward_hidden(model, torch.cat(batch).to(device), packed_layout([len(s) for s in batch], device))
+    layout = packed_layout(token_slice([len(s) for s in batch]), device)
+    return hidden_of_output(model, stage_output(model, torch.cat(batch).to(device), layout))
 
 
 def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime.data.token_slice import token_slice
 from slime.megatron_backend.attention import PackedAttention, apply_rotary, packed_layout
 
 
@@ -37,7 +38,7 @@ def test_values_and_gradients_match_single_sequences(lengths, kv_heads):
     torch.manual_seed(0)
     total = sum(lengths)
     q, k, v = (torch.randn(total, n, 8, requires_grad=True) for n in (4, kv_heads, kv_heads))
-    layout = packed_layout(lengths, "cpu")
+    layout = packed_layout(token_slice(lengths), "cpu")
     layout.rotary = no_rotation(total, 4)
     attention = PackedAttention(SimpleNamespace(kv_channels=8))
     out = attention(q, k, v, None, packed_seq_params=layout)
@@ -54,9 +55,9 @@ def test_values_and_gradients_match_single_sequences(lengths, kv_heads):
 
 
 def test_layout_by_hand():
-    layout = packed_layout([3, 1, 4], "cpu")
+    layout = packed_layout(token_slice([3, 1, 4]), "cpu")
     assert layout.cu_seqlens_q.tolist() == [0, 3, 4, 8] and layout.cu_seqlens_q.dtype == torch.int32
-    assert (layout.qkv_format, layout.max_seqlen_q, layout.lengths) == ("thd", 4, (3, 1, 4))
+    assert (layout.qkv_format, layout.max_seqlen_q, layout.own) == ("thd", 4, 8)
     assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     # buckets by length: {1}, {3}, {4}: their rows follow each other
     assert layout.buckets == [(1, 1), (1, 3), (1, 4)] and layout.padded_tokens == 8
@@ -64,10 +65,10 @@ def test_layout_by_hand():
 
 
 def test_similar_lengths_share_a_bucket_and_padding_is_bounded():
-    layout = packed_layout([24, 20, 18, 1000], "cpu")
+    layout = packed_layout(token_slice([24, 20, 18, 1000]), "cpu")
     assert layout.buckets == [(3, 24), (1, 1000)]
     lengths = list(range(1, 500))
-    layout = packed_layout(lengths, "cpu")
+    layout = packed_layout(token_slice(lengths), "cpu")
     assert len(layout.buckets) <= 18 and layout.padded_tokens < 1.5 * sum(lengths)
     assert layout.slots.unique().numel() == sum(lengths)  # no two tokens share a row
 
@@ -75,7 +76,7 @@ def test_similar_lengths_share_a_bucket_and_padding_is_bounded():
 @pytest.mark.parametrize("lengths", [[], [3, 0, 2]])
 def test_empty_sequences_are_refused(lengths):
     with pytest.raises(ValueError, match="lengths must be positive and at least one"):
-        packed_layout(lengths, "cpu")
+        packed_layout(token_slice(lengths), "cpu")
 
 
 def test_rotary_by_hand():

@@ -205,9 +205,13 @@ def test_fewer_kv_heads_than_ranks(root, one, two):
 @pytest.mark.parametrize(
     ("values", "world", "message"),
     [
-        ({"pipeline_model_parallel_size": 2}, 2, "--pipeline-model-parallel-size must be 1, got 2"),
-        ({"context_parallel_size": 4}, 4, "--context-parallel-size must be 1, got 4"),
-        ({"tensor_model_parallel_size": 2}, 3, "--tensor-model-parallel-size must divide .* got 2 for 3"),
+        ({"expert_model_parallel_size": 2}, 2, "--expert-model-parallel-size must be 1, got 2"),
+        ({"tensor_model_parallel_size": 2}, 3, r"TP \* PP \* CP must divide .* got 2 \* 1 \* 1 for 3"),
+        (
+            {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+            6,
+            r"TP \* PP \* CP must divide .* got 1 \* 2 \* 2 for 6",
+        ),
     ],
 )
 def test_impossible_layouts_are_refused(values, world, message):

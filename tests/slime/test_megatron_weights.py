@@ -11,9 +11,10 @@ import transformers
 from megatron_cases import VOCAB, hf_logits, make_config, packed_logits, sequences, sum_loss, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
+from slime.data.token_slice import token_slice
 from slime.megatron_backend.attention import packed_layout
 from slime.megatron_backend.hf_weights.base import Direct, GateUp, GroupedQkv, Sizes, Vocab
-from slime.megatron_backend.model import build_model, forward_hidden, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model import build_model, output_weight, stage_output, unwrap, vocab_range
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
@@ -170,7 +171,9 @@ def test_absent_weights_are_an_error(tmp_path):
 def test_tokens_must_fit_the_layout(tmp_path):
     tiny_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"tokens must be \[5\] as the layout says, got \[4\]"):
-        forward_hidden(loaded(tmp_path), torch.zeros(4, dtype=torch.long), packed_layout([2, 3], "cpu"))
+        stage_output(
+            loaded(tmp_path), torch.zeros(4, dtype=torch.long), packed_layout(token_slice([2, 3]), "cpu")
+        )
 
 
 def test_overlapped_parameter_gather_is_refused(tmp_path):

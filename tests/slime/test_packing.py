@@ -106,9 +106,9 @@ def test_pack_points_every_response_token_at_the_state_before_it():
         "response_lengths": [2, 1],
         "loss_masks": [torch.tensor([1, 0]), torch.tensor([1])],
     }
-    batch = pack(data, [1, 0], ["loss_masks"], pad_to=4, device="cpu")
+    batch = pack(data, [1, 0], ["loss_masks"], multiple=4, device="cpu")
     assert batch.tokens.tolist() == [1, 2, 3, 5, 6, 7, 8, 0]
-    assert batch.lengths == [3, 4, 1]
+    assert batch.part.lengths == (3, 4) and batch.mine is None
     assert batch.rows.tolist() == [1, 4, 5]
     assert batch.targets.tolist() == [3, 7, 8]
     assert batch.sample_of_row.tolist() == [0, 1, 1]

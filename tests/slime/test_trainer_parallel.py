@@ -1,4 +1,4 @@
-"""Two trainer ranks over gloo against one: the same metrics, the same weights, the same published file.
+"""Two and four trainer ranks over gloo against one: the same metrics, the same weights, the same published file.
 
 The worker processes run every layout in turn and write what they got; the tests compare it with a single rank.
 """
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from trainer_cases import exported, make_config, make_samples, rank_data
 
 from slime.megatron_backend.trainer import MegatronTrainer
+from slime.types import Sample
 
 POLICY_FLAGS = {
     # two optimizer steps, every term of the loss that crosses ranks
@@ -29,22 +30,78 @@ POLICY_FLAGS = {
     "use_tis": True,
 }
 CUSTOM_FLAGS = {"loss_type": "custom_loss", "custom_loss_function_path": "trainer_cases.reinforce_loss"}
+GSPO_FLAGS = POLICY_FLAGS | {"advantage_estimator": "gspo", "use_opsm": True}
+ONE_SAMPLE_FLAGS = POLICY_FLAGS | {"use_dynamic_batch_size": False, "micro_batch_size": 1}
 TENSOR = {"tensor_model_parallel_size": 2}
-LAYOUTS: dict[str, dict[str, Any]] = {
+SEQUENCE = TENSOR | {"sequence_parallel": True}
+CONTEXT = {"context_parallel_size": 2}
+STAGES = {"pipeline_model_parallel_size": 2}
+NATIVE = {"rlk_fast": "off"}
+FULL_RECOMPUTE = {
+    "overrides": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+}
+OVERLAP = {"overrides": {"overlap_grad_reduce": True}}
+TWO: dict[str, dict[str, Any]] = {
     "dp": POLICY_FLAGS,
     "dp-per-token": POLICY_FLAGS | {"calculate_per_token_loss": True, "use_distributed_optimizer": False},
     "tp": POLICY_FLAGS | TENSOR,
-    "sp": POLICY_FLAGS | TENSOR | {"sequence_parallel": True},
+    "sp": POLICY_FLAGS | SEQUENCE,
     "tp-custom": CUSTOM_FLAGS | TENSOR,
-    "dp-native": POLICY_FLAGS | {"rlk_fast": "off"},
-    "tp-native": POLICY_FLAGS | TENSOR | {"rlk_fast": "off"},
-    "sp-native": POLICY_FLAGS | TENSOR | {"sequence_parallel": True, "rlk_fast": "off"},
-    "sp-linear_logp": POLICY_FLAGS | TENSOR | {"sequence_parallel": True, "rl_kernel_ops": ["linear_logp"]},
-    "sp-logp": POLICY_FLAGS | TENSOR | {"sequence_parallel": True, "rl_kernel_ops": ["logp"]},
+    "dp-native": POLICY_FLAGS | NATIVE,
+    "tp-native": POLICY_FLAGS | TENSOR | NATIVE,
+    "sp-native": POLICY_FLAGS | SEQUENCE | NATIVE,
+    "sp-linear_logp": POLICY_FLAGS | SEQUENCE | {"rl_kernel_ops": ["linear_logp"]},
+    "sp-logp": POLICY_FLAGS | SEQUENCE | {"rl_kernel_ops": ["logp"]},
+    "cp": POLICY_FLAGS | CONTEXT,
+    "cp-native": POLICY_FLAGS | CONTEXT | NATIVE,
+    "cp-logp": POLICY_FLAGS | CONTEXT | {"rl_kernel_ops": ["logp"]},
+    "cp-gspo": GSPO_FLAGS | CONTEXT,
+    "cp-custom": CUSTOM_FLAGS | CONTEXT,
+    "cp-empty": ONE_SAMPLE_FLAGS | CONTEXT,
+    "cp-empty-native": ONE_SAMPLE_FLAGS | CONTEXT | NATIVE,
+    "cp-recompute": POLICY_FLAGS | CONTEXT | FULL_RECOMPUTE,
+    "pp": POLICY_FLAGS | STAGES,
+    "pp-overlap": POLICY_FLAGS | STAGES | OVERLAP,
+    "pp-native": POLICY_FLAGS | STAGES | NATIVE,
+    "pp-gspo": GSPO_FLAGS | STAGES,
+    "pp-custom": CUSTOM_FLAGS | STAGES,
 }
-SINGLE = {"policy": POLICY_FLAGS, "per-token": LAYOUTS["dp-per-token"], "custom": CUSTOM_FLAGS}
-SAME_AS = {"dp-per-token": "per-token", "tp-custom": "custom"}
-"""All others are compared with one rank that takes the one-pass operator."""
+FOUR: dict[str, dict[str, Any]] = {
+    "cp4-empty": ONE_SAMPLE_FLAGS | {"context_parallel_size": 4},
+    "cp-sp": POLICY_FLAGS | CONTEXT | SEQUENCE,
+    "cp-sp-empty": ONE_SAMPLE_FLAGS | CONTEXT | SEQUENCE,
+    "cp-dp": POLICY_FLAGS | CONTEXT,
+    "pp-sp": POLICY_FLAGS | STAGES | SEQUENCE,
+    "pp-cp": POLICY_FLAGS | STAGES | CONTEXT,
+    "pp-cp-gspo-native": GSPO_FLAGS | STAGES | CONTEXT | NATIVE,
+    "pp-dp": POLICY_FLAGS | STAGES,
+}
+LAYOUTS = dict.fromkeys(TWO, 2) | dict.fromkeys(FOUR, 4)
+SINGLE = {
+    "policy": POLICY_FLAGS,
+    "per-token": TWO["dp-per-token"],
+    "custom": CUSTOM_FLAGS,
+    "gspo": GSPO_FLAGS,
+    "empty": ONE_SAMPLE_FLAGS,
+}
+
+
+def same_as(layout: str) -> str:
+    """The run of one rank, by the one-pass operator where the loss allows it, that a layout is compared with."""
+    return next((name for name in SINGLE if name in layout), "policy")
+
+
+def samples_of(layout: str) -> list[Sample]:
+    """Those of "empty" have responses that one rank predicts alone, and one of 3 tokens, fewer than runs."""
+    samples = make_samples()
+    if "empty" in layout:
+        for i, sample in enumerate(samples):
+            response = 1 + i % 3
+            sample.tokens = [*range(1, 1 + 2 * (i % 8)), *range(40, 42 + response)]
+            sample.response_length = response
+            sample.loss_mask = sample.loss_mask[:response]
+            sample.rollout_log_probs = sample.rollout_log_probs[:response]
+    return samples
 
 
 def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> dict[str, Any]:
@@ -52,14 +109,17 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
     config = make_config(root, weight_dir=str(root / f"weights-{name}"), **flags)
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
     info = trainer.info
-    data = rank_data(config, make_samples(), info.dp_rank, info.dp_size)
+    data = rank_data(config, samples_of(name), info.dp_rank, info.dp_size)
     samples = len(data["tokens"])
+    batches = [trainer._pack(data, places) for places in data["micro_batch_indices"]]
     result = trainer.train(0, data)
     update = trainer.publish_weights(1, checksums=True)
     out = {
         "steps": result.steps,
         "rollout": result.rollout,
         "samples": samples,
+        "rows": [len(batch.rows) for batch in batches],
+        "tokens": [len(batch.part.tokens) for batch in batches],
         "weights": exported(trainer),
         "path": update and update.info["path"],
         "checksums": update and update.checksums,
@@ -68,11 +128,13 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
     return out
 
 
-def work(rank: int, root: Path) -> None:
+def work(rank: int, root: Path, ranks: int) -> None:
     torch.set_num_threads(1)
-    out = {name: run(name, flags, root, rank, 2) for name, flags in LAYOUTS.items()}
-    out["tp-custom"]["logits"] = cases.CALLS[0][2]
-    torch.save(out, root / f"rank{rank}.pt")
+    layouts = {2: TWO, 4: FOUR}[ranks]
+    out = {name: run(name, flags, root, rank, ranks) for name, flags in layouts.items()}
+    if ranks == 2:
+        out["tp-custom"]["logits"] = cases.CALLS[0][2]
+    torch.save(out, root / f"rank{rank}-of-{ranks}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -81,23 +143,27 @@ def one(root):
 
 
 @pytest.fixture(scope="module")
-def two(root, one):
-    torch.multiprocessing.spawn(work, args=(root,), nprocs=2)
-    return [torch.load(root / f"rank{rank}.pt") for rank in (0, 1)]
+def several(root, one):
+    """What each rank got, by layout."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ranks in (2, 4):
+        torch.multiprocessing.spawn(work, args=(root, ranks), nprocs=ranks)
+        parts = [torch.load(root / f"rank{rank}-of-{ranks}.pt") for rank in range(ranks)]
+        found |= {layout: [part[layout] for part in parts] for layout in parts[0]}
+    return found
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_as_one(one, two, layout):
-    wanted = one[SAME_AS.get(layout, "policy")]
-    for rank in (0, 1):
-        got = two[rank][layout]
+def test_several_ranks_train_as_one(one, several, layout):
+    wanted = one[same_as(layout)]
+    for got in several[layout]:
         assert len(got["steps"]) == len(wanted["steps"])
         for a, b in zip(got["steps"], wanted["steps"], strict=True):
             assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
         assert got["rollout"] == pytest.approx(wanted["rollout"], rel=1e-4, abs=1e-6)
         for name, tensor in wanted["weights"].items():
             torch.testing.assert_close(got["weights"][name], tensor, rtol=0, atol=1e-5, msg=name)
-            assert torch.equal(got["weights"][name], two[0][layout]["weights"][name]), name
+            assert torch.equal(got["weights"][name], several[layout][0]["weights"][name]), name
 
 
 def test_the_steps_moved_the_weights(root, one):
@@ -107,21 +173,36 @@ def test_the_steps_moved_the_weights(root, one):
         assert all((t - start[n]).abs().max() > 1e-3 for n, t in result["weights"].items() if t.dim() > 1)
 
 
-def test_data_parallel_ranks_share_the_samples(one, two):
+def test_data_parallel_ranks_share_the_samples(one, several):
     assert one["policy"]["samples"] == 9
-    assert [sum(r[layout]["samples"] for r in two) for layout in ("dp", "tp")] == [9, 18]
-    assert min(r["dp"]["samples"] for r in two) >= 3
+    assert min(r["samples"] for r in several["dp"]) >= 3
+    for layout, each in {"dp": 1, "tp": 2, "cp": 2, "pp": 2, "cp-dp": 2, "pp-dp": 2, "pp-cp": 4}.items():
+        assert sum(r["samples"] for r in several[layout]) == 9 * each, layout
+
+
+def test_context_parallel_ranks_share_the_rows(one, several):
+    """Each response token is one rank's; no rank has much more to do than the other, or nothing at all unless meant."""
+    for layout, ranks in {"cp": 2, "cp-empty": 2, "cp4-empty": 4}.items():
+        for kind in ("rows", "tokens"):
+            shared = [sum(of_ranks) for of_ranks in zip(*(r[kind] for r in several[layout]), strict=True)]
+            assert sum(shared) == sum(one[same_as(layout)][kind]), (layout, kind)
+        assert len(several[layout]) == ranks
+    for first, second in zip(*(r["tokens"] for r in several["cp"]), strict=True):
+        assert abs(first - second) <= 0.1 * (first + second)
+    assert min(min(r["rows"]) for r in several["cp-empty"]) == 0
+    assert min(min(r["tokens"]) for r in several["cp4-empty"]) == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rank_0_publishes_the_whole_model(two, layout):
-    assert two[1][layout]["path"] is None
-    published = load_file(two[0][layout]["path"])
-    assert published.keys() == two[0][layout]["checksums"].keys()
-    for name, tensor in two[0][layout]["weights"].items():
+def test_rank_0_publishes_the_whole_model(several, layout):
+    first, *others = several[layout]
+    assert all(other["path"] is None for other in others)
+    published = load_file(first["path"])
+    assert published.keys() == first["checksums"].keys() == first["weights"].keys()
+    for name, tensor in first["weights"].items():
         assert torch.equal(published[name], tensor), name
 
 
-def test_custom_loss_sees_its_part_of_the_vocabulary(two):
+def test_custom_loss_sees_its_part_of_the_vocabulary(several):
     """99 entries are padded to 256 = 2 x 128; the padding has no part in the softmax (compared above)."""
-    assert [r["tp-custom"]["logits"][1] for r in two] == [128, 128]
+    assert [r["logits"][1] for r in several["tp-custom"]] == [128, 128]

@@ -1,0 +1,86 @@
+"""Context parallelism as arithmetic: which tokens of a packed row a rank computes, and where the others' lie.
+
+Every sequence is cut into 2 C nearly equal runs for C ranks; rank c takes runs c and 2 C - 1 - c. The early run of a
+rank is cheap for causal attention as far as its late run is dear, so that all ranks work the same ("zigzag"; see the
+context parallelism of Megatron-LM). Sequences are not padded: a short one may leave a rank with nothing.
+Shapes: T packed tokens, n tokens of this rank, P rows that every rank computes (its tokens, then padding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens [start, stop) of sequence `sequence`. They attend to [0, stop) of it."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TokenSlice:
+    """The part of one packed row that rank `rank` of `size` computes. Tensors are int64 on the host.
+
+    `lengths`: tokens of each sequence of the row; `runs`: what this rank has of them, in its order; `tokens` [n]: the
+    place in the packed row of each of its tokens; `rows` P: the same on all ranks; `gathered` [T]: where each packed
+    token lies when the P rows of all ranks stand one after the other.
+    """
+
+    lengths: tuple[int, ...]
+    rank: int
+    size: int
+    runs: list[Run]
+    tokens: Tensor
+    rows: int
+    gathered: Tensor
+
+    def row_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the packed places `tokens` this rank computes (indices into `tokens`), and in which of its rows."""
+        row = self.gathered[tokens] - self.rank * self.rows
+        (mine,) = torch.nonzero((row >= 0) & (row < self.rows), as_tuple=True)
+        return mine, row[mine]
+
+
+def token_slice(lengths: Sequence[int], *, rank: int = 0, size: int = 1, multiple: int = 1) -> TokenSlice:
+    """The part of rank `rank` of `size` in a row of sequences of `lengths` tokens; P is a multiple of `multiple`.
+
+    ValueError for an empty list or a length below 1.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(
+            f"lengths must be positive and at least one, got {list(lengths)[:8]}; drop empty sequences"
+        )
+    first = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    runs = [_runs(lengths, r, size) for r in range(size)]
+    tokens = [
+        torch.cat(
+            [torch.arange(first[x.sequence] + x.start, first[x.sequence] + x.stop) for x in of_rank]
+            or [torch.empty(0, dtype=torch.int64)]
+        )
+        for of_rank in runs
+    ]
+    rows = -(-max(len(x) for x in tokens) // multiple) * multiple
+    gathered = torch.empty(first[-1], dtype=torch.int64)
+    for r, places in enumerate(tokens):
+        gathered[places] = r * rows + torch.arange(len(places))
+    return TokenSlice(tuple(lengths), rank, size, runs[rank], tokens[rank], rows, gathered)
+
+
+def _runs(lengths: Sequence[int], rank: int, size: int) -> list[Run]:
+    """Non-empty runs of one rank; one whole run a sequence where there is one rank."""
+    if size == 1:
+        return [Run(s, 0, length) for s, length in enumerate(lengths)]
+    runs = []
+    for s, length in enumerate(lengths):
+        for k in (rank, 2 * size - 1 - rank):
+            start, stop = (length * bound // (2 * size) for bound in (k, k + 1))
+            if stop > start:
+                runs.append(Run(s, start, stop))
+    return runs
