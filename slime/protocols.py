@@ -16,6 +16,8 @@ class GenerateResult:
     """One completion. `log_probs` are nats under the temperature-scaled distribution, one per token of `token_ids`.
 
     `weight_versions` are the versions live when the request entered and left the engine (one entry when equal).
+    `queue_s` is how long it waited in the engine before that first computed, `decode_tokens_per_s` its speed after the
+    first token; None where the engine does not say.
     """
 
     token_ids: list[int]
@@ -25,6 +27,8 @@ class GenerateResult:
     weight_versions: list[int]
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    queue_s: float | None = None
+    decode_tokens_per_s: float | None = None
 
 
 class RolloutEngine(Protocol):
@@ -99,12 +103,14 @@ class NoEngines:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one rollout hands to training: a reference to the data of each data-parallel rank, its metrics, and how many
-    tokens all its samples have, prompts included."""
+    """What one rollout hands to training: a reference to the data of each data-parallel rank, its metrics, and of the
+    samples that are trained on, all ranks together: their tokens, prompts included, and the FLOPs of one forward pass
+    over them (`slime.data.packing.sample_flops`)."""
 
     rank_data: list[Any]
     metrics: dict[str, float]
     tokens: int
+    forward_flops: float
 
 
 class RolloutHandle(Protocol):

@@ -1,14 +1,21 @@
-"""Flags of the algorithm section: advantages, policy loss, KL and entropy."""
+"""Flags of the algorithm section, and their rules: advantages, policy loss, KL and entropy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from slime.config.fields import flag
+from slime.config.fields import flag, spelled
 
 ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """Estimators whose reward is centred on its group (DeepSeekMath 2402.03300 section 4.1; REINFORCE++ 2501.03262)."""
+GROUP_MAKERS = (
+    "custom_generate_function_path",
+    "rollout_function_path",
+    "data_source_path",
+    "load_debug_rollout_data",
+)
 
 
 @dataclass(frozen=True)
@@ -42,3 +49,73 @@ class AlgorithmConfig:
     disable_rewards_normalization: bool = flag(False, "use raw rewards as advantages")
     calculate_per_token_loss: bool = flag(False, "mean over all tokens instead of over samples")
     disable_compute_advantages_and_returns: bool = flag(False, "no advantages (SFT and custom losses)")
+
+
+def check_algorithm(c: Any) -> None:
+    """An estimator and a loss that this version has, with what they need."""
+    if c.advantage_estimator == "ppo":
+        raise ValueError(
+            "--advantage-estimator must not be ppo, got ppo; it needs a critic, not supported yet: use grpo"
+        )
+    if c.advantage_estimator.startswith("reinforce_plus_plus") and not c.normalize_advantages:
+        raise ValueError(
+            f"--advantage-estimator {c.advantage_estimator} must be used with --normalize-advantages"
+        )
+    if c.loss_type == "custom_loss" and c.custom_loss_function_path is None:
+        raise ValueError("--custom-loss-function-path must be given with --loss-type custom_loss, got none")
+    if c.eps_clip_c is not None and c.eps_clip_c <= 1:
+        raise ValueError(f"--eps-clip-c must be above 1, got {c.eps_clip_c}")
+    if c.eps_clip >= 1:
+        raise ValueError(f"--eps-clip must be below 1, got {c.eps_clip}")
+
+
+def compares_alone(c: Any) -> bool:
+    """Whether a reward is compared with its group and --n-samples-per-prompt makes groups of one: advantages of 0."""
+    hooks = (
+        c.custom_reward_post_process_path,
+        c.custom_convert_samples_to_train_data_path,
+        c.custom_advantage_function_path,
+    )
+    compares = c.advantage_estimator in CENTRED and not c.disable_rewards_normalization and not any(hooks)
+    trains = c.loss_type == "policy_loss" and not c.debug_rollout_only
+    return trains and compares and c.n_samples_per_prompt == 1
+
+
+def makes_groups(c: Any) -> str | None:
+    """The flag that may give a group more samples than --n-samples-per-prompt says, as typed: a user's function that
+    fans out or groups by itself, or saved samples. None when there is none."""
+    for name in GROUP_MAKERS:
+        path = getattr(c, name)
+        if path and not path.startswith(
+            "slime."
+        ):  # ours, also under slime's own import paths, make groups as told
+            return f"{spelled(name)} {path}"
+    return None
+
+
+def check_group_size(c: Any) -> None:
+    """Something to compare a reward with; where only the user's code can tell, `resolve` leaves a note instead."""
+    if compares_alone(c) and makes_groups(c) is None:
+        raise ValueError(
+            f"--n-samples-per-prompt must be above 1 with --advantage-estimator {c.advantage_estimator}, got 1; a "
+            "reward counts relative to its group, and alone it is 0: raise it, or use --disable-rewards-normalization"
+        )
+
+
+def check_kl(c: Any) -> None:
+    """One KL, in the reward or in the loss, where the loss has one."""
+    for name in ("kl_coef", "kl_loss_coef"):
+        if c.loss_type == "sft_loss" and getattr(c, name) != 0:
+            raise ValueError(
+                f"{spelled(name)} must be 0 with --loss-type sft_loss, got {getattr(c, name)}; supervised training has "
+                "no KL to a reference: leave it out"
+            )
+    if c.kl_coef != 0 and c.kl_loss_coef != 0:
+        raise ValueError(
+            f"--kl-coef and --kl-loss-coef must not both be set, got {c.kl_coef} and {c.kl_loss_coef}; "
+            "the KL belongs either in the reward or in the loss"
+        )
+    if c.kl_loss_coef != 0 and not c.use_kl_loss:
+        raise ValueError(
+            f"--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef {c.kl_loss_coef}"
+        )

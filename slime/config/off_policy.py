@@ -1,8 +1,9 @@
-"""Flags of the off-policy section: correcting for the gap between engine and trainer."""
+"""Flags of the off-policy section, and their rules: correcting for the gap between engine and trainer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from slime.config.fields import flag
 
@@ -24,3 +25,29 @@ class OffPolicyConfig:
     get_mismatch_metrics: bool = flag(False, "report importance-weight metrics without applying them")
     use_opsm: bool = flag(False, "drop negative samples whose sequence KL exceeds --opsm-delta")
     opsm_delta: float = flag(1e-4, "threshold of --use-opsm")
+
+
+def check_off_policy(c: Any) -> None:
+    """Log-probs that a correction compares exist, and are of the same distribution."""
+    if c.use_rollout_logprobs and c.use_tis:
+        raise ValueError(
+            "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
+            "the old policy there is nothing left to correct"
+        )
+    if c.ref_update_interval is not None and c.save is not None:
+        raise ValueError(
+            "--ref-update-interval must not be combined with --save, got both; checkpoints do not hold the moved "
+            "reference model yet, so a resumed run would go on with another one"
+        )
+    if c.use_rollout_logprobs and c.get_mismatch_metrics:
+        raise ValueError(
+            "--get-mismatch-metrics must not be combined with --use-rollout-logprobs, got both; the trainer's own old "
+            "log-probs, which the metrics compare with, are not computed then"
+        )
+    if c.use_rollout_logprobs and (c.rollout_top_p < 1 or c.rollout_top_k != -1):
+        raise ValueError(
+            "--use-rollout-logprobs must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
+            f"{c.rollout_top_p} and {c.rollout_top_k}; the engine's log-probs are of fewer tokens"
+        )
+    if c.tis_clip_low > c.tis_clip:
+        raise ValueError(f"--tis-clip-low must be at most --tis-clip, got {c.tis_clip_low} and {c.tis_clip}")

@@ -7,6 +7,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
+from slime.config.algorithm import compares_alone, makes_groups
 from slime.config.kernels import OPERATORS
 from slime.config.schema import SECTIONS, Config
 
@@ -103,7 +104,14 @@ def _batches(c: argparse.Namespace) -> None:
 
 
 def _algorithm(c: argparse.Namespace) -> None:
-    if c.use_kl_loss and c.kl_loss_coef == 0:
+    if compares_alone(c) and (maker := makes_groups(c)) is not None:
+        c.notes.append(
+            f"--n-samples-per-prompt 1 with --advantage-estimator {c.advantage_estimator}: a reward counts relative to "
+            f"its group, so all advantages are 0 unless {maker} brings several samples to a group"
+        )
+    if c.use_kl_loss and c.loss_type == "sft_loss":
+        c.notes.append("--use-kl-loss has no effect with --loss-type sft_loss: no reference model is loaded")
+    elif c.use_kl_loss and c.kl_loss_coef == 0:
         c.notes.append(
             "--use-kl-loss with --kl-loss-coef 0 only reports the KL, for a reference pass each rollout; "
             "leave it out to save that"

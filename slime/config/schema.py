@@ -128,7 +128,9 @@ class Config:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model is loaded and its log-probs are computed."""
+        """Whether a reference model is loaded and its log-probs are computed; supervised training needs none."""
+        if self.algorithm.loss_type == "sft_loss":
+            return False
         return self.algorithm.use_kl_loss or self.algorithm.kl_coef != 0
 
     @property

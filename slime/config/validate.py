@@ -9,11 +9,12 @@ import json
 import re
 from pathlib import Path
 
-from slime.config.algorithm import CENTRED
+from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.debug import check_profile_steps
 from slime.config.fields import spelled
 from slime.config.kernels import check_kernels
 from slime.config.model_args import check_model_args
+from slime.config.off_policy import check_off_policy
 from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.hooks import load_function
@@ -225,75 +226,6 @@ def _micro_batches(c: Config) -> None:
         )
 
 
-def _algorithm(c: Config) -> None:
-    if c.advantage_estimator == "ppo":
-        raise ValueError(
-            "--advantage-estimator must not be ppo, got ppo; it needs a critic, not supported yet: use grpo"
-        )
-    if c.advantage_estimator.startswith("reinforce_plus_plus") and not c.normalize_advantages:
-        raise ValueError(
-            f"--advantage-estimator {c.advantage_estimator} must be used with --normalize-advantages"
-        )
-    if c.loss_type == "custom_loss" and c.custom_loss_function_path is None:
-        raise ValueError("--custom-loss-function-path must be given with --loss-type custom_loss, got none")
-    if c.eps_clip_c is not None and c.eps_clip_c <= 1:
-        raise ValueError(f"--eps-clip-c must be above 1, got {c.eps_clip_c}")
-    if c.eps_clip >= 1:
-        raise ValueError(f"--eps-clip must be below 1, got {c.eps_clip}")
-
-
-def _group_size(c: Config) -> None:
-    hooks = (
-        c.custom_reward_post_process_path,
-        c.custom_convert_samples_to_train_data_path,
-        c.custom_advantage_function_path,
-    )
-    compares = c.advantage_estimator in CENTRED and not c.disable_rewards_normalization and not any(hooks)
-    trains = c.loss_type == "policy_loss" and not c.debug_rollout_only
-    if trains and compares and c.n_samples_per_prompt == 1:
-        raise ValueError(
-            f"--n-samples-per-prompt must be above 1 with --advantage-estimator {c.advantage_estimator}, got 1; a "
-            "reward counts relative to its group, and alone it is 0: raise it, or use --disable-rewards-normalization"
-        )
-
-
-def _kl(c: Config) -> None:
-    if c.kl_coef != 0 and c.kl_loss_coef != 0:
-        raise ValueError(
-            f"--kl-coef and --kl-loss-coef must not both be set, got {c.kl_coef} and {c.kl_loss_coef}; "
-            "the KL belongs either in the reward or in the loss"
-        )
-    if c.kl_loss_coef != 0 and not c.use_kl_loss:
-        raise ValueError(
-            f"--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef {c.kl_loss_coef}"
-        )
-
-
-def _off_policy(c: Config) -> None:
-    if c.use_rollout_logprobs and c.use_tis:
-        raise ValueError(
-            "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
-            "the old policy there is nothing left to correct"
-        )
-    if c.ref_update_interval is not None and c.save is not None:
-        raise ValueError(
-            "--ref-update-interval must not be combined with --save, got both; checkpoints do not hold the moved "
-            "reference model yet, so a resumed run would go on with another one"
-        )
-    if c.use_rollout_logprobs and c.get_mismatch_metrics:
-        raise ValueError(
-            "--get-mismatch-metrics must not be combined with --use-rollout-logprobs, got both; the trainer's own old "
-            "log-probs, which the metrics compare with, are not computed then"
-        )
-    if c.use_rollout_logprobs and (c.rollout_top_p < 1 or c.rollout_top_k != -1):
-        raise ValueError(
-            "--use-rollout-logprobs must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
-            f"{c.rollout_top_p} and {c.rollout_top_k}; the engine's log-probs are of fewer tokens"
-        )
-    if c.tis_clip_low > c.tis_clip:
-        raise ValueError(f"--tis-clip-low must be at most --tis-clip, got {c.tis_clip_low} and {c.tis_clip}")
-
-
 def _rewards(c: Config) -> None:
     if c.rm_type is None:
         return
@@ -365,10 +297,10 @@ RULES = (
     _staleness,
     _batch_equation,
     _micro_batches,
-    _algorithm,
-    _group_size,
-    _kl,
-    _off_policy,
+    check_algorithm,
+    check_group_size,
+    check_kl,
+    check_off_policy,
     check_kernels,
     _rewards,
     _intervals,

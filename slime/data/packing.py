@@ -27,17 +27,23 @@ class Schedule:
     global_batch_sizes: list[int]
 
 
-def sample_flops(length: int, hf_config: dict[str, Any]) -> float:
-    """Forward FLOPs of one sequence: two per weight and token, plus causal attention. For balancing only."""
+def sample_flops(length: int, response_length: int, hf_config: dict[str, Any]) -> float:
+    """FLOPs of one forward pass over a sample of a dense model with gated MLPs: what its result needs, no more.
+
+    Two per weight and token in the layers; in attention two per head dimension for each product, `q @ k` and `p @ v`,
+    over the L (L + 1) / 2 pairs of a causal mask. The head counts for the response tokens only: the loss and the
+    log-probs need no other logits, and the trainer computes no others (--rlk-fast off does, and throws them away).
+    slime's count has the head over all tokens: more where prompts are long. Norms, rotations, biases and the
+    embedding's look-up are left out, as is what a checkpointed backward computes again.
+    """
     hidden, layers = hf_config["hidden_size"], hf_config["num_hidden_layers"]
     heads = hf_config["num_attention_heads"]
     head_dim = hf_config.get("head_dim") or hidden // heads
     kv_heads = hf_config.get("num_key_value_heads") or heads
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    weights = (
-        layers * (attention + 3 * hidden * hf_config["intermediate_size"]) + hidden * hf_config["vocab_size"]
-    )
-    return 2.0 * weights * length + 2.0 * layers * heads * head_dim * length**2
+    projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
+    layer = 2 * (projections + 3 * hidden * hf_config["intermediate_size"]) * length
+    attention = 2 * heads * head_dim * length * (length + 1)
+    return float(layers * (layer + attention) + 2 * hidden * hf_config["vocab_size"] * response_length)
 
 
 def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[list[int]]:
@@ -144,16 +150,19 @@ def build_dp_schedule(
     rollout_ids: Sequence[int],
     dp_size: int,
     hf_config: dict[str, Any],
+    response_lengths: Sequence[int] | None = None,
 ) -> Schedule:
     """Plan the optimizer steps of one rollout.
 
     Every step holds `args.global_batch_size` rollouts (all of them when None), siblings together; trailing rollouts
     are dropped. With --use-dynamic-batch-size the step's samples are packed first-fit under
     `max_tokens_per_gpu * context_parallel_size` tokens, a longer sample alone; the number of micro-batches is a
-    multiple of `dp_size`; ranks take them by stride, or balanced by FLOPs with --balance-data.
+    multiple of `dp_size`; ranks take them by stride, or balanced by FLOPs with --balance-data (`sample_flops`; without
+    `response_lengths` as if all tokens were responses).
     """
     steps = _steps(rollout_ids, args.global_batch_size or len(set(rollout_ids)))
-    costs = [sample_flops(length, hf_config) for length in total_lengths]
+    responses = total_lengths if response_lengths is None else response_lengths
+    costs = [sample_flops(n, r, hf_config) for n, r in zip(total_lengths, responses, strict=True)]
     ranks: list[list[list[list[int]]]] = [[] for _ in range(dp_size)]
     for positions in steps:
         bins = _bins(args, positions, total_lengths, costs, dp_size)

@@ -170,5 +170,7 @@ def make_rank_data(
     """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split."""
     data = convert_samples_to_train_data(args, samples)
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
-    schedule = build_dp_schedule(args, data["total_lengths"], data["rollout_ids"], dp_size, hf_config)
+    schedule = build_dp_schedule(
+        args, data["total_lengths"], data["rollout_ids"], dp_size, hf_config, data["response_lengths"]
+    )
     return split_by_dp(data, schedule)

@@ -104,7 +104,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         return sample
     except ValueError as error:
         raise ValueError(f"sample {sample.index} of group {sample.group_index}: {error}") from error
-    state.request_seconds.append(time.perf_counter() - began)
+    state.note_request(time.perf_counter() - began, result)
     return sample
 
 

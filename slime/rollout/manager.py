@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime import operators
+from slime.data.packing import sample_flops
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.hf_config import read_hf_config
@@ -87,8 +88,11 @@ class RolloutManager:
         metrics["perf/make_data_time"] = time.perf_counter() - began - seconds
         if (resident := resident_peak_gib()) is not None:
             metrics["perf/rollout_rss_gib"] = resident
-        tokens = sum(len(sample.tokens) for sample in samples)
-        return RolloutBatch(rank_data=rank_data, metrics=metrics, tokens=tokens)
+        # Of what the ranks were given: the last rollouts of a batch may not fill a step, and stay out.
+        totals = [n for data in ranks for n in data["total_lengths"]]
+        responses = [n for data in ranks for n in data["response_lengths"]]
+        flops = sum(sample_flops(n, r, self.hf_config) for n, r in zip(totals, responses, strict=True))
+        return RolloutBatch(rank_data, metrics, tokens=sum(totals), forward_flops=flops)
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
         """Groups, their metrics, and how they were drawn (None: saved by something that did not say)."""

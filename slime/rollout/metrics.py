@@ -100,7 +100,11 @@ def sample_metrics(args: Any, groups: list[SampleGroup]) -> dict[str, float]:
 
 
 def perf_metrics(args: Any, samples: list[Sample], rollout_time_s: float) -> dict[str, float]:
-    """Tokens per second, per GPU and of the longest sample. "effective" counts only trained tokens."""
+    """Tokens per second, per GPU and of the longest sample. "effective" counts only trained tokens.
+
+    longest_sample_non_generation_time is what the longest samples spent outside the engine (in tools), on average, and
+    ..._tokens_per_sec_without_non_generation their speed in the rest of the rollout: there when any sample did.
+    """
     metrics = {"rollout_time": rollout_time_s}
     waits = [sample.non_generation_time for sample in samples]
     if max(waits) > 0:
@@ -112,7 +116,15 @@ def perf_metrics(args: Any, samples: list[Sample], rollout_time_s: float) -> dic
     for kind, values in lengths.items():
         if args.rollout_num_gpus:
             metrics[f"{kind}tokens_per_gpu_per_sec"] = sum(values) / rollout_time_s / args.rollout_num_gpus
-        metrics[f"longest_{kind}sample_tokens_per_sec"] = max(values) / rollout_time_s
+        longest = max(values)
+        metrics[f"longest_{kind}sample_tokens_per_sec"] = longest / rollout_time_s
+        if max(waits) > 0:
+            wait = statistics.fmean(w for w, length in zip(waits, values, strict=True) if length == longest)
+            metrics[f"longest_{kind}sample_non_generation_time"] = wait
+            # A sample that was begun in an earlier rollout may have waited longer than this one took.
+            if wait < rollout_time_s:
+                speed = longest / (rollout_time_s - wait)
+                metrics[f"longest_{kind}sample_tokens_per_sec_without_non_generation"] = speed
     return metrics
 
 

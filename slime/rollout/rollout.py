@@ -169,9 +169,8 @@ class _Rollout:
             metrics["rollout/partial/groups_put_back"] = len(cut_off)
         elif cut_off:
             metrics["rollout/partial/groups_discarded"] = len(cut_off)
-        if self.state.request_seconds:
-            for name, value in statistics_of(self.state.request_seconds).items():
-                metrics[f"perf/request/e2e_latency/{name}"] = value
+        for figure, values in self.state.request_figures.items():
+            metrics |= {f"perf/{figure}/{name}": value for name, value in statistics_of(values).items()}
         self.kept.sort(key=_index)
         if path := self.args.rollout_sample_filter_path:
             load_function(path, flag="--rollout-sample-filter-path")(self.args, self.kept)

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.data.prompts import render_chat
-from slime.protocols import RolloutEngine
+from slime.protocols import GenerateResult, RolloutEngine
 from slime.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class GenerateState:
 
     `semaphore` bounds the samples being generated at a time to --vllm-server-concurrency per engine.
     `aborted` tells running generations to stop. `timed_out` maps the index of a sample to why it passed its
-    deadline, and `request_seconds` holds the time of each request; both cover the present rollout. `progress`
-    is (samples finished, samples wanted) of the present rollout, for whoever draws a bar.
+    deadline, and `request_figures` a metric to its values, one a request; both cover the present rollout.
+    `progress` is (samples finished, samples wanted) of the present rollout, for whoever draws a bar.
     """
 
     def __init__(self, args: Any, engine: RolloutEngine | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -42,7 +42,7 @@ class GenerateState:
         self.semaphore = asyncio.Semaphore(self.concurrency)
         self.aborted = False
         self.timed_out: dict[int | None, str] = {}
-        self.request_seconds: list[float] = []
+        self.request_figures: dict[str, list[float]] = {}
         self.progress = (0, 0)
         self.eval_prompts: dict[str, list[Prompt]] = {}
         self._busy = False
@@ -88,11 +88,23 @@ class GenerateState:
         self._busy = True
         self.aborted = False
         self.timed_out.clear()
-        self.request_seconds.clear()
+        self.request_figures.clear()
         self.progress = (0, 0)
 
     def end(self) -> None:
         self._busy = False
+
+    def note_request(self, seconds: float, result: GenerateResult) -> None:
+        """Keep what a request that was answered took, under slime's metric names; what the engine did not say is left
+        out. `seconds`: from asking to the answer, retries and the router included."""
+        figures = {
+            "request/e2e_latency": seconds,
+            "request/queue_time": result.queue_s,
+            "decode/throughput": result.decode_tokens_per_s,
+        }
+        for name, value in figures.items():
+            if value is not None:
+                self.request_figures.setdefault(name, []).append(value)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
         """Token ids of the sample's prompt; messages are rendered by the chat template first."""

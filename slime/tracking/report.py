@@ -12,6 +12,7 @@ from slime.tracking.console import StepLine, progress
 from slime.tracking.memory import resident_peak_gib
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from slime.tracking.percentiles import StepFigures
+from slime.tracking.speed import training_speed
 from slime.tracking.timers import Timers
 from slime.tracking.trackers import Trackers
 
@@ -33,6 +34,9 @@ class Reporter:
             # What the ranks did not do themselves: Ray brings them their data, and rank 0's figures back.
             inside = perf["perf/trainer_time"] + perf.get("perf/profile_time", 0.0)
             perf["perf/handover_time"] = perf["perf/train_time"] - inside
+        # Here, because a rank knows its own samples only.
+        flops, ranks = batch.forward_flops, self.config.world_size
+        perf |= training_speed(perf, tokens=batch.tokens, forward_flops=flops, ranks=ranks)
         traced = rollout_id in self._profiled
         perf |= self._figures.add(perf["perf/step_time"], batch.tokens, count=not traced)
         if (resident := resident_peak_gib()) is not None:

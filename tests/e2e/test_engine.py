@@ -202,6 +202,24 @@ def test_sampling_parameters_reach_the_engine(stack: Stack) -> None:
     assert top.log_probs == [0.0] * 10, "the distribution that was sampled from has one token left"
 
 
+def test_an_answer_tells_how_long_its_request_waited(stack: Stack) -> None:
+    """A paused engine takes requests in and lets them wait."""
+    assert stack.generate(PROMPT, max_new_tokens=1).decode_tokens_per_s is None
+    stack.control.pause("keep")
+    resume = threading.Timer(1.0, stack.control.resume)
+    resume.start()
+    began = time.perf_counter()
+    waited = stack.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    whole_s = time.perf_counter() - began
+    resume.join()
+    assert waited.queue_s is not None and waited.decode_tokens_per_s is not None
+    assert 0.7 < waited.queue_s < whole_s
+    decode_s = 23 / waited.decode_tokens_per_s
+    assert waited.queue_s + decode_s < whole_s
+    at_once = stack.generate(PROMPT, max_new_tokens=24).queue_s
+    assert at_once is not None and 0 <= at_once < 0.5
+
+
 def test_what_the_engine_refuses_is_an_error_at_once(stack: Stack) -> None:
     with pytest.raises(ValueError, match="maximum context length|max_model_len|longer than"):
         stack.generate([5] * 600)

@@ -77,6 +77,12 @@ NAMES = {
             for name in ("forward", "policy_loss", "backward", "reduce_grads", "optimizer")
         ),
         *("perf/actor_train_tok_per_s", "perf/wait_time_ratio", "perf/step_tokens_per_gpu_per_sec"),
+        *("perf/actor_train_tflops", "perf/ref_log_probs_tflops"),
+        *("perf/longest_sample_tokens_per_sec", "perf/longest_effective_sample_tokens_per_sec"),
+        *(
+            f"perf/{figure}/mean"
+            for figure in ("request/e2e_latency", "request/queue_time", "decode/throughput")
+        ),
         *(f"perf/{process}_rss_gib" for process in ("driver", "rollout", "trainer")),
     },
     "eval/step": {
@@ -138,6 +144,8 @@ def test_colocated_run_logs_every_step_under_the_contract_names(whole: Path) -> 
         for row in logged.values():
             assert NAMES[key] <= row.keys(), NAMES[key] - row.keys()
             assert "nonfinite" not in row
+            # One optimizer step a rollout: the policy's own log-probs serve, there is no pass to time.
+            assert "perf/log_probs_tflops" not in row
     trained = rows(whole, "train/step")
     # The first step is on policy and starts from the reference; later ones have moved away from it.
     assert trained[0]["train/kl_loss"] == pytest.approx(0, abs=1e-6)

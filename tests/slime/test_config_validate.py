@@ -94,7 +94,8 @@ def test_debug_flags_expand():
     assert (
         resolve({"dump_details": "out", "save_debug_rollout_data": "mine"}).save_debug_rollout_data == "mine"
     )
-    c = resolve({"device": "cpu", "load_debug_rollout_data": "x.pt", "rollout_num_gpus": 4})
+    given = {"device": "cpu", "n_samples_per_prompt": 2, "rollout_num_gpus": 4}
+    c = resolve({**given, "load_debug_rollout_data": "x.pt"})
     assert c.debug_train_only and c.num_engines == 0
     assert c.notes == ("--rollout-num-gpus 4 is taken as 0: only the trainer runs",)
 
@@ -129,7 +130,45 @@ def test_one_sample_a_prompt_would_train_on_nothing(argv, estimator):
         "--loss-type sft_loss",
         "--debug-rollout-only",
     ):
-        assert parse_args([*one, *allowed.split()]).n_samples_per_prompt == 1
+        c = parse_args([*one, *allowed.split()])
+        assert c.n_samples_per_prompt == 1 and not [n for n in c.notes if "--n-samples-per-prompt" in n]
+    ours = "slime.rollout.sglang_rollout.generate_rollout"
+    with pytest.raises(ValueError, match="--n-samples-per-prompt must be above 1"):
+        parse_args([*one, "--rollout-function-path", ours])
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [
+        "--custom-generate-function-path json.loads",
+        "--rollout-function-path json.loads",
+        "--data-source-path json.loads",
+        "--load-debug-rollout-data saved/{rollout_id}.pt",
+    ],
+)
+def test_one_sample_a_prompt_is_noted_where_others_make_the_groups(argv, maker):
+    c = parse_args([*argv, "--n-samples-per-prompt", "1", "--rollout-batch-size", "32", *maker.split()])
+    (note,) = [note for note in c.notes if "--n-samples-per-prompt" in note]
+    assert note == (
+        "--n-samples-per-prompt 1 with --advantage-estimator grpo: a reward counts relative to its group, so all "
+        f"advantages are 0 unless {maker} brings several samples to a group"
+    )
+    several = parse_args([*argv, *maker.split()])
+    assert not [note for note in several.notes if "--n-samples-per-prompt" in note]
+
+
+def test_supervised_training_needs_no_reference(argv):
+    """A KL that is only reported is left out with a note; one that is asked for is an error."""
+    sft = [*argv, "--loss-type", "sft_loss"]
+    c = parse_args([*sft, "--use-kl-loss", "--ref-load", "absent"])
+    assert not c.needs_reference
+    assert [n for n in c.notes if "KL" in n or "kl" in n] == [
+        "--use-kl-loss has no effect with --loss-type sft_loss: no reference model is loaded"
+    ]
+    for flags, name in (("--use-kl-loss --kl-loss-coef 0.1", "kl-loss-coef"), ("--kl-coef 0.1", "kl-coef")):
+        with pytest.raises(ValueError, match=f"^--{name} must be 0 with --loss-type sft_loss, got 0.1"):
+            parse_args([*sft, *flags.split()])
+        assert parse_args([*argv, *flags.split()]).needs_reference
 
 
 def test_supervised_training_needs_no_engine(argv):

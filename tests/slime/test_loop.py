@@ -59,7 +59,8 @@ class Run:
     def generate(self, rollout_id: int) -> Future:
         self.calls.append(f"generate {rollout_id}")
         self.generated_with.append(self.version)
-        return done(RolloutBatch([f"data {rollout_id}"], {"rollout/raw_reward": float(rollout_id)}, tokens=0))
+        metrics = {"rollout/raw_reward": float(rollout_id)}
+        return done(RolloutBatch([f"data {rollout_id}"], metrics, tokens=0, forward_flops=0.0))
 
     def evaluate(self, rollout_id: int) -> Future:
         self.calls.append(f"evaluate {rollout_id}")

@@ -7,6 +7,7 @@ import torch
 from rollout_double import EngineDouble, make_tokenizer, write_lines
 
 from slime.config.resolve import resolve
+from slime.data.packing import sample_flops
 from slime.data.train_data import convert_samples_to_train_data
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.manager import RolloutManager
@@ -70,7 +71,20 @@ def test_a_rollout(build):
     assert batch.metrics["rollout/raw_reward"] == 0.5
     assert batch.metrics["rollout/response_len/mean"] == 2.5
     assert batch.metrics["perf/rollout_time"] > 0
+    assert batch.tokens == 11 + 11 + 12 + 12
+    hf = manager.hf_config
+    assert batch.forward_flops == 2 * (sample_flops(11, 2, hf) + sample_flops(12, 3, hf)) > 0
     assert prompts(manager.generate(1))[::2] == ["c len=3 :", "d len=4 :"]
+
+
+def test_samples_that_fill_no_step_are_no_work(build):
+    """Four samples, steps of three: the fourth is generated and not trained on."""
+    batch = build(global_batch_size=3).generate(0)
+    (data,) = batch.rank_data
+    assert data["total_lengths"] == [11, 11, 12] and batch.tokens == 34
+    split = build(global_batch_size=3, dp_size=3).generate(0)  # the same work in three parts
+    assert [d["total_lengths"] for d in split.rank_data] == [[11], [11], [12]]
+    assert (split.tokens, split.forward_flops) == (batch.tokens, batch.forward_flops)
 
 
 def test_hooks_see_the_router(build):

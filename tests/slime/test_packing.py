@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, sample_flops
 
@@ -31,9 +33,21 @@ def args(**changes):
     return SimpleNamespace(**{**defaults, **changes})
 
 
-def test_flops_of_a_sequence_by_hand():
-    # attention weights 8*4*(2*2 + 2*1) = 192, MLP 3*8*16 = 384, two layers, head 8*10: 1232 weights.
-    assert sample_flops(5, HF) == 2 * 1232 * 5 + 2 * 2 * 2 * 4 * 25
+def test_flops_of_a_sample_by_hand():
+    # Weights of a layer: attention 8*4*(2*2 + 2*1) = 192, MLP 3*8*16 = 384. Five tokens see 1+2+3+4+5 = 15 pairs, each
+    # costs 2*4 FLOPs twice in each of 2 heads. The head, 8*10, sees three response tokens.
+    assert sample_flops(5, 3, HF) == 2 * (2 * 576 * 5 + 15 * 2 * 2 * 2 * 4) + 2 * 80 * 3
+
+
+def test_flops_of_a_sample_are_those_of_a_real_model():
+    """What PyTorch counts while transformers' Qwen3 runs, but for attention: the eager one computes the whole square,
+    the pairs with later tokens in vain."""
+    length, response = 12, 5
+    model = Qwen3ForCausalLM(Qwen3Config(**HF, attn_implementation="eager"))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
+    in_vain = 2 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)  # layers, heads, products, 2 x head_dim, pairs
+    assert counter.get_total_flops() - in_vain == sample_flops(length, response, HF)
 
 
 def test_first_fit_then_stride():
@@ -75,6 +89,15 @@ def test_balance_data_evens_out_work():
     schedule = build_dp_schedule(args(balance_data=True), lengths, range(4), 2, HF)
     tokens = [sum(lengths[i] for step in rank for b in step for i in b) for rank in schedule.ranks]
     assert tokens == [10, 10]
+
+
+def test_balance_data_counts_the_head_where_it_works():
+    """Equally long samples; the head costs more than all layers, and two samples have nearly only prompt."""
+    large_head = {**HF, "vocab_size": 1000}
+    lengths, responses = [10] * 4, [9, 1, 9, 1]
+    schedule = build_dp_schedule(args(balance_data=True), lengths, range(4), 2, large_head, responses)
+    work = [[responses[i] for step in rank for b in step for i in b] for rank in schedule.ranks]
+    assert [sorted(each) for each in work] == [[1, 9], [1, 9]]
 
 
 def test_balance_by_flops_ignores_the_cap_and_evens_out():

@@ -60,9 +60,10 @@ def test_a_step(parts):
     trained = TrainResult(
         steps=[{"train/loss": 0.5}, {"train/loss": 0.25}],
         rollout={"rollout/advantages": 0.0},
-        perf={"perf/trainer_time": 3.0},
+        perf={"perf/trainer_time": 3.0, "perf/actor_train_time": 2.0, "perf/ref_log_probs_time": 0.5},
     )
-    report.step(3, RolloutBatch([], {"rollout/raw_reward": 0.75}, tokens=800), trained)
+    batch = RolloutBatch([], {"rollout/raw_reward": 0.75}, tokens=800, forward_flops=4e12)
+    report.step(3, batch, trained)
     (key, step, metrics), *train = recorder.logged
     assert (key, step) == ("rollout/step", 3)
     assert metrics.pop("perf/driver_rss_gib") > 0.01
@@ -71,6 +72,11 @@ def test_a_step(parts):
         "perf/train_wait_time": 4.0,
         "perf/train_time": 3.5,
         "perf/trainer_time": 3.0,
+        "perf/actor_train_time": 2.0,
+        "perf/actor_train_tok_per_s": 400.0,
+        "perf/actor_train_tflops": 3.0,  # 3 x 4 TFLOPs by 2 s and 2 ranks
+        "perf/ref_log_probs_time": 0.5,
+        "perf/ref_log_probs_tflops": 4.0,  # no pass for old log-probs: no figure of one
         "perf/handover_time": 0.5,
         "perf/wait_time_ratio": 0.5,
         "perf/step_tokens_per_sec": 100.0,
@@ -97,7 +103,7 @@ def test_percentiles_leave_out_the_first_and_traced_steps(parts):
     for rollout_id, seconds in ((3, 50.0), (4, 1.0), (5, 70.0), (6, 3.0)):
         with report.timers.measure("step"):
             clock.now += seconds
-        report.step(rollout_id, RolloutBatch([], {}, tokens=6), TrainResult([{}], {}, {}))
+        report.step(rollout_id, RolloutBatch([], {}, 6, 0.0), TrainResult([{}], {}, {}))
     logged = [metrics for key, _, metrics in recorder.logged if key == "rollout/step"]
     assert [metrics.get("perf/step_time_p50") for metrics in logged] == [None, 1.0, 1.0, 2.0]
     assert logged[-1]["perf/step_tokens_per_sec_p50"] == 4.0  # of 6 and 2

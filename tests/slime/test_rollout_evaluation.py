@@ -212,9 +212,19 @@ def test_rollout_metrics_by_hand():
         "perf/non_generation_time/min": 0.0,
         "perf/tokens_per_gpu_per_sec": 20 / 4 / 2,
         "perf/longest_sample_tokens_per_sec": 2.0,
+        "perf/longest_sample_non_generation_time": 2.0,
+        "perf/longest_sample_tokens_per_sec_without_non_generation": 4.0,
         "perf/effective_tokens_per_gpu_per_sec": 19 / 4 / 2,
         "perf/longest_effective_sample_tokens_per_sec": 2.0,
+        "perf/longest_effective_sample_non_generation_time": 2.0,
+        "perf/longest_effective_sample_tokens_per_sec_without_non_generation": 4.0,
     }
+    groups[1][1].non_generation_time = 5.0  # most of it in earlier rollouts
+    later = rollout_metrics(make_args(), groups, rollout_time_s=4.0)
+    assert later["perf/longest_sample_non_generation_time"] == 5.0
+    assert not [name for name in later if name.endswith("without_non_generation")]
+    groups[1][1].non_generation_time = 0.0
+    assert not [name for name in rollout_metrics(make_args(), groups, 4.0) if "non_generation" in name]
 
 
 def test_optional_metrics_by_hand():

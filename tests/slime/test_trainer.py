@@ -98,6 +98,7 @@ def test_reference_stays_while_the_policy_moves(build):
     assert all(not torch.equal(t, start[n]) for n, t in exported(trainer).items())
     assert first.steps[0]["train/kl_loss"] > 0 and first.steps[0] != second.steps[0]
     assert build(use_kl_loss=False).ref_model is None
+    assert build(use_kl_loss=True, loss_type="sft_loss").ref_model is None
 
 
 def test_reference_follows_at_its_interval(build):

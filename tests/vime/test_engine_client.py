@@ -14,7 +14,7 @@ from aiohttp import web
 from slime.protocols import GenerateResult
 from vime.engine.client import VllmEngineClient, parse_completion, request_body
 from vime.engine.process import free_port
-from vime.engine.server import EngineServer, EngineSpec
+from vime.engine.server import EngineServer, EngineSpec, tells_request_times
 
 ANSWER = {
     "choices": [
@@ -94,6 +94,16 @@ def test_an_answer_becomes_a_record() -> None:
         prompt_tokens=5,
         cached_tokens=4,
     )
+
+
+def test_what_the_engine_says_of_a_request_comes_in_seconds() -> None:
+    """One that made a single token has no time between tokens; vLLM leaves out or nulls what it did not measure."""
+    whole = parse_completion({**ANSWER, "metrics": {"queue_time_ms": 250.0, "mean_itl_ms": 20.0}}, "0")
+    assert (whole.queue_s, whole.decode_tokens_per_s) == (0.25, 50.0)
+    short = parse_completion({**ANSWER, "metrics": {"queue_time_ms": 0.0, "mean_itl_ms": None}}, "0")
+    assert (short.queue_s, short.decode_tokens_per_s) == (0.0, None)
+    for silent in ({**ANSWER, "metrics": None}, {**ANSWER, "metrics": {}}):
+        assert parse_completion(silent, "0").queue_s is None
 
 
 @pytest.mark.parametrize(
@@ -205,3 +215,13 @@ def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     gpu = EngineSpec(**made, run_key="k", device="cuda", dtype="bfloat16")
     assert "--enforce-eager" not in EngineServer(gpu).command()
+
+
+def test_request_times_are_asked_of_a_vllm_that_has_them() -> None:
+    made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
+    asked = "--enable-per-request-metrics"
+    assert asked in EngineServer(EngineSpec(**made)).command()
+    quiet = EngineSpec(**made, vllm_argv=("--disable-log-stats",))
+    assert asked not in EngineServer(quiet).command(), "vLLM refuses to start with both"
+    versions = ("0", "0.26.1", "0.27.0rc1", "0.27", "0.32.0+cpu", "1.0.0")
+    assert [tells_request_times(v) for v in versions] == [False, False, True, True, True, True]

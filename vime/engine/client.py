@@ -160,6 +160,8 @@ def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:
     if choice["finish_reason"] not in _FINISH:
         raise ValueError(f"finish_reason must be one of {sorted(_FINISH)}, got {choice['finish_reason']!r}")
     usage = answer.get("usage") or {}
+    timing = answer.get("metrics") or {}  # of --enable-per-request-metrics; entries may be None
+    queue_ms, between_tokens_ms = timing.get("queue_time_ms"), timing.get("mean_itl_ms")
     return GenerateResult(
         token_ids=token_ids,
         log_probs=log_probs,
@@ -168,4 +170,6 @@ def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:
         weight_versions=[int(version) for version in versions.split(",")],
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+        queue_s=None if queue_ms is None else queue_ms / 1e3,
+        decode_tokens_per_s=1e3 / between_tokens_ms if between_tokens_ms else None,
     )

