@@ -68,24 +68,21 @@ class Item:
 
 
 def trainer_memory(c: Config, shape: Shape) -> list[Item]:
-    """Bytes on one trainer rank. Mixed precision keeps fp32 main weights beside Adam's two fp32 moments."""
-    size, tp, dp = BYTES[c.params_dtype], c.tensor_model_parallel_size, c.data_parallel_size
-    local = shape.params / tp
+    """Bytes on one trainer rank, of the pipeline stage with the most parameters. Mixed precision keeps fp32 main
+    weights beside Adam's two fp32 moments."""
+    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
+    params, share = stage_params(c, shape)
     grad = 4 if c.megatron.overrides.get("grad_reduce_in_fp32") else size
     main = 0 if c.params_dtype == "float32" else 4
     state = main + (8 if c.optimizer == "adam" else 4)
-    shards = dp if c.use_distributed_optimizer else 1
+    shards = c.data_parallel_size * c.context_parallel_size if c.use_distributed_optimizer else 1
     items = [
-        Item("weights", local * size, f"{count(shape.params)} x {size} B / TP {tp}"),
-        Item("gradients", local * grad, f"{count(shape.params)} x {grad} B / TP {tp}"),
-        Item(
-            "optimizer",
-            local * state / shards,
-            f"{count(shape.params)} x {state} B / TP {tp} / {shards} shards",
-        ),
+        Item("weights", params / tp * size, f"{share} x {size} B / TP {tp}"),
+        Item("gradients", params / tp * grad, f"{share} x {grad} B / TP {tp}"),
+        Item("optimizer", params / tp * state / shards, f"{share} x {state} B / TP {tp} / {shards} shards"),
     ]
     if c.needs_reference:
-        items.append(Item("reference", local * size, f"{count(shape.params)} x {size} B / TP {tp}"))
+        items.append(Item("reference", params / tp * size, f"{share} x {size} B / TP {tp}"))
     if (tokens := micro_batch_tokens(c)) is not None:
         items.append(activation_memory(c, shape, tokens))
     if c.rlk_fast != "off" and c.device == "cuda":
@@ -94,12 +91,23 @@ def trainer_memory(c: Config, shape: Shape) -> list[Item]:
     return items
 
 
+def stage_params(c: Config, shape: Shape) -> tuple[int, str]:
+    """Parameters of the largest pipeline stage, and how to say that. A tied head is a copy on the last stage."""
+    layers = c.megatron.layers_of_stages(shape.layers)
+    if len(layers) == 1:
+        return shape.params, count(shape.params)
+    at_ends = shape.vocab * shape.hidden
+    sizes = [n * shape.layer_params + at_ends * (i in (0, len(layers) - 1)) for i, n in enumerate(layers)]
+    largest = max(range(len(layers)), key=sizes.__getitem__)
+    return sizes[largest], f"{count(sizes[largest])} of stage {largest}"
+
+
 def micro_batch_tokens(c: Config) -> int | None:
-    """The most tokens of one micro-batch; None when no length is bounded."""
+    """The most tokens of one micro-batch on one rank; None when no length is bounded."""
     if c.use_dynamic_batch_size:
         return c.max_tokens_per_gpu
     longest = c.rollout_max_context_len or _sum(c.rollout_max_prompt_len, c.rollout_max_response_len)
-    return None if longest is None else longest * c.micro_batch_size
+    return None if longest is None else longest * c.micro_batch_size // c.context_parallel_size
 
 
 def _sum(a: int | None, b: int | None) -> int | None:
@@ -111,17 +119,19 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> Item:
 
     Norm inputs and outputs: 4 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv.
     Gated MLP: 3 F. The last two are split over tensor parallelism, the first too with --sequence-parallel.
-    With full recomputation only the layer inputs stay, plus one layer while it is recomputed.
+    With full recomputation only the layer inputs stay, plus one layer while it is recomputed. The first of P pipeline
+    stages keeps P micro-batches of its layers.
     """
     size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
+    layers = c.megatron.layers_of_stages(shape.layers)[0] * c.pipeline_model_parallel_size
     split = tp if c.sequence_parallel else 1
     layer = 4 * shape.hidden / split + (4 * shape.q + 4 * shape.kv + 3 * shape.ffn) / tp
     if c.megatron.overrides.get("recompute_granularity") == "full":
-        total = tokens * size * (shape.layers * shape.hidden / split + layer)
-        how = f"{count(tokens)} tokens x {size} B x ({shape.layers} layers x {shape.hidden} + {layer:.0f})"
+        total = tokens * size * (layers * shape.hidden / split + layer)
+        how = f"{count(tokens)} tokens x {size} B x ({layers} layers x {shape.hidden} + {layer:.0f})"
     else:
-        total = tokens * size * shape.layers * layer
-        how = f"{count(tokens)} tokens x {size} B x {shape.layers} layers x {layer:.0f}"
+        total = tokens * size * layers * layer
+        how = f"{count(tokens)} tokens x {size} B x {layers} layers x {layer:.0f}"
     return Item("activations", total, how)
 
 
@@ -146,10 +156,17 @@ def topology(c: Config) -> Iterator[str]:
     """Who runs where, in how many processes."""
     trains, generates = not c.debug_rollout_only, c.num_engines > 0
     if trains:
+        sizes = {
+            "tensor parallel": c.tensor_model_parallel_size,
+            "context parallel": c.context_parallel_size,
+            "data parallel": c.data_parallel_size,
+            "pipeline parallel": c.pipeline_model_parallel_size,
+        }
+        usual = ("tensor parallel", "data parallel")
+        ways = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name in usual)
         yield (
             f"trainer   {plural(c.actor_num_nodes, 'node')} x {c.actor_num_gpus_per_node} = "
-            f"{plural(c.world_size, 'rank')}: tensor parallel {c.tensor_model_parallel_size} x "
-            f"data parallel {c.data_parallel_size}"
+            f"{plural(c.world_size, 'rank')}: {ways}"
         )
     if generates:
         each = c.rollout_num_gpus_per_engine

@@ -22,6 +22,7 @@ TIME_PARTS: dict[str, tuple[str, ...]] = {
     "forward": ("forward",),
     "policy loss": ("advantages", "policy_loss"),
     "backward": ("backward",),
+    "waiting for pipeline stages": ("pipeline_wait",),
     "optimizer": ("reduce_grads", "optimizer", "ref_model_update"),
     "weights to engines": ("update_weights",),
     "metrics, audit, trace": ("step_metrics", "rollout_metrics", "consistency", "profile"),

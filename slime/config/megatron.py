@@ -48,6 +48,27 @@ class MegatronConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
     model_args: dict[str, Any] = field(default_factory=dict)
 
+    def layers_of_stages(self, num_layers: int) -> list[int]:
+        """Layers of each pipeline stage of a model of `num_layers`; ValueError when they cannot be dealt out.
+
+        --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers say what the ends have; the rest is
+        shared equally.
+        """
+        stages = self.pipeline_model_parallel_size
+        ends = {
+            0: self.overrides.get("num_layers_in_first_pipeline_stage"),
+            stages - 1: self.overrides.get("num_layers_in_last_pipeline_stage"),
+        }
+        said = {stage: layers for stage, layers in ends.items() if layers is not None} if stages > 1 else {}
+        rest, others = num_layers - sum(said.values()), stages - len(said)
+        if rest < others or (rest % others if others else rest):
+            given = f" of which {said} by --decoder-first/last-pipeline-num-layers" if said else ""
+            raise ValueError(
+                f"--pipeline-model-parallel-size must deal the model's layers out equally, got {stages} stages for "
+                f"{num_layers} layers{given}; change the number of stages or what the first and last ones have"
+            )
+        return [said.get(stage, rest // max(others, 1)) for stage in range(stages)]
+
     def core_overrides(self, config_class: type) -> dict[str, Any]:
         """The `overrides` that are fields of `config_class` (a megatron-core dataclass), in its own types.
 

@@ -13,7 +13,7 @@ from slime.config.fields import FlagSpec, spelled
 
 _CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
 _MOE = "mixture-of-experts and latent-attention models are not supported yet"
-_PIPELINE = "pipeline parallelism is not supported yet"
+_PIPELINE = "each rank has one stage of the pipeline; interleaved stages are not supported yet"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
 _MTP = "multi-token prediction is not supported yet"
@@ -46,7 +46,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "only_train_params_name_list": Unsupported(None, _SELECT),
     "freeze_params_name_list": Unsupported(None, _SELECT),
     "freeze_indexer": Unsupported(False, _SELECT),
-    "allgather_cp": Unsupported(False, "context parallelism is not supported yet"),
     "release_train": Unsupported(False, "the trainer stays loaded in this version"),
     "megatron_config_path": Unsupported(None, "give Megatron's settings as flags or in --custom-config-path"),
     "padded_vocab_size": Unsupported(None, "use --make-vocab-size-divisible-by"),
@@ -124,8 +123,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "transformer_impl": Unsupported("local", "Transformer Engine layers are not supported yet"),
     "virtual_pipeline_model_parallel_size": Unsupported(None, _PIPELINE),
     "num_layers_per_virtual_pipeline_stage": Unsupported(None, _PIPELINE),
-    "decoder_first_pipeline_num_layers": Unsupported(None, _PIPELINE),
-    "decoder_last_pipeline_num_layers": Unsupported(None, _PIPELINE),
     "multi_latent_attention": Unsupported(False, _MOE),
     "q_lora_rank": Unsupported(None, _MOE),
     "kv_lora_rank": Unsupported(None, _MOE),
@@ -157,6 +154,7 @@ _TEXT = {
     "vllm_router_request_timeout_secs": "one request may take --rollout-deadline-s",
 }
 _BARE = {
+    "allgather_cp": "context parallelism always gathers keys and values",
     "use_fault_tolerance": "an engine that dies or stops answering is always restarted",
     "no_offload_train": "the trainer keeps its memory",
     "recompute_loss_function": "log-probs are computed from hidden states, no logits are kept",

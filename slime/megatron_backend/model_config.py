@@ -104,9 +104,11 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
 
     Flags of TransformerConfig that the user gave (recomputation and the like) are applied last. Dropout is off unless
     asked for, and refused for attention. `calculate_per_token_loss` is always on inside Megatron: its DDP then sums
-    gradients over data-parallel ranks without dividing, and the loss carries its own denominators.
+    gradients over data-parallel ranks without dividing, and the loss carries its own denominators. ValueError when the
+    pipeline stages cannot share the layers.
     """
     family, dtype = family_for(hf_config), params_dtype(config)
+    config.megatron.layers_of_stages(hf_config["num_hidden_layers"])
     fields: dict[str, Any] = {
         "num_layers": hf_config["num_hidden_layers"],
         "hidden_size": hf_config["hidden_size"],

@@ -83,7 +83,6 @@ class MegatronTrainer:
         with self.profiler.around(rollout_id), self.timers.measure("trainer"):
             steps, rollout = self._train(rollout_id, data)
         perf = self.timers.flush()
-        perf["perf/actor_train_tok_per_s"] = sum(data["total_lengths"]) / perf["perf/actor_train_time"]
         if (resident := resident_peak_gib()) is not None:
             perf["perf/trainer_rss_gib"] = resident
         operated = from_last_stage(self.info, operators.step_metrics())  # other stages have no head

@@ -219,10 +219,10 @@ RULES = [
     # topology
     ("--tensor-model-parallel-size 3", "must be a multiple of TP * PP * CP, got 1 * 2 = 2 and 3 * 1 * 1 = 3"),
     (
-        "--pipeline-model-parallel-size 2",
-        "--pipeline-model-parallel-size must be 1 in this version, got 2; it is not supported yet",
+        "--pipeline-model-parallel-size 3",
+        "must be a multiple of TP * PP * CP, got 1 * 2 = 2 and 1 * 3 * 1 = 3",
     ),
-    ("--context-parallel-size 2", "--context-parallel-size must be 1 in this version, got 2"),
+    ("--context-parallel-size 4", "must be a multiple of TP * PP * CP, got 1 * 2 = 2 and 1 * 1 * 4 = 4"),
     ("--expert-model-parallel-size 2", "--expert-model-parallel-size must be 1 in this version, got 2"),
     ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size must be 1 in this version, got 2"),
     ("--no-colocate", "--rollout-num-gpus must be given when --colocate is not, got none"),

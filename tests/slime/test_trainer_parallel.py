@@ -12,6 +12,7 @@ import pytest
 import torch
 import trainer_cases as cases
 from safetensors.torch import load_file
+from torch import Tensor
 from trainer_cases import exported, make_config, make_samples, rank_data
 
 from slime.megatron_backend.trainer import MegatronTrainer
@@ -76,6 +77,12 @@ FOUR: dict[str, dict[str, Any]] = {
     "pp-cp-gspo-native": GSPO_FLAGS | STAGES | CONTEXT | NATIVE,
     "pp-dp": POLICY_FLAGS | STAGES,
 }
+SAVED = ("one-policy", "pp", "cp", "pp-cp", "pp-sp")
+"""These save a checkpoint after their rollout and go on to another; a single rank goes on from the checkpoint too."""
+
+RESUMED = {"pp": 2, "cp": 2, "pp-cp": 4, "pp-sp": 4}
+"""These layouts also start from the checkpoint of a single rank."""
+
 LAYOUTS = dict.fromkeys(TWO, 2) | dict.fromkeys(FOUR, 4)
 SINGLE = {
     "policy": POLICY_FLAGS,
@@ -106,7 +113,9 @@ def samples_of(layout: str) -> list[Sample]:
 
 def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> dict[str, Any]:
     """One rollout with all its steps; what this rank reports, holds and publishes."""
-    config = make_config(root, weight_dir=str(root / f"weights-{name}"), **flags)
+    config = make_config(
+        root, **{"weight_dir": str(root / f"weights-{name}"), "save": str(root / f"save-{name}"), **flags}
+    )
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
     info = trainer.info
     data = rank_data(config, samples_of(name), info.dp_rank, info.dp_size)
@@ -116,6 +125,7 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
     update = trainer.publish_weights(1, checksums=True)
     out = {
         "steps": result.steps,
+        "perf": result.perf,
         "rollout": result.rollout,
         "samples": samples,
         "rows": [len(batch.rows) for batch in batches],
@@ -124,8 +134,25 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
         "path": update and update.info["path"],
         "checksums": update and update.checksums,
     }
+    if name in SAVED:
+        trainer.save(0)
+        trainer.train(1, rank_data(config, make_samples(1), info.dp_rank, info.dp_size))
+        out["next"] = exported(trainer)
     trainer.close()
     return out
+
+
+def resumed(name: str, saved: str, root: Path, rank: int, ranks: int) -> dict[str, Tensor]:
+    """Weights of layout `name` after rollout 1, from the checkpoint that `saved` wrote."""
+    flags = (SINGLE | TWO | FOUR)[name]
+    store = f"file://{root}/store-{name}-from-{saved}"
+    config = make_config(root, **(flags | {"load": str(root / f"save-{saved}")}))
+    trainer = MegatronTrainer(config, rank, ranks, init_method=store, local_rank=rank)
+    assert trainer.start_rollout_id == 1
+    trainer.train(1, rank_data(config, make_samples(1), trainer.info.dp_rank, trainer.info.dp_size))
+    weights = exported(trainer)
+    trainer.close()
+    return weights
 
 
 def work(rank: int, root: Path, ranks: int) -> None:
@@ -134,6 +161,8 @@ def work(rank: int, root: Path, ranks: int) -> None:
     out = {name: run(name, flags, root, rank, ranks) for name, flags in layouts.items()}
     if ranks == 2:
         out["tp-custom"]["logits"] = cases.CALLS[0][2]
+    for name in (name for name, count in RESUMED.items() if count == ranks):
+        out[name]["resumed"] = resumed(name, "one-policy", root, rank, ranks)
     torch.save(out, root / f"rank{rank}-of-{ranks}.pt")
 
 
@@ -166,6 +195,15 @@ def test_several_ranks_train_as_one(one, several, layout):
             assert torch.equal(got["weights"][name], several[layout][0]["weights"][name]), name
 
 
+@pytest.mark.parametrize("layout", RESUMED)
+def test_checkpoints_fit_other_layouts(root, one, several, layout):
+    """One rank's checkpoint continued by several, and theirs by one: all as one rank that was never stopped."""
+    by_one = resumed("policy", layout, root, 0, 1)
+    for name, wanted in one["policy"]["next"].items():
+        for got in (by_one, several[layout][0]["next"], several[layout][-1]["resumed"]):
+            torch.testing.assert_close(got[name], wanted, rtol=0, atol=1e-5, msg=name)
+
+
 def test_the_steps_moved_the_weights(root, one):
     """By far more than the tolerance of the comparison above."""
     start = load_file(root / "policy/model.safetensors")
@@ -191,6 +229,17 @@ def test_context_parallel_ranks_share_the_rows(one, several):
         assert abs(first - second) <= 0.1 * (first + second)
     assert min(min(r["rows"]) for r in several["cp-empty"]) == 0
     assert min(min(r["tokens"]) for r in several["cp4-empty"]) == 0
+
+
+def test_figures_of_a_pipeline_are_those_of_its_last_stage(several):
+    """Rank 0, which the run reports, has no head; its stages wait for each other, and that has a name."""
+    for first, last in (several["pp"], several["pp-gspo"]):
+        calls = {name: n for name, n in first["perf"].items() if name.startswith("rl_kernel/")}
+        assert calls == {name: n for name, n in last["perf"].items() if name.startswith("rl_kernel/")}
+        assert calls["rl_kernel/linear_logp/calls"] > 0
+        assert "perf/policy_loss_time" in last["perf"] and "perf/policy_loss_time" not in first["perf"]
+        assert first["perf"]["perf/pipeline_wait_time"] > 0
+    assert "perf/pipeline_wait_time" not in several["cp"][0]["perf"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -186,6 +186,18 @@ def test_memory_estimate_is_the_arithmetic_by_hand(stock):
     )
 
 
+def test_memory_of_a_pipeline_stage_with_context_parallelism(stock):
+    sizes = ("--pipeline-model-parallel-size", "2", "--context-parallel-size", "2")
+    c, shape = parse_config([*renamed(stock), *sizes]), Shape.of(QWEN3_4B)
+    assert (c.data_parallel_size, c.tensor_model_parallel_size) == (1, 2)
+    by_name = {i.name: i.bytes for i in trainer_memory(c, shape)}
+    stage = 18 * shape.layer_params + 151936 * 2560  # the embedding here, its copy for the head there
+    assert by_name["weights"] == by_name["reference"] == stage * 2 / 2
+    assert by_name["optimizer"] == stage * 12 / 2 / 2  # sharded over the context-parallel ranks too
+    one = 4 * 2560 / 2 + (4 * 4096 + 4 * 1024 + 3 * 9728) / 2
+    assert by_name["activations"] == 9216 * 2 * (18 * 2 * 2560 / 2 + one)  # two micro-batches in flight
+
+
 def test_units():
     assert [count(n) for n in (12, 1234, 4_022_272_000)] == ["12", "1.23 k", "4.02 G"]
 

@@ -1,0 +1,76 @@
+"""Context-parallel slices of packed rows, by hand and by what must hold for any lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slime.data.packing import pack
+from slime.data.token_slice import Run, token_slice
+
+LENGTHS = [8, 3, 5, 1, 40]
+
+
+def test_by_hand():
+    """8 tokens in 4 runs of 2: rank 0 has the first and the last. 3 tokens: bounds 0, 0, 1, 2, 3."""
+    first, second = (token_slice([8, 3], rank=rank, size=2, multiple=4) for rank in (0, 1))
+    assert first.runs == [Run(0, 0, 2), Run(0, 6, 8), Run(1, 2, 3)]
+    assert second.runs == [Run(0, 2, 4), Run(0, 4, 6), Run(1, 0, 1), Run(1, 1, 2)]
+    assert first.tokens.tolist() == [0, 1, 6, 7, 10] and second.tokens.tolist() == [2, 3, 4, 5, 8, 9]
+    assert first.rows == second.rows == 8  # the larger part, 6 tokens, as a multiple of 4
+    assert first.gathered.tolist() == [0, 1, 8, 9, 10, 11, 2, 3, 12, 13, 4]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_every_token_is_one_ranks(size, multiple):
+    parts = [token_slice(LENGTHS, rank=rank, size=size, multiple=multiple) for rank in range(size)]
+    assert sorted(torch.cat([part.tokens for part in parts]).tolist()) == list(range(sum(LENGTHS)))
+    assert len({part.rows for part in parts}) == 1 and parts[0].rows % multiple == 0
+    gathered = torch.full((size * parts[0].rows,), -1)
+    for rank, part in enumerate(parts):
+        gathered[rank * part.rows : rank * part.rows + len(part.tokens)] = part.tokens
+    for part in parts:
+        assert gathered[part.gathered].tolist() == list(range(sum(LENGTHS)))
+        assert [t for run in part.runs for t in range(run.start, run.stop)] == [
+            int(t) - sum(LENGTHS[:s]) for t, s in zip(part.tokens, sequence_of(part.tokens), strict=True)
+        ]
+
+
+def sequence_of(tokens: torch.Tensor) -> list[int]:
+    ends = torch.tensor(LENGTHS).cumsum(0)
+    return torch.searchsorted(ends, tokens, right=True).tolist()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_causal_work_is_equal(size):
+    """Pairs of query and key on each rank, of one long sequence."""
+    parts = [token_slice([4096], rank=rank, size=size) for rank in range(size)]
+    pairs = [sum(t + 1 for run in part.runs for t in range(run.start, run.stop)) for part in parts]
+    assert max(pairs) - min(pairs) <= 4096 and sum(pairs) == 4096 * 4097 // 2
+    assert {len(part.tokens) for part in parts} == {4096 // size}
+
+
+def test_a_rank_may_have_nothing():
+    part = token_slice([3], rank=1, size=4)
+    assert part.runs == [] and part.tokens.numel() == 0 and part.rows == 2
+    mine, rows = part.row_of(torch.tensor([0, 1, 2]))
+    assert mine.numel() == rows.numel() == 0
+
+
+def test_pack_gives_each_rank_its_part():
+    data = {
+        "tokens": [torch.arange(10, 18), torch.arange(20, 23)],
+        "response_lengths": [4, 1],
+        "loss_masks": [torch.tensor([1, 0, 1, 1]), torch.tensor([1])],
+    }
+    packs = [pack(data, [0, 1], ["loss_masks"], device="cpu", cp_rank=r, cp_size=2) for r in (0, 1)]
+    assert [b.tokens.tolist() for b in packs] == [[10, 11, 16, 17, 22, 0], [12, 13, 14, 15, 20, 21]]
+    # the states at 3, 4, 5, 6 of the first sequence and at 1 of the second predict
+    assert [b.mine.tolist() for b in packs] == [[3], [0, 1, 2, 4]]
+    assert [b.targets.tolist() for b in packs] == [[17], [14, 15, 16, 22]]
+    for batch in packs:
+        assert batch.tokens[batch.rows].tolist() == [t - 1 for t in batch.targets.tolist()]
+        assert batch.sample_of_row.tolist() == [0, 0, 0, 0, 1]
+        assert batch.columns["loss_masks"].tolist() == [1, 0, 1, 1, 1]
+        assert batch.local(batch.columns["loss_masks"]).tolist() == [[1], [1, 0, 1, 1]][batch is packs[1]]
