@@ -45,6 +45,25 @@ def test_every_token_of_a_run_is_compared(trained):
     assert sample["tokens"][worst["position"] - sample["response_length"]] == worst["token_id"]
 
 
+def test_a_pipeline_agrees_with_the_engine(world):
+    """Two trainer ranks with half of the layers each, beside one engine. Rollout 1 is drawn from the weights that both
+    trained and exported."""
+    argv = [*world.grpo("stages", rollouts=2), "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "1"]
+    argv += [
+        "--pipeline-model-parallel-size",
+        "2",
+        "--rlk-consistency",
+        "strict",
+        "--check-weight-update-equal",
+    ]
+    run(vime("train", *argv), world.root / "stages.out")
+    for rollout, row in rows(world.root / "stages", "rollout/step").items():
+        tokens = sum(s["response_length"] for s in samples(world.root / "stages", rollout))
+        assert row["consistency/tokens"] == tokens and row["consistency/not_comparable_tokens"] == 0
+        assert 0 < row["consistency/abs_dlogp_max"] < 1e-4
+        assert row["perf/pipeline_wait_time"] > 0 and row["rl_kernel/linear_token_loss/calls"] > 0
+
+
 def audit(trained: Path, *argv: str) -> dict[tuple[str, str], dict[str, float]]:
     rollout = argv[argv.index("--rollout") + 1]
     done = subprocess.run(vime("audit", str(trained), *argv), capture_output=True, text=True, timeout=240)

@@ -21,6 +21,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"max_tokens_per_gpu": 24},
     "dp-passes": {"max_tokens_per_gpu": 24, "global_batch_size": 4},
     "tp": {"tensor_model_parallel_size": 2},
+    "cp": {"context_parallel_size": 2},
+    "cp-logp": {"context_parallel_size": 2, "rl_kernel_ops": ["logp"]},
+    "pp": {"pipeline_model_parallel_size": 2},
+    "pp-passes": {"pipeline_model_parallel_size": 2, "global_batch_size": 4},
 }
 
 
