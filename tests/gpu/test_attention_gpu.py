@@ -1,0 +1,64 @@
+"""The variable-length flash path of packed attention, whole and in context-parallel slices, on one GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.data.token_slice import token_slice
+from slime.megatron_backend.attention import flash_attention, packed_layout, padded_attention
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [3, 700, 1, 64, 2048, 129]
+HEADS, GROUPS, SIZE, SCALE = 8, 2, 128, 128**-0.5
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and the gradient of the output."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    total = sum(LENGTHS)
+    return tuple(
+        torch.randn(total, heads, SIZE, device="cuda", generator=generator).to(dtype)
+        for heads in (HEADS, GROUPS, GROUPS, HEADS)
+    )
+
+
+def with_gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, parts: list, attention) -> list[Tensor]:
+    """Output [T, A, D] and the gradients of q, k and v, put together from the slices of all ranks."""
+    out = torch.zeros_like(q)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    for part in parts:
+        layout = packed_layout(part, "cuda")
+        tokens = part.tokens.cuda()
+        of_rank = attention(leaves[0][tokens], *leaves[1:], layout, SCALE)
+        of_rank.backward(upstream[tokens])
+        out[tokens] = of_rank.detach()
+    return [out, *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_slices_together_are_the_whole(size):
+    """Against float32, no slice is worse than the whole in the same dtype, but for a little: outputs and gradients."""
+    exact = with_gradients(
+        *(x.float() for x in inputs(torch.bfloat16)), [token_slice(LENGTHS)], padded_attention
+    )
+    whole = with_gradients(*inputs(torch.bfloat16), [token_slice(LENGTHS)], flash_attention)
+    parts = [token_slice(LENGTHS, rank=rank, size=size, multiple=4) for rank in range(size)]
+    assert size < 4 or min(len(part.tokens) for part in [token_slice([3], rank=1, size=4)]) == 0
+    found = with_gradients(*inputs(torch.bfloat16), parts, flash_attention)
+    for got, same_dtype, truth in zip(found, whole, exact, strict=True):
+        error, allowed = (got - truth).abs().max(), (same_dtype - truth).abs().max()
+        assert 0 < allowed < 0.05 and error <= 1.25 * allowed + 1e-3
+
+
+def test_a_rank_without_tokens_still_has_a_gradient():
+    """Its keys and values came from a collective, whose backward the other ranks wait in."""
+    layout = packed_layout(token_slice([3], rank=1, size=4), "cuda")
+    q, k, v, _ = (x[:3].clone().requires_grad_() for x in inputs(torch.bfloat16))
+    out = flash_attention(q[:0], k, v, layout, SCALE)
+    assert out.shape == (0, HEADS, SIZE)
+    out.sum().backward()
+    for leaf in (q, k, v):
+        assert leaf.grad is not None and not leaf.grad.any()
