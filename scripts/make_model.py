@@ -98,9 +98,10 @@ def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedM
     transformers' own initialisation: matrices normal with standard deviation initializer_range, biases 0, norms 1.
     On the device "meta" it has shapes and no weights.
     """
-    forked = [torch.cuda.current_device()] if device == "cuda" else []
-    with torch.random.fork_rng(devices=forked), torch.device(device):
-        torch.manual_seed(seed)
+    on_gpu = device == "cuda"
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []), torch.device(device):
+        # torch.manual_seed would seed the GPUs of a model that is made on the CPU, too.
+        (torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
         model = AutoModelForCausalLM.from_config(config)
     model.config.architectures = [type(model).__name__]
     return model

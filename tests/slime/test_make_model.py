@@ -213,8 +213,10 @@ def test_dtype_is_a_choice(tmp_path):
 
 
 def test_callers_random_state_is_untouched(tmp_path):
+    """Nor does it matter that OUT_DIR is there, as long as it is empty."""
     before = torch.random.get_rng_state()
-    make(tmp_path / "model", "--random")
+    (tmp_path / "model").mkdir()
+    assert (make(tmp_path / "model", "--random") / "model.safetensors").is_file()
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
