@@ -16,7 +16,7 @@ class DataConfig:
         None, "prompt file (jsonl, json, parquet, csv), optionally path@[start:end]"
     )
     input_key: str = flag("input", "column of the prompt")
-    label_key: str | None = flag(None, "column of the label")
+    label_key: str | None = flag(None, "column of the label; a.b is field b of column a")
     metadata_key: str = flag("metadata", "column of the free-form record of a line")
     tool_key: str = flag("tools", "column of the tool descriptions")
     apply_chat_template: bool = flag(False, "render the prompt through the tokenizer's chat template")

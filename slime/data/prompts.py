@@ -31,7 +31,10 @@ _ROWS_AT_A_TIME = 1024
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column of a file is what, and how a prompt becomes text. Names are those of the flags."""
+    """Which column of a file is what, and how a prompt becomes text. Names are those of the flags.
+
+    A dot leads into a column that holds objects: "reward_model.ground_truth".
+    """
 
     input_key: str = "input"
     label_key: str | None = None
@@ -178,12 +181,17 @@ def _to_prompt(
 
 
 def _column(row: dict[str, Any], key: str, flag: str, where: str) -> Any:
-    if row.get(key) is None:
+    value = row.get(key)
+    if key not in row and "." in key:  # "reward_model.ground_truth": a field of a column
+        value = row
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+    if value is None:
         problem = "is empty" if key in row else "is missing"
         raise ValueError(
             f"{where}: column {key!r} {problem}, got columns {sorted(map(str, row))}; set {flag}"
         )
-    return row[key]
+    return value
 
 
 def _message(entry: Any, key: str, where: str) -> dict[str, Any]:

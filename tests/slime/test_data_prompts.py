@@ -53,6 +53,25 @@ def test_prompt_label_metadata_and_tools(tmp_path):
     assert prompt.metadata == {"level": 2, "tools": [{"name": "add"}]}
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_dot_leads_into_a_column(tmp_path, suffix):
+    """The layout that DAPO-Math-17k is published in."""
+    row = {
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+    }
+    path = write(tmp_path / f"d.{suffix}", [row])
+    (prompt,) = load_prompts(path, Columns(input_key="prompt", label_key="reward_model.ground_truth"))
+    assert prompt.label == "2"
+    for wrong in ("reward_model.truth", "reward_model.ground_truth.x", "rewards.ground_truth"):
+        with pytest.raises(ValueError, match=rf"column '{wrong}' is missing, .* set --label-key"):
+            load_prompts(path, Columns(input_key="prompt", label_key=wrong))
+    (prompt,) = load_prompts(
+        write(tmp_path / "a.jsonl", [{"a.b": "whole", "a": {"b": "part"}}]), Columns("a.b")
+    )
+    assert prompt.text == "whole"
+
+
 def test_chat_template_renders_text_and_messages(tmp_path):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi"}, {"prompt": messages}])

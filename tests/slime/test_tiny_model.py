@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import runpy
-import subprocess
 from pathlib import Path
 
+import make_tiny_model
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-MAKER = runpy.run_path(str(ROOT / "scripts" / "make_tiny_model.py"))
-
 
 def make(folder: Path, *flags: str) -> Path:
-    MAKER["main"]([str(folder), *flags])
+    make_tiny_model.main([str(folder), *flags])
     return folder
 
 
@@ -61,27 +57,6 @@ def test_checkpoint_loads_whole(tiny, tokenizer):
     assert model.config.vocab_size == len(tokenizer) == 262
     assert model.config.eos_token_id == tokenizer.eos_token_id == 258
     assert model.config.pad_token_id == tokenizer.pad_token_id == 256
-
-
-def test_model_args_agree_with_config(tiny):
-    """scripts/models/qwen3-tiny.sh describes the model that is written."""
-    script = 'source scripts/models/qwen3-tiny.sh; printf "%s\\n" "${MODEL_ARGS[@]}"'
-    words = subprocess.run(
-        ["bash", "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.split()
-    values = {w: words[i + 1] for i, w in enumerate(words[:-1]) if not words[i + 1].startswith("--")}
-    config = json.loads((tiny / "base" / "config.json").read_text())
-    assert {name: int(values[name]) for name in values if values[name].isdigit()} == {
-        "--num-layers": config["num_hidden_layers"],
-        "--hidden-size": config["hidden_size"],
-        "--ffn-hidden-size": config["intermediate_size"],
-        "--num-attention-heads": config["num_attention_heads"],
-        "--num-query-groups": config["num_key_value_heads"],
-        "--kv-channels": config["head_dim"],
-        "--rotary-base": config["rope_parameters"]["rope_theta"],
-        "--vocab-size": config["vocab_size"],
-    }
-    assert float(values["--norm-epsilon"]) == config["rms_norm_eps"]
 
 
 @pytest.mark.parametrize(

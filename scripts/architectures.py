@@ -1,0 +1,89 @@
+"""Shapes of the models that scripts/make_model.py can make: one row each, with where the figures come from.
+
+The named Qwen models have the shape fields of the config.json published with them; `published` gives the parameter
+counts of the model card, all and without embeddings, in billions and with the card's digits. The other two are our own,
+for learning curves: a vocabulary of bytes leaves the parameters to the body.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row. `vocab` is (rows of the embedding, id of the first special token); `heads` is (query, key/value)."""
+
+    family: str
+    hidden: int
+    ffn: int
+    layers: int
+    heads: tuple[int, int]
+    head_dim: int
+    vocab: tuple[int, int]
+    rope_theta: float
+    context: int
+    tied: bool
+    dtype: str
+    source: str
+    published: tuple[str, str] | None = None
+
+    def config_fields(self) -> dict[str, Any]:
+        """The fields of config.json. Three special tokens stand together: end of text, start and end of a turn."""
+        rows, first_special = self.vocab
+        return {
+            "vocab_size": rows,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads[0],
+            "num_key_value_heads": self.heads[1],
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.context,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rms_norm_eps": 1e-6,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": None,
+            "eos_token_id": first_special + 2,
+            "pad_token_id": first_special,
+            "dtype": self.dtype,
+        }
+
+
+QWEN_VOCAB = (151936, 151643)  # all Qwen2, 2.5 and 3: 151643 byte pairs, special tokens, unused rows
+BYTES_VOCAB = (512, 256)
+HUB = "config.json and model card of Qwen/{} on the Hugging Face hub"
+
+# family, hidden, ffn, layers, (q, kv) heads, head, vocabulary, rope theta, context, tied, dtype, source, (all, body)
+ARCHITECTURES = {
+    "qwen3-0.6b": Architecture(
+        *("qwen3", 1024, 3072, 28, (16, 8), 128, QWEN_VOCAB, 1e6, 40960, True),
+        *("bfloat16", HUB.format("Qwen3-0.6B"), ("0.6", "0.44")),
+    ),
+    "qwen3-1.7b": Architecture(
+        *("qwen3", 2048, 6144, 28, (16, 8), 128, QWEN_VOCAB, 1e6, 40960, True),
+        *("bfloat16", HUB.format("Qwen3-1.7B"), ("1.7", "1.4")),
+    ),
+    "qwen3-4b": Architecture(
+        *("qwen3", 2560, 9728, 36, (32, 8), 128, QWEN_VOCAB, 1e6, 40960, True),
+        *("bfloat16", HUB.format("Qwen3-4B"), ("4.0", "3.6")),
+    ),
+    "qwen3-8b": Architecture(
+        *("qwen3", 4096, 12288, 36, (32, 8), 128, QWEN_VOCAB, 1e6, 40960, False),
+        *("bfloat16", HUB.format("Qwen3-8B"), ("8.2", "6.95")),
+    ),
+    "qwen2.5-0.5b": Architecture(
+        *("qwen2", 896, 4864, 24, (14, 2), 64, QWEN_VOCAB, 1e6, 32768, True),
+        *("bfloat16", HUB.format("Qwen2.5-0.5B-Instruct"), ("0.49", "0.36")),
+    ),
+    "qwen3-50m": Architecture(
+        *("qwen3", 512, 2048, 12, (8, 4), 64, BYTES_VOCAB, 1e4, 4096, True),
+        *("bfloat16", "our own: a model that learns arithmetic within minutes on a GPU"),
+    ),
+    "qwen3-tiny": Architecture(
+        *("qwen3", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, True),
+        *("float32", "our own: the model of scripts/run-tiny-grpo.sh, trained on two CPU cores"),
+    ),
+}

@@ -1,0 +1,209 @@
+"""Write a Hugging Face checkpoint of a known shape with random weights: for smoke runs, benchmarks and learning curves.
+
+    python scripts/make_model.py --arch qwen3-4b --random OUT_DIR
+    python scripts/make_model.py --arch qwen3-50m --random --arithmetic OUT_DIR
+
+leaves in OUT_DIR config.json, safetensors files (with an index when there are several), a fast tokenizer with a chat
+template and generation_config.json; with --arithmetic also OUT_DIR/arithmetic (see arithmetic.py). The shapes are rows
+of architectures.py. Nothing is downloaded, so the tokenizer is our own: a token a byte, the special tokens at the ids
+of the named model, and a made-up word for every other id up to vocab_size: whatever a random model samples is text.
+
+Weights are initialised by transformers on the GPU if there is one, in the dtype they are stored in. A host holds them
+once if it computes them, else one file of them at a time. The same seed gives the same bytes on the same kind of device
+(a CPU, or one model of GPU) with the same libraries. OUT_DIR appears when it is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import string
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from architectures import ARCHITECTURES
+from arithmetic import write_data
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+ROLES = ("system", "user", "assistant")
+MAX_FILE_BYTES = 2**30
+
+# Qwen's turn markers without its default system turn: "12+34=" becomes 14 tokens, most of which carry the question.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def build_config(arch: str, dtype: str | None = None) -> PretrainedConfig:
+    """config.json of an architecture; `dtype` replaces the table's."""
+    row = ARCHITECTURES[arch]
+    return AutoConfig.for_model(row.family, **row.config_fields() | ({"dtype": dtype} if dtype else {}))
+
+
+def word(number: int) -> str:
+    """Word 0, 1, ... of the ids that stand for nothing: a space and four letters, never a digit of an answer."""
+    letters = (string.ascii_lowercase[number // 26**place % 26] for place in (3, 2, 1, 0))
+    return "Ġ" + "".join(letters)  # Ġ is the byte-level spelling of a space
+
+
+def build_tokenizer(vocab_size: int, first_special: int) -> Tokenizer:
+    """One token a byte, so that every text round-trips; turn markers are special, role names are one token each.
+
+    The special tokens and roles have the ids from `first_special` on. The ids that are left, up to `vocab_size`, are
+    words that no text is split into, for there are no merges.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    named = [END_OF_TEXT, TURN_START, TURN_END, *ROLES]
+    unused = (word(number) for number in range(vocab_size))
+    tokens = alphabet + [next(unused) for _ in range(first_special - len(alphabet))] + named
+    tokens += [next(unused) for _ in range(vocab_size - len(tokens))]
+    assert len(tokens) == len(set(tokens)) == vocab_size, f"{vocab_size} ids hold {len(set(tokens))} tokens"
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT, TURN_START, TURN_END])
+    tokenizer.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """tokenizer.json and tokenizer_config.json; the general class name is read alike by every transformers release."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [TURN_START, TURN_END],
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_length,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:
+    """Random weights from `seed` in config.dtype; the caller's random state is left as it was.
+
+    transformers' own initialisation: matrices normal with standard deviation initializer_range, biases 0, norms 1.
+    On the device "meta" it has shapes and no weights.
+    """
+    on_gpu = device == "cuda"
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []), torch.device(device):
+        # torch.manual_seed would seed the GPUs of a model that is made on the CPU, too.
+        (torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> int:
+    """The weights, in the model's order, in files of at most `max_file_bytes` (more where one tensor is larger).
+
+    Returns the number of files. A tied head is not written: a loader that finds no lm_head.weight ties it, as with
+    the published Qwen models.
+    """
+    files: list[dict[str, torch.Tensor]] = [{}]
+    room = max_file_bytes
+    for name, parameter in model.named_parameters():
+        if files[-1] and parameter.nbytes > room:
+            files.append({})
+            room = max_file_bytes
+        files[-1][name] = parameter.detach().contiguous()
+        room -= parameter.nbytes
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+        places = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    for name, file in zip(names, files, strict=True):
+        save_file(file, folder / name, metadata={"format": "pt"})
+    return len(files)
+
+
+def save_settings(model: PreTrainedModel, folder: Path) -> None:
+    """config.json, generation_config.json and the tokenizer that goes with them."""
+    config = model.config
+    config.save_pretrained(folder)
+    GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(
+        folder
+    )
+    tokenizer = build_tokenizer(config.vocab_size, first_special=config.pad_token_id)
+    save_tokenizer(tokenizer, folder, config.max_position_embeddings)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line. Refuses an unknown architecture, a device that is not there, and a folder with something in."""
+    parser = argparse.ArgumentParser(description="Write a Hugging Face checkpoint with random weights.")
+    parser.add_argument("folder", type=Path, metavar="OUT_DIR", help="a new or empty folder")
+    parser.add_argument("--arch", required=True, help=", ".join(ARCHITECTURES))
+    weights = parser.add_mutually_exclusive_group(required=True)
+    weights.add_argument("--random", action="store_true", help="random weights, the only ones there are")
+    weights.add_argument(
+        "--no-weights", action="store_true", help="config and tokenizer only: what `vime plan` reads"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="decides every byte (default 0)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the model's)"
+    )
+    parser.add_argument("--arithmetic", action="store_true", help="addition data too, in OUT_DIR/arithmetic")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    args = parser.parse_args(argv)
+    if args.arch not in ARCHITECTURES:
+        parser.error(f"--arch must be one of {', '.join(ARCHITECTURES)}, got {args.arch}")
+    if args.folder.is_file() or (args.folder.is_dir() and any(args.folder.iterdir())):
+        parser.error(
+            f"OUT_DIR must be a new or empty folder, got {args.folder}; remove it or name another one"
+        )
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "--device must be cpu on a machine without a GPU, got cuda; leave it out to take what is there"
+        )
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args, start = parse(argv), time.monotonic()
+    folder: Path = args.folder.absolute()
+    config = build_config(args.arch, args.dtype)
+    model = build_model(config, args.seed, "meta")
+    size, parameters = sum(p.nbytes for p in model.parameters()), model.num_parameters()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if args.random and size > free:
+        raise SystemExit(
+            f"OUT_DIR must be on a disk with {size / 1e9:.1f} GB free, got {free / 1e9:.1f} GB at {folder.parent}"
+        )
+    with ExitStack() as stack:
+        partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        partial.mkdir()
+        save_settings(model, partial)
+        if args.arithmetic:
+            write_data(partial / "arithmetic", args.seed)
+        if args.random:
+            save_model(build_model(config, args.seed, args.device), partial)
+        partial.rename(folder)
+    what = "no weights"
+    if args.random:
+        dtype = str(model.dtype).removeprefix("torch.")
+        what = f"{size / 1e9:.2f} GB of random {dtype}, made on {args.device} in {time.monotonic() - start:.1f} s"
+    print(f"{args.folder}: {args.arch}, {parameters / 1e6:,.1f} M parameters, {what}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""scripts/run-qwen3-4b-grpo.sh without a GPU: its flags pass `vime plan`, and what is missing is said at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import make_tiny_model
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ASKED = ("MODE", "MODEL", "DATA", "OUT", "NUM_GPUS", "PLAN", "SETUP", "PYTHON", "CUDA_VISIBLE_DEVICES")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny_model.main([str(folder)])
+    return folder
+
+
+def launch(*flags: str, path: str = "", **given: str) -> subprocess.CompletedProcess[str]:
+    """The script with these variables and no others of its own; `path` is a folder that comes first on PATH."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ASKED and not k.startswith("RAY_")}
+    env = inherited | {"SETUP": "0", "PYTHON": sys.executable} | given
+    env["PATH"] = f"{path}{os.pathsep}{env['PATH']}" if path else env["PATH"]
+    script = str(ROOT / "scripts" / "run-qwen3-4b-grpo.sh")
+    return subprocess.run(["bash", script, *flags], env=env, capture_output=True, text=True)
+
+
+def write(path: Path, row: dict, number: int = 40) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row] * number), path)
+    else:
+        path.write_text((json.dumps(row) + "\n") * number)
+    return path
+
+
+CHAT = [{"role": "user", "content": "What is 1 + 1?"}]
+GSM8K = {"question": "What is 1 + 1?", "answer": "It is 2.\n#### 2"}
+DAPO = {"prompt": CHAT, "reward_model": {"ground_truth": "2"}, "data_source": "math_dapo"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "name", "row", "lines"),
+    [
+        (
+            "colocate",
+            "1",
+            "gsm8k.jsonl",
+            GSM8K,
+            ["1 rank: tensor parallel 1", "1 vLLM server x 1", "one after the"],
+        ),
+        (
+            "disaggregated",
+            "8",
+            "d.parquet",
+            DAPO,
+            ["4 ranks: tensor parallel 2 x data parallel 2", "side by side"],
+        ),
+    ],
+)
+def test_plan_of_the_flags(tiny, tmp_path, mode, gpus, name, row, lines):
+    """Both modes, the layouts of GSM8K and DAPO-Math-17k; a flag that is given again wins."""
+    data = write(tmp_path / name, row)
+    out = tmp_path / "out"
+    done = launch(
+        *("--num-rollout", "7"),
+        **{
+            "PLAN": "1",
+            "MODE": mode,
+            "NUM_GPUS": gpus,
+            "DATA": str(data),
+            "MODEL": str(tiny / "base"),
+            "OUT": str(out),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = [*lines, f"{data}: 40 prompts", "7 rollouts = 7 optimizer steps", f"run directory {out}/grpo"]
+    assert all(line in done.stdout for line in wanted), done.stdout
+    assert "SMOKE" not in done.stderr and not out.exists()
+
+
+def test_without_a_model_it_is_loudly_a_smoke_run(tmp_path):
+    """Nothing given: random weights of the true shape, sums in the prompt-and-label layout, nothing saved."""
+    done = launch(PLAN="1", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "SMOKE RUN: MODEL was not given, so the weights are random" in done.stderr
+    made = tmp_path / "plan-qwen3-4b"
+    for line in (
+        "qwen3, 4.02 G parameters, bfloat16 on cuda",
+        "2 ranks: tensor parallel 2 x data parallel 1",
+        "10 rollouts = 10 optimizer steps",
+        f"{made}/arithmetic/train.jsonl: 7844 prompts",
+    ):
+        assert line in done.stdout, done.stdout
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan-qwen3-4b"]
+    assert not list(made.glob("*.safetensors"))
+
+
+def test_paths_are_those_of_the_caller(tiny, tmp_path, monkeypatch):
+    write(tmp_path / "p.jsonl", {"text": "1+1="})
+    shutil.copytree(tiny / "base", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    done = launch(PLAN="1", MODEL="model", DATA="p.jsonl@[2:4]", OUT="out")
+    assert "DATA must have the columns question and answer or prompt and label or" in done.stderr
+    assert "got ['text']; name them with --input-key" in done.stderr and done.returncode == 2
+    done = launch(
+        "--input-key", "text", "--rm-type", "random", "--wrong", PLAN="1", MODEL="model", DATA="p.jsonl"
+    )
+    assert "vime plan: --wrong is not a known flag" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"MODE": "async"}, "MODE must be colocate or disaggregated, got async"),
+        ({"NUM_GPUS": "0"}, "NUM_GPUS must be a whole number above 0, got 0"),
+        ({"MODEL": "nowhere"}, "MODEL must be a folder with a config.json, got"),
+        ({"DATA": "nowhere.jsonl"}, "DATA must be a prompt file that exists, got"),
+        ({"MODEL": "."}, "DATA must be given with MODEL, got none"),
+        (
+            {"PLAN": "1", "MODE": "disaggregated", "NUM_GPUS": "1"},
+            "NUM_GPUS must be 2 or more with MODE=disaggregated",
+        ),
+        ({"PLAN": "1", "PYTHON": "no-python"}, "PYTHON must be an interpreter, got no-python"),
+        ({"PLAN": "1", "RAY_ADDRESS": "127.0.0.1:1", "PYTHON": "no-python"}, "PYTHON must be an interpreter"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(tiny, monkeypatch, given, message):
+    monkeypatch.chdir(tiny / "base")
+    done = launch(**given)
+    assert done.returncode == 2 and f"run-qwen3-4b-grpo: {message}" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has GPUs")
+def test_without_gpus_it_names_the_script_that_needs_none():
+    done = launch()
+    assert done.returncode == 2 and done.stdout == ""
+    assert "a GPU must be there, got none (nvidia-smi is not on PATH)" in done.stderr
+    assert "on a CPU: bash scripts/run-tiny-grpo.sh" in done.stderr
+    joined = launch(RAY_ADDRESS="127.0.0.1:1")
+    assert "NUM_GPUS must be given where this machine shows no GPU" in joined.stderr
+
+
+SMI = """#!/bin/sh
+if [ "$1" = topo ]; then
+    printf '\\tGPU0\\tGPU1\\nGPU0\\t X \\tNV18\\nGPU1\\tNV18\\t X \\n\\n  NV#  = bonded NVLinks\\n'
+else
+    printf '0, NVIDIA H200, 143771 MiB, 1 MiB\\n1, NVIDIA H200, 143771 MiB, 3 MiB\\n'
+fi
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "out", "err"),
+    [
+        (SMI, {"NUM_GPUS": "3"}, "NVLink: NV18\n", "NUM_GPUS must be at most the 2 of this machine, got 3"),
+        (
+            SMI,
+            {"CUDA_VISIBLE_DEVICES": "1", "NUM_GPUS": "2"},
+            "=1 leaves 1\n",
+            "at most the 1 of this machine, got 2",
+        ),
+        (
+            SMI,
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "leaves 0\n",
+            "a GPU must be there, got none (CUDA_VISIBLE_DEVICES= ",
+        ),
+        (
+            SMI.replace("NV18", "SYS"),
+            {"PYTHON": "no"},
+            "NVLink: none found\n",
+            "note: without NVLink, weights and",
+        ),
+        (
+            "#!/bin/sh\necho 'NVIDIA-SMI has failed'; exit 9\n",
+            {},
+            "",
+            "got none (nvidia-smi says: NVIDIA-SMI has",
+        ),
+    ],
+)
+def test_what_it_finds_of_gpus(tmp_path, answer, given, out, err):
+    """An nvidia-smi that answers as on a host with two GPUs, or with a broken driver."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(answer)
+    smi.chmod(0o755)
+    done = launch(path=str(tmp_path), **given)
+    assert done.returncode == 2 and err in done.stderr, done.stderr
+    assert out in done.stdout
+    if out:
+        assert "0, NVIDIA H200, 143771 MiB, 1 MiB\n1, NVIDIA H200" in done.stdout
+
+
+def test_the_run_itself_gets_the_flags(tiny, tmp_path):
+    """Up to the first refusal of `vime train`: nothing is started."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    data = write(tmp_path / "d.jsonl", GSM8K)
+    done = launch(
+        "--lrr", "1", path=str(tmp_path), MODEL=str(tiny / "base"), DATA=str(data), OUT=str(tmp_path / "o")
+    )
+    assert done.returncode == 2 and "vime train: --lrr is not a known flag; did you mean --lr?" in done.stderr
+    assert (
+        f"curves, at any time: vime plot {tmp_path}/o/grpo" in done.stdout and not (tmp_path / "o").exists()
+    )
