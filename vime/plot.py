@@ -48,6 +48,7 @@ PART_COLOURS = dict(
             "#D55E00",  # forward
             "#F0E442",  # policy loss
             "#882255",  # backward
+            "#6E4B2A",  # pipeline stages
             "#332288",  # optimizer
             "#009E73",  # weights
             "#56B4E9",  # metrics, audit, trace

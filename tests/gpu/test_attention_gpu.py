@@ -26,13 +26,14 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def with_gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, parts: list, attention) -> list[Tensor]:
-    """Output [T, A, D] and the gradients of q, k and v, put together from the slices of all ranks."""
+    """Output [T, A, D] and the gradients of q, k and v, put together (in float32) from the slices of all ranks."""
     out = torch.zeros_like(q)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
     for part in parts:
         layout = packed_layout(part, "cuda")
         tokens = part.tokens.cuda()
-        of_rank = attention(leaves[0][tokens], *leaves[1:], layout, SCALE)
+        query, key, value = (leaf.to(q.dtype) for leaf in leaves)
+        of_rank = attention(query[tokens], key, value, layout, SCALE)
         of_rank.backward(upstream[tokens])
         out[tokens] = of_rank.detach()
     return [out, *(leaf.grad for leaf in leaves)]
@@ -40,7 +41,8 @@ def with_gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, parts: lis
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_slices_together_are_the_whole(size):
-    """Against float32, no slice is worse than the whole in the same dtype, but for a little: outputs and gradients."""
+    """Against float32, slices are no worse than the whole in the same dtype, by the root of the mean square. Gradients
+    of keys and values are sums of one rounded part a rank, hence the half on top."""
     exact = with_gradients(
         *(x.float() for x in inputs(torch.bfloat16)), [token_slice(LENGTHS)], padded_attention
     )
@@ -49,8 +51,9 @@ def test_slices_together_are_the_whole(size):
     assert size < 4 or min(len(part.tokens) for part in [token_slice([3], rank=1, size=4)]) == 0
     found = with_gradients(*inputs(torch.bfloat16), parts, flash_attention)
     for got, same_dtype, truth in zip(found, whole, exact, strict=True):
-        error, allowed = (got - truth).abs().max(), (same_dtype - truth).abs().max()
-        assert 0 < allowed < 0.05 and error <= 1.25 * allowed + 1e-3
+        error, allowed = ((x - truth).square().mean().sqrt() for x in (got, same_dtype))
+        assert 0 < allowed < 2e-3 * truth.square().mean().sqrt().clamp(min=1)
+        assert error <= 1.5 * allowed
 
 
 def test_a_rank_without_tokens_still_has_a_gradient():

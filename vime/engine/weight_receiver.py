@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from vime.engine.live_weights import differing_tensors, repack_tied_weights
-from vime.engine.plugin import WEIGHT_DIR_VARIABLE
+from vime.engine.plugin import BACKEND, WEIGHT_DIR_VARIABLE
 
 
 @dataclass
@@ -60,6 +60,13 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def shutdown(self) -> None:
         pass
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
+        """vLLM 0.26 wants every backend to have a sender of its own. Ours is a file's writer, in slime."""
+        raise RuntimeError(
+            f"{BACKEND} weights must come from the trainer's files, got a tensor iterator to send"
+        )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class, on machines without an accelerator too (nothing to synchronise there)."""
