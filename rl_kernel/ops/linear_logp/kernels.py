@@ -9,7 +9,8 @@ With that center e overflows only where the target's log-prob is below about -39
 raise a flag, and two launches that do nothing while it is down repeat the work with the row's maximum as center. So
 any finite logits give right results, and the host takes no part.
 
-Legend: C rows, H hidden, V columns of a tile, B blocks of columns. Exponents (z, center) are in units of ln 2.
+Legend: C rows, H hidden, V columns of a tile, B blocks of columns. Exponents (z, center) are in units of ln 2. C is
+another number in every call of training: kernels that take it are not compiled anew for multiples of 16.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _centers_kernel(
         tl.store(FLAG, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _exp_product_kernel(
     hidden_desc, weight_desc, out_desc, SCALE, CENTER, SUMS, WEIGHTED, FLAG,
     C, V, H, real, programs,
@@ -134,7 +135,7 @@ def _exp_product_kernel(
                 tl.store(WEIGHTED + at, weighted, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _block_sums_kernel(
     SUMS, WEIGHTED, CENTER, TARGETS, STATS, FLAG, C, B, first, real, limit,
     CONDITIONAL: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
@@ -170,7 +171,7 @@ def _block_sums_kernel(
             tl.store(FLAG, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _raise_centers_kernel(SUMS, CENTER, STATS, FLAG, C, B, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """SUMS holds block maxima of z - center: centers of overflowing rows move to the row's maximum."""
     if tl.load(FLAG) == 0:
@@ -212,7 +213,7 @@ def _expm1(x):
     return tl.where(x > -0.01, series, tl.exp2(x * LOG2E) - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _target_entries_kernel(
     TILE, TARGETS, LOG_PROBS, CENTER, LSE, C, stride, first, real, BLOCK: tl.constexpr
 ):
@@ -273,7 +274,7 @@ def _entropy_gradient_kernel(
             largest = tl.max(e, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C"])
 def _entropy_target_entries_kernel(
     TILE, TARGETS, GRAD, GRAD_ENTROPY, SCALE, LOG_PROBS, ENTROPY_OF, C, stride, first, real,
     HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -301,7 +302,7 @@ def _scale_rows_kernel(VALUES, FACTOR, OUT, H, stride_out, HAS_FACTOR: tl.conste
         tl.store(OUT + row * stride_out + at, value.to(OUT.dtype.element_ty), mask=at < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _scale_kernel(VALUES, FACTOR, count, BLOCK: tl.constexpr):
     """VALUES *= FACTOR, a scalar on the device; nothing is touched if it is 1."""
     factor = tl.load(FACTOR)
