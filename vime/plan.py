@@ -72,7 +72,7 @@ def trainer_memory(c: Config, shape: Shape) -> list[Item]:
     weights beside Adam's two fp32 moments."""
     size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
     params, share = stage_params(c, shape)
-    grad = 4 if c.megatron.overrides.get("grad_reduce_in_fp32") else size
+    grad = 4  # always summed in fp32
     main = 0 if c.params_dtype == "float32" else 4
     state = main + (8 if c.optimizer == "adam" else 4)
     shards = c.data_parallel_size * c.context_parallel_size if c.use_distributed_optimizer else 1
@@ -120,12 +120,15 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> Item:
     Norm inputs and outputs: 4 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv.
     Gated MLP: 3 F. The last two are split over tensor parallelism, the first too with --sequence-parallel.
     With full recomputation only the layer inputs stay, plus one layer while it is recomputed. The first of P pipeline
-    stages keeps P micro-batches of its layers.
+    stages keeps P micro-batches of its layers. Of C context-parallel ranks each keeps the keys and values that its two
+    runs of a sequence see: together all of the sequence and, on average, half a rank's share more.
     """
     size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
     layers = c.megatron.layers_of_stages(shape.layers)[0] * c.pipeline_model_parallel_size
     split = tp if c.sequence_parallel else 1
-    layer = 4 * shape.hidden / split + (4 * shape.q + 4 * shape.kv + 3 * shape.ffn) / tp
+    cp = c.context_parallel_size
+    gathered = 2 * shape.kv * (cp + 0.5) if cp > 1 else 0
+    layer = 4 * shape.hidden / split + (4 * shape.q + 4 * shape.kv + gathered + 3 * shape.ffn) / tp
     if c.megatron.overrides.get("recompute_granularity") == "full":
         total = tokens * size * (layers * shape.hidden / split + layer)
         how = f"{count(tokens)} tokens x {size} B x ({layers} layers x {shape.hidden} + {layer:.0f})"

@@ -61,7 +61,7 @@ class MegatronConfig:
         }
         said = {stage: layers for stage, layers in ends.items() if layers is not None} if stages > 1 else {}
         rest, others = num_layers - sum(said.values()), stages - len(said)
-        if rest < others or (rest % others if others else rest):
+        if min(said.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
             given = f" of which {said} by --decoder-first/last-pipeline-num-layers" if said else ""
             raise ValueError(
                 f"--pipeline-model-parallel-size must deal the model's layers out equally, got {stages} stages for "

@@ -14,6 +14,7 @@ from slime.config.fields import FlagSpec, spelled
 _CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
 _MOE = "mixture-of-experts and latent-attention models are not supported yet"
 _PIPELINE = "each rank has one stage of the pipeline; interleaved stages are not supported yet"
+_PIPELINE_LAYOUT = "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
 _MTP = "multi-token prediction is not supported yet"
@@ -123,6 +124,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "transformer_impl": Unsupported("local", "Transformer Engine layers are not supported yet"),
     "virtual_pipeline_model_parallel_size": Unsupported(None, _PIPELINE),
     "num_layers_per_virtual_pipeline_stage": Unsupported(None, _PIPELINE),
+    "pipeline_model_parallel_layout": Unsupported(None, _PIPELINE_LAYOUT),
+    "account_for_embedding_in_pipeline_split": Unsupported(False, _PIPELINE_LAYOUT),
+    "account_for_loss_in_pipeline_split": Unsupported(False, _PIPELINE_LAYOUT),
     "multi_latent_attention": Unsupported(False, _MOE),
     "q_lora_rank": Unsupported(None, _MOE),
     "kv_lora_rank": Unsupported(None, _MOE),
@@ -145,6 +149,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
 }
 
 _TEXT = {
+    "cp_comm_type": "context parallelism always gathers keys and values",
+    "hierarchical_context_parallel_sizes": "context parallelism always gathers keys and values in one go",
     "data_pad_size_multiplier": "packed micro-batches are padded only as far as tensor parallelism needs",
     "log_probs_max_tokens_per_gpu": "the log-prob passes run over the micro-batches of --max-tokens-per-gpu",
     "log_probs_chunk_size": "log-probs are computed from hidden states in bounded chunks",

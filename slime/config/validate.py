@@ -133,6 +133,15 @@ def _precision(c: Config) -> None:
         raise ValueError("--fp16 must not be used on a CPU, got --device cpu; use --fp32 or --bf16")
 
 
+def _dropout(c: Config) -> None:
+    for name in ("attention_dropout", "hidden_dropout"):
+        value = c.megatron.overrides.get(name, 0.0)
+        if value != 0:
+            raise ValueError(
+                f"{spelled(name)} must be 0, got {value}; log-probs of two passes must be those of one policy"
+            )
+
+
 def _parallel_sizes(c: Config) -> None:
     for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         if getattr(c, name) not in (None, 1):
@@ -280,6 +289,7 @@ def _checkpoint(c: Config) -> None:
     hf_config = read_hf_config(c.hf_checkpoint)
     check_checkpoint_shapes(c.hf_checkpoint, hf_config)
     check_model_args(c.model_args, hf_config)
+    c.megatron.layers_of_stages(hf_config["num_hidden_layers"])
     largest, vocabulary = largest_token_id(c.hf_checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:
         raise ValueError(
@@ -293,6 +303,7 @@ RULES = (
     _ranges,
     _precision,
     _parallel_sizes,
+    _dropout,
     _engines,
     _staleness,
     _batch_equation,

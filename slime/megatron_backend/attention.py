@@ -42,8 +42,9 @@ class PackedLayout(PackedSeqParams):
     that follow each other in one buffer of `padded_tokens` rows; `slots` [T] and `query_slots` [n] int64 are the rows
     of the packed tokens and of this rank's in it.
 
-    With `context_group`, the ranks that share the row: `gathered` [T] is where each packed token lies in the rows of
-    all ranks, `keys` [K] the packed places of the keys of every run. All three None where one rank computes the row.
+    With `context_group`, the ranks that share the row: where in the rows of all ranks each packed token lies, in
+    `gathered` [T], and the keys of every run, one run after the other, in `keys` [K]. All three None where one rank
+    computes the row.
     """
 
     own: int = 0
@@ -85,7 +86,7 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
     if part.size > 1:
         first = starts.tolist()
         keys = [torch.arange(first[run.sequence], first[run.sequence] + run.stop) for run in part.runs]
-        layout.keys = torch.cat([*keys, torch.empty(0, dtype=torch.int64)]).to(device)
+        layout.keys = part.gathered[torch.cat([*keys, torch.empty(0, dtype=torch.int64)])].to(device)
         layout.gathered = part.gathered.to(device)
         layout.context_group = context_group
     return layout
@@ -122,8 +123,10 @@ def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
 
 
-def gather_keys(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-    """Keys and values [n, G, D] of all ranks' tokens, in the order of the packed row: [T, G, D] each.
+def gather_keys(
+    key: Tensor, value: Tensor, layout: PackedLayout, order: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [n, G, D] of all ranks' tokens in `order` (`layout.gathered` or `layout.keys`), [T or K, G, D].
 
     Backward: each rank gets the sum of what all ranks found for its tokens. Collective where there are ranks.
     """
@@ -131,7 +134,7 @@ def gather_keys(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tenso
         return key, value
     both = torch.cat([key, value], dim=1)
     everyone = gather_from_sequence_parallel_region(_padded(both, layout), group=layout.context_group)
-    return everyone.index_select(0, layout.gathered).chunk(2, dim=1)
+    return everyone.index_select(0, order).chunk(2, dim=1)
 
 
 def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
@@ -166,14 +169,13 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
     """As `padded_attention`, by torch's variable-length kernel: a run of queries sees the keys up to its last token.
 
-    The causal mask of the kernel ends at the last key for the last query, whatever their numbers.
+    key and value [K, G, D]: those of every run, one run after the other. The causal mask of the kernel ends at the last
+    key for the last query, whatever their numbers.
     """
-    if layout.keys is not None:
-        key, value = key.index_select(0, layout.keys), value.index_select(0, layout.keys)
     if not layout.own:  # still a function of keys and values: their backward is a collective
         return query + (key.sum() + value.sum())
     return varlen_attn(
-        *(query, key, value.contiguous()),
+        *(query, key.contiguous(), value.contiguous()),
         *(layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv),
         scale=scale,
         window_size=(-1, 0),
@@ -209,7 +211,7 @@ class PackedAttention(nn.Module):
         layout = packed_seq_params
         query, key = apply_rotary(query, layout.rotary), apply_rotary(key, layout.rotary)
         query, key, value = (x[: layout.own] for x in (query, key, value))
-        key, value = gather_keys(key, value, layout)
         flash = query.is_cuda and query.dtype != torch.float32
+        key, value = gather_keys(key, value, layout, layout.keys if flash else layout.gathered)
         out = (flash_attention if flash else padded_attention)(query, key, value, layout, self.scale)
         return _padded(out.flatten(1), layout)

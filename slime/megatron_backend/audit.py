@@ -92,10 +92,12 @@ class Audit:
         """
         return self._watch(rollout_id, data, metrics) if self.on else nullcontext()
 
-    def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor | None, step_id: int) -> None:
-        """The detached log-probs [R] of a micro-batch; those of the first step are the policy the rollout found."""
-        if not self.on or step_id or log_probs is None or "log_probs" in data:
-            return
+    def wants(self, data: TrainData, step_id: int) -> bool:
+        """Whether the log-probs of this step's loss are the policy that the rollout found, and not known yet."""
+        return self.on and step_id == 0 and "log_probs" not in data
+
+    def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None:
+        """The detached log-probs [R] of a micro-batch that `wants` asked for."""
         parts = batch.split(log_probs, data["response_lengths"])
         self.found |= zip(batch.samples, parts, strict=True)
 
@@ -116,15 +118,22 @@ class Audit:
         try:
             yield
         except FloatingPointError:
-            self.found = tensors_from_last_stage(self.info, self.found)
+            self._share(data)
             if not before:  # a log-prob that is not finite explains it better than the norm of the gradients
                 self._stop_at_fault(rollout_id, data, self._gather(self._fault(data)))
             raise
         if not before:
             with self.timers.measure("consistency"):
-                self.found = tensors_from_last_stage(self.info, self.found)
+                self._share(data)
                 metrics |= self._report(rollout_id, data)
         self.found = {}
+
+    def _share(self, data: TrainData) -> None:
+        """What the last stage's losses brought, for all stages of a pipeline; none by a loss that is a hook's."""
+        first_step = data["micro_batch_indices"][: data["num_microbatches"][0]]
+        seen = [] if self.config.loss_type == "custom_loss" else [i for batch in first_step for i in batch]
+        lengths = {i: data["response_lengths"][i] for i in seen}
+        self.found = tensors_from_last_stage(self.info, self.found, lengths)
 
     def _report(self, rollout_id: int, data: TrainData) -> dict[str, float]:
         """Compare, reduce, write, and in strict judge."""

@@ -2,8 +2,8 @@
 
 Layout (Megatron's own): DIR/iter_0000010/ and DIR/latest_checkpointed_iteration.txt. A checkpoint is written beside
 its final place and renamed when complete, and only then named as the latest: a process killed at any moment leaves a
-latest that loads. Tensors are stored under global shapes, so another number of tensor- or data-parallel ranks can
-load them.
+latest that loads. Tensors are stored under global shapes, so ranks of another layout (tensor, context, data or pipeline
+parallel) can load them.
 """
 
 from __future__ import annotations

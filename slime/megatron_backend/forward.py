@@ -138,5 +138,6 @@ def log_probs_of_data(
         return list(zip(batch.samples, batch.split(log_probs, response_lengths), strict=True))
 
     kept = run_forward(model, info, batches, count, parts)
-    found = tensors_from_last_stage(info, dict(pair for of_batch in kept for pair in of_batch))
-    return [found[i] for i in sorted(found)]
+    found = dict(pair for of_batch in kept for pair in of_batch)
+    found = tensors_from_last_stage(info, found, dict(enumerate(response_lengths)))
+    return [found[i] for i in range(len(response_lengths))]

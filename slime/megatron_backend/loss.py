@@ -33,8 +33,8 @@ class MicroBatchLoss:
     """Over micro-batches and data-parallel ranks `loss` and `sums` are added up, of `maxima` the largest is kept.
 
     Context-parallel ranks have the terms of their own tokens each when the loss is computed in one pass, and are added
-    up too; otherwise all of them compute the whole loss. `log_probs` [R] are the trainer's, detached; None where a hook
-    computed the loss.
+    up too; otherwise all of them compute the whole loss. `log_probs` are the trainer's, detached: [r] in one pass, else
+    [R]; None where a hook computed the loss.
     """
 
     loss: Tensor
@@ -137,7 +137,7 @@ def one_pass(
             weight_grad=head_main_grad(trainer.model),
             **head_arguments(trainer.model, trainer.info),
         )
-    return MicroBatchLoss(result.loss, sums, maxima, whole(result.log_probs, batch, trainer.info))
+    return MicroBatchLoss(result.loss, sums, maxima, result.log_probs)
 
 
 def custom_loss(

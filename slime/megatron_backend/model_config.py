@@ -102,10 +102,10 @@ def _leave_as_is(weight: torch.Tensor) -> None: ...
 def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerConfig:
     """Megatron's model description of a checkpoint, for the parallel layout and precision of `config`.
 
-    Flags of TransformerConfig that the user gave (recomputation and the like) are applied last. Dropout is off unless
-    asked for, and refused for attention. `calculate_per_token_loss` is always on inside Megatron: its DDP then sums
-    gradients over data-parallel ranks without dividing, and the loss carries its own denominators. ValueError when the
-    pipeline stages cannot share the layers.
+    Flags of TransformerConfig that the user gave (recomputation and the like) are applied last. There is no dropout:
+    two passes over the same weights must be one policy. `calculate_per_token_loss` is always on inside Megatron: its
+    DDP then sums gradients over data-parallel ranks without dividing, and the loss carries its own denominators.
+    ValueError when the pipeline stages cannot share the layers.
     """
     family, dtype = family_for(hf_config), params_dtype(config)
     config.megatron.layers_of_stages(hf_config["num_hidden_layers"])
@@ -131,6 +131,7 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,
+        "deallocate_pipeline_outputs": config.pipeline_model_parallel_size > 1,  # what has been sent on
         "variable_seq_lengths": True,  # of micro-batches: pipeline stages tell each other shapes
         "moe_token_dispatcher_type": "alltoall",  # Megatron checks that this one can, of dense models too
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
@@ -142,8 +143,4 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
         "embedding_init_method": _leave_as_is,
     }
     fields |= config.megatron.core_overrides(TransformerConfig) | {"calculate_per_token_loss": True}
-    if fields["attention_dropout"] != 0:
-        raise ValueError(
-            f"--attention-dropout must be 0, got {fields['attention_dropout']}; packed attention has none"
-        )
     return TransformerConfig(**fields)

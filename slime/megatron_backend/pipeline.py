@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -130,7 +131,7 @@ class _Span:
 
 
 def from_last_stage(info: ParallelInfo, value: T) -> T:
-    """The last stage's `value` on every stage: plain data and host tensors. Collective over the pipeline."""
+    """The last stage's `value` on every stage: plain data. Collective over the pipeline."""
     if info.pp_size == 1:
         return value
     box = [value]
@@ -138,9 +139,17 @@ def from_last_stage(info: ParallelInfo, value: T) -> T:
     return box[0]
 
 
-def tensors_from_last_stage(info: ParallelInfo, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-    """`from_last_stage` for tensors by sample, which come to this rank's device."""
+def tensors_from_last_stage(
+    info: ParallelInfo, tensors: dict[int, Tensor], lengths: dict[int, int]
+) -> dict[int, Tensor]:
+    """fp32 tensors of the last stage, by sample, on every stage: one broadcast. All stages know the `lengths`."""
     if info.pp_size == 1:
         return tensors
-    on_host = from_last_stage(info, {i: x.cpu() for i, x in tensors.items()})
-    return {i: x.to(info.device) for i, x in on_host.items()}
+    if not lengths:
+        return {}
+    if info.last_stage:
+        flat = torch.cat([tensors[i].float() for i in lengths])
+    else:
+        flat = torch.empty(sum(lengths.values()), device=info.device)
+    dist.broadcast(flat, group=info.pp_group, group_src=info.pp_size - 1)
+    return dict(zip(lengths, flat.split(list(lengths.values())), strict=True))

@@ -26,7 +26,7 @@ from slime.data.packing import MicroBatch, pack
 from slime.hooks import load_function
 from slime.megatron_backend import checkpoint
 from slime.megatron_backend.audit import Audit
-from slime.megatron_backend.forward import log_probs_of_data
+from slime.megatron_backend.forward import log_probs_of_data, whole
 from slime.megatron_backend.loss import MicroBatchLoss, micro_batch_loss
 from slime.megatron_backend.model import build_model, unwrap
 from slime.megatron_backend.model_config import load_hf_config
@@ -228,14 +228,21 @@ class MegatronTrainer:
             self.model.train()
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
+        done = self.progress[0]
         batches = self._training_batches(data, micro_batches)
 
         def on_output(batch: MicroBatch, output: Tensor) -> tuple[Tensor, MicroBatchLoss]:
             loss = micro_batch_loss(self, data, batch, output, data["normalisers"][step_id])
-            self.audit.add(data, batch, loss.log_probs, step_id)
+            if loss.log_probs is not None and self.audit.wants(data, step_id):
+                with self.timers.measure("policy_loss"):
+                    log_probs = loss.log_probs
+                    if self.head == "linear_token_loss":
+                        log_probs = whole(log_probs, batch, self.info)
+                    self.audit.add(data, batch, log_probs)
             return loss.loss, loss
 
         losses = run_stages(self.model, self.info, batches, len(micro_batches), on_output, self.timers)
+        self.progress = (done + len(micro_batches), self.progress[1])
         with self.timers.measure("reduce_grads"):
             finish_grads(self.model)
         with self.timers.measure("optimizer"):
@@ -260,12 +267,13 @@ class MegatronTrainer:
         }
 
     def _training_batches(self, data: TrainData, micro_batches: list[list[int]]) -> Iterator[MicroBatch]:
-        """The packed micro-batches of a step; one that is asked for after another says that this one is on its way."""
-        for samples in micro_batches:
+        """The packed micro-batches of a step. Asking for the next one says how far this stage is."""
+        done, total = self.progress
+        for k, samples in enumerate(micro_batches):
+            self.progress = (done + k, total)
             with self.timers.measure("pack"):
                 batch = self._pack(data, samples, COLUMNS)
             yield batch
-            self.progress = (self.progress[0] + 1, self.progress[1])
 
     def _update_reference(self, rollout_id: int) -> None:
         interval = self.config.ref_update_interval

@@ -29,6 +29,7 @@ POLICY = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {},
+    "tp": {"tensor_model_parallel_size": 2},
     "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "cp": {"context_parallel_size": 2},
     "cp-native": {"context_parallel_size": 2, "rlk_fast": "off"},
@@ -104,7 +105,7 @@ def test_kernels_ran(results):
     one, two = results
     for precision in PRECISION:
         assert one[precision]["chosen"]["linear_token_loss"] == "triton"
-        for layout in ("dp", "sp", "cp", "pp"):
+        for layout in ("dp", "tp", "sp", "cp", "pp"):
             assert two[0][layout, precision]["perf"]["rl_kernel/fast"] == 1.0
         assert "rl_kernel/fast" not in two[0]["cp-native", precision]["perf"]
 

@@ -227,6 +227,7 @@ def test_layers_of_stages(stages, ends, layers, wanted):
         (8, {}, 4),
         (3, {"num_layers_in_last_pipeline_stage": 15}, 36),
         (2, {"num_layers_in_first_pipeline_stage": 36}, 36),
+        (2, {"num_layers_in_first_pipeline_stage": 0}, 36),
         (2, {"num_layers_in_first_pipeline_stage": 20, "num_layers_in_last_pipeline_stage": 20}, 36),
     ],
 )

@@ -222,6 +222,17 @@ RULES = [
         "--pipeline-model-parallel-size 3",
         "must be a multiple of TP * PP * CP, got 1 * 2 = 2 and 1 * 3 * 1 = 3",
     ),
+    (
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 0",
+        "--pipeline-model-parallel-size must deal the model's layers out equally, got 2 stages",
+    ),
+    ("--hidden-dropout 0.1", "--hidden-dropout must be 0, got 0.1; log-probs of two passes"),
+    ("--attention-dropout 0.1", "--attention-dropout must be 0, got 0.1; log-probs of two passes"),
+    (
+        "--pipeline-model-parallel-layout Et|tL",
+        "--pipeline-model-parallel-layout must be left out in this version, got Et|tL; "
+        "use --decoder-first-pipeline-num-layers",
+    ),
     ("--context-parallel-size 4", "must be a multiple of TP * PP * CP, got 1 * 2 = 2 and 1 * 1 * 4 = 4"),
     ("--expert-model-parallel-size 2", "--expert-model-parallel-size must be 1 in this version, got 2"),
     ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size must be 1 in this version, got 2"),

@@ -60,6 +60,7 @@ TWO: dict[str, dict[str, Any]] = {
     "cp-custom": CUSTOM_FLAGS | CONTEXT,
     "cp-empty": ONE_SAMPLE_FLAGS | CONTEXT,
     "cp-empty-native": ONE_SAMPLE_FLAGS | CONTEXT | NATIVE,
+    "cp-empty-overlap": ONE_SAMPLE_FLAGS | CONTEXT | OVERLAP,
     "cp-recompute": POLICY_FLAGS | CONTEXT | FULL_RECOMPUTE,
     "pp": POLICY_FLAGS | STAGES,
     "pp-overlap": POLICY_FLAGS | STAGES | OVERLAP,
@@ -71,6 +72,7 @@ FOUR: dict[str, dict[str, Any]] = {
     "cp4-empty": ONE_SAMPLE_FLAGS | {"context_parallel_size": 4},
     "cp-sp": POLICY_FLAGS | CONTEXT | SEQUENCE,
     "cp-sp-empty": ONE_SAMPLE_FLAGS | CONTEXT | SEQUENCE,
+    "cp-tp": POLICY_FLAGS | CONTEXT | TENSOR,
     "cp-dp": POLICY_FLAGS | CONTEXT,
     "pp-sp": POLICY_FLAGS | STAGES | SEQUENCE,
     "pp-cp": POLICY_FLAGS | STAGES | CONTEXT,
@@ -126,6 +128,8 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
     out = {
         "steps": result.steps,
         "perf": result.perf,
+        "progress": trainer.progress,
+        "micro_batches": len(batches),
         "rollout": result.rollout,
         "samples": samples,
         "rows": [len(batch.rows) for batch in batches],
@@ -229,6 +233,34 @@ def test_context_parallel_ranks_share_the_rows(one, several):
         assert abs(first - second) <= 0.1 * (first + second)
     assert min(min(r["rows"]) for r in several["cp-empty"]) == 0
     assert min(min(r["tokens"]) for r in several["cp4-empty"]) == 0
+
+
+PARTS = (
+    "pack",
+    "forward",
+    "policy_loss",
+    "backward",
+    "pipeline_wait",
+    "reduce_grads",
+    "optimizer",
+    "step_metrics",
+)
+
+
+@pytest.mark.parametrize("layout", ["dp", "sp", "cp", "pp", "pp-cp"])
+def test_parts_of_training_cover_it_on_every_rank(several, layout):
+    """One rank holds it to 2% (test_timers_trainer.py); here processes wait for a core between parts, too."""
+    covered = [
+        sum(r["perf"].get(f"perf/{part}_time", 0.0) for part in PARTS) / r["perf"]["perf/actor_train_time"]
+        for r in several[layout]
+    ]
+    assert max(covered) > 0.93 and all(share <= 1 for share in covered), covered
+
+
+def test_progress_ends_at_the_end(one, several):
+    for results in ([one["policy"]], several["dp"], several["cp"], several["pp"]):
+        for result in results:
+            assert result["progress"] == (result["micro_batches"],) * 2
 
 
 def test_figures_of_a_pipeline_are_those_of_its_last_stage(several):

@@ -194,7 +194,8 @@ def test_memory_of_a_pipeline_stage_with_context_parallelism(stock):
     stage = 18 * shape.layer_params + 151936 * 2560  # the embedding here, its copy for the head there
     assert by_name["weights"] == by_name["reference"] == stage * 2 / 2
     assert by_name["optimizer"] == stage * 12 / 2 / 2  # sharded over the context-parallel ranks too
-    one = 4 * 2560 / 2 + (4 * 4096 + 4 * 1024 + 3 * 9728) / 2
+    # Keys and values of the whole row, twice this rank's, and of a quarter of it again: 2.5 times 2 x 1024 a token.
+    one = 4 * 2560 / 2 + (4 * 4096 + 4 * 1024 + 2.5 * 2 * 1024 + 3 * 9728) / 2
     assert by_name["activations"] == 9216 * 2 * (18 * 2 * 2560 / 2 + one)  # two micro-batches in flight
 
 
