@@ -13,12 +13,12 @@ handed three things that behave as slime.protocols says.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
-from slime.protocols import EnginePool, RolloutHandle, TrainerHandle
+from slime.protocols import EnginePool, RolloutHandle, TrainerHandle, WeightUpdate
 from slime.tracking.report import Reporter
 
 
@@ -73,8 +73,15 @@ def publish(config: Any, trainer: TrainerHandle, engines: EnginePool, *, version
     """Hand the trainer's weights to every engine. Version v holds the weights after v rollouts."""
     if config.debug_train_only:
         return
-    update = wait(trainer.publish_weights(version, checksums=config.check_weight_update_equal), engines)
-    engines.update_weights(update)
+    engines.update_weights(weight_parts(trainer, engines, version))
+
+
+def weight_parts(trainer: TrainerHandle, engines: EnginePool, version: int) -> Iterator[WeightUpdate]:
+    """The parts of the weights in order; the trainer makes the next one while engines load what was yielded."""
+    coming = trainer.next_weights(version)
+    while (part := wait(coming, engines)) is not None:
+        coming = trainer.next_weights(version)
+        yield part
 
 
 def due(interval: int | None, count: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -58,27 +59,33 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One published version of the weights: what a channel hands to engines, as plain data.
+    """One published version of the weights, or a part of one: what a channel hands to engines, as plain data.
 
     `info` is channel-specific and JSON-serialisable (for the file channel: {"path": ...}). `checksums`, when asked
-    for with --check-weight-update-equal, maps HF tensor name to the sha256 hex digest of its raw bytes.
+    for with --check-weight-update-equal, maps HF tensor name to the sha256 hex digest of its raw bytes. `lasting`: all
+    of the weights, for as long as they are the newest; otherwise gone when the part after the next is asked for.
     """
 
     version: int
     info: dict[str, Any]
     checksums: dict[str, str] | None = None
+    lasting: bool = True
 
 
 class EnginePool(Protocol):
     """The running engines, as the driver sees them."""
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Load `update` on every engine (generation paused meanwhile) and remember it for engines that restart."""
+    def update_weights(self, parts: Iterator[WeightUpdate]) -> None:
+        """Load all parts of one version on every engine (generation paused meanwhile)."""
         ...
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Give the devices to the trainer."""
+        ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Take them back. An engine that has dropped its weights to sleep serves from the next update on."""
+        ...
 
     def check_health(self) -> None:
         """Raise RuntimeError with the engine's last log lines when one is lost beyond recovery."""
@@ -90,7 +97,7 @@ class EnginePool(Protocol):
 class NoEngines:
     """The pool of a run that only trains (--debug-train-only): there is nothing to update, put to sleep or lose."""
 
-    def update_weights(self, update: WeightUpdate) -> None: ...
+    def update_weights(self, parts: Iterator[WeightUpdate]) -> None: ...
 
     def sleep(self) -> None: ...
 
@@ -141,7 +148,12 @@ class TrainerHandle(Protocol):
 
     def save(self, rollout_id: int) -> Future[None]: ...
 
-    def publish_weights(self, version: int, *, checksums: bool) -> Future[WeightUpdate]: ...
+    def next_weights(self, version: int) -> Future[WeightUpdate | None]:
+        """The first part of the weights as `version`, then the next one a call, None after the last.
+
+        A call makes a part while engines load the one before.
+        """
+        ...
 
 
 @dataclass(frozen=True)

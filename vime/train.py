@@ -37,7 +37,7 @@ from slime.protocols import EnginePool, NoEngines
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from vime.engine.client import VllmEngineClient
-from vime.engine.flags import engine_dtype, engine_settings, parse_config
+from vime.engine.flags import engine_dtype, engine_settings, parse_config, sleep_level
 from vime.engine.pool import VllmEnginePool
 from vime.engine.process import tail
 from vime.engine.ray_server import RayEngineServer
@@ -123,7 +123,9 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if not config.debug_rollout_only:
             trainer = actors.TrainerGroup(config, placed)
             stack.callback(trainer.stop)
-        pool, client, facts = _start_engines(config, placed, stack)
+            if config.colocate and config.device == "cuda":
+                trainer.wait_built()  # an engine measures what memory is left when it starts
+        pool, client, facts = _start_engines(config, placed, stack, trainer)
         if trainer is not None:
             trainer.wait_built()
             print(f"operators: {headline(config)}")
@@ -157,7 +159,7 @@ def _private_weight_dir(config: Config) -> Path | None:
 
 
 def _start_engines(
-    config: Config, placed: placement.Placement, stack: ExitStack
+    config: Config, placed: placement.Placement, stack: ExitStack, trainer: actors.TrainerGroup | None
 ) -> tuple[EnginePool, VllmEngineClient | None, dict[str, Any]]:
     """Pool, client for the rollout manager, and the facts hooks may read. Nothing is started without engines."""
     if not placed.engine_bundles:
@@ -182,6 +184,8 @@ def _start_engines(
             request_timeout_s=config.rollout_deadline_s,
         ),
         spawn=lambda spec: RayEngineServer(spec, options[spec.log_path]),
+        sleep_level=sleep_level(config),
+        weights_file=None if trainer is None else lambda: trainer.weights_file().result(),
         health_check_interval_s=config.rollout_health_check_interval,
         health_check_timeout_s=config.rollout_health_check_timeout,
         health_check_first_wait_s=config.rollout_health_check_first_wait,

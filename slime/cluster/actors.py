@@ -6,6 +6,8 @@ import os
 import socket
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -95,8 +97,11 @@ class TrainerActor:
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
 
-    def publish_weights(self, version: int, checksums: bool) -> WeightUpdate | None:
-        return self.trainer.publish_weights(version, checksums=checksums)
+    def next_weights(self, version: int) -> WeightUpdate | None:
+        return self.trainer.next_weights(version)
+
+    def weights_file(self) -> WeightUpdate:
+        return self.trainer.weights_file()
 
 
 class TrainerGroup:
@@ -110,7 +115,8 @@ class TrainerGroup:
         if on_one_host(config):
             env["GLOO_SOCKET_IFNAME"] = "lo"
         self._config = config
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="trainer-group")
+        self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainer-group")
+        self._calling = threading.Lock()
         self._actors = [
             ray.remote(concurrency_groups=PROGRESS)(TrainerActor)
             .options(name=f"trainer-{rank}", runtime_env={"env_vars": env}, **placement.options(bundle))
@@ -126,23 +132,26 @@ class TrainerGroup:
         _, self.start_rollout_id, self.decisions = built[0]
 
     def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]:
-        return self._on_all(
-            [
-                actor.train.remote(rollout_id, rank_data[dp_rank])
-                for actor, dp_rank in zip(self._actors, self._dp_ranks, strict=True)
-            ]
-        )
+        data = [rank_data[dp_rank] for dp_rank in self._dp_ranks]
+        return self._on_all(lambda actor, rank: actor.train.remote(rollout_id, data[rank]))
 
     def progress(self) -> tuple[int, int]:
         return ask_progress(self._actors[0])
 
     def save(self, rollout_id: int) -> Future[None]:
-        return self._on_all([actor.save.remote(rollout_id) for actor in self._actors])
+        return self._on_all(lambda actor, rank: actor.save.remote(rollout_id))
 
-    def publish_weights(self, version: int, *, checksums: bool) -> Future[WeightUpdate]:
-        return self._on_all([actor.publish_weights.remote(version, checksums) for actor in self._actors])
+    def next_weights(self, version: int) -> Future[WeightUpdate | None]:
+        return self._on_all(lambda actor, rank: actor.next_weights.remote(version))
 
-    def _on_all(self, refs: list[Any]) -> Future[Any]:
+    def weights_file(self) -> Future[WeightUpdate]:
+        """The weights as they are once the ranks have done what they do now. From any thread."""
+        return self._on_all(lambda actor, rank: actor.weights_file.remote())
+
+    def _on_all(self, call: Callable[[Any, int], Any]) -> Future[Any]:
+        """One call on every rank. The ranks get calls of several threads in the same order: each is a collective."""
+        with self._calling:
+            refs = [call(actor, rank) for rank, actor in enumerate(self._actors)]
         return self._threads.submit(lambda: self._results(refs)[0])
 
     def _results(self, refs: list[Any]) -> list[Any]:

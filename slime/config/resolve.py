@@ -41,6 +41,7 @@ def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
     for name, source in FALLBACKS.items():
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
+    _weight_update(draft)
     _algorithm(draft)
     _kernels(draft)
     _run_dir(draft)
@@ -88,6 +89,17 @@ def _placement(c: argparse.Namespace) -> None:
         c.rollout_num_gpus = world
     elif c.debug_rollout_only and c.rollout_num_gpus is None:
         c.rollout_num_gpus = world
+
+
+def _weight_update(c: argparse.Namespace) -> None:
+    shared_gpus = c.colocate and c.device == "cuda"
+    if c.update_weight_transport == "nccl" and shared_gpus:
+        c.notes.append(
+            "--update-weight-transport nccl is ipc with --colocate: trainer and engines share their GPUs"
+        )
+        c.update_weight_transport = "ipc"
+    if c.update_weight_transport is None:
+        c.update_weight_transport = "ipc" if shared_gpus else "disk"
 
 
 def _batches(c: argparse.Namespace) -> None:

@@ -154,7 +154,6 @@ _TEXT = {
     "data_pad_size_multiplier": "packed micro-batches are padded only as far as tensor parallelism needs",
     "log_probs_max_tokens_per_gpu": "the log-prob passes run over the micro-batches of --max-tokens-per-gpu",
     "log_probs_chunk_size": "log-probs are computed from hidden states in bounded chunks",
-    "update_weight_buffer_size": "the disk transport writes one file a version and needs no bucket",
     "model_name": "the model family is read from the checkpoint's config.json",
     "seq_length": "sequences are packed at their own length",
     "vllm_router_request_timeout_secs": "one request may take --rollout-deadline-s",

@@ -191,8 +191,16 @@ def _staleness(c: Config) -> None:
         )
     if c.update_weight_transport == "nccl":
         raise ValueError(
-            "--update-weight-transport must be disk in this version, got nccl; it is not supported yet"
+            "--update-weight-transport must be disk in this version where trainer and engines share no GPUs, got nccl; "
+            "it is not supported yet"
         )
+    if c.update_weight_transport == "ipc" and not (c.colocate and c.device == "cuda"):
+        raise ValueError(
+            "--update-weight-transport ipc must have trainer and engines on the same GPUs, got "
+            f"{'no --colocate' if not c.colocate else f'--device {c.device}'}; leave the flag out"
+        )
+    if c.update_weight_buffer_size <= 0:
+        raise ValueError(f"--update-weight-buffer-size must be above 0, got {c.update_weight_buffer_size}")
 
 
 def _batch_equation(c: Config) -> None:

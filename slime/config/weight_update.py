@@ -11,7 +11,15 @@ from slime.config.fields import flag
 class WeightUpdateConfig:
     """Trainer to engine. `weight_dir` is filled in per run when it is not given."""
 
-    update_weight_transport: str = flag("disk", "how weights travel to the engines", choices=("disk", "nccl"))
+    update_weight_transport: str | None = flag(
+        None,
+        "how weights travel to the engines: ipc through the memory of shared GPUs (default with --colocate on GPUs), "
+        "disk through files that both see (default otherwise)",
+        choices=("disk", "ipc", "nccl"),
+    )
+    update_weight_buffer_size: int = flag(
+        512 * 2**20, "bytes of each of two buckets that ipc packs weights into"
+    )
     update_weights_interval: int = flag(
         1, "push weights after every so many rollouts (above 1 needs --max-staleness)"
     )

@@ -1,7 +1,7 @@
 """One trainer rank: Megatron model, reference model, optimizer and checkpoints behind five calls.
 
-    train(rollout_id, data) -> TrainResult      publish_weights(version) -> WeightUpdate on rank 0
-    save(rollout_id)                            start_rollout_id         close()
+    train(rollout_id, data) -> TrainResult      next_weights(version) -> WeightUpdate | None
+    save(rollout_id)                            weights_file()           start_rollout_id    close()
 
 Owns the order of a training step. The maths is in slime.algo and rl_kernel, the model in this folder's other files.
 """
@@ -40,6 +40,7 @@ from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
 from slime.types import TrainData
 from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.ipc_channel import IpcChannel
 
 
 class MegatronTrainer:
@@ -71,7 +72,12 @@ class MegatronTrainer:
         if config.needs_reference:
             self.ref_model = build_model(self.hf_config, config, ddp=False)
             load_weights(self.ref_model, config.ref_load or config.hf_checkpoint)
-        self.channel = FileChannel(config.weight_dir)
+        self.files = FileChannel(config.weight_dir)
+        self.channel: FileChannel | IpcChannel = self.files
+        if config.update_weight_transport == "ipc":
+            self.channel = IpcChannel(config.update_weight_buffer_size, self.info.device)
+        self.sending: Iterator[WeightUpdate] | None = None
+        self.version = self.start_rollout_id  # of the weights as they are: how many rollouts made them
         self.timers = Timers.on(self.info.device)
         self.audit = Audit(config, self.info, self.timers, self.temperature)
         steps = profiled_steps(config.profile_steps)
@@ -82,6 +88,9 @@ class MegatronTrainer:
         """All optimizer steps of one rollout over this rank's part of it. Collective over all ranks."""
         with self.profiler.around(rollout_id), self.timers.measure("trainer"):
             steps, rollout = self._train(rollout_id, data)
+        self.version = rollout_id + 1
+        if self.config.colocate and self.info.device.type == "cuda":
+            torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
         perf = self.timers.flush()
         if (resident := resident_peak_gib()) is not None:
             perf["perf/trainer_rss_gib"] = resident
@@ -115,14 +124,21 @@ class MegatronTrainer:
             out = Path(self.config.save_hf.format(rollout_id=rollout_id))
             save_hf(self.model, self.config.hf_checkpoint, out)
 
-    def publish_weights(self, version: int, *, checksums: bool) -> WeightUpdate | None:
-        """Write the current weights to the channel. Collective; the update is returned by rank 0, None by others."""
-        tensors = export_hf(self.model)
-        if dist.get_rank() == 0:
-            return self.channel.publish(tensors, version, checksums=checksums)
-        for _ in tensors:  # the export gathers over ranks: all must take part
-            pass
-        return None
+    def next_weights(self, version: int) -> WeightUpdate | None:
+        """The next part of the current weights, called `version`; None after the last, and then from the first again.
+        Collective; rank 0's tells engines what to do."""
+        if self.sending is None:
+            self.sending = self.channel.parts(
+                lambda: export_hf(self.model), version, compare=self.config.check_weight_update_equal
+            )
+        part = next(self.sending, None)
+        if part is None:
+            self.sending = None
+        return part
+
+    def weights_file(self) -> WeightUpdate:
+        """The current weights in a file, for an engine that starts between two updates. Collective."""
+        return next(self.files.parts(lambda: export_hf(self.model), self.version, compare=False))
 
     def close(self) -> None:
         destroy_parallel()

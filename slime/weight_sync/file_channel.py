@@ -7,13 +7,15 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from slime.protocols import WeightUpdate
+from slime.weight_sync.ipc_channel import Export
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -36,6 +38,16 @@ class FileChannel:
                 f"--weight-dir must be a directory of this user that nobody else can write to, got {self.directory} "
                 f"(owner {found.st_uid}, mode {stat.filemode(found.st_mode)}); engines load what lies there"
             )
+
+    def parts(self, export: Export, version: int, *, compare: bool) -> Iterator[WeightUpdate]:
+        """One part, the whole file. Collective over all ranks; rank 0 writes, the others take part in the export and
+        have nothing to tell."""
+        if dist.get_rank() == 0:
+            yield self.publish(export(), version, checksums=compare)
+        else:
+            for _ in export():
+                pass
+            yield WeightUpdate(version, {})
 
     def publish(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, checksums: bool = False

@@ -36,7 +36,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 26,
-        weight_transfer_config={"backend": "vime_file"},
+        weight_transfer_config={"backend": "vime"},
         disable_log_stats=True,
     )
     worker = llm.llm_engine.model_executor.driver_worker.worker

@@ -35,6 +35,22 @@ def test_what_was_left_open_is_filled_in(argv):
 
 
 @pytest.mark.parametrize(
+    ("flags", "transport"),
+    [
+        ("", "disk"),  # two ranks on the CPU
+        ("--device cuda", "ipc"),
+        ("--device cuda --update-weight-transport nccl", "ipc"),
+        ("--device cuda --update-weight-transport disk", "disk"),
+        ("--device cuda --no-colocate --rollout-num-gpus 1", "disk"),
+    ],
+)
+def test_weights_travel_through_shared_memory_where_there_is_some(argv, flags, transport):
+    c = parse_args([*argv, *flags.split()])
+    assert c.update_weight_transport == transport
+    assert any("is ipc with --colocate" in note for note in c.notes) == ("nccl" in flags)
+
+
+@pytest.mark.parametrize(
     ("flags", "expected"),
     [
         ({}, (32, 1)),
@@ -251,7 +267,19 @@ RULES = [
         "--update-weights-interval 2",
         "--update-weights-interval must be at most --max-staleness + 1, got 2 and 0",
     ),
-    ("--update-weight-transport nccl", "--update-weight-transport must be disk in this version, got nccl"),
+    (
+        "--update-weight-transport nccl",
+        "--update-weight-transport must be disk in this version where trainer and engines share no GPUs, got nccl",
+    ),
+    (
+        "--update-weight-transport ipc",
+        "--update-weight-transport ipc must have trainer and engines on the same GPUs, got --device cpu",
+    ),
+    (
+        "--device cuda --no-colocate --rollout-num-gpus 1 --update-weight-transport ipc",
+        "--update-weight-transport ipc must have trainer and engines on the same GPUs, got no --colocate",
+    ),
+    ("--update-weight-buffer-size 0", "--update-weight-buffer-size must be above 0, got 0"),
     ("--bf16 --fp32", "must not be combined, got --bf16 and --fp32"),
     ("--device cuda --distributed-backend gloo", "--distributed-backend must be nccl on GPUs, got gloo"),
     ("--fp16", "--fp16 must not be used on a CPU"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,6 @@ class Run:
             "save_interval": None,
             "start_rollout_id": None,
             "debug_train_only": False,
-            "check_weight_update_equal": False,
             "num_steps_per_rollout": 1,
             "world_size": 1,
             "rollout_num_gpus": 1,
@@ -48,6 +48,7 @@ class Run:
         self.start_rollout_id = start
         self.calls: list[str] = []
         self.logged: list[tuple] = []
+        self.parts_made = 0
         self.version: int | None = None  # of the weights that the engines hold
         self.generated_with: list[int | None] = []
         self.report = Reporter(self.config, Trackers([self]), StepLine(stream=io.StringIO()))
@@ -75,14 +76,22 @@ class Run:
         self.calls.append(f"save {rollout_id}")
         return done(None)
 
-    def publish_weights(self, version: int, *, checksums: bool) -> Future:
-        self.calls.append(f"publish {version}")
-        return done(WeightUpdate(version, {}, {} if checksums else None))
+    def next_weights(self, version: int) -> Future:
+        """Two parts a version, made one ahead of what the engines load."""
+        self.parts_made = (self.parts_made + 1) % 3
+        if self.parts_made == 0:
+            return done(None)
+        if self.parts_made == 1:
+            self.calls.append(f"publish {version}")
+        return done(WeightUpdate(version, {"part": self.parts_made}, lasting=False))
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        assert (update.checksums is not None) == self.config.check_weight_update_equal
-        self.calls.append(f"update {update.version}")
-        self.version = update.version
+    def update_weights(self, parts: Iterator[WeightUpdate]) -> None:
+        for number, part in enumerate(parts, start=1):
+            assert part.info == {"part": number}
+            assert self.parts_made == (number + 1) % 3, "the next part is made while this one is loaded"
+        assert number == 2
+        self.calls.append(f"update {part.version}")
+        self.version = part.version
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -160,12 +169,6 @@ def test_weights_at_an_interval():
     assert calls.index("publish 2") == calls.index("train 1") + 1
     assert run.generated_with == [0, 0, 2, 2]
     assert all(i - version <= 1 for i, version in enumerate(run.generated_with))
-
-
-def test_checksums_are_asked_for():
-    run = Run(check_weight_update_equal=True)
-    run.go()  # update_weights looks at them
-    assert run.version == 2
 
 
 def test_evaluation_before_and_at_its_interval():

@@ -116,7 +116,9 @@ def samples_of(layout: str) -> list[Sample]:
 def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> dict[str, Any]:
     """One rollout with all its steps; what this rank reports, holds and publishes."""
     config = make_config(
-        root, **{"weight_dir": str(root / f"weights-{name}"), "save": str(root / f"save-{name}"), **flags}
+        root,
+        check_weight_update_equal=True,
+        **{"weight_dir": str(root / f"weights-{name}"), "save": str(root / f"save-{name}"), **flags},
     )
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
     info = trainer.info
@@ -124,7 +126,8 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
     samples = len(data["tokens"])
     batches = [trainer._pack(data, places) for places in data["micro_batch_indices"]]
     result = trainer.train(0, data)
-    update = trainer.publish_weights(1, checksums=True)
+    update = trainer.next_weights(1)
+    assert trainer.next_weights(1) is None
     out = {
         "steps": result.steps,
         "perf": result.perf,
@@ -135,8 +138,8 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
         "rows": [len(batch.rows) for batch in batches],
         "tokens": [len(batch.part.tokens) for batch in batches],
         "weights": exported(trainer),
-        "path": update and update.info["path"],
-        "checksums": update and update.checksums,
+        "path": update.info.get("path"),
+        "checksums": update.checksums,
     }
     if name in SAVED:
         trainer.save(0)

@@ -80,7 +80,7 @@ LOADED = [
 
 def test_an_update_pauses_loads_and_resumes_every_engine(doubles: Callable[..., Doubles]) -> None:
     two = doubles(2)
-    two.pool.update_weights(UPDATE)
+    two.pool.update_weights(iter([UPDATE]))
     for index, url in enumerate(two.pool.engine_urls):
         assert two.requests(index) == ["POST /pause ", *LOADED, "POST /resume "]
         assert EngineControl(url, KEY).weight_version() == 4
@@ -89,7 +89,7 @@ def test_an_update_pauses_loads_and_resumes_every_engine(doubles: Callable[..., 
 
 def test_a_dead_engine_returns_elsewhere_with_the_last_weights(doubles: Callable[..., Doubles]) -> None:
     two = doubles(2)
-    two.pool.update_weights(UPDATE)
+    two.pool.update_weights(iter([UPDATE]))
     first, second = two.pool.engine_urls
     die(first)
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
@@ -104,7 +104,7 @@ def test_an_update_goes_on_when_an_engine_is_dead(doubles: Callable[..., Doubles
     two = doubles(2, health_check_interval_s=1000)
     first = two.pool.engine_urls[0]
     die(first)
-    two.pool.update_weights(UPDATE)
+    two.pool.update_weights(iter([UPDATE]))
     assert two.requests(1) == ["POST /pause ", *LOADED, "POST /resume "]
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
     assert EngineControl(two.pool.engine_urls[0], KEY).weight_version() == 4
@@ -114,7 +114,7 @@ def test_an_engine_that_refuses_weights_is_an_error(doubles: Callable[..., Doubl
     two = doubles(2)
     EngineControl(two.pool.engine_urls[1], KEY)._post("/refuse", "/update_weights")
     with pytest.raises(ControlError, match=r"must accept POST /update_weights, got HTTP 500: told to refuse"):
-        two.pool.update_weights(UPDATE)
+        two.pool.update_weights(iter([UPDATE]))
 
 
 def test_an_engine_that_does_not_answer_is_replaced(doubles: Callable[..., Doubles]) -> None:
@@ -146,7 +146,7 @@ def test_an_engine_that_keeps_dying_is_given_up_with_its_log(doubles: Callable[.
 
 def test_sleep_holds_for_an_engine_that_restarts_meanwhile(doubles: Callable[..., Doubles]) -> None:
     one = doubles(1)
-    one.pool.update_weights(UPDATE)
+    one.pool.update_weights(iter([UPDATE]))
     one.pool.sleep()
     url = one.pool.engine_urls[0]
     die(url)
@@ -154,6 +154,52 @@ def test_sleep_holds_for_an_engine_that_restarts_meanwhile(doubles: Callable[...
     assert one.requests(0)[-5:] == [*LOADED, "POST /pause "]
     one.pool.wake()
     assert one.requests(0)[-1] == "POST /resume "
+
+
+def passing_parts() -> Iterator[WeightUpdate]:
+    for number in (1, 2):
+        yield WeightUpdate(5, {"part": number}, lasting=False)
+
+
+IN_PARTS = [
+    "POST /start_weight_update ",
+    'POST /update_weights {"update_info": {"part": 1}}',
+    'POST /update_weights {"update_info": {"part": 2}}',
+    'POST /finish_weight_update {"weight_version": "5"}',
+    "POST /reset_prefix_cache ",
+]
+
+
+def test_an_engine_that_restarts_after_parts_gets_a_file(doubles: Callable[..., Doubles]) -> None:
+    """The parts are gone by then; the trainer is asked for what it has."""
+    asked: list[int] = []
+
+    def weights_file() -> WeightUpdate:
+        asked.append(1)
+        return UPDATE
+
+    two = doubles(2, weights_file=weights_file)
+    two.pool.update_weights(passing_parts())
+    assert [two.requests(i) for i in (0, 1)] == [["POST /pause ", *IN_PARTS, "POST /resume "]] * 2
+    assert not asked
+    first = two.pool.engine_urls[0]
+    die(first)
+    wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
+    assert two.requests(0)[-4:] == LOADED and asked == [1]
+
+
+def test_engines_that_drop_their_weights_serve_again_after_the_update(
+    doubles: Callable[..., Doubles],
+) -> None:
+    """Sleep level 2: memory for weights first, for keys and values when the update is through."""
+    one = doubles(1, sleep_level=2)
+    one.pool.sleep()
+    one.pool.wake()
+    assert one.requests(0) == ["POST /sleep ", "POST /wake_up "]
+    one.pool.update_weights(passing_parts())
+    assert one.requests(0)[2:] == [*IN_PARTS, "POST /wake_up ", "POST /resume "]
+    one.pool.update_weights(passing_parts())  # an update of engines that serve
+    assert one.requests(0)[-7:] == ["POST /pause ", *IN_PARTS, "POST /resume "]
 
 
 def test_a_dead_router_returns_at_its_address(doubles: Callable[..., Doubles]) -> None:

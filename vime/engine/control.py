@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
@@ -97,11 +98,14 @@ class EngineControl:
             raise ControlError(f"engine {self.url} must drop its prefix cache, got {answer.decode()}")
 
     def sleep(self, level: int, mode: PauseMode = "keep") -> None:
-        """Free device memory (vLLM's sleep mode: level 1 moves weights to the host and drops keys and values)."""
+        """Free device memory (vLLM's sleep mode): keys and values are dropped, weights are moved to the host (level 1)
+        or dropped too (2)."""
         self._post("/sleep", query={"level": str(level), "mode": mode}, timeout_s=_SLOW_S)
 
-    def wake(self) -> None:
-        self._post("/wake_up", timeout_s=_SLOW_S)
+    def wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
+        """Take device memory again, for what `tags` name or for everything. Weights dropped by level 2 are undefined
+        until an update brings them."""
+        self._post("/wake_up", query=[("tags", tag) for tag in tags], timeout_s=_SLOW_S)
 
     def weight_version(self) -> int:
         """Version of the live weights; -1: those of the checkpoint."""
@@ -117,7 +121,7 @@ class EngineControl:
         path: str,
         body: Any = None,
         *,
-        query: dict[str, str] | None = None,
+        query: dict[str, str] | Sequence[tuple[str, str]] | None = None,
         headers: dict[str, str] | None = None,
         timeout_s: float = _QUICK_S,
     ) -> bytes:

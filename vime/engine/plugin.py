@@ -6,13 +6,13 @@ import os
 
 from vime.engine.supervise import die_with_parent
 
-BACKEND = "vime_file"
+BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
 WEIGHT_DIR_VARIABLE = "VIME_WEIGHT_DIR"
 
 
 def register() -> None:
-    """Make `--weight-transfer-config {"backend": "vime_file"}` known to vLLM. May run more than once a process.
+    """Make `--weight-transfer-config {"backend": "vime"}` known to vLLM. May run more than once a process.
 
     In a supervised server, also tie each of its processes to the one that started it: vLLM's engine process would
     otherwise outlive a kill -9 of the supervisor.
@@ -23,5 +23,5 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "vime.engine.weight_receiver", "FileWeightTransferEngine"
+            BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine"
         )

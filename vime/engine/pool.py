@@ -6,11 +6,13 @@ gets the last published weights before the router may send it anything. Ray stay
 
 from __future__ import annotations
 
+import functools
 import http.client
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol, TypeVar
@@ -57,9 +59,12 @@ class VllmEnginePool:
     """EnginePool over vLLM servers. `start()` first; every method may be called from the driver's threads.
 
     `pause_mode`: what happens to running requests while weights change (keep: they go on afterwards on the new
-    weights, with their keys and values computed anew). `sleep_level` 1: `sleep()` moves the weights to host memory
-    and frees the rest (needs --enable-sleep-mode); 0: it only pauses, which is all that vLLM can do on CPU.
-    `max_restarts` bounds the restarts of one engine between two weight updates; 0 turns restarting off.
+    weights, with their keys and values computed anew). `sleep_level`: what `sleep()` frees of the device's memory. 0:
+    nothing, it only pauses, which is all that vLLM can do on CPU. 1: everything, the weights are kept on the host. 2:
+    everything, and the weights are dropped: after `wake()` the engine waits for an update, its keys and values are
+    given room only then. 1 and 2 need --enable-sleep-mode. `weights_file` is asked for the trainer's weights when an
+    engine restarts and the last update was not a lasting one. `max_restarts` bounds the restarts of one engine between
+    two weight updates; 0 turns restarting off.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class VllmEnginePool:
         spawn: Callable[[EngineSpec], EngineHandle] = EngineServer,
         pause_mode: PauseMode = "keep",
         sleep_level: int = 0,
+        weights_file: Callable[[], WeightUpdate] | None = None,
         max_restarts: int = 3,
         health_check_interval_s: float = 30.0,
         health_check_timeout_s: float = 30.0,
@@ -77,10 +83,8 @@ class VllmEnginePool:
     ) -> None:
         if not specs:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
-        if sleep_level not in (0, 1):
-            raise ValueError(
-                f"sleep_level must be 0 or 1, got {sleep_level}; level 2 would wake without weights"
-            )
+        if sleep_level not in (0, 1, 2):
+            raise ValueError(f"sleep_level must be 0, 1 or 2, got {sleep_level}")
         self._engines = [_Engine(spec) for spec in specs]
         self._router = Router(router)
         self._spawn = spawn
@@ -89,9 +93,11 @@ class VllmEnginePool:
         self._max_restarts = max_restarts
         self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
         self._first_wait_s = health_check_first_wait_s
+        self._weights_file = weights_file
         self._lock = threading.RLock()  # membership, the last update, asleep or not
         self._last_update: WeightUpdate | None = None
         self._asleep = False
+        self._empty = False  # awake again, but without weights
         self._lost: str | None = None
         self._stopping = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
@@ -130,19 +136,26 @@ class VllmEnginePool:
             raise
         self._monitor.start()
 
-    def update_weights(self, update: WeightUpdate) -> None:
-        """Load `update` on every serving engine, generation paused meanwhile, and remember it for restarts.
+    def update_weights(self, parts: Iterator[WeightUpdate]) -> None:
+        """Load the parts of one version on every serving engine, generation paused from the first to the last.
 
         An engine that dies meanwhile is left to the monitor; one that refuses the weights, or holds others
         afterwards (--check-weight-update-equal), raises ControlError.
         """
+        first = next(parts)
         with self._lock:
-            self._last_update = update
-            serving = self._serving()
-            self._each(serving, self._unless_dead(lambda engine: engine.control.pause(self._pause_mode)))
-            self._each(self._serving(), self._unless_dead(lambda engine: load(engine.control, update)))
+            self._last_update = first
+            if not self._empty:
+                self._on_serving(lambda control: control.pause(self._pause_mode))
+            self._on_serving(lambda control: control.start_weight_update())
+            for part in itertools.chain([first], parts):
+                self._on_serving(functools.partial(load_part, part=part))
+            self._on_serving(functools.partial(finish, version=first.version))
             if not self._asleep:
-                self._each(self._serving(), self._unless_dead(lambda engine: engine.control.resume()))
+                if self._empty:
+                    self._on_serving(lambda control: control.wake(["kv_cache"]))
+                self._on_serving(lambda control: control.resume())
+                self._empty = False
             for engine in self._serving():
                 engine.restarts = 0
 
@@ -153,9 +166,10 @@ class VllmEnginePool:
             self._each(self._serving(), self._unless_dead(self._put_to_sleep))
 
     def wake(self) -> None:
-        """Undo `sleep`; requests are served again."""
+        """Undo `sleep`; requests are served again, or with sleep level 2 once an update has brought weights."""
         with self._lock:
             self._asleep = False
+            self._empty = self._sleep_level == 2
             self._each(self._serving(), self._unless_dead(self._wake))
 
     def check_health(self) -> None:
@@ -196,9 +210,15 @@ class VllmEnginePool:
             engine.control.pause(self._pause_mode)
 
     def _wake(self, engine: _Engine) -> None:
-        if self._sleep_level:
+        if self._sleep_level == 2:
+            engine.control.wake(["weights"])
+            return
+        if self._sleep_level == 1:
             engine.control.wake()
         engine.control.resume()
+
+    def _on_serving(self, act: Callable[[EngineControl], None]) -> None:
+        self._each(self._serving(), self._unless_dead(lambda engine: act(engine.control)))
 
     def _unless_dead(self, act: Callable[[_Engine], None]) -> Callable[[_Engine], None]:
         """`act`, but an engine that no longer runs or answers is given up: the monitor replaces it.
@@ -286,9 +306,12 @@ class VllmEnginePool:
         engine.spec = replace(engine.spec, port=0)
         self._launch(engine)
         self._wait_ready(engine)
+        passing = self._last_update is not None and not self._last_update.lasting
+        # The trainer's own, where the last update is gone. It may have to be waited for: not with the lock.
+        update = self._weights_file() if passing and self._weights_file is not None else None
         with self._lock:
-            if self._last_update is not None:
-                load(engine.control, self._last_update)
+            if (update := update or self._last_update) is not None:
+                load(engine.control, update)
             if self._asleep:
                 self._put_to_sleep(engine)
             self._router.add(engine.control.url)
@@ -313,8 +336,18 @@ class VllmEnginePool:
 
 
 def load(control: EngineControl, update: WeightUpdate) -> None:
-    """One engine, paused or idle, takes one update; keys and values computed with the weights before are dropped."""
+    """One engine, paused or idle, takes a whole update."""
     control.start_weight_update()
-    control.update_weights({**update.info, "checksums": update.checksums})
-    control.finish_weight_update(update.version)
+    load_part(control, update)
+    finish(control, update.version)
+
+
+def load_part(control: EngineControl, part: WeightUpdate) -> None:
+    checksums = {} if part.checksums is None else {"checksums": part.checksums}
+    control.update_weights({**part.info, **checksums})
+
+
+def finish(control: EngineControl, version: int) -> None:
+    """The update is complete; keys and values computed with the weights before are dropped."""
+    control.finish_weight_update(version)
     control.reset_prefix_cache()

@@ -49,6 +49,8 @@ class EngineSpec(ServerSpec):
     cpu_threads: int = 0
     start_timeout_s: float = 600.0
     index: int = 0
+    sleeps: bool = False
+    """Whether it must be able to give its device memory away and take it again."""
 
 
 def installed_vllm() -> str:
@@ -99,6 +101,8 @@ class EngineServer(Server[EngineSpec]):
             argv += ["--enable-per-request-metrics"]
         if spec.device == "cpu":
             argv += _CPU_ARGV
+        if spec.sleeps:
+            argv += ["--enable-sleep-mode"]
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
         return [*argv, *spec.vllm_argv]

@@ -1,7 +1,9 @@
-"""Runs inside vLLM's workers: loads a safetensors file of HF tensors into the live model (backend "vime_file").
+"""Runs inside vLLM's workers: loads HF tensors into the live model, from a safetensors file or from the memory of a
+trainer on the same GPU (backend "vime").
 
-One update is one file, so start and finish of vLLM's protocol have nothing to do here. Owns the checks before
-and after loading. Refuses: paths outside $VIME_WEIGHT_DIR, files whose tensors are not those of the checkpoint.
+Owns the checks before and after loading. Refuses: paths outside $VIME_WEIGHT_DIR, weights whose tensors are not those
+of the checkpoint. A file is one part and is checked before anything is touched; parts in memory (vime.engine.ipc) are
+checked at the end, and an engine that lacks some must not serve.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,41 +24,58 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from vime.engine.ipc import Buckets
 from vime.engine.live_weights import differing_tensors, repack_tied_weights
 from vime.engine.plugin import BACKEND, WEIGHT_DIR_VARIABLE
 
 
 @dataclass
-class FileInitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):
     """Nothing to agree on beforehand."""
 
 
 @dataclass
-class FileUpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):
     """`path`: the file. `checksums`: HF name -> sha256 of the tensor's bytes; given, every live tensor is compared.
 
-    `load` False only compares what is live with the file.
+    Or `tensors` and `handles` of a bucket in memory, see vime.engine.ipc. `load` False only compares what is live with
+    what is given.
     """
 
-    path: str
-    checksums: dict[str, str] | None = field(default=None)
+    path: str | None = None
+    checksums: dict[str, str] | None = None
+    tensors: list[list[Any]] | None = None
+    handles: dict[str, list[Any]] | None = None
     load: bool = True
 
 
-class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """vLLM's weight-transfer interface over a file system that trainer and engine share."""
+class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's weight-transfer interface over what trainer and engine share: a file system, or a GPU's memory."""
 
-    init_info_cls = FileInitInfo
-    update_info_cls = FileUpdateInfo
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
 
-    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.buckets = Buckets(self.device)
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        pass
+        self.loaded: set[str] = set()
+        self.compared: set[str] = set()
+        self.finished = False
 
+    @torch.no_grad()
     def finish_weight_update(self) -> None:
-        pass
+        """After parts in memory: all of the checkpoint's tensors must have come. RuntimeError otherwise."""
+        self._finish_loading()
+        if self.compared and self.compared != self.loaded:
+            raise RuntimeError(
+                f"all tensors must be compared, got {len(self.compared)} of {len(self.loaded)} "
+                "(--check-weight-update-equal)"
+            )
 
     def shutdown(self) -> None:
         pass
@@ -74,8 +93,51 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load and/or compare one part."""
+        if update_info.path is not None:
+            self._receive_file(update_info)
+        else:
+            self._receive_bucket(update_info)
+
     @torch.no_grad()
-    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+    def _receive_bucket(self, update_info: UpdateInfo) -> None:
+        """Load, or compare, the tensors of one bucket. RuntimeError when live weights differ from it."""
+        tensors = self.buckets.open(update_info.tensors, update_info.handles)
+        if update_info.load:
+            if not self.loaded:
+                initialize_layerwise_reload(self.model)
+            # Copies: vLLM keeps what it is given until a layer is complete, and the bucket is filled again by then.
+            self.model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
+            self.loaded |= tensors.keys()
+            return
+        self._finish_loading()
+        wrong = differing_tensors(self.model, tensors.keys(), tensors.__getitem__, whole=False)
+        if wrong:
+            raise RuntimeError(
+                f"live weights must equal the trainer's, got {len(wrong)} that differ: {', '.join(wrong[:8])} "
+                "(--check-weight-update-equal)"
+            )
+        self.compared |= tensors.keys()
+
+    def _finish_loading(self) -> None:
+        """What vLLM does once the last part is loaded; nothing if that has been done, or a file was loaded."""
+        if not self.loaded or self.finished:
+            return
+        self.finished = True
+        finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_weights(self.model)
+        expected = checkpoint_shapes(self.model_config.model)
+        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        optional = {"lm_head.weight"} if tied else set()
+        if expected is not None and (missing := expected.keys() - self.loaded - optional):
+            raise RuntimeError(
+                f"an update must bring all of the checkpoint's tensors, got {len(missing)} that never came: "
+                f"{', '.join(sorted(missing)[:8])}"
+            )
+
+    @torch.no_grad()
+    def _receive_file(self, update_info: UpdateInfo) -> None:
         """Load and/or compare one file.
 
         Raises ValueError, with the live weights untouched, when the file is outside the weight directory, is not

@@ -1,0 +1,105 @@
+"""The IPC channel: engines on the trainer's own GPUs read its memory. Nothing but addresses travels.
+
+Weights are packed into two buckets of device memory, in turns: while engines load one, the other is filled. What
+engines are told of a bucket is plain data: names, shapes, offsets, and the handles by which CUDA maps the memory of
+another process (cudaIpcMemHandle), by GPU. Owns the buckets; opening them is the engine's business.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.protocols import WeightUpdate
+
+ALIGNMENT = 256
+"""Bytes: any dtype may begin here, and copies of whole cache lines follow each other."""
+
+Export = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+class IpcChannel:
+    """Publishes weights as parts that live until the part after the next is asked for.
+
+    Every trainer rank packs all weights into buckets on its own GPU, in lockstep: each GPU's engine worker finds the
+    bucket of that GPU. A bucket has `bucket_bytes`, or the size of the largest tensor.
+    """
+
+    def __init__(self, bucket_bytes: int, device: torch.device) -> None:
+        self.bucket_bytes, self.device = bucket_bytes, device
+        self._buckets: list[Tensor] = []
+        self._handles: list[dict[str, list[Any]]] = []
+
+    def parts(self, export: Export, version: int, *, compare: bool) -> Iterator[WeightUpdate]:
+        """Parts of `version`, the memory of each ready when it is yielded. Collective over all ranks.
+
+        With `compare` (--check-weight-update-equal) all weights come a second time, for engines to compare with what
+        they have made of the first.
+        """
+        turn = 0
+        for load in (True, False) if compare else (True,):
+            for tensors in _grouped(export(), self.bucket_bytes):
+                size = sum(_aligned(tensor.nbytes) for _, tensor in tensors)
+                if not self._buckets or self._buckets[0].nbytes < size:
+                    self._allocate(max(size, self.bucket_bytes))
+                entries = _fill(self._buckets[turn], tensors)
+                info = {"tensors": entries, "handles": self._handles[turn], "load": load}
+                yield WeightUpdate(version, info, lasting=False)
+                turn = 1 - turn
+
+    def _allocate(self, size: int) -> None:
+        """Two buckets, and the handles of all ranks' by the UUID of their GPUs."""
+        self._buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        uuid = str(torch.cuda.get_device_properties(self.device).uuid)
+        mine = [_handle(bucket) for bucket in self._buckets]
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (uuid, mine))
+        self._handles = [{uuid: handles[i] for uuid, handles in of_ranks} for i in range(2)]
+
+
+def _grouped(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors whose sizes add up to at most `limit` bytes, or one that is larger."""
+    group: list[tuple[str, Tensor]] = []
+    total = 0
+    for name, tensor in tensors:
+        size = _aligned(tensor.nbytes)
+        if group and total + size > limit:
+            yield group
+            group, total = [], 0
+        group.append((name, tensor))
+        total += size
+    if group:
+        yield group
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _fill(bucket: Tensor, tensors: list[tuple[str, Tensor]]) -> list[list[Any]]:
+    """Copy the tensors in and wait for that: [name, dtype, shape, first byte] of each."""
+    entries, offset = [], 0
+    for name, tensor in tensors:
+        room = bucket[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        room.copy_(tensor)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        entries.append([name, dtype, list(tensor.shape), offset])
+        offset += _aligned(tensor.nbytes)
+    torch.cuda.synchronize(bucket.device)
+    return entries
+
+
+def _handle(bucket: Tensor) -> list[Any]:
+    """What torch needs to map the bucket's memory into another process, as JSON holds it.
+
+    The tuple that torch's own sharing between processes pickles, without the index of the device, which differs from
+    process to process: memory handle, size, offset, counter of users (handle, offset), event (handle, to be waited
+    for).
+    """
+    _, *rest = bucket.untyped_storage()._share_cuda_()
+    return [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in rest]

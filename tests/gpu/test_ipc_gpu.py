@@ -1,0 +1,87 @@
+"""Weights of one process read by another on the same GPU, as plain data says where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from slime.weight_sync.ipc_channel import IpcChannel
+from vime.engine.ipc import Buckets
+
+pytestmark = pytest.mark.gpu
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    shapes = {"small": (3,), "odd": (5, 7), "large": (1000, 1000), "half": (64, 33), "last": (2, 3, 4)}
+    found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    found["half"] = found["half"].to(torch.bfloat16)
+    return found
+
+
+def reader(orders: mp.SimpleQueue, answers: mp.SimpleQueue) -> None:
+    """An engine: opens what each line says and answers with copies."""
+    buckets = Buckets(torch.device("cuda", 0))
+    while (line := orders.get()) is not None:
+        try:
+            info = json.loads(line)
+            opened = buckets.open(info["tensors"], info["handles"])
+            answers.put({name: tensor.clone().cpu() for name, tensor in opened.items()})
+        except ValueError as error:
+            answers.put(str(error))
+
+
+@pytest.fixture
+def engine(tmp_path) -> Iterator[tuple[mp.SimpleQueue, mp.SimpleQueue]]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    context = mp.get_context("spawn")
+    queues = context.SimpleQueue(), context.SimpleQueue()
+    process = context.Process(target=reader, args=queues)
+    process.start()
+    yield queues
+    queues[0].put(None)
+    process.join(30)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 1 << 20, 4096])
+def test_another_process_reads_the_bits_of_every_version(engine, limit):
+    orders, answers = engine
+    channel = IpcChannel(limit, torch.device("cuda", 0))
+    for version in (1, 2, 3):
+        wanted, got, parts = weights(version), {}, 0
+        on_gpu = {name: tensor.cuda() for name, tensor in wanted.items()}
+        for part in channel.parts(lambda state=on_gpu: state.items(), version, compare=False):
+            assert part.version == version and not part.lasting
+            orders.put(json.dumps(part.info))
+            got |= answers.get()
+            parts += 1
+        assert parts == (1 if limit > 1 << 20 else 3)
+        assert got.keys() == wanted.keys()
+        assert all(
+            torch.equal(got[name], wanted[name]) and got[name].dtype == wanted[name].dtype for name in wanted
+        )
+
+
+def test_everything_comes_twice_to_be_compared(engine):
+    channel = IpcChannel(1 << 30, torch.device("cuda", 0))
+    state = {name: tensor.cuda() for name, tensor in weights(0).items()}
+    parts = list(channel.parts(lambda: state.items(), 7, compare=True))
+    assert [part.info["load"] for part in parts] == [True, False]
+
+
+def test_wrong_places_are_refused(engine):
+    orders, answers = engine
+    channel = IpcChannel(4096, torch.device("cuda", 0))
+    state = {"w": torch.ones(16, device="cuda")}
+    (part,) = channel.parts(lambda: state.items(), 0, compare=False)
+    name, dtype, shape, _ = part.info["tensors"][0]
+    orders.put(json.dumps({**part.info, "tensors": [[name, dtype, shape, 4090]]}))
+    assert "w must lie inside its bucket, got bytes 4090 to 4154 of 4096" in answers.get()
+    orders.put(json.dumps({**part.info, "handles": {"GPU-0": []}}))
+    assert "a bucket must be on this engine's GPU" in answers.get()
