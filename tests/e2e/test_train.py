@@ -200,7 +200,8 @@ def test_percentiles_and_trace(whole: Path) -> None:
     with gzip.open(trace) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"]
     spans = Counter(e["name"] for e in events)
-    assert spans["forward"] == spans["backward"] > 1 == spans["trainer"]
+    # forward: the model, then the rows that the head takes from it
+    assert spans["forward"] == 2 * spans["backward"] > 2 and spans["trainer"] == 1
     forward = sum(e["dur"] for e in events if e["name"] == "forward") / 1e6
     assert forward == pytest.approx(logged[TRACED]["perf/forward_time"], rel=0.1)
     assert f"trace of rollout {TRACED}: {trace.resolve()}" in (whole / "logs" / "trainer-0.log").read_text()
