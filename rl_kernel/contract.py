@@ -93,7 +93,8 @@ TRAIN_ROLLOUT: Mapping[str, Tolerance] = {
     "float32": Tolerance(2**-12, 0.0),
     # bfloat16 (u = 2**-8): a logit in [8, 16) is rounded by up to 2**-5; target and log-sum-exp, on both sides, make
     # 4 * 2**-5. The final hidden state, after layers with roundings of their own, may differ by as much again. Largest
-    # difference measured on H200s: 0.172 (benchmarks/results/audit_h200.json); a model with larger logits needs more.
+    # difference measured on H200s: 0.218, of a Qwen3-4B with random weights (docs/audit.md); more layers or larger
+    # logits may need more.
     "bfloat16": Tolerance(2**-2, 0.0),
     # float16 (u = 2**-11): an eighth.
     "float16": Tolerance(2**-5, 0.0),
