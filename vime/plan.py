@@ -72,7 +72,7 @@ def trainer_memory(c: Config, shape: Shape) -> list[Item]:
     weights beside Adam's two fp32 moments."""
     size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
     params, share = stage_params(c, shape)
-    grad = 4  # always summed in fp32
+    grad = 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else size
     main = 0 if c.params_dtype == "float32" else 4
     state = main + (8 if c.optimizer == "adam" else 4)
     shards = c.data_parallel_size * c.context_parallel_size if c.use_distributed_optimizer else 1

@@ -129,8 +129,16 @@ def _precision(c: Config) -> None:
         )
     if c.device == "cuda" and c.distributed_backend != "nccl":
         raise ValueError(f"--distributed-backend must be nccl on GPUs, got {c.distributed_backend}")
-    if c.device == "cpu" and c.fp16:
-        raise ValueError("--fp16 must not be used on a CPU, got --device cpu; use --fp32 or --bf16")
+    if c.fp16:  # nothing scales a loss that would underflow
+        raise ValueError("--fp16 must be left out in this version, got --fp16; use --bf16 or --fp32")
+
+
+def _overlaps(c: Config) -> None:
+    if c.megatron.overrides.get("overlap_param_gather"):
+        raise ValueError(
+            "--overlap-param-gather must be left out, got it: the head's weight is read outside the module whose hook "
+            "waits for it"
+        )
 
 
 def _dropout(c: Config) -> None:
@@ -312,6 +320,7 @@ RULES = (
     _precision,
     _parallel_sizes,
     _dropout,
+    _overlaps,
     _engines,
     _staleness,
     _batch_equation,

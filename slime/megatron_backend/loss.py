@@ -146,9 +146,9 @@ def custom_loss(
     """`--custom-loss-function-path`: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
     `logits` [R, V_local] fp32 of the response positions, divided by the temperature, padding columns at -1e30 and less:
-    no part of a softmax over the row. `batch` has the rank's columns
-    for the samples of the micro-batch. `sum_of_sample_mean(x)` adds up the means of the samples (or all tokens with
-    --calculate-per-token-loss); the loss it returns is divided by the step's `normaliser` here.
+    no part of a softmax over the row. All rows on every context-parallel rank, which saves no memory here. `batch` has
+    the rank's columns for the samples of the micro-batch. `sum_of_sample_mean(x)` adds up the means of the samples (or
+    all tokens with --calculate-per-token-loss); the loss it returns is divided by the step's `normaliser` here.
     """
     columns = {
         name: [values[i] for i in batch.samples]

@@ -118,11 +118,6 @@ def _ddp_config(config: Any) -> DistributedDataParallelConfig:
         "check_for_nan_in_grad": False,  # the optimizer step reports a gradient norm that is not finite
     }
     fields |= config.megatron.core_overrides(DistributedDataParallelConfig)
-    if fields.get("overlap_param_gather"):
-        raise ValueError(
-            "--overlap-param-gather must not be given: the head's weight is read outside the module whose hook waits "
-            "for it; leave the flag out"
-        )
     return DistributedDataParallelConfig(**fields)
 
 

@@ -282,7 +282,8 @@ RULES = [
     ("--update-weight-buffer-size 0", "--update-weight-buffer-size must be above 0, got 0"),
     ("--bf16 --fp32", "must not be combined, got --bf16 and --fp32"),
     ("--device cuda --distributed-backend gloo", "--distributed-backend must be nccl on GPUs, got gloo"),
-    ("--fp16", "--fp16 must not be used on a CPU"),
+    ("--fp16", "--fp16 must be left out in this version"),
+    ("--overlap-param-gather", "--overlap-param-gather must be left out, got it"),
     # sampling
     ("--rollout-temperature 0", "--rollout-temperature must be above 0, got 0.0"),
     ("--rollout-top-p 0", "--rollout-top-p must lie in (0, 1], got 0.0"),

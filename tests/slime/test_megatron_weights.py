@@ -176,12 +176,6 @@ def test_tokens_must_fit_the_layout(tmp_path):
         )
 
 
-def test_overlapped_parameter_gather_is_refused(tmp_path):
-    tiny_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="--overlap-param-gather must not be given"):
-        loaded(tmp_path, overrides={"overlap_param_gather": True})
-
-
 SIZES = Sizes(groups=2, head_dim=3, vocab=5, padded_vocab=8)
 
 
