@@ -27,7 +27,8 @@ class IpcChannel:
     """Publishes weights as parts that live until the part after the next is asked for.
 
     Every trainer rank packs all weights into buckets on its own GPU, in lockstep: each GPU's engine worker finds the
-    bucket of that GPU. A bucket has `bucket_bytes`, or the size of the largest tensor.
+    bucket of that GPU. A bucket has `bucket_bytes`, or the size of the largest tensor so far: a larger one makes new
+    buckets, and torch gives the old ones' memory back only when no engine has them mapped any more.
     """
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
