@@ -2,7 +2,7 @@
 # The tests of tests/gpu on this machine's GPUs: with one GPU those marked `gpu`, with two or more `multi_gpu` too. A test
 # that would be skipped is an error. Needs an environment with requirements/gpu.txt and pytest (PYTHON, default python3).
 #
-#   bash scripts/test-gpu.sh                  a minute or two on one GPU, four on two
+#   bash scripts/test-gpu.sh
 #   bash scripts/test-gpu.sh -k attention     any option of pytest
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
