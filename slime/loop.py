@@ -12,6 +12,7 @@ handed three things that behave as slime.protocols says.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -73,14 +74,16 @@ def publish(config: Any, trainer: TrainerHandle, engines: EnginePool, *, version
     """Hand the trainer's weights to every engine. Version v holds the weights after v rollouts."""
     if config.debug_train_only:
         return
-    engines.update_weights(weight_parts(trainer, engines, version))
+    engines.update_weights(functools.partial(weight_parts, trainer, engines, version))
 
 
-def weight_parts(trainer: TrainerHandle, engines: EnginePool, version: int) -> Iterator[WeightUpdate]:
+def weight_parts(
+    trainer: TrainerHandle, engines: EnginePool, version: int, receivers: dict[str, int]
+) -> Iterator[WeightUpdate]:
     """The parts of the weights in order; the trainer makes the next one while engines load what was yielded."""
-    coming = trainer.next_weights(version)
+    coming = trainer.next_weights(version, receivers)
     while (part := wait(coming, engines)) is not None:
-        coming = trainer.next_weights(version)
+        coming = trainer.next_weights(version, receivers)
         yield part
 
 

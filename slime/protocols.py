@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -75,8 +75,11 @@ class WeightUpdate:
 class EnginePool(Protocol):
     """The running engines, as the driver sees them."""
 
-    def update_weights(self, parts: Iterator[WeightUpdate]) -> None:
-        """Load all parts of one version on every engine (generation paused meanwhile)."""
+    def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None:
+        """Load all parts of one version on every engine (generation paused meanwhile).
+
+        `parts` is told who will take them: the workers of each engine, by a name that changes when it restarts.
+        """
         ...
 
     def sleep(self) -> None:
@@ -97,7 +100,7 @@ class EnginePool(Protocol):
 class NoEngines:
     """The pool of a run that only trains (--debug-train-only): there is nothing to update, put to sleep or lose."""
 
-    def update_weights(self, parts: Iterator[WeightUpdate]) -> None: ...
+    def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None: ...
 
     def sleep(self) -> None: ...
 
@@ -148,10 +151,10 @@ class TrainerHandle(Protocol):
 
     def save(self, rollout_id: int) -> Future[None]: ...
 
-    def next_weights(self, version: int) -> Future[WeightUpdate | None]:
+    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
         """The first part of the weights as `version`, then the next one a call, None after the last.
 
-        A call makes a part while engines load the one before.
+        A call makes a part while engines load the one before. `receivers`: see EnginePool.update_weights.
         """
         ...
 

@@ -97,8 +97,8 @@ class TrainerActor:
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
 
-    def next_weights(self, version: int) -> WeightUpdate | None:
-        return self.trainer.next_weights(version)
+    def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
+        return self.trainer.next_weights(version, receivers)
 
     def weights_file(self) -> WeightUpdate:
         return self.trainer.weights_file()
@@ -141,8 +141,8 @@ class TrainerGroup:
     def save(self, rollout_id: int) -> Future[None]:
         return self._on_all(lambda actor, rank: actor.save.remote(rollout_id))
 
-    def next_weights(self, version: int) -> Future[WeightUpdate | None]:
-        return self._on_all(lambda actor, rank: actor.next_weights.remote(version))
+    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
+        return self._on_all(lambda actor, rank: actor.next_weights.remote(version, receivers))
 
     def weights_file(self) -> Future[WeightUpdate]:
         """The weights as they are once the ranks have done what they do now. From any thread."""

@@ -197,11 +197,6 @@ def _staleness(c: Config) -> None:
             "--update-weights-interval must be at most --max-staleness + 1, got "
             f"{c.update_weights_interval} and {c.max_staleness}"
         )
-    if c.update_weight_transport == "nccl":
-        raise ValueError(
-            "--update-weight-transport must be disk in this version where trainer and engines share no GPUs, got nccl; "
-            "it is not supported yet"
-        )
     if c.update_weight_transport == "ipc" and not (c.colocate and c.device == "cuda"):
         raise ValueError(
             "--update-weight-transport ipc must have trainer and engines on the same GPUs, got "

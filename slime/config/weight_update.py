@@ -14,11 +14,11 @@ class WeightUpdateConfig:
     update_weight_transport: str | None = flag(
         None,
         "how weights travel to the engines: ipc through the memory of shared GPUs (default with --colocate on GPUs), "
-        "disk through files that both see (default otherwise)",
+        "nccl over a process group (gloo on CPUs), disk through files that both see (default otherwise)",
         choices=("disk", "ipc", "nccl"),
     )
     update_weight_buffer_size: int = flag(
-        512 * 2**20, "bytes of each of two buckets that ipc packs weights into"
+        512 * 2**20, "bytes of a bucket that ipc and nccl pack weights into"
     )
     update_weights_interval: int = flag(
         1, "push weights after every so many rollouts (above 1 needs --max-staleness)"

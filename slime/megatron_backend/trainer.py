@@ -39,6 +39,8 @@ from slime.tracking.memory import resident_peak_gib
 from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
 from slime.types import TrainData
+from slime.weight_sync.broadcast_channel import BroadcastChannel
+from slime.weight_sync.buckets import WeightChannel
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.ipc_channel import IpcChannel
 
@@ -73,9 +75,7 @@ class MegatronTrainer:
             self.ref_model = build_model(self.hf_config, config, ddp=False)
             load_weights(self.ref_model, config.ref_load or config.hf_checkpoint)
         self.files = FileChannel(config.weight_dir)
-        self.channel: FileChannel | IpcChannel = self.files
-        if config.update_weight_transport == "ipc":
-            self.channel = IpcChannel(config.update_weight_buffer_size, self.info.device)
+        self.channel = self._channel()
         self.sending: Iterator[WeightUpdate] | None = None
         self.version = self.start_rollout_id  # of the weights as they are: how many rollouts made them
         self.timers = Timers.on(self.info.device)
@@ -124,12 +124,25 @@ class MegatronTrainer:
             out = Path(self.config.save_hf.format(rollout_id=rollout_id))
             save_hf(self.model, self.config.hf_checkpoint, out)
 
-    def next_weights(self, version: int) -> WeightUpdate | None:
+    def _channel(self) -> WeightChannel:
+        config, size = self.config, self.config.update_weight_buffer_size
+        if config.update_weight_transport == "ipc":
+            return IpcChannel(size, self.info.device)
+        if config.update_weight_transport == "nccl":
+            timeout_s = 60.0 * config.distributed_timeout_minutes
+            return BroadcastChannel(Path(config.weight_dir), size, self.info.device, timeout_s)
+        return self.files
+
+    def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """The next part of the current weights, called `version`; None after the last, and then from the first again.
-        Collective; rank 0's tells engines what to do."""
+        Collective; rank 0's tells engines what to do. Without `receivers` a file, for engines that come back."""
         if self.sending is None:
-            self.sending = self.channel.parts(
-                lambda: export_hf(self.model), version, compare=self.config.check_weight_update_equal
+            channel = self.channel if receivers else self.files
+            self.sending = channel.parts(
+                self._export,
+                version,
+                compare=self.config.check_weight_update_equal,
+                receivers=receivers,
             )
         part = next(self.sending, None)
         if part is None:
@@ -138,7 +151,10 @@ class MegatronTrainer:
 
     def weights_file(self) -> WeightUpdate:
         """The current weights in a file, for an engine that starts between two updates. Collective."""
-        return next(self.files.parts(lambda: export_hf(self.model), self.version, compare=False))
+        return next(self.files.parts(self._export, self.version, compare=False, receivers={}))
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        return export_hf(self.model)
 
     def close(self) -> None:
         destroy_parallel()

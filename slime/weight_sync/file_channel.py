@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.ipc_channel import Export
+from slime.weight_sync.buckets import Export
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -39,7 +39,9 @@ class FileChannel:
                 f"(owner {found.st_uid}, mode {stat.filemode(found.st_mode)}); engines load what lies there"
             )
 
-    def parts(self, export: Export, version: int, *, compare: bool) -> Iterator[WeightUpdate]:
+    def parts(
+        self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
+    ) -> Iterator[WeightUpdate]:
         """One part, the whole file. Collective over all ranks; rank 0 writes, the others take part in the export and
         have nothing to tell."""
         if dist.get_rank() == 0:

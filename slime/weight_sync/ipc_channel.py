@@ -8,7 +8,7 @@ another process (cudaIpcMemHandle), by GPU. Owns the buckets; opening them is th
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,11 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.protocols import WeightUpdate
-
-ALIGNMENT = 256
-"""Bytes: any dtype may begin here, and copies of whole cache lines follow each other."""
-
-Export = Callable[[], Iterable[tuple[str, Tensor]]]
+from slime.weight_sync.buckets import Export, fill, grouped, room_for
 
 
 class IpcChannel:
@@ -36,7 +32,9 @@ class IpcChannel:
         self._buckets: list[Tensor] = []
         self._handles: list[dict[str, list[Any]]] = []
 
-    def parts(self, export: Export, version: int, *, compare: bool) -> Iterator[WeightUpdate]:
+    def parts(
+        self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
+    ) -> Iterator[WeightUpdate]:
         """Parts of `version`, the memory of each ready when it is yielded. Collective over all ranks.
 
         With `compare` (--check-weight-update-equal) all weights come a second time, for engines to compare with what
@@ -44,11 +42,12 @@ class IpcChannel:
         """
         turn = 0
         for load in (True, False) if compare else (True,):
-            for tensors in _grouped(export(), self.bucket_bytes):
-                size = sum(_aligned(tensor.nbytes) for _, tensor in tensors)
+            for tensors in grouped(export(), self.bucket_bytes):
+                size = room_for(tensors)
                 if not self._buckets or self._buckets[0].nbytes < size:
                     self._allocate(max(size, self.bucket_bytes))
-                entries = _fill(self._buckets[turn], tensors)
+                entries = fill(self._buckets[turn], tensors)
+                torch.cuda.synchronize(self.device)
                 info = {"tensors": entries, "handles": self._handles[turn], "load": load}
                 yield WeightUpdate(version, info, lasting=False)
                 turn = 1 - turn
@@ -61,38 +60,6 @@ class IpcChannel:
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (uuid, mine))
         self._handles = [{uuid: handles[i] for uuid, handles in of_ranks} for i in range(2)]
-
-
-def _grouped(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Consecutive tensors whose sizes add up to at most `limit` bytes, or one that is larger."""
-    group: list[tuple[str, Tensor]] = []
-    total = 0
-    for name, tensor in tensors:
-        size = _aligned(tensor.nbytes)
-        if group and total + size > limit:
-            yield group
-            group, total = [], 0
-        group.append((name, tensor))
-        total += size
-    if group:
-        yield group
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _fill(bucket: Tensor, tensors: list[tuple[str, Tensor]]) -> list[list[Any]]:
-    """Copy the tensors in and wait for that: [name, dtype, shape, first byte] of each."""
-    entries, offset = [], 0
-    for name, tensor in tensors:
-        room = bucket[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        room.copy_(tensor)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append([name, dtype, list(tensor.shape), offset])
-        offset += _aligned(tensor.nbytes)
-    torch.cuda.synchronize(bucket.device)
-    return entries
 
 
 def _handle(bucket: Tensor) -> list[Any]:

@@ -87,7 +87,7 @@ class Stack:
     def push(self, checkpoint: Path, *, checksums: bool = True) -> WeightUpdate:
         self.version += 1
         update = publish_checkpoint(checkpoint, self.weight_dir, self.version, checksums=checksums)
-        self.pool.update_weights(iter([update]))
+        self.pool.update_weights(lambda receivers: iter([update]))
         return update
 
     def generate(

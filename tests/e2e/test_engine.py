@@ -313,7 +313,7 @@ def test_a_file_that_changed_after_hashing_is_refused(stack: Stack) -> None:
     state["model.layers.1.mlp.up_proj.weight"][3, 7] += 1e-6
     save_file(state, update.info["path"])
     with pytest.raises(ControlError, match=r"1 tensors that differ: model\.layers\.1\.mlp\.up_proj\.weight"):
-        stack.pool.update_weights(iter([update]))
+        stack.pool.update_weights(lambda receivers: iter([update]))
 
 
 def test_a_corrupted_live_tensor_is_found(stack: Stack) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from slime.weight_sync.ipc_channel import IpcChannel
-from vime.engine.ipc import Buckets
+from vime.engine.buckets import SharedBuckets, views
 
 pytestmark = pytest.mark.gpu
 
@@ -26,11 +26,11 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def reader(orders: mp.SimpleQueue, answers: mp.SimpleQueue) -> None:
     """An engine: opens what each line says and answers with copies."""
-    buckets = Buckets(torch.device("cuda", 0))
+    buckets = SharedBuckets(torch.device("cuda", 0))
     while (line := orders.get()) is not None:
         try:
             info = json.loads(line)
-            opened = buckets.open(info["tensors"], info["handles"])
+            opened = views(buckets.take(info["handles"]), info["tensors"])
             answers.put({name: tensor.clone().cpu() for name, tensor in opened.items()})
         except ValueError as error:
             answers.put(str(error))
@@ -56,7 +56,7 @@ def test_another_process_reads_the_bits_of_every_version(engine, limit):
     for version in (1, 2, 3):
         wanted, got, parts = weights(version), {}, 0
         on_gpu = {name: tensor.cuda() for name, tensor in wanted.items()}
-        for part in channel.parts(lambda state=on_gpu: state.items(), version, compare=False):
+        for part in channel.parts(lambda state=on_gpu: state.items(), version, compare=False, receivers={}):
             assert part.version == version and not part.lasting
             orders.put(json.dumps(part.info))
             got |= answers.get()
@@ -71,7 +71,7 @@ def test_another_process_reads_the_bits_of_every_version(engine, limit):
 def test_everything_comes_twice_to_be_compared(engine):
     channel = IpcChannel(1 << 30, torch.device("cuda", 0))
     state = {name: tensor.cuda() for name, tensor in weights(0).items()}
-    parts = list(channel.parts(lambda: state.items(), 7, compare=True))
+    parts = list(channel.parts(lambda: state.items(), 7, compare=True, receivers={}))
     assert [part.info["load"] for part in parts] == [True, False]
 
 
@@ -79,7 +79,7 @@ def test_wrong_places_are_refused(engine):
     orders, answers = engine
     channel = IpcChannel(4096, torch.device("cuda", 0))
     state = {"w": torch.ones(16, device="cuda")}
-    (part,) = channel.parts(lambda: state.items(), 0, compare=False)
+    (part,) = channel.parts(lambda: state.items(), 0, compare=False, receivers={})
     name, dtype, shape, _ = part.info["tensors"][0]
     orders.put(json.dumps({**part.info, "tensors": [[name, dtype, shape, 4090]]}))
     assert "w must lie inside its bucket, got bytes 4090 to 4154 of 4096" in answers.get()

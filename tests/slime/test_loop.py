@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -76,8 +76,9 @@ class Run:
         self.calls.append(f"save {rollout_id}")
         return done(None)
 
-    def next_weights(self, version: int) -> Future:
+    def next_weights(self, version: int, receivers: dict[str, int]) -> Future:
         """Two parts a version, made one ahead of what the engines load."""
+        assert receivers == {"engine": 2}
         self.parts_made = (self.parts_made + 1) % 3
         if self.parts_made == 0:
             return done(None)
@@ -85,8 +86,8 @@ class Run:
             self.calls.append(f"publish {version}")
         return done(WeightUpdate(version, {"part": self.parts_made}, lasting=False))
 
-    def update_weights(self, parts: Iterator[WeightUpdate]) -> None:
-        for number, part in enumerate(parts, start=1):
+    def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None:
+        for number, part in enumerate(parts({"engine": 2}), start=1):
             assert part.info == {"part": number}
             assert self.parts_made == (number + 1) % 3, "the next part is made while this one is loaded"
         assert number == 2

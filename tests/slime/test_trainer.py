@@ -235,9 +235,9 @@ def test_published_file_is_the_export(build):
     trainer = build(check_weight_update_equal=True)
     train(trainer)
     weights = exported(trainer)
-    update = trainer.next_weights(5)
+    update = trainer.next_weights(5, {})
     assert update.version == 5 and update.lasting
-    assert trainer.next_weights(5) is None, "a file is one part"
+    assert trainer.next_weights(5, {}) is None, "a file is one part"
     file = load_file(update.info["path"])
     assert file.keys() == weights.keys() == update.checksums.keys()
     for name, tensor in weights.items():

@@ -126,8 +126,8 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
     samples = len(data["tokens"])
     batches = [trainer._pack(data, places) for places in data["micro_batch_indices"]]
     result = trainer.train(0, data)
-    update = trainer.next_weights(1)
-    assert trainer.next_weights(1) is None
+    update = trainer.next_weights(1, {})
+    assert trainer.next_weights(1, {}) is None
     out = {
         "steps": result.steps,
         "perf": result.perf,

@@ -70,6 +70,10 @@ def doubles(tmp_path: Path) -> Iterator[Callable[..., Doubles]]:
         one.pool.stop()
 
 
+def file_parts(receivers: dict[str, int]) -> Iterator[WeightUpdate]:
+    yield UPDATE
+
+
 LOADED = [
     "POST /start_weight_update ",
     'POST /update_weights {"update_info": {"path": "weights-4.safetensors", "checksums": {"w": "abc"}}}',
@@ -80,16 +84,33 @@ LOADED = [
 
 def test_an_update_pauses_loads_and_resumes_every_engine(doubles: Callable[..., Doubles]) -> None:
     two = doubles(2)
-    two.pool.update_weights(iter([UPDATE]))
+    two.pool.update_weights(file_parts)
     for index, url in enumerate(two.pool.engine_urls):
         assert two.requests(index) == ["POST /pause ", *LOADED, "POST /resume "]
         assert EngineControl(url, KEY).weight_version() == 4
     assert sorted(two.pool._router.engines()) == sorted(two.pool.engine_urls)
 
 
+def test_parts_are_made_for_the_servers_of_now(doubles: Callable[..., Doubles]) -> None:
+    """A server that took another's place has another name: it is in no group that was made before."""
+    told: list[dict[str, int]] = []
+
+    def parts(receivers: dict[str, int]) -> Iterator[WeightUpdate]:
+        told.append(receivers)
+        return file_parts(receivers)
+
+    two = doubles(2)
+    two.pool.update_weights(parts)
+    first = two.pool.engine_urls[0]
+    die(first)
+    wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
+    two.pool.update_weights(parts)
+    assert told == [{"engine-0-1": 1, "engine-1-1": 1}, {"engine-0-2": 1, "engine-1-1": 1}]
+
+
 def test_a_dead_engine_returns_elsewhere_with_the_last_weights(doubles: Callable[..., Doubles]) -> None:
     two = doubles(2)
-    two.pool.update_weights(iter([UPDATE]))
+    two.pool.update_weights(file_parts)
     first, second = two.pool.engine_urls
     die(first)
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
@@ -104,7 +125,7 @@ def test_an_update_goes_on_when_an_engine_is_dead(doubles: Callable[..., Doubles
     two = doubles(2, health_check_interval_s=1000)
     first = two.pool.engine_urls[0]
     die(first)
-    two.pool.update_weights(iter([UPDATE]))
+    two.pool.update_weights(file_parts)
     assert two.requests(1) == ["POST /pause ", *LOADED, "POST /resume "]
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
     assert EngineControl(two.pool.engine_urls[0], KEY).weight_version() == 4
@@ -114,7 +135,7 @@ def test_an_engine_that_refuses_weights_is_an_error(doubles: Callable[..., Doubl
     two = doubles(2)
     EngineControl(two.pool.engine_urls[1], KEY)._post("/refuse", "/update_weights")
     with pytest.raises(ControlError, match=r"must accept POST /update_weights, got HTTP 500: told to refuse"):
-        two.pool.update_weights(iter([UPDATE]))
+        two.pool.update_weights(file_parts)
 
 
 def test_an_engine_that_does_not_answer_is_replaced(doubles: Callable[..., Doubles]) -> None:
@@ -146,7 +167,7 @@ def test_an_engine_that_keeps_dying_is_given_up_with_its_log(doubles: Callable[.
 
 def test_sleep_holds_for_an_engine_that_restarts_meanwhile(doubles: Callable[..., Doubles]) -> None:
     one = doubles(1)
-    one.pool.update_weights(iter([UPDATE]))
+    one.pool.update_weights(file_parts)
     one.pool.sleep()
     url = one.pool.engine_urls[0]
     die(url)
@@ -156,7 +177,7 @@ def test_sleep_holds_for_an_engine_that_restarts_meanwhile(doubles: Callable[...
     assert one.requests(0)[-1] == "POST /resume "
 
 
-def passing_parts() -> Iterator[WeightUpdate]:
+def passing_parts(receivers: dict[str, int]) -> Iterator[WeightUpdate]:
     for number in (1, 2):
         yield WeightUpdate(5, {"part": number}, lasting=False)
 
@@ -179,7 +200,7 @@ def test_an_engine_that_restarts_after_parts_gets_a_file(doubles: Callable[..., 
         return UPDATE
 
     two = doubles(2, weights_file=weights_file)
-    two.pool.update_weights(passing_parts())
+    two.pool.update_weights(passing_parts)
     assert [two.requests(i) for i in (0, 1)] == [["POST /pause ", *IN_PARTS, "POST /resume "]] * 2
     assert not asked
     first = two.pool.engine_urls[0]
@@ -196,9 +217,9 @@ def test_engines_that_drop_their_weights_serve_again_after_the_update(
     one.pool.sleep()
     one.pool.wake()
     assert one.requests(0) == ["POST /sleep ", "POST /wake_up "]
-    one.pool.update_weights(passing_parts())
+    one.pool.update_weights(passing_parts)
     assert one.requests(0)[2:] == [*IN_PARTS, "POST /wake_up ", "POST /resume "]
-    one.pool.update_weights(passing_parts())  # an update of engines that serve
+    one.pool.update_weights(passing_parts)  # an update of engines that serve
     assert one.requests(0)[-7:] == ["POST /pause ", *IN_PARTS, "POST /resume "]
 
 

@@ -8,6 +8,8 @@ from vime.engine.supervise import die_with_parent
 
 BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
+ENGINE_VARIABLE = "VIME_ENGINE"
+"""The name of the server that a process belongs to; another one after each start."""
 WEIGHT_DIR_VARIABLE = "VIME_WEIGHT_DIR"
 
 

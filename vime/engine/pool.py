@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 from slime.protocols import WeightUpdate
 from vime.engine.client import VllmEngineClient
 from vime.engine.control import ControlError, EngineControl, PauseMode
+from vime.engine.plugin import ENGINE_VARIABLE
 from vime.engine.router import Router, RouterSpec
 from vime.engine.server import EngineServer, EngineSpec
 
@@ -45,14 +46,21 @@ class EngineHandle(Protocol):
 class _Engine:
     """One place in the pool: the spec stays, the server behind it may be replaced."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, place: int) -> None:
         self.spec = spec
+        self.place = place
+        self.starts = 0
         self.handle: EngineHandle | None = None
         self.control = EngineControl("", spec.run_key)
         self.serving = False
         self.doomed = False  # a control call failed on it: it must be replaced even if it answers again
         self.restarts = 0
         self.last_health_check = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        """Of the server that is in this place now."""
+        return f"engine-{self.place}-{self.starts}"
 
 
 class VllmEnginePool:
@@ -85,7 +93,7 @@ class VllmEnginePool:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
         if sleep_level not in (0, 1, 2):
             raise ValueError(f"sleep_level must be 0, 1 or 2, got {sleep_level}")
-        self._engines = [_Engine(spec) for spec in specs]
+        self._engines = [_Engine(spec, place) for place, spec in enumerate(specs)]
         self._router = Router(router)
         self._spawn = spawn
         self._pause_mode: PauseMode = pause_mode
@@ -136,19 +144,19 @@ class VllmEnginePool:
             raise
         self._monitor.start()
 
-    def update_weights(self, parts: Iterator[WeightUpdate]) -> None:
+    def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None:
         """Load the parts of one version on every serving engine, generation paused from the first to the last.
 
         An engine that dies meanwhile is left to the monitor; one that refuses the weights, or holds others
         afterwards (--check-weight-update-equal), raises ControlError.
         """
-        first = next(parts)
-        with self._lock:
-            self._last_update = first
+        with self._lock:  # nobody joins from here on: those that are told of now get all parts
+            coming = parts({engine.name: engine.spec.tensor_parallel_size for engine in self._serving()})
+            self._last_update = first = next(coming)
             if not self._empty:
                 self._on_serving(lambda control: control.pause(self._pause_mode))
             self._on_serving(lambda control: control.start_weight_update())
-            for part in itertools.chain([first], parts):
+            for part in itertools.chain([first], coming):
                 self._on_serving(functools.partial(load_part, part=part))
             self._on_serving(functools.partial(finish, version=first.version))
             if not self._asleep:
@@ -193,7 +201,9 @@ class VllmEnginePool:
         return [engine for engine in self._engines if engine.serving]
 
     def _launch(self, engine: _Engine) -> None:
-        engine.handle = self._spawn(engine.spec)
+        engine.starts += 1
+        env = {**engine.spec.env, ENGINE_VARIABLE: engine.name}
+        engine.handle = self._spawn(replace(engine.spec, env=env))
         engine.control = EngineControl(engine.handle.start(), engine.spec.run_key)
 
     def _wait_ready(self, engine: _Engine) -> None:

@@ -1,8 +1,8 @@
-"""Runs inside vLLM's workers: loads HF tensors into the live model, from a safetensors file or from the memory of a
-trainer on the same GPU (backend "vime").
+"""Runs inside vLLM's workers: loads HF tensors into the live model, from a safetensors file, from the memory of a
+trainer on the same GPU, or as the trainer sends them (backend "vime").
 
 Owns the checks before and after loading. Refuses: paths outside $VIME_WEIGHT_DIR, weights whose tensors are not those
-of the checkpoint. A file is one part and is checked before anything is touched; parts in memory (vime.engine.ipc) are
+of the checkpoint. A file is one part and is checked before anything is touched; buckets (vime.engine.buckets) are
 checked at the end, and an engine that lacks some must not serve.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,7 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from vime.engine.ipc import Buckets
+from vime.engine.buckets import SentBuckets, SharedBuckets, views
 from vime.engine.live_weights import differing_tensors, repack_tied_weights
 from vime.engine.plugin import BACKEND, WEIGHT_DIR_VARIABLE
 
@@ -38,26 +39,29 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """`path`: the file. `checksums`: HF name -> sha256 of the tensor's bytes; given, every live tensor is compared.
 
-    Or `tensors` and `handles` of a bucket in memory, see vime.engine.ipc. `load` False only compares what is live with
-    what is given.
+    Or the `tensors` of a bucket: behind `handles`, or of `bytes` bytes and sent by `group`, see vime.engine.buckets.
+    `load` False only compares what is live with what is given.
     """
 
     path: str | None = None
     checksums: dict[str, str] | None = None
     tensors: list[list[Any]] | None = None
     handles: dict[str, list[Any]] | None = None
+    bytes: int = 0
+    group: dict[str, Any] | None = None
     load: bool = True
 
 
 class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's weight-transfer interface over what trainer and engine share: a file system, or a GPU's memory."""
+    """vLLM's weight-transfer interface over what trainer and engine share: a file system, a GPU's memory, a group."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.buckets = Buckets(self.device)
+        self.shared = SharedBuckets(self.device)
+        self.sent = SentBuckets(self.device, get_tensor_model_parallel_rank())
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -69,7 +73,7 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """After parts in memory: all of the checkpoint's tensors must have come. RuntimeError otherwise."""
+        """After buckets: all of the checkpoint's tensors must have come. RuntimeError otherwise."""
         self._finish_loading()
         if self.compared and self.compared != self.loaded:
             raise RuntimeError(
@@ -103,7 +107,11 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     @torch.no_grad()
     def _receive_bucket(self, update_info: UpdateInfo) -> None:
         """Load, or compare, the tensors of one bucket. RuntimeError when live weights differ from it."""
-        tensors = self.buckets.open(update_info.tensors, update_info.handles)
+        if update_info.group is not None:
+            bucket = self.sent.take(update_info.bytes, update_info.group)
+        else:
+            bucket = self.shared.take(update_info.handles or {})
+        tensors = views(bucket, update_info.tensors or [])
         if update_info.load:
             if not self.loaded:
                 initialize_layerwise_reload(self.model)
