@@ -31,7 +31,8 @@ die() { echo "run-qwen3-4b-grpo: $*" >&2; exit 2; }
 # 1. What is asked for, and what is there.
 [[ "$MODE" == colocate || "$MODE" == disaggregated ]] || die "MODE must be colocate or disaggregated, got $MODE"
 [[ -z "$NUM_GPUS" || "$NUM_GPUS" =~ ^[1-9][0-9]*$ ]] || die "NUM_GPUS must be a whole number above 0, got $NUM_GPUS"
-[[ -z "$MODEL" || -f "$MODEL/config.json" ]] || die "MODEL must be a folder with a config.json, got $MODEL"
+[[ -z "$MODEL" || -f "$MODEL/config.json" ]] || die "MODEL must be a folder with a config.json, got $MODEL;" \
+    "from the hub: hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"
 [[ -z "$DATA" || -f "${DATA%@\[*}" ]] || die "DATA must be a prompt file that exists, got $DATA"
 [[ -z "$MODEL" || -n "$DATA" ]] || die "DATA must be given with MODEL, got none; GSM8K's train.jsonl will do"
 
@@ -58,7 +59,7 @@ elif command -v nvidia-smi >/dev/null; then
     fi
 fi
 if ((gpus == 0)) && [[ -z "${RAY_ADDRESS:-}" ]]; then
-    die "a GPU must be there, got none ($why); on a CPU: bash scripts/run-tiny-grpo.sh"
+    die "a GPU must be there, got none ($why); on a CPU: bash scripts/run-tiny-grpo.sh, or PLAN=1 to see what would run"
 fi
 NUM_GPUS=${NUM_GPUS:-$gpus}
 ((NUM_GPUS > 0)) || die "NUM_GPUS must be given where this machine shows no GPU, got none; the GPUs of each machine"

@@ -131,7 +131,8 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> Item:
     layer = 4 * shape.hidden / split + (4 * shape.q + 4 * shape.kv + gathered + 3 * shape.ffn) / tp
     if c.megatron.overrides.get("recompute_granularity") == "full":
         total = tokens * size * (layers * shape.hidden / split + layer)
-        how = f"{count(tokens)} tokens x {size} B x ({layers} layers x {shape.hidden} + {layer:.0f})"
+        kept = f"{shape.hidden / split:g}"
+        how = f"{count(tokens)} tokens x {size} B x ({layers} layers x {kept} + {layer:.0f} of one layer)"
     else:
         total = tokens * size * layers * layer
         how = f"{count(tokens)} tokens x {size} B x {layers} layers x {layer:.0f}"
@@ -148,9 +149,10 @@ def engine_memory(c: Config, shape: Shape) -> list[Item]:
         Item("KV cache per token", token, f"2 x {shape.layers} layers x {shape.kv} x {size} B / TP {tp}"),
     ]
     length = c.rollout_max_context_len or c.rollout_max_response_len
-    requests = min(c.vllm_server_concurrency, c.over_sampling_batch_size * c.n_samples_per_prompt)
+    share = -(-c.over_sampling_batch_size * c.n_samples_per_prompt // max(c.num_engines, 1))
+    requests = min(c.vllm_server_concurrency, share)
     if length is not None:
-        how = f"{requests} requests x {length} tokens, if all ran to the end at once"
+        how = f"{requests} requests x {length} tokens, prompts left out, if all ran to the end at once"
         items.append(Item("KV cache", token * requests * length, how))
     return items
 
@@ -224,11 +226,11 @@ def batches(c: Config) -> Iterator[str]:
         yield f"prompts submitted at a time: {c.over_sampling_batch_size}"
     each = c.global_batch_size / c.data_parallel_size
     how = (
-        f"packed up to {c.max_tokens_per_gpu} tokens a micro-batch"
+        f"packed up to {c.max_tokens_per_gpu * c.context_parallel_size} tokens a micro-batch"
         if c.use_dynamic_batch_size
         else f"{plural(c.micro_batch_size, 'sample')} a micro-batch"
     )
-    yield f"about {each:g} samples a rank and step, {how}"
+    yield f"about {each:.4g} samples a data-parallel rank and step, {how}"
     if c.num_rollout is not None:
         yield f"{plural(c.num_rollout, 'rollout')} = {plural(c.total_steps, 'optimizer step')}"
 
@@ -326,7 +328,18 @@ def memory_lines(items: list[Item], total: bool) -> Iterator[str]:
     for item in items:
         yield f"{item.name:<20} {amount(item.bytes):>11}   {item.arithmetic}"
     if total:
-        yield f"{'together':<20} {amount(sum(i.bytes for i in items)):>11}"
+        together = amount(sum(i.bytes for i in items))
+        yield f"{'together':<20} {together:>11}   at least; a 4B on an H200 peaked 18% above its estimate"
+
+
+def transport(c: Config) -> str:
+    """How published weights travel, and where files of them lie."""
+    where = c.weight_dir or "a directory of their own in shared memory"
+    return {
+        "ipc": "the memory of the GPUs that both are on (ipc)",
+        "nccl": "broadcast (nccl)",
+        "disk": f"files in {where} (disk)",
+    }[c.update_weight_transport]
 
 
 def describe(c: Config) -> str:
@@ -348,7 +361,7 @@ def describe(c: Config) -> str:
         "Records": [
             *watched(c),
             f"run directory {c.run_dir}",
-            f"published weights {c.weight_dir or 'a directory of their own in shared memory'}",
+            f"weights to engines by {transport(c)}",
         ],
         "Notes": [*c.notes, *([remark] if remark else [])],
     }

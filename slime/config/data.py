@@ -38,7 +38,9 @@ class DataConfig:
     num_steps_per_rollout: int | None = flag(None, "optimizer steps of a rollout")
     micro_batch_size: int = flag(1, "samples of a micro-batch when --use-dynamic-batch-size is off")
     use_dynamic_batch_size: bool = flag(False, "pack samples up to --max-tokens-per-gpu")
-    max_tokens_per_gpu: int | None = flag(None, "most tokens of a packed micro-batch")
+    max_tokens_per_gpu: int | None = flag(
+        None, "most tokens of a packed micro-batch, times the context-parallel ranks"
+    )
     balance_data: bool = flag(False, "give the data-parallel ranks micro-batches of even cost")
     balance_by_flops: bool = flag(False, "pack by estimated FLOPs; --max-tokens-per-gpu is then no cap")
     loss_mask_type: str = flag(

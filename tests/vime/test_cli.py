@@ -92,11 +92,12 @@ def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
         "attention_softmax_in_fp32": True,
         "attention_backend": "flash",
     }
-    assert len(c.notes) == 2 and c.notes[0].startswith(
+    assert len(c.notes) == 3 and c.notes[0].startswith(
         "--sglang-mem-fraction-static 0.7 becomes --vllm-gpu-memory"
     )
+    assert c.notes[2].startswith("--rollout-num-gpus-per-engine 2: engines of several GPUs have not been run")
     d = parse_config(renamed(stock))
-    assert len(d.notes) == 1 and d.vllm_argv == c.vllm_argv
+    assert len(d.notes) == 2 and d.vllm_argv == c.vllm_argv
 
 
 def test_vllm_and_router_flags_reach_their_parsers(stock):
@@ -179,7 +180,7 @@ def test_memory_estimate_is_the_arithmetic_by_hand(stock):
     # Full recomputation: 36 layer inputs and one whole layer, hidden width split by sequence parallelism.
     one = 4 * 2560 / 2 + (4 * 4096 + 4 * 1024 + 3 * 9728) / 2
     assert by_name["activations"] == 9216 * 2 * (36 * 2560 / 2 + one)
-    assert [i.bytes for i in engine_memory(c, shape)] == [params, 2 * 36 * 1024, 2 * 36 * 1024 * 256 * 8192]
+    assert [i.bytes for i in engine_memory(c, shape)] == [params, 2 * 36 * 1024, 2 * 36 * 1024 * 64 * 8192]
     plain = parse_config([*renamed(stock), "--no-sequence-parallel", "--recompute-granularity", "selective"])
     assert activation_memory(plain, shape, 10).bytes == 10 * 2 * 36 * (
         4 * 2560 + (4 * 4096 + 4 * 1024 + 3 * 9728) / 2

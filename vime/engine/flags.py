@@ -180,6 +180,17 @@ def parse_config(argv: Sequence[str]) -> Config:
             "--vllm-kv-cache-memory-bytes says"
         )
         config = dataclasses.replace(config, notes=(*config.notes, remark))
+    if config.device == "cuda" and config.num_engines and config.rollout_num_gpus_per_engine > 1:
+        size = config.rollout_num_gpus_per_engine
+        remark = (
+            f"--rollout-num-gpus-per-engine {size}: engines of several GPUs have not been run in this version"
+        )
+        config = dataclasses.replace(config, notes=(*config.notes, remark))
+    if config.actor_num_nodes > 1:
+        remark = (
+            f"--actor-num-nodes {config.actor_num_nodes}: several hosts have not been run in this version"
+        )
+        config = dataclasses.replace(config, notes=(*config.notes, remark))
     return config
 
 
