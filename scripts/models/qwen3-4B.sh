@@ -1,20 +1,14 @@
 # Shape of Qwen3-4B. Source it, then pass "${MODEL_ARGS[@]}".
-# The shape itself comes from config.json of --hf-checkpoint; these flags are checked against it.
 # Variants trained for longer contexts have another rotary base: MODEL_ARGS_ROTARY_BASE=5000000.
+source "$(dirname "${BASH_SOURCE[0]}")/qwen3.sh"
 MODEL_ARGS=(
-    --swiglu
+    "${QWEN3_ARGS[@]}"
     --num-layers 36
     --hidden-size 2560
     --ffn-hidden-size 9728
     --num-attention-heads 32
-    --group-query-attention
     --num-query-groups 8
     --kv-channels 128
-    --qk-layernorm
-    --disable-bias-linear
-    --normalization RMSNorm
-    --norm-epsilon 1e-6
-    --use-rotary-position-embeddings
     --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}"
     --vocab-size 151936
 )

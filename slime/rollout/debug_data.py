@@ -1,6 +1,6 @@
 """Samples of a rollout saved for replay (`--save-debug-rollout-data`, `--load-debug-rollout-data`).
 
-Files hold plain values only, so that they load with `torch.load(weights_only=True)`: no code runs on loading.
+Files hold plain values only, and no code runs on loading one.
 """
 
 from __future__ import annotations

@@ -53,12 +53,10 @@ class BroadcastChannel:
     ) -> Iterator[WeightUpdate]:
         """Parts of `version`; what a part tells of is sent when the next one is asked for.
 
-        `receivers`: workers of each serving engine, by its name. Collective over all trainer ranks, of which rank 0
-        sends. With `compare` all weights are sent a second time, for engines to compare.
+        `receivers`: workers of each serving engine, by its name; at least one. Collective over all trainer ranks, of
+        which rank 0 sends. With `compare` all weights are sent a second time, for engines to compare.
         """
         sends = dist.get_rank() == 0
-        if not receivers:
-            return
         if self._ranks != receivers:
             self._invite(receivers)
         for load in (True, False) if compare else (True,):
