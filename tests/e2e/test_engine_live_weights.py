@@ -14,6 +14,8 @@ from engine_fixtures import make_checkpoint, publish_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from slime.weight_sync.buckets import fill, room_for
+
 pytestmark = pytest.mark.e2e
 
 
@@ -139,6 +141,46 @@ def test_a_model_with_tensors_that_the_update_lacks_is_refused(worker: Any) -> N
     model = worker.model_runner.model
     with pytest.raises(ValueError, match="in the model only"):
         differing_tensors(model, ["model.norm.weight"], lambda name: torch.ones(64))
+
+
+def push_buckets(worker: Any, sent: list[tuple[dict[str, torch.Tensor], bool]]) -> None:
+    """An update in buckets, (tensors, whether to load them): what another process would send is packed here. Without
+    vLLM's worker in between, which would take no more updates after one that failed at its end."""
+    engine = worker.weight_transfer_engine
+    engine.start_weight_update()
+    for tensors, load in sent:
+        items = list(tensors.items())
+        bucket = torch.empty(room_for(items), dtype=torch.uint8)
+        entries = fill(bucket, items)
+        engine.sent.take = lambda size, group, bucket=bucket: bucket
+        engine.update_weights({"tensors": entries, "bytes": bucket.nbytes, "group": {}, "load": load})
+        bucket.fill_(255)  # the trainer fills it again: what the engine keeps must be its own
+    engine.finish_weight_update()
+
+
+def halves(state: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """In between, so that fused projections arrive in two buckets."""
+    names = sorted(state)
+    return [{name: state[name] for name in part} for part in (names[::2], names[1::2])]
+
+
+def test_buckets_become_the_live_weights(worker: Any) -> None:
+    first, second = halves(load_file(worker.update(11).info["path"]))
+    push_buckets(worker, [(first, True), (second, True), (first, False), (second, False)])
+    push(worker, 11, load=False)
+    name = "model.layers.1.mlp.up_proj.weight"
+    wrong = {**first, **second}
+    wrong[name] = wrong[name] + 1
+    with pytest.raises(RuntimeError, match=rf"got 1 that differ: {name}"):
+        push_buckets(worker, [(first, True), (second, True), (wrong, False)])
+
+
+def test_buckets_must_bring_and_compare_everything(worker: Any) -> None:
+    first, second = halves(load_file(worker.update(12).info["path"]))
+    with pytest.raises(RuntimeError, match=f"got {len(first)} of {len(first) + len(second)}"):
+        push_buckets(worker, [(first, True), (second, True), (first, False)])
+    with pytest.raises(ValueError, match="missing from the update"):
+        push_buckets(worker, [(first, True)])
 
 
 def test_an_untied_head_must_be_in_the_update(worker: Any) -> None:

@@ -7,31 +7,36 @@ plain parameters. Fused expert weights are not covered: they are refused, not sk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import nn
 
 
 def differing_tensors(
-    model: nn.Module, names: Iterable[str], get_tensor: Callable[[str], torch.Tensor], *, whole: bool = True
+    model: nn.Module,
+    names: Iterable[str],
+    get_tensor: Callable[[str], torch.Tensor],
+    *,
+    update: Collection[str] | None = None,
 ) -> list[str]:
     """HF names whose live value on this rank differs from `get_tensor(name)`, sorted.
 
     Values are compared exactly after a cast to the live dtype (-0.0 equals 0.0, which packed copies cannot tell
-    apart). Every name must be live and, when `names` are those of the `whole` model, every live tensor must come from
-    one of them, else ValueError.
+    apart). `names` may be a part of an update; `update` then has the names of all of it. Every name must be live and
+    every live tensor must come from the update, else ValueError.
     """
     expected, seen, wrong = set(names), set(), set()
+    update = expected if update is None else update
     for name, module, live in live_tensors(model):
-        if name == "lm_head.weight" and name not in expected:
+        if name == "lm_head.weight" and name not in update:
             name = "model.embed_tokens.weight"
-        if name not in expected:
-            if not whole:
-                continue
+        if name not in update:
             raise ValueError(
                 f"every live tensor must be in the update to be compared, got {name} in the model only"
             )
+        if name not in expected:
+            continue
         seen.add(name)
         want = shard_of(get_tensor(name), module, live.shape).to(live.device, live.dtype)
         if not torch.equal(live, want):

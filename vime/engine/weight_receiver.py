@@ -67,13 +67,15 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pass
 
     def start_weight_update(self) -> None:
-        self.loaded: set[str] = set()
-        self.compared: set[str] = set()
+        """`loaded`, `compared`: names and shapes that buckets brought so far; `finished`: all of them are in place."""
+        self.loaded: dict[str, list[int]] = {}
+        self.compared: dict[str, list[int]] = {}
         self.finished = False
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """After buckets: all of the checkpoint's tensors must have come. RuntimeError otherwise."""
+        """After buckets: all of the checkpoint's tensors must have come, ValueError otherwise, and all of them compared
+        if some were, RuntimeError otherwise."""
         self._finish_loading()
         if self.compared and self.compared != self.loaded:
             raise RuntimeError(
@@ -86,10 +88,8 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        """vLLM 0.26 wants every backend to have a sender of its own. Ours is a file's writer, in slime."""
-        raise RuntimeError(
-            f"{BACKEND} weights must come from the trainer's files, got a tensor iterator to send"
-        )
+        """vLLM 0.26 wants every backend to have a sender of its own. Ours are slime.weight_sync, without vLLM."""
+        raise RuntimeError(f"{BACKEND} weights must be sent by slime.weight_sync, got a tensor iterator")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class, on machines without an accelerator too (nothing to synchronise there)."""
@@ -112,21 +112,22 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         else:
             bucket = self.shared.take(update_info.handles or {})
         tensors = views(bucket, update_info.tensors or [])
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         if update_info.load:
             if not self.loaded:
                 initialize_layerwise_reload(self.model)
             # Copies: vLLM keeps what it is given until a layer is complete, and the bucket is filled again by then.
             self.model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
-            self.loaded |= tensors.keys()
+            self.loaded |= shapes
             return
         self._finish_loading()
-        wrong = differing_tensors(self.model, tensors.keys(), tensors.__getitem__, whole=False)
+        wrong = differing_tensors(self.model, tensors, tensors.__getitem__, update=self.loaded)
         if wrong:
             raise RuntimeError(
                 f"live weights must equal the trainer's, got {len(wrong)} that differ: {', '.join(wrong[:8])} "
                 "(--check-weight-update-equal)"
             )
-        self.compared |= tensors.keys()
+        self.compared |= shapes
 
     def _finish_loading(self) -> None:
         """What vLLM does once the last part is loaded; nothing if that has been done, or a file was loaded."""
@@ -135,14 +136,12 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.finished = True
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_weights(self.model)
-        expected = checkpoint_shapes(self.model_config.model)
+        self._require_checkpoint(self.loaded, "the update")
+
+    def _require_checkpoint(self, given: dict[str, list[int]], where: str) -> None:
+        """ValueError unless the tensors that `where` brings, by name and shape, are the checkpoint's."""
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        optional = {"lm_head.weight"} if tied else set()
-        if expected is not None and (missing := expected.keys() - self.loaded - optional):
-            raise RuntimeError(
-                f"an update must bring all of the checkpoint's tensors, got {len(missing)} that never came: "
-                f"{', '.join(sorted(missing)[:8])}"
-            )
+        require_same_tensors(given, checkpoint_shapes(self.model_config.model), tied=tied, where=where)
 
     @torch.no_grad()
     def _receive_file(self, update_info: UpdateInfo) -> None:
@@ -155,8 +154,7 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         path = allowed_path(update_info.path)
         with safe_open(path, framework="pt", device="cpu") as file:
             names = list(file.keys())
-            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-            require_same_tensors(file, checkpoint_shapes(self.model_config.model), tied=tied)
+            self._require_checkpoint({name: file.get_slice(name).get_shape() for name in names}, "the file")
             if update_info.checksums is not None:
                 require_checksums(file, update_info.checksums)
             if update_info.load:
@@ -195,15 +193,16 @@ def _shards(model_path: str) -> Iterator[Path]:
     yield from sorted(Path(model_path).glob("*.safetensors"))
 
 
-def require_same_tensors(file: Any, expected: dict[str, list[int]] | None, *, tied: bool) -> None:
-    """ValueError unless `file` holds exactly the tensors of `expected`; a tied lm_head may be on one side only."""
+def require_same_tensors(
+    given: dict[str, list[int]], expected: dict[str, list[int]] | None, *, tied: bool, where: str
+) -> None:
+    """ValueError unless `given` are exactly the tensors of `expected`; a tied lm_head may be on one side only."""
     optional = {"lm_head.weight"} if tied else set()
     if expected is None:
         return
-    given = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     for name in (given.keys() ^ expected.keys()) - optional:
         side = "missing from" if name in expected else "not in the checkpoint but in"
-        raise ValueError(f"a weight update must hold the checkpoint's tensors, got {name} {side} the file")
+        raise ValueError(f"a weight update must hold the checkpoint's tensors, got {name} {side} {where}")
     for name in given.keys() & expected.keys():
         if given[name] != expected[name]:
             raise ValueError(
