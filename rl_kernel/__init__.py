@@ -13,6 +13,8 @@ from rl_kernel.ops.linear_token_loss import linear_token_loss
 from rl_kernel.ops.logp import logp
 from rl_kernel.ops.masked import masked_mean, masked_sum, masked_whiten
 from rl_kernel.ops.ratio_kl import ratio_kl
+from rl_kernel.ops.rotary import rotary
+from rl_kernel.ops.swiglu import swiglu
 from rl_kernel.telemetry import telemetry
 
 __all__ = [
@@ -27,5 +29,7 @@ __all__ = [
     "masked_sum",
     "masked_whiten",
     "ratio_kl",
+    "rotary",
+    "swiglu",
     "telemetry",
 ]

@@ -73,12 +73,22 @@ _LINEAR_GRADIENTS = {
 _LAYER = ("hidden", "weight", "bias")
 _DATA = ("data", "context")
 
+# PyTorch rounds the two factors' product after rounding silu, and each product of a rotation before adding them: up to
+# three roundings to the dtype of x.
+_IN_DTYPE = {
+    "float32": Tolerance(1e-7, 1e-6),
+    "bfloat16": Tolerance(1e-7, 3 * 2**-8),
+    "float16": Tolerance(1e-7, 3 * 2**-11),
+}
+
 CONTRACTS: Mapping[str, Contract] = {
     "linear_logp": Contract(_LINEAR_LOGP, _LINEAR_GRADIENTS, _LAYER, True, ("vocabulary",)),
     "linear_token_loss": Contract(_LINEAR_LOGP, _LINEAR_GRADIENTS, _LAYER, True, ("vocabulary",)),
     "logp": Contract(_all_dtypes(Tolerance(5e-6, 1e-6)), _GRADIENTS, ("logits",), True, ("vocabulary",)),
     "ratio_kl": Contract(_all_dtypes(Tolerance(1e-6, 5e-6)), _GRADIENTS, ("log_probs",), True),
     "grpo_loss": Contract(_all_dtypes(Tolerance(1e-5, 1e-5)), _GRADIENTS, ("log_probs", "entropy"), True),
+    "swiglu": Contract(_IN_DTYPE, _IN_DTYPE, ("x",), True),
+    "rotary": Contract(_IN_DTYPE, _IN_DTYPE, ("x",), True),
     "group_advantage": Contract(_all_dtypes(Tolerance(1e-7, 1e-6)), {}, (), True),
     "masked_sum": Contract(_all_dtypes(Tolerance(0.0, 1e-7)), _GRADIENTS, ("values",), True, _DATA),
     "masked_mean": Contract(_all_dtypes(Tolerance(0.0, 1e-7)), _GRADIENTS, ("values",), True, _DATA),

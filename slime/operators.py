@@ -107,7 +107,7 @@ def called(config: Any) -> set[str]:
         found.add("group_advantage")
     if config.debug_rollout_only:
         return found
-    found.add(loss_head(config)[0])
+    found |= {loss_head(config)[0], "swiglu", "rotary"}
     if needs_old_log_probs(config) or config.needs_reference:
         found.add(pass_head(config))
     advantages = config.loss_type != "sft_loss" and not (

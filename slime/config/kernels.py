@@ -7,7 +7,16 @@ from typing import Any
 
 from slime.config.fields import flag, nearest
 
-OPERATORS = ("linear_logp", "linear_token_loss", "logp", "ratio_kl", "grpo_loss", "group_advantage")
+OPERATORS = (
+    "linear_logp",
+    "linear_token_loss",
+    "logp",
+    "ratio_kl",
+    "grpo_loss",
+    "swiglu",
+    "rotary",
+    "group_advantage",
+)
 """What --rl-kernel-ops may name. The masked reductions go with group_advantage."""
 
 
@@ -26,7 +35,7 @@ class KernelsConfig:
     rl_kernel_ops: list[str] | None = flag(  # noqa: RUF009
         None,
         "the operators that may be used, with commas (default: all): linear_logp, linear_token_loss, logp, ratio_kl, "
-        "grpo_loss, group_advantage",
+        "grpo_loss, swiglu, rotary, group_advantage",
     )
     rl_kernel_workspace_mib: int = flag(
         1536,

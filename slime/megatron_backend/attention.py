@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from rl_kernel import rotary
 from slime.data.token_slice import TokenSlice
 
 # torch 2.11 groups heads unasked and has no such argument, later releases want to be told
@@ -112,17 +113,6 @@ def _buckets(lengths: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]], int
     return first, buckets, row
 
 
-def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """`cat(x1 * cos - x2 * sin, x2 * cos + x1 * sin)` for the halves x1, x2 of the last dimension.
-
-    x [T, heads, D]; cos and sin [T, 1, D/2] in fp32, cast to x's dtype. The arrangement HF checkpoints are made for
-    (RoFormer, Su et al. 2021).
-    """
-    cos, sin = (r.to(x.dtype) for r in rotary)
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
-
-
 def gather_keys(
     key: Tensor, value: Tensor, layout: PackedLayout, order: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -209,7 +199,7 @@ class PackedAttention(nn.Module):
         """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows. `packed_seq_params` must be a
         PackedLayout."""
         layout = packed_seq_params
-        query, key = apply_rotary(query, layout.rotary), apply_rotary(key, layout.rotary)
+        query, key = rotary(query, *layout.rotary), rotary(key, *layout.rotary)
         query, key, value = (x[: layout.own] for x in (query, key, value))
         flash = query.is_cuda and query.dtype != torch.float32
         key, value = gather_keys(key, value, layout, layout.keys if flash else layout.gathered)

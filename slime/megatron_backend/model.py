@@ -14,27 +14,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from slime.megatron_backend.attention import PackedAttention, PackedLayout
+from slime.megatron_backend.attention import PackedLayout
 from slime.megatron_backend.hf_weights.base import Sizes
+from slime.megatron_backend.layers import RMSNorm, layer_spec
 from slime.megatron_backend.model_config import padded_vocab_size, rope_theta, transformer_config
-
-
-class RMSNorm(nn.RMSNorm):
-    """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019).
-
-    megatron-core's own wrapper of torch's norm refuses sequence parallelism, whose only demand on a norm is the mark
-    on its weight: the gradient is then summed over the tensor-parallel ranks, each of which saw part of the tokens.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class HiddenGPTModel(GPTModel):
@@ -84,13 +72,8 @@ class HiddenGPTModel(GPTModel):
 
 
 def _block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, normalization=core.normalization)
-    modules, attention = layer.submodules, layer.submodules.self_attention.submodules
-    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
-    if core.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(core), layer_norm=RMSNorm)
+    layers = [layer_spec(core)] * get_num_layers_to_build(core)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def build_model(hf_config: dict[str, Any], config: Any, *, ddp: bool = True) -> nn.Module:

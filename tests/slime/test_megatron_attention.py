@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_kernel import rotary
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import PackedAttention, apply_rotary, packed_layout
+from slime.megatron_backend.attention import PackedAttention, packed_layout
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
@@ -83,4 +84,4 @@ def test_rotary_by_hand():
     """A quarter turn maps the pair (x1, x2) = (1, 2) to (-2, 1); no turn leaves it."""
     x = torch.tensor([[[1.0, 2.0]], [[1.0, 2.0]]])
     cos, sin = torch.tensor([1.0, 0.0]).view(2, 1, 1), torch.tensor([0.0, 1.0]).view(2, 1, 1)
-    assert apply_rotary(x, (cos, sin)).tolist() == [[[1.0, 2.0]], [[-2.0, 1.0]]]
+    assert rotary(x, cos, sin).tolist() == [[[1.0, 2.0]], [[-2.0, 1.0]]]

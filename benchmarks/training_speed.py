@@ -1,0 +1,140 @@
+"""How fast a trainer rank trains: model FLOPs utilisation, the parts of a step, peak memory by phase.
+
+    python benchmarks/training_speed.py --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
+        --use-dynamic-batch-size --max-tokens-per-gpu 16384 [any flag of vime train]
+
+Made-up sequences of equal length go through slime.megatron_backend.trainer as a rollout's do: no engine, no Ray. Every
+step is one optimizer step. Model FLOPs are 6 x parameters of the layers x tokens, attention's and the head's over the
+response (slime.data.packing.sample_flops); what recomputation does again is not counted. By the time of actor_train:
+forward, loss, backward and optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.data.packing import sample_flops
+from slime.data.train_data import make_rank_data
+from slime.hf_config import read_hf_config
+from slime.megatron_backend.trainer import MegatronTrainer
+from slime.types import Sample, TrainData
+from vime.engine.flags import parse_config
+
+H200_TFLOPS = 989.0
+"""Dense bf16 peak of an H100 or H200 SXM, NVIDIA's data sheet."""
+GROUP = 8
+
+
+def made_up(count: int, prompt: int, response: int, vocab: int, seed: int) -> list[Sample]:
+    """`count` samples in groups of 8, rewards 0 and 1 in turns."""
+    rng = random.Random(seed)
+    return [
+        Sample(
+            index=i,
+            group_index=i // GROUP,
+            tokens=rng.choices(range(vocab), k=prompt + response),
+            response_length=response,
+            loss_mask=[1] * response,
+            rollout_log_probs=[-math.log(vocab)] * response,
+            reward=float(i % 2),
+            status=Sample.Status.COMPLETED,
+        )
+        for i in range(count)
+    ]
+
+
+def config_of(arguments: argparse.Namespace, given: list[str], run_dir: str) -> Any:
+    batch = [
+        *("--rollout-batch-size", str(arguments.sequences // GROUP), "--n-samples-per-prompt", str(GROUP)),
+        *("--global-batch-size", str(arguments.sequences), "--num-rollout", str(arguments.steps)),
+    ]
+    fixed = ["--debug-train-only", "--disable-rollout-global-dataset", "--actor-num-gpus-per-node", "1"]
+    return parse_config([*fixed, *batch, "--run-dir", run_dir, "--weight-dir", run_dir, *given])
+
+
+def batch(arguments: argparse.Namespace, config: Any, hf_config: dict[str, Any], step: int) -> TrainData:
+    lengths = arguments.prompt_len, arguments.response_len
+    samples = made_up(arguments.sequences, *lengths, hf_config["vocab_size"], step)
+    return make_rank_data(config.namespace(), samples, 1, hf_config)[0]
+
+
+def top_kernels(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_config: dict[str, Any]) -> str:
+    """The kernels that take the most time in one more step."""
+    data = batch(arguments, trainer.config, hf_config, arguments.steps)
+    with torch.profiler.profile() as profile:
+        trainer.train(arguments.steps, data)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return profile.key_averages().table(sort_by=key, row_limit=arguments.kernels, max_name_column_width=80)
+
+
+def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
+    """Train `--steps` steps; medians over all but the first two, which compile kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(arguments, given, folder)
+        hf_config = read_hf_config(config.hf_checkpoint)
+        trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{folder}/store")
+        rows = []
+        for step in range(arguments.steps):
+            perf = trainer.train(step, batch(arguments, config, hf_config, step)).perf
+            rows.append(perf)
+            print(json.dumps({"step": step, **{k: round(v, 4) for k, v in sorted(perf.items())}}), flush=True)
+        if arguments.kernels:
+            print(top_kernels(trainer, arguments, hf_config))
+        trainer.close()
+    length = arguments.prompt_len + arguments.response_len
+    flops = 3 * arguments.sequences * sample_flops(length, arguments.response_len, hf_config)
+    body = 3 * arguments.sequences * sample_flops(length, 0, hf_config)
+    kept = rows[min(2, len(rows) - 1) :]
+    medians = {key: statistics.median(row[key] for row in kept) for key in kept[0]}
+    seconds = medians["perf/actor_train_time"]
+    return {
+        "mfu": flops / seconds / 1e12 / arguments.peak_tflops,
+        "mfu_without_head": body / seconds / 1e12 / arguments.peak_tflops,
+        "tflops": flops / seconds / 1e12,
+        "tokens_per_s": arguments.sequences * length / seconds,
+        "medians": medians,
+        "steps": rows,
+    }
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sequences", type=int, default=32, help="a step; a multiple of 8")
+    parser.add_argument("--prompt-len", type=int, default=512)
+    parser.add_argument("--response-len", type=int, default=3584)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--peak-tflops", type=float, default=H200_TFLOPS)
+    parser.add_argument("--kernels", type=int, default=0, help="show this many kernels of one more step")
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    parser.add_argument("--commit", help="of the measured code, where git does not know it")
+    arguments, given = parser.parse_known_args(argv)
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    result = {
+        "command": "python benchmarks/training_speed.py " + " ".join(argv),
+        "commit": arguments.commit,
+        "device": found,
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+        **measure(arguments, given),
+    }
+    print(json.dumps({k: v for k, v in result.items() if k != "steps"}, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

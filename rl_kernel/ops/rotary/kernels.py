@@ -1,0 +1,65 @@
+"""`rotary` in Triton: one kernel for both ways. One program the heads of one token."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WARPS = 4
+
+
+@triton.jit
+def rotate_kernel(
+    X,
+    COS,
+    SIN,
+    OUT,
+    token_stride,
+    head_stride,
+    heads,
+    half,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """One token: each head's halves rotated by its angles, or back; HEADS and HALF: powers of two that hold them."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (lane < half)
+    kind = X.dtype.element_ty
+    cos = tl.load(COS + token * half + lane, lane < half, other=0.0).to(kind).to(tl.float32)
+    sin = tl.load(SIN + token * half + lane, lane < half, other=0.0).to(kind).to(tl.float32)
+    if BACK:
+        sin = -sin
+    at = X + token * token_stride + head * head_stride + lane
+    x1 = tl.load(at, inside, other=0.0).to(tl.float32)
+    x2 = tl.load(at + half, inside, other=0.0).to(tl.float32)
+    to = OUT + token * heads * half * 2 + head * half * 2 + lane
+    tl.store(to, (x1 * cos - x2 * sin).to(kind), inside)
+    tl.store(to + half, (x2 * cos + x1 * sin).to(kind), inside)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """x [T, heads, D] rotated by the angles of its tokens, or back; contiguous."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    tokens, heads, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        with torch.cuda.device_of(x):
+            rotate_kernel[(tokens,)](
+                x,
+                cos,
+                sin,
+                out,
+                x.stride(0),
+                x.stride(1),
+                heads,
+                size // 2,
+                BACK=back,
+                HEADS=triton.next_power_of_2(heads),
+                HALF=triton.next_power_of_2(size // 2),
+                num_warps=WARPS,
+            )
+    return out
