@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer.mlp import MLP
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -56,6 +56,9 @@ class NormedLinear(ColumnParallelLinear):
 class GatedMLP(MLP):
     """Megatron's MLP with rl_kernel.swiglu between its products."""
 
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config, MLPSubmodules(linear_fc1=NormedLinear, linear_fc2=RowParallelLinear))
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         gate_and_up, _ = self.linear_fc1(hidden_states)
         if self.config.recompute_granularity == "full":
@@ -95,10 +98,11 @@ def without_keeping(
     storage = made.untyped_storage()
     size = storage.size()
     storage.resize_(0)
+    held = [x]  # let go in the backward: whoever still has the graph afterwards must not hold its activations
 
     def fill(_: Tensor) -> None:
         with torch.no_grad():
-            again = make(x)
+            again = make(held.pop())
         storage.resize_(size)
         storage.copy_(again.untyped_storage())
 
@@ -115,6 +119,5 @@ def layer_spec(core: TransformerConfig) -> ModuleSpec:
     attention.core_attention, attention.linear_qkv = PackedAttention, NormedLinear
     if core.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    modules.mlp.module = GatedMLP
-    modules.mlp.submodules.linear_fc1 = NormedLinear
+    modules.mlp = GatedMLP
     return spec

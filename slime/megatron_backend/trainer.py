@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,7 @@ class MegatronTrainer:
                     if self.head == "linear_token_loss":
                         log_probs = whole(log_probs, batch, self.info)
                     self.audit.add(data, batch, log_probs)
-            return loss.loss, loss
+            return loss.loss, replace(loss, loss=loss.loss.detach())  # its graph ends with its backward
 
         losses = run_stages(self.model, self.info, batches, len(micro_batches), on_output, self.timers)
         self.progress = (done + len(micro_batches), self.progress[1])
