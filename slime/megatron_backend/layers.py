@@ -95,14 +95,15 @@ def without_keeping(
     output = product(made)
     if not output[0].requires_grad:
         return output
-    storage = made.untyped_storage()
-    size = storage.size()
-    storage.resize_(0)
-    held = [x]  # let go in the backward: whoever still has the graph afterwards must not hold its activations
+    size = made.untyped_storage().size()
+    made.untyped_storage().resize_(0)
+    # Let go in the backward: Megatron's schedule has the graph, though not its tensors, until the next forward is done.
+    held = [(x, made.untyped_storage())]
 
     def fill(_: Tensor) -> None:
+        kept, storage = held.pop()
         with torch.no_grad():
-            again = make(held.pop())
+            again = make(kept)
         storage.resize_(size)
         storage.copy_(again.untyped_storage())
 
