@@ -134,6 +134,18 @@ def test_vllm_and_router_flags_reach_their_parsers(stock):
         ("--router-policy x", "--router-policy must be valid for vllm-router, got invalid choice: 'x'"),
         ("--vllm-tensor-parallel-size 4", "got 2 and 4 * 1 * 1 = 4"),
         (
+            "--no-colocate --rollout-num-gpus 2 --update-weight-transport nccl --vllm-data-parallel-size 2",
+            "must go with engines that are tensor parallel only, got --vllm-data-parallel-size 2 and",
+        ),
+        (
+            "--no-colocate --rollout-num-gpus 2 --update-weight-transport nccl --vllm-pipeline-parallel-size 2",
+            "--vllm-data-parallel-size 1 and --vllm-pipeline-parallel-size 2; use disk",
+        ),
+        (
+            "--check-weight-update-equal --vllm-pipeline-parallel-size 2",
+            "--check-weight-update-equal must go with engines of one pipeline stage, got",
+        ),
+        (
             "--vllm-max-model-len 4096",
             "--vllm-max-model-len must hold the longest rollout, got 4096 for 8192 tokens",
         ),

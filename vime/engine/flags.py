@@ -173,6 +173,7 @@ def parse_config(argv: Sequence[str]) -> Config:
     """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
     config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate)
     check_engine_size(config)
+    check_weight_channel(config)
     check_context_length(config)
     if config.device == "cpu" and "gpu_memory_utilization" in config.engine.vllm_args:
         remark = (
@@ -219,6 +220,27 @@ def check_engine_size(config: Config) -> None:
             "--vllm-pipeline-parallel-size and --vllm-data-parallel-size, got "
             f"{config.rollout_num_gpus_per_engine} and {tensor} * {pipeline} * {data} = "
             f"{tensor * pipeline * data}"
+        )
+
+
+def check_weight_channel(config: Config) -> None:
+    """Refuses what the channels of weights cannot reach or compare in engines that are more than tensor parallel.
+
+    A broadcast numbers the workers of an engine by their place in the tensor-parallel group, which data-parallel
+    replicas and pipeline stages share. Files and the memory of shared GPUs are found by every worker by itself. A
+    pipeline stage loads the layers it has, but a comparison wants every tensor of an update live on every worker.
+    """
+    data, pipeline = (_given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))
+    if config.update_weight_transport == "nccl" and data * pipeline > 1:
+        raise ValueError(
+            "--update-weight-transport nccl must go with engines that are tensor parallel only, got "
+            f"--vllm-data-parallel-size {data} and --vllm-pipeline-parallel-size {pipeline}; use disk, or more "
+            "engines of fewer GPUs"
+        )
+    if config.check_weight_update_equal and pipeline > 1:
+        raise ValueError(
+            "--check-weight-update-equal must go with engines of one pipeline stage, got "
+            f"--vllm-pipeline-parallel-size {pipeline}; leave out one of the two"
         )
 
 
