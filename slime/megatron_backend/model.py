@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from slime.megatron_backend import transformer_engine
 from slime.megatron_backend.attention import PackedAttention, PackedLayout
 from slime.megatron_backend.hf_weights.base import Sizes
 from slime.megatron_backend.model_config import padded_vocab_size, rope_theta, transformer_config
@@ -84,6 +85,8 @@ class HiddenGPTModel(GPTModel):
 
 
 def _block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
+    if core.transformer_impl == "transformer_engine":
+        return transformer_engine.block_spec(core)
     layer = get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, normalization=core.normalization)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
