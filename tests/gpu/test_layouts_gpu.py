@@ -22,13 +22,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slime.cluster.placement import Gpu
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "e2e"))  # how a run is started and its records are read
 from train_fixtures import Launch, launched, published_weights, rows, samples, vime  # noqa: E402
 
 pytestmark = pytest.mark.multi_gpu
 
-LIMIT_S = 100
+LIMIT_S = int(os.environ.get("LAYOUT_LIMIT_S", "100"))
+"""Of each run, from its start; a machine that has read none of its files yet may need more."""
 ROLLOUTS, PROMPTS, SAMPLES = 2, 8, 4
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 ONE_QUEUE = ("--train-env-vars", '{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}')
@@ -49,8 +52,9 @@ ENGINES = {"tensor": ["{0},{1}"], "data": ["{0}", "{1}"], "apart": ["{1}"]}
 
 
 def gpus() -> list[str]:
-    """Two GPUs of this host, as CUDA_VISIBLE_DEVICES names them."""
-    return sorted((os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2])
+    """Two GPUs of this host, as CUDA_VISIBLE_DEVICES names them, in the order of placement."""
+    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
+    return sorted(names, key=lambda name: Gpu("", "127.0.0.1", name).order)
 
 
 def flags(root: Path, layout: str) -> list[str]:
