@@ -170,12 +170,13 @@ def _start_engines(
     host = ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
     threads = placement.cpu_threads(config)[1] if config.device == "cpu" else None
     settings = {**engine_settings(config), "run_key": run_key, "host": host, "cpu_threads": threads}
-    options = {
-        str(logs / f"engine-{i}.log"): placed.options(bundles[0])
+    specs = [
+        EngineSpec(**settings, index=i, log_path=str(logs / f"engine-{i}.log"), env=placed.visible(bundles))
         for i, bundles in enumerate(placed.engine_bundles)
-    }
+    ]
+    options = [placed.options(bundles[0]) for bundles in placed.engine_bundles]
     pool = VllmEnginePool(
-        [EngineSpec(**settings, log_path=log_path) for log_path in options],
+        specs,
         RouterSpec(
             run_key=run_key,
             log_path=str(logs / "router.log"),
@@ -183,7 +184,7 @@ def _start_engines(
             argv=tuple(config.engine.router_argv),
             request_timeout_s=config.rollout_deadline_s,
         ),
-        spawn=lambda spec: RayEngineServer(spec, options[spec.log_path]),
+        spawn=lambda spec: RayEngineServer(spec, options[spec.index]),
         sleep_level=sleep_level(config),
         weights_file=None if trainer is None else lambda: trainer.weights_file().result(),
         health_check_interval_s=config.rollout_health_check_interval,

@@ -58,8 +58,11 @@ PROGRESS = {"progress": 1}
 class TrainerActor:
     """One trainer rank in its own process. Megatron is imported here, never in the driver."""
 
-    def __init__(self, config: Any, rank: int, world_size: int, threads: int) -> None:
+    def __init__(
+        self, config: Any, rank: int, world_size: int, threads: int, visible: dict[str, str]
+    ) -> None:
         log_to(config, f"trainer-{rank}")
+        os.environ.update(visible)  # CUDA looks when it starts, which is later
         os.environ.update({key: str(value) for key, value in config.train_env_vars.items()})
         self.config, self.rank, self.world_size = config, rank, world_size
         if threads:
@@ -120,7 +123,7 @@ class TrainerGroup:
         self._actors = [
             ray.remote(concurrency_groups=PROGRESS)(TrainerActor)
             .options(name=f"trainer-{rank}", runtime_env={"env_vars": env}, **placement.options(bundle))
-            .remote(config, rank, world_size, threads)
+            .remote(config, rank, world_size, threads, placement.visible([bundle]))
             for rank, bundle in enumerate(placement.trainer_bundles)
         ]
         init_method = self._results([self._actors[0].rendezvous.remote()])[0]

@@ -2,13 +2,19 @@
 
 A device is a GPU, or on a host without GPUs half a CPU core: the trainers and engines of one small run share the cores,
 and a laptop with two of them can hold every topology of the test suite.
+
+Ray gives an actor the GPU of its own bundle and no other, and says nothing of the order of bundles. So a task in each
+bundle tells which GPU it got; bundles are then taken in the order of nodes and GPUs, and an engine of several GPUs,
+whose server is one actor in its first bundle, is told them all by name (`Placement.visible`).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -16,7 +22,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 CORES_PER_CPU_DEVICE = 0.5
-_PLACEMENT_TIMEOUT_S = 60
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
 
 
 def connect() -> None:
@@ -40,21 +47,48 @@ def on_one_host(config: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """The GPU of a bundle: its node, and its name there as Ray writes it into CUDA_VISIBLE_DEVICES, where that was set
+    for Ray an entry of it: a number, or a UUID."""
+
+    node: str
+    address: str
+    name: str
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Neighbours on a node first; names that are no numbers have the order of their text."""
+        number = int(self.name) if self.name.isdecimal() else -1
+        return int(ipaddress.ip_address(self.address)), self.node, number, self.name
+
+
+@dataclass(frozen=True)
 class Placement:
-    """Bundles of the trainer ranks, in rank order, and of each engine (its first bundle hosts the server process)."""
+    """Bundles of the trainer ranks, in rank order, and of each engine (its first bundle hosts the server process).
+    `gpus`: those of all bundles, by bundle; empty on CPUs."""
 
     group: PlacementGroup
     resource: str
     trainer_bundles: list[int]
     engine_bundles: list[list[int]]
     share: float
+    gpus: list[Gpu] = field(default_factory=list)
 
     def options(self, bundle: int) -> dict[str, Any]:
-        """Ray options that put an actor into `bundle`; trainer and engine of a colocated bundle take half each."""
+        """Ray options that put an actor into `bundle`; trainer and engine of a colocated bundle take half each.
+
+        The other bundles of an engine of several GPUs need no actor: the group holds them for this run, and no other
+        actor of it is put there but, colocated, the trainer rank that shares the GPU.
+        """
         amount = self.share * (1 if self.resource == "GPU" else CORES_PER_CPU_DEVICE)
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         resources = {"num_gpus": amount, "num_cpus": 0} if self.resource == "GPU" else {"num_cpus": amount}
         return {**resources, "scheduling_strategy": strategy}
+
+    def visible(self, bundles: Sequence[int]) -> dict[str, str]:
+        """Environment of a process that is to see the GPUs of `bundles`, in that order, and no others. Ray's own is
+        the same for one bundle, but where RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES keeps Ray from setting it."""
+        return {VISIBLE_VARIABLE: ",".join(self.gpus[bundle].name for bundle in bundles)} if self.gpus else {}
 
     def release(self) -> None:
         remove_placement_group(self.group)
@@ -63,7 +97,8 @@ class Placement:
 def place(config: Any) -> Placement:
     """Reserve the devices of trainers and engines, or say what is needed and what exists.
 
-    Colocated, engine i lives on the devices of trainer ranks [i*g, (i+1)*g); otherwise behind all trainers.
+    Colocated, engine i lives on the devices of trainer ranks [i*g, (i+1)*g); otherwise behind all trainers. ValueError
+    when an engine would lie on more than one node.
     """
     trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
     per_engine = config.rollout_num_gpus_per_engine
@@ -80,6 +115,24 @@ def place(config: Any) -> Placement:
             f"(--rollout-num-gpus){', shared by --colocate' if config.colocate else ''}, got {existing:g} {resource}s; "
             "ask for fewer or join a larger cluster with RAY_ADDRESS"
         )
+    group = _reserve(resource, amount, devices, existing)
+    try:
+        gpus = _gpus_of(group, devices) if resource == "GPU" else []
+        order = (
+            sorted(range(devices), key=lambda bundle: gpus[bundle].order) if gpus else list(range(devices))
+        )
+        starts = range(first, first + engine_devices, per_engine)
+        engines = [order[start : start + per_engine] for start in starts]
+        _require_one_node(engines, gpus)
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    share = 0.5 if config.colocate else 1.0
+    return Placement(group, resource, order[:trainers], engines, share, gpus)
+
+
+def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:
+    """A group of `devices` bundles of `amount` each. RuntimeError when they are not free in time."""
     group = placement_group([{resource: amount}] * devices, strategy="PACK")
     if not group.wait(_PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
@@ -87,16 +140,41 @@ def place(config: Any) -> Placement:
             f"{devices} devices must be free within {_PLACEMENT_TIMEOUT_S} s, got only "
             f"{ray.available_resources().get(resource, 0.0):g} of {existing:g} {resource}s; another job holds the rest"
         )
-    return Placement(
-        group=group,
-        resource=resource,
-        trainer_bundles=list(range(trainers)),
-        engine_bundles=[
-            list(range(first + start, first + start + per_engine))
-            for start in range(0, engine_devices, per_engine)
-        ],
-        share=0.5 if config.colocate else 1.0,
-    )
+    return group
+
+
+@ray.remote(num_gpus=1, num_cpus=0)
+def _own_gpu() -> Gpu:
+    """The one GPU of this task's bundle, all of which it takes."""
+    (name,) = ray.get_gpu_ids()
+    return Gpu(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), str(name))
+
+
+def _gpus_of(group: PlacementGroup, devices: int) -> list[Gpu]:
+    """The GPU of each bundle. The tasks take their bundles whole, so no two can be told the same one."""
+    strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in range(devices)]
+    tasks = [_own_gpu.options(scheduling_strategy=strategy).remote() for strategy in strategies]
+    try:
+        gpus = ray.get(tasks, timeout=_ANSWER_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise RuntimeError(
+            f"each of {devices} GPUs must answer within {_ANSWER_TIMEOUT_S} s, got no answer from all of them; "
+            "Ray's logs say why its workers did not start"
+        ) from error
+    assert len({(gpu.node, gpu.name) for gpu in gpus}) == devices, gpus
+    return gpus
+
+
+def _require_one_node(engines: list[list[int]], gpus: list[Gpu]) -> None:
+    """ValueError for an engine whose GPUs are on several nodes: its server sees those of one node only."""
+    for index, bundles in enumerate(engines if gpus else []):
+        if len({gpus[bundle].node for bundle in bundles}) > 1:
+            on = ", ".join(f"{gpus[bundle].address} GPU {gpus[bundle].name}" for bundle in bundles)
+            raise ValueError(
+                f"the GPUs of an engine (--rollout-num-gpus-per-engine {len(bundles)}) must be on one node, got "
+                f"engine {index} on {on}; give every node a multiple of {len(bundles)} GPUs of trainers and of "
+                f"engines, or smaller engines"
+            )
 
 
 def cpu_threads(config: Any) -> tuple[int, int]:

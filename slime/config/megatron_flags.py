@@ -101,6 +101,10 @@ HISTORICAL = {
         "recompute_granularity",
         spec=FlagSpec("recompute_granularity", str, None, "", choices=("full", "selective")),
     ),
+    "transformer_impl": Historical(
+        "transformer_impl",
+        spec=FlagSpec("transformer_impl", str, "local", "", choices=("local", "transformer_engine")),
+    ),
 }
 """Megatron's names for settings of its core fields."""
 

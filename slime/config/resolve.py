@@ -43,6 +43,7 @@ def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
             setattr(draft, name, getattr(draft, source))
     _weight_update(draft)
     _algorithm(draft)
+    _layers(draft)
     _kernels(draft)
     _run_dir(draft)
     remarks = tuple(vars(draft).pop("notes"))
@@ -132,6 +133,14 @@ def _algorithm(c: argparse.Namespace) -> None:
         c.notes.append(
             "--rollout-top-p below 1 and --rollout-top-k restrict the engine's distribution, the trainer's "
             "is over the whole vocabulary: train/train_rollout_logprob_abs_diff will not be near zero"
+        )
+
+
+def _layers(c: argparse.Namespace) -> None:
+    if c.overrides.get("transformer_impl") == "transformer_engine":
+        c.notes.append(
+            "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
+            "Transformer Engine and have never been run; local is what is measured"
         )
 
 

@@ -121,7 +121,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),
     "use_distributed_post": Unsupported(False, "requests leave from the rollout manager"),
     # Megatron
-    "transformer_impl": Unsupported("local", "Transformer Engine layers are not supported yet"),
     "virtual_pipeline_model_parallel_size": Unsupported(None, _PIPELINE),
     "num_layers_per_virtual_pipeline_stage": Unsupported(None, _PIPELINE),
     "pipeline_model_parallel_layout": Unsupported(None, _PIPELINE_LAYOUT),

@@ -141,6 +141,22 @@ def _overlaps(c: Config) -> None:
         )
 
 
+def _transformer_engine(c: Config) -> None:
+    """What its attention does not do, or not as our packed rows need it. Whether it is installed the trainers see."""
+    if c.megatron.overrides.get("transformer_impl") != "transformer_engine":
+        return
+    for flag, value, wanted in (
+        ("--device", c.device, "cuda"),
+        ("--params-dtype (--bf16, --fp32)", c.params_dtype, "bfloat16"),
+        ("--context-parallel-size", c.context_parallel_size, 1),
+    ):
+        if value != wanted:
+            raise ValueError(
+                f"{flag} must be {wanted} with --transformer-impl transformer_engine, got {value}; "
+                "--transformer-impl local does that"
+            )
+
+
 def _dropout(c: Config) -> None:
     for name in ("attention_dropout", "hidden_dropout"):
         value = c.megatron.overrides.get(name, 0.0)
@@ -314,6 +330,7 @@ RULES = (
     _ranges,
     _precision,
     _parallel_sizes,
+    _transformer_engine,
     _dropout,
     _overlaps,
     _engines,

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from slime.megatron_backend import transformer_engine
 from slime.megatron_backend.attention import PackedLayout
 from slime.megatron_backend.hf_weights.base import Sizes
 from slime.megatron_backend.layers import RMSNorm, layer_spec
@@ -72,6 +73,8 @@ class HiddenGPTModel(GPTModel):
 
 
 def _block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
+    if core.transformer_impl == "transformer_engine":
+        return transformer_engine.block_spec(core)
     layers = [layer_spec(core)] * get_num_layers_to_build(core)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 

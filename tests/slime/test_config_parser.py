@@ -98,7 +98,6 @@ def test_unsupported_flags_pass_at_their_default_only(argv):
             ["--num-critic-only-steps", "2"],
             "--num-critic-only-steps must be left at 0 in this version, got 2",
         ),
-        (["--transformer-impl", "transformer_engine"], "--transformer-impl must be left at local"),
     ]:
         with pytest.raises(ValueError) as error:
             parse_args([*argv, *extra])

@@ -1,4 +1,5 @@
-"""Devices for trainers and engines: the arithmetic, on a real local Ray, and what a run that does not fit is told."""
+"""Devices for trainers and engines: the arithmetic, on a real local Ray, and what a run that does not fit is told. On
+CPUs; which GPUs who gets is in test_placement_gpus.py."""
 
 from __future__ import annotations
 
@@ -7,13 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-import torch
 
 from slime.cluster import placement
 from slime.cluster.placement import cpu_threads, place
 
-RESOURCE = "GPU" if torch.cuda.is_available() else "CPU"
-DEVICE = 1.0 if RESOURCE == "GPU" else 0.5
+RESOURCE, DEVICE = "CPU", 0.5
 
 
 def make_config(**flags) -> SimpleNamespace:
@@ -23,7 +22,7 @@ def make_config(**flags) -> SimpleNamespace:
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
         "colocate": False,
-        "device": "cuda" if RESOURCE == "GPU" else "cpu",
+        "device": "cpu",
         "debug_train_only": False,
         "debug_rollout_only": False,
     }
@@ -50,12 +49,11 @@ def test_cpu_threads(monkeypatch, cores, flags, threads):
 
 @pytest.fixture(scope="module")
 def cluster():
-    """Four devices: 2 CPU cores, or 4 GPUs where there are GPUs."""
-    gpus = 4 if RESOURCE == "GPU" else 0
+    """Four devices: 2 CPU cores."""
     ray.init(
         address="local",
         num_cpus=2,
-        num_gpus=gpus,
+        num_gpus=0,
         include_dashboard=False,
         object_store_memory=80 * 2**20,
         log_to_driver=False,

@@ -11,7 +11,7 @@ import pytest
 from slime.config.schema import own_flags
 from vime.cli import COMMANDS, main
 from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings, parse_config
-from vime.engine.server import EngineServer, EngineSpec, installed_vllm, tells_request_times
+from vime.engine.server import EngineServer, EngineSpec
 from vime.engine.sglang_flags import MAPPED, RENAMED
 from vime.plan import Shape, activation_memory, count, engine_memory, trainer_memory
 
@@ -134,6 +134,18 @@ def test_vllm_and_router_flags_reach_their_parsers(stock):
         ("--router-policy x", "--router-policy must be valid for vllm-router, got invalid choice: 'x'"),
         ("--vllm-tensor-parallel-size 4", "got 2 and 4 * 1 * 1 = 4"),
         (
+            "--no-colocate --rollout-num-gpus 2 --update-weight-transport nccl --vllm-data-parallel-size 2",
+            "must go with engines that are tensor parallel only, got --vllm-data-parallel-size 2 and",
+        ),
+        (
+            "--no-colocate --rollout-num-gpus 2 --update-weight-transport nccl --vllm-pipeline-parallel-size 2",
+            "--vllm-data-parallel-size 1 and --vllm-pipeline-parallel-size 2; use disk",
+        ),
+        (
+            "--check-weight-update-equal --vllm-pipeline-parallel-size 2",
+            "--check-weight-update-equal must go with engines of one pipeline stage, got",
+        ),
+        (
             "--vllm-max-model-len 4096",
             "--vllm-max-model-len must hold the longest rollout, got 4096 for 8192 tokens",
         ),
@@ -163,7 +175,6 @@ def test_reserved_and_translated_names_exist_in_the_pinned_engines():
         "no_enable_chunked_prefill",
     ):
         assert name in vllm
-    assert ("enable_per_request_metrics" in vllm) == tells_request_times(installed_vllm())
     choices = vllm["all2all_backend"].choices
     assert set(MAPPED["moe_a2a_backend"][1].values()) | set(MAPPED["deepep_mode"][1].values()) <= set(choices)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
 from vime.engine.middleware import NEW_VERSION_HEADER, VERSIONS_HEADER
+from vime.engine.vllm_versions import finish_body
 
 PauseMode = Literal["keep", "abort", "wait"]
 _QUICK_S = 30.0
@@ -85,9 +86,8 @@ class EngineControl:
 
     def finish_weight_update(self, version: int) -> None:
         """Close the update and make `version` the live one: answers carry it from here on."""
-        body = {"weight_version": str(version)}  # read by vLLM 0.27 and newer; the header is ours
         headers = {NEW_VERSION_HEADER: str(version)}
-        self._post("/finish_weight_update", body, headers=headers, timeout_s=_SLOW_S)
+        self._post("/finish_weight_update", finish_body(version), headers=headers, timeout_s=_SLOW_S)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached keys and values, of running requests too: those compute theirs anew when they go on."""

@@ -14,11 +14,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import Any, NoReturn
 
 from slime.config import Config, FlagGroup, parse_args
 from slime.config.fields import nearest
+from vime.engine import vllm_versions
 from vime.engine.sglang_flags import translate_sglang
 from vime.switch import from_environment
 
@@ -61,28 +61,15 @@ def vllm_parser() -> argparse.ArgumentParser:
         with contextlib.redirect_stdout(sys.stderr):
             from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-            make_arg_parser = _make_arg_parser()
-
             class Parser(FlexibleArgumentParser):  # type: ignore[misc]
                 def error(self, message: str) -> NoReturn:
                     raise ValueError(message)
 
-            return make_arg_parser(Parser(allow_abbrev=False, add_help=False))
+            return vllm_versions.make_arg_parser(Parser(allow_abbrev=False, add_help=False))
     except ImportError as error:
         raise ValueError(
             f"vLLM must be installed to check --vllm-* flags, got {error}; run scripts/setup.sh"
         ) from error
-
-
-def _make_arg_parser() -> Any:
-    """vLLM's `make_arg_parser`, where newer and where older vLLM keep it."""
-    try:
-        module = import_module("vllm.entrypoints.launchers.cli_args")
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("vllm.entrypoints"):
-            raise
-        module = import_module("vllm.entrypoints.openai.cli_args")
-    return module.make_arg_parser
 
 
 @functools.cache
@@ -173,25 +160,26 @@ def parse_config(argv: Sequence[str]) -> Config:
     """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
     config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate)
     check_engine_size(config)
+    check_weight_channel(config)
     check_context_length(config)
+    return dataclasses.replace(config, notes=(*config.notes, *_remarks(config)))
+
+
+def _remarks(config: Config) -> Iterator[str]:
+    """Notes on engines. ValueError for a vLLM that is too old."""
+    version = vllm_versions.installed()
+    if config.num_engines and version is not None and (remark := vllm_versions.check(version)):
+        yield remark
     if config.device == "cpu" and "gpu_memory_utilization" in config.engine.vllm_args:
-        remark = (
+        yield (
             "--vllm-gpu-memory-utilization has no effect on CPU engines: their KV cache is as large as "
             "--vllm-kv-cache-memory-bytes says"
         )
-        config = dataclasses.replace(config, notes=(*config.notes, remark))
     if config.device == "cuda" and config.num_engines and config.rollout_num_gpus_per_engine > 1:
         size = config.rollout_num_gpus_per_engine
-        remark = (
-            f"--rollout-num-gpus-per-engine {size}: engines of several GPUs have not been run in this version"
-        )
-        config = dataclasses.replace(config, notes=(*config.notes, remark))
+        yield f"--rollout-num-gpus-per-engine {size}: engines of several GPUs have not been run in this version"
     if config.actor_num_nodes > 1:
-        remark = (
-            f"--actor-num-nodes {config.actor_num_nodes}: several hosts have not been run in this version"
-        )
-        config = dataclasses.replace(config, notes=(*config.notes, remark))
-    return config
+        yield f"--actor-num-nodes {config.actor_num_nodes}: several hosts have not been run in this version"
 
 
 def _given_parallel(config: Config, name: str) -> int | None:
@@ -219,6 +207,27 @@ def check_engine_size(config: Config) -> None:
             "--vllm-pipeline-parallel-size and --vllm-data-parallel-size, got "
             f"{config.rollout_num_gpus_per_engine} and {tensor} * {pipeline} * {data} = "
             f"{tensor * pipeline * data}"
+        )
+
+
+def check_weight_channel(config: Config) -> None:
+    """Refuses what the channels of weights cannot reach or compare in engines that are more than tensor parallel.
+
+    A broadcast numbers the workers of an engine by their place in the tensor-parallel group, which data-parallel
+    replicas and pipeline stages share. Files and the memory of shared GPUs are found by every worker by itself. A
+    pipeline stage loads the layers it has, but a comparison wants every tensor of an update live on every worker.
+    """
+    data, pipeline = (_given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))
+    if config.update_weight_transport == "nccl" and data * pipeline > 1:
+        raise ValueError(
+            "--update-weight-transport nccl must go with engines that are tensor parallel only, got "
+            f"--vllm-data-parallel-size {data} and --vllm-pipeline-parallel-size {pipeline}; use disk, or more "
+            "engines of fewer GPUs"
+        )
+    if config.check_weight_update_equal and pipeline > 1:
+        raise ValueError(
+            "--check-weight-update-equal must go with engines of one pipeline stage, got "
+            f"--vllm-pipeline-parallel-size {pipeline}; leave out one of the two"
         )
 
 

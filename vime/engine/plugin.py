@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from vime.engine.supervise import die_with_parent
+from vime.engine.vllm_versions import register_backend
 
 BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
@@ -21,9 +22,4 @@ def register() -> None:
     """
     if SUPERVISED_VARIABLE in os.environ:
         die_with_parent()
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine"
-        )
+    register_backend(BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine")

@@ -1,4 +1,7 @@
-"""An engine server placed by Ray: an actor on the node that has the devices, which starts and watches it."""
+"""An engine server placed by Ray: an actor on the node that has the devices, which starts and watches it.
+
+Ray shows the actor one GPU. The server of an engine of several sees those that `spec.env` names, set by the placement.
+"""
 
 from __future__ import annotations
 

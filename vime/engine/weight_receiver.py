@@ -27,7 +27,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from vime.engine.buckets import SentBuckets, SharedBuckets, views
 from vime.engine.live_weights import differing_tensors, repack_tied_weights
-from vime.engine.plugin import BACKEND, WEIGHT_DIR_VARIABLE
+from vime.engine.plugin import WEIGHT_DIR_VARIABLE
+from vime.engine.vllm_versions import ReceivesOnly
 
 
 @dataclass
@@ -52,7 +53,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     load: bool = True
 
 
-class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, UpdateInfo]):
     """vLLM's weight-transfer interface over what trainer and engine share: a file system, a GPU's memory, a group."""
 
     init_info_cls = InitInfo
@@ -85,11 +86,6 @@ class VimeWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         pass
-
-    @staticmethod
-    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        """vLLM 0.26 wants every backend to have a sender of its own. Ours are slime.weight_sync, without vLLM."""
-        raise RuntimeError(f"{BACKEND} weights must be sent by slime.weight_sync, got a tensor iterator")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class, on machines without an accelerator too (nothing to synchronise there)."""

@@ -1,0 +1,83 @@
+"""Transformer Engine's layers in place of Megatron's own: `--transformer-impl transformer_engine`. NEVER RUN: written
+from the sources of megatron-core 0.16 and of Transformer Engine, which no machine of ours has.
+
+What stays the same: parameters' names and shapes, so weight tables, export and the head. Megatron's own spec for
+Transformer Engine fuses each norm into the product after it and so renames both; here norms and products are apart.
+What is theirs: norms, linear layers and the attention kernel. Rotary embedding stays ours, before their attention, as
+Megatron's packed form of it is slow (slime.megatron_backend.attention).
+
+Refused, in slime.config: anything but CUDA in bfloat16, since thd attention has no other kernel, and context
+parallelism, whose cut of a row is another one there.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rl_kernel import rotary
+from slime.megatron_backend.attention import PackedLayout
+
+
+def packed_attention(
+    kernel: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, mask: AttnMaskType
+) -> Tensor:
+    """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows; `kernel` is the forward of
+    TEDotProductAttention.
+
+    It gets this rank's own rows only: `cu_seqlens` end there, and what a kernel leaves behind their end is not defined.
+    """
+    query, key = rotary(query, *layout.rotary), rotary(key, *layout.rotary)
+    q, k, v = (x[: layout.own].contiguous() for x in (query, key, value))
+    out = kernel(q, k, v, None, mask, packed_seq_params=layout).reshape(layout.own, -1)
+    return pad(out, (0, 0, 0, query.shape[0] - layout.own))
+
+
+@functools.cache
+def attention_class() -> type:
+    """Their attention with our rotary embedding. A subclass, so that the names in checkpoints are theirs."""
+
+    class PackedTransformerEngineAttention(te.TEDotProductAttention):
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            attn_mask_type: AttnMaskType = AttnMaskType.causal,
+            attention_bias: Tensor | None = None,
+            packed_seq_params: PackedLayout | None = None,
+            **unused: Any,
+        ) -> Tensor:
+            return packed_attention(super().forward, query, key, value, packed_seq_params, attn_mask_type)
+
+    return PackedTransformerEngineAttention
+
+
+def block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage. ValueError where Transformer Engine is not installed."""
+    if not te.HAVE_TE:
+        raise ValueError(
+            "--transformer-impl must be local where the package transformer-engine cannot be imported, got "
+            "transformer_engine; install transformer-engine[pytorch] for this torch, or leave the flag out"
+        )
+    layer = get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, normalization=core.normalization)
+    modules, attention = layer.submodules, layer.submodules.self_attention.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = te.TENorm
+    attention.linear_qkv, attention.linear_proj = te.TEColumnParallelLinear, te.TERowParallelLinear
+    attention.core_attention = attention_class()
+    if core.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = te.TENorm
+    mlp = modules.mlp.submodules
+    mlp.linear_fc1, mlp.linear_fc2 = te.TEColumnParallelLinear, te.TERowParallelLinear
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(core), layer_norm=te.TENorm
+    )

@@ -1,0 +1,154 @@
+"""Whole runs on two GPUs in three layouts, side by side: who sees which GPU, and the weights that reach the engines.
+
+    tensor   trainer TP 2 with sequence parallelism, one engine TP 2 on the same two GPUs; weights by shared memory
+    data     trainer DP 2, two engines of one GPU, each on a trainer's GPU; weights by shared memory
+    apart    one trainer on the first GPU, one engine on the second; weights by NCCL
+
+Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The memory
+of engines is given in bytes: vLLM's own measurement would count what the other runs take meanwhile. The whole takes as
+long as the slowest run.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.cluster.placement import Gpu
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))  # how a run is started and its records are read
+from train_fixtures import Launch, launched, published_weights, rows, samples, vime  # noqa: E402
+
+pytestmark = pytest.mark.multi_gpu
+
+LIMIT_S = int(os.environ.get("LAYOUT_LIMIT_S", "100"))
+"""Of each run, from its start; a machine that has read none of its files yet may need more."""
+ROLLOUTS, PROMPTS, SAMPLES = 2, 8, 4
+TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+ONE_QUEUE = ("--train-env-vars", '{"CUDA_DEVICE_MAX_CONNECTIONS": "1"}')
+LAYOUTS = {
+    "tensor": (
+        *("--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", "2"),
+        *TENSOR,
+        *ONE_QUEUE,
+    ),
+    "data": ("--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", "1"),
+    "apart": (
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
+        *("--update-weight-transport", "nccl"),
+    ),
+}
+ENGINES = {"tensor": ["{0},{1}"], "data": ["{0}", "{1}"], "apart": ["{1}"]}
+"""What the engines of a layout are to see."""
+
+
+def gpus() -> list[str]:
+    """Two GPUs of this host, as CUDA_VISIBLE_DEVICES names them, in the order of placement."""
+    names = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
+    return sorted(names, key=lambda name: Gpu("", "127.0.0.1", name).order)
+
+
+def flags(root: Path, layout: str) -> list[str]:
+    model, run_dir = root / "model", root / layout
+    return [
+        *("--device", "cuda", "--hf-checkpoint", str(model), "--run-dir", str(run_dir)),
+        *("--prompt-data", str(model / "arithmetic" / "train.jsonl"), "--rollout-shuffle"),
+        *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template"),
+        *("--custom-rm-path", "train_fixtures.parity_reward", "--num-rollout", str(ROLLOUTS)),
+        *("--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES)),
+        *("--global-batch-size", str(PROMPTS * SAMPLES), "--rollout-max-response-len", "16"),
+        *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--lr", "1e-4"),
+        *("--num-gpus-per-node", "2", "--accumulate-allreduce-grads-in-fp32"),
+        *("--check-weight-update-equal", "--rlk-consistency", "audit"),
+        *("--update-weight-buffer-size", "8000000"),  # several buckets
+        *("--vllm-enforce-eager", "--vllm-max-model-len", "256", "--vllm-max-num-seqs", "32"),
+        *("--vllm-gpu-memory-utilization", "0.15", "--vllm-kv-cache-memory-bytes", str(1 << 30)),
+        *("--save-debug-rollout-data", str(run_dir / "samples" / "{rollout_id}.pt")),
+        *LAYOUTS[layout],
+    ]
+
+
+def script(root: Path) -> str:
+    """All runs in the background; what each printed and its exit code are beside its records."""
+    lines = []
+    for place, layout in enumerate(LAYOUTS):
+        command = shlex.join(
+            ["timeout", "--kill-after=15", str(LIMIT_S), *vime("train", *flags(root, layout))]
+        )
+        out = shlex.quote(str(root / layout))
+        lines.append(f"(sleep {2 * place}; {command} > {out}.out 2>&1; echo $? > {out}.code) &")
+    return "\n".join([*lines, "wait"])
+
+
+def environment() -> list[str]:
+    """What `env` is to set: this process's way to packages, and the settings of Ray that Launch leaves out."""
+    path = [str(ROOT), str(ROOT / "tests" / "e2e"), os.environ.get("PYTHONPATH", "")]
+    kept = {k: v for k, v in os.environ.items() if k.startswith("RAY_") and k != "RAY_ADDRESS"}
+    kept |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), "CUDA_VISIBLE_DEVICES": ",".join(gpus())}
+    return [f"{name}={value}" for name, value in kept.items()]
+
+
+def watch(launch: Launch) -> dict[tuple[str, str], str]:
+    """Wait for the end of all runs. (weight directory, engine's name) -> the GPUs that its server sees."""
+    seen: dict[tuple[str, str], str] = {}
+    end = time.monotonic() + LIMIT_S + 60
+    while launch.process.poll() is None and time.monotonic() < end:
+        for pid in launch.find(r"vime\.engine\.supervise"):
+            try:
+                env = psutil.Process(pid).environ()
+            except psutil.Error:  # it has ended meanwhile
+                continue
+            if "VIME_ENGINE" in env and "VIME_WEIGHT_DIR" in env:
+                seen[env["VIME_WEIGHT_DIR"], env["VIME_ENGINE"]] = env.get("CUDA_VISIBLE_DEVICES", "")
+        try:
+            launch.process.wait(1)
+        except subprocess.TimeoutExpired:
+            continue
+    launch.finish(10)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[tuple[Path, dict[tuple[str, str], str]]]:
+    root = tmp_path_factory.mktemp("layouts")
+    make = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--arch", "qwen3-50m", "--random"]
+    subprocess.run([*make, "--arithmetic", "--device", "cpu", str(root / "model")], check=True, timeout=120)
+    with launched(["env", *environment(), "bash", "-c", script(root)], root / "all.out") as launch:
+        yield root, watch(launch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_ends_well_and_its_engines_agree_with_the_trainer(runs, layout):
+    root, _ = runs
+    run_dir, code = root / layout, (root / f"{layout}.code").read_text().strip()
+    logs = "".join(
+        f"\n== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in run_dir.glob("logs/*.log")
+    )
+    assert code == "0", f"exit code {code}:\n{(root / f'{layout}.out').read_text()[-3000:]}{logs}"
+    trained, drawn = rows(run_dir, "train/step"), rows(run_dir, "rollout/step")
+    assert sorted(trained) == sorted(drawn) == list(range(ROLLOUTS))
+    assert all(row["train/grad_norm"] > 0 for row in trained.values())
+    for rollout, row in drawn.items():
+        found = samples(run_dir, rollout)
+        assert len(found) == PROMPTS * SAMPLES
+        assert row["consistency/tokens"] == sum(sample["response_length"] for sample in found)
+        assert row["consistency/not_comparable_tokens"] == 0
+        assert row["consistency/abs_dlogp_mean"] < 0.02 and row["consistency/abs_dlogp_max"] < 0.5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_engines_see_the_gpus_of_their_layout(runs, layout):
+    root, seen = runs
+    weights = str(published_weights(root / layout))
+    found = {name: gpus for (directory, name), gpus in seen.items() if directory == weights}
+    wanted = [places.format(*gpus()) for places in ENGINES[layout]]
+    assert found == {f"engine-{place}-1": names for place, names in enumerate(wanted)}

