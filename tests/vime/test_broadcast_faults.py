@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from engine_double import DoubleServer, digest
 
 from slime.loop import weight_parts
@@ -179,6 +181,30 @@ def test_a_trainer_that_fails_ends_the_run_with_its_own_error(start: Callable[[i
     with pytest.raises(FloatingPointError, match="the trainer's own"):
         run.update(1)
     assert time.monotonic() - began < SOON_S
+
+
+def join_and_stall(info: dict[str, Any]) -> None:
+    group = Group(info, 1, CPU)
+    group.start(torch.zeros(1))
+    time.sleep(100)
+
+
+def test_who_waits_for_one_that_hangs_leaves_when_told(tmp_path: Path) -> None:
+    """As it is with NCCL, which does not notice that a process is gone."""
+    info = {"store": str(tmp_path / "group"), "world": 2, "timeout_s": TIMEOUT_S}
+    process = mp.get_context("spawn").Process(target=join_and_stall, args=(info,))
+    process.start()
+    group = Group(info, 0, CPU)
+    group.start(torch.zeros(1))
+    group.start(torch.zeros(BUCKET_BYTES * 8))
+    group.settle(1)
+    threading.Timer(0.2, give_up, (info,)).start()
+    began = time.monotonic()
+    with pytest.raises(GivenUp, match="while this rank waited"):
+        group.settle()
+    assert 0.1 < time.monotonic() - began < 2
+    process.kill()
+    process.join()
 
 
 def test_a_group_that_was_given_up_is_not_joined(tmp_path: Path) -> None:
