@@ -10,7 +10,6 @@ pool's order.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from slime.protocols import WeightUpdate
 from slime.weight_sync.buckets import Export, fill, grouped, room_for
-from slime.weight_sync.group import GivenUp, Group
+from slime.weight_sync.group import GivenUp, Group, found
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class BroadcastChannel:
         them anew with other receivers.
         """
         sends = dist.get_rank() == 0
-        if self._ranks != receivers:
+        if sends and self._ranks != receivers:
             self._invite(receivers)
         turn = 0
         for load in (True, False) if compare else (True,):
@@ -104,5 +103,4 @@ class BroadcastChannel:
         for name, workers in receivers.items():
             ranks[name] = first
             first += workers
-        store = self.directory / f"group-{uuid.uuid4().hex}"
-        self._info = {"store": str(store), "world": first, "ranks": ranks, "timeout_s": self.timeout_s}
+        self._info = found(self.directory, ranks, first, self.timeout_s)

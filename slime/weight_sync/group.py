@@ -1,9 +1,9 @@
 """A process group for broadcasts from rank 0, of which any rank may die: NCCL between GPUs, gloo between CPUs.
 
-Whoever learns that a rank is gone makes a file beside the group's store: the driver, when an engine's process ends, or
-a rank whose connection broke. All who wait look for that file, so that nobody waits for the dead until a timeout. A
+Whoever learns that a rank is gone says so in a file beside the group's store: the driver, whose call to it fails, or a
+rank whose connection broke. All who wait look at that file, so that nobody waits for the dead until a timeout. A
 group that was given up is not used again. Owns joining, waiting and giving up. What group it is, `info` tells:
-{"store": path of a new file that all see, "world": number of ranks, "timeout_s"}.
+{"store": path of a new file that all see, "world": number of ranks, "ranks": see `found`, "timeout_s"}.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,23 +27,33 @@ from torch import Tensor
 _SHORT_S, _LONG_S = 0.0002, 0.01
 """Between two looks at what is waited for: a fifth of the time so far, within these bounds."""
 _MARK_S = 0.1
-"""Between two looks for the file that gives up, which may lie on a network disk."""
+"""Between two looks at the file that says whether the group is given up."""
 
 
 class GivenUp(RuntimeError):
     """The group lacks a rank, or somebody said so: what it carried is to be sent again, by another group."""
 
 
+def found(directory: Path, ranks: dict[str, int], world: int, timeout_s: float) -> dict[str, Any]:
+    """`info` of a group that nobody has joined yet. `ranks`: the first one of each engine, by its name."""
+    info = {"store": str(directory / f"group-{uuid.uuid4().hex}"), "world": world, "ranks": ranks}
+    _mark(info).touch()  # hosts that share a network disk would remember for long that it was not there
+    return {**info, "timeout_s": timeout_s}
+
+
 def give_up(info: dict[str, Any]) -> None:
-    _mark(info).touch()
+    _mark(info).write_text("given up")
 
 
 def is_given_up(info: dict[str, Any]) -> bool:
-    return _mark(info).exists()
+    mark = _mark(info)
+    return mark.exists() and bool(
+        mark.read_bytes()
+    )  # opened each time, upon which a network disk asks its server
 
 
 def _mark(info: dict[str, Any]) -> Path:
-    return Path(f"{info['store']}.given-up")
+    return Path(f"{info['store']}-mark")
 
 
 class Group:

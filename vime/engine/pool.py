@@ -341,16 +341,20 @@ class VllmEnginePool:
         engine.spec = replace(engine.spec, port=0)
         self._launch(engine)
         self._wait_ready(engine)
-        passing = self._last_update is not None and not self._last_update.lasting
-        # The trainer's own, where the last update is gone. It may have to be waited for: not with the lock.
-        update = self._weights_file() if passing and self._weights_file is not None else None
-        with self._lock:
-            if (update := update or self._last_update) is not None:
-                load(engine.control, update)
-            if self._asleep:
-                self._put_to_sleep(engine)
-            self._router.add(engine.control.url)
-            engine.doomed, engine.serving = False, True
+        while not engine.serving:
+            last = self._last_update
+            passing = last is not None and not last.lasting
+            # The trainer's own, where the last update is gone. It may have to be waited for: not with the lock.
+            update = self._weights_file() if passing and self._weights_file is not None else last
+            with self._lock:
+                if self._last_update is not last:
+                    continue  # another went by meanwhile
+                if update is not None:
+                    load(engine.control, update)
+                if self._asleep:
+                    self._put_to_sleep(engine)
+                self._router.add(engine.control.url)
+                engine.doomed, engine.serving = False, True
 
     def _restart_router(self) -> None:
         logger.warning("the router died and is restarted; its last log lines:\n%s", self._router.tail_log())
