@@ -46,10 +46,8 @@ def give_up(info: dict[str, Any]) -> None:
 
 
 def is_given_up(info: dict[str, Any]) -> bool:
-    mark = _mark(info)
-    return mark.exists() and bool(
-        mark.read_bytes()
-    )  # opened each time, upon which a network disk asks its server
+    # Opened each time, upon which a network disk asks its server.
+    return _mark(info).exists() and bool(_mark(info).read_bytes())
 
 
 def _mark(info: dict[str, Any]) -> Path:
