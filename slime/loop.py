@@ -21,6 +21,7 @@ from typing import Any
 
 from slime.protocols import EnginePool, RolloutHandle, TrainerHandle, WeightUpdate
 from slime.tracking.report import Reporter
+from slime.weight_sync.group import give_up
 
 
 def run(
@@ -84,7 +85,15 @@ def weight_parts(
     coming = trainer.next_weights(version, receivers)
     while (part := wait(coming, engines)) is not None:
         coming = trainer.next_weights(version, receivers)
+        if group := part.info.get("group"):
+            coming.add_done_callback(functools.partial(give_up_on_failure, group=group))
         yield part
+
+
+def give_up_on_failure(sent: Future, group: dict[str, Any]) -> None:
+    """Engines wait for what the trainer sends: not for one that is gone."""
+    if not sent.cancelled() and sent.exception() is not None:
+        give_up(group)
 
 
 def due(interval: int | None, count: int) -> bool:

@@ -78,7 +78,9 @@ class EnginePool(Protocol):
     def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None:
         """Load all parts of one version on every engine (generation paused meanwhile).
 
-        `parts` is told who will take them: the workers of each engine, by a name that changes when it restarts.
+        `parts` is told who will take them: the workers of each engine, by a name that changes when it restarts. It is
+        asked again, for the engines that are left, when one dies in the middle of parts that all take together
+        (`info["group"]`, see slime.weight_sync.group).
         """
         ...
 
@@ -154,7 +156,8 @@ class TrainerHandle(Protocol):
     def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
         """The first part of the weights as `version`, then the next one a call, None after the last.
 
-        A call makes a part while engines load the one before. `receivers`: see EnginePool.update_weights.
+        A call makes a part while engines load the one before. `receivers`: see EnginePool.update_weights; with others
+        than in the call before, all parts come anew.
         """
         ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -16,6 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
+from slime.cluster.rendezvous import open_store
 from slime.operators import Decision
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
@@ -73,14 +73,12 @@ class TrainerActor:
     def rendezvous(self) -> str:
         """A torch.distributed address: a private file when all ranks are on this host, else a port of this node.
 
-        The file, because torch's store listens on every interface of the node, and asks nobody for a key.
+        The file, because torch's store asks nobody for a key. The port stays open from here on, so that it is nobody's.
         """
         if on_one_host(self.config):
             return f"file://{tempfile.mkdtemp(prefix='vime-rendezvous-')}/store"
-        with socket.socket() as probe:
-            probe.bind((ray.util.get_node_ip_address(), 0))
-            host, port = probe.getsockname()
-        return f"tcp://{host}:{port}"
+        self.store, init_method = open_store(ray.util.get_node_ip_address())
+        return init_method
 
     def build(self, init_method: str) -> tuple[int, int, list[Decision]]:
         """Build the model; returns (data-parallel rank, first rollout to train, what its operators will run)."""

@@ -100,7 +100,8 @@ def _weight_update(c: argparse.Namespace) -> None:
         )
         c.update_weight_transport = "ipc"
     if c.update_weight_transport is None:
-        c.update_weight_transport = "ipc" if shared_gpus else "disk"
+        on_gpus = "ipc" if c.colocate else "nccl"
+        c.update_weight_transport = on_gpus if c.device == "cuda" else "disk"
 
 
 def _batches(c: argparse.Namespace) -> None:

@@ -14,7 +14,8 @@ class WeightUpdateConfig:
     update_weight_transport: str | None = flag(
         None,
         "how weights travel to the engines: ipc through the memory of shared GPUs (default with --colocate on GPUs), "
-        "nccl over a process group (gloo on CPUs), disk through files that both see (default otherwise)",
+        "nccl over a process group (default with GPUs of their own; gloo on CPUs), disk through files that both see "
+        "(default otherwise)",
         choices=("disk", "ipc", "nccl"),
     )
     update_weight_buffer_size: int = flag(

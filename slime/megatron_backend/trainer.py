@@ -78,6 +78,7 @@ class MegatronTrainer:
         self.files = FileChannel(config.weight_dir)
         self.channel = self._channel()
         self.sending: Iterator[WeightUpdate] | None = None
+        self.receivers: dict[str, int] = {}  # of what is being sent
         self.version = self.start_rollout_id  # of the weights as they are: how many rollouts made them
         self.timers = Timers.on(self.info.device)
         self.audit = Audit(config, self.info, self.timers, self.temperature)
@@ -136,8 +137,10 @@ class MegatronTrainer:
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """The next part of the current weights, called `version`; None after the last, and then from the first again.
-        Collective; rank 0's tells engines what to do. Without `receivers` a file, for engines that come back."""
-        if self.sending is None:
+        Collective; rank 0's tells engines what to do. Without `receivers` a file, for engines that come back. Other
+        receivers than before get all parts, whatever the former ones had."""
+        if self.sending is None or self.receivers != receivers:
+            self.receivers = receivers
             channel = self.channel if receivers else self.files
             self.sending = channel.parts(
                 self._export,

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from slime.protocols import GenerateResult, WeightUpdate
 from vime.engine.control import ControlError
 from vime.engine.middleware import health_prefix
-from vime.engine.pool import load
+from vime.engine.updates import load
 
 pytestmark = pytest.mark.e2e
 KEY = Stack.key

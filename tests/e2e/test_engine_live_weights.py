@@ -143,18 +143,23 @@ def test_a_model_with_tensors_that_the_update_lacks_is_refused(worker: Any) -> N
         differing_tensors(model, ["model.norm.weight"], lambda name: torch.ones(64))
 
 
-def push_buckets(worker: Any, sent: list[tuple[dict[str, torch.Tensor], bool]]) -> None:
-    """An update in buckets, (tensors, whether to load them): what another process would send is packed here. Without
-    vLLM's worker in between, which would take no more updates after one that failed at its end."""
+def push_buckets(worker: Any, sent: list[tuple[dict[str, torch.Tensor], bool]], groups: str = "") -> None:
+    """An update in buckets, (tensors, whether to load them): what another process would send is packed here. `groups`:
+    a letter each for the group that sends it; without, in memory that is shared. Without vLLM's worker in between,
+    which would take no more updates after one that failed at its end."""
     engine = worker.weight_transfer_engine
     engine.start_weight_update()
-    for tensors, load in sent:
+    for number, (tensors, load) in enumerate(sent):
         items = list(tensors.items())
         bucket = torch.empty(room_for(items), dtype=torch.uint8)
-        entries = fill(bucket, items)
+        info = {"tensors": fill(bucket, items), "load": load}
+        engine.shared.take = lambda handles, bucket=bucket: bucket
         engine.sent.take = lambda size, group, bucket=bucket: bucket
-        engine.update_weights({"tensors": entries, "bytes": bucket.nbytes, "group": {}, "load": load})
-        bucket.fill_(255)  # the trainer fills it again: what the engine keeps must be its own
+        if groups:
+            engine.update_weights({**info, "bytes": bucket.nbytes, "group": {"store": groups[number]}})
+        else:
+            engine.update_weights({**info, "handles": {}})
+            bucket.fill_(255)  # the trainer fills it again: what the engine keeps must be its own
     engine.finish_weight_update()
 
 
@@ -173,6 +178,16 @@ def test_buckets_become_the_live_weights(worker: Any) -> None:
     wrong[name] = wrong[name] + 1
     with pytest.raises(RuntimeError, match=rf"got 1 that differ: {name}"):
         push_buckets(worker, [(first, True), (second, True), (wrong, False)])
+
+
+@pytest.mark.parametrize("given_up", [1, 2, 3], ids=["half of the layers", "all", "half of the comparison"])
+def test_a_broadcast_that_begins_again_brings_everything_anew(worker: Any, given_up: int) -> None:
+    """Also to layers of which a half had come, which vLLM keeps until it has as many values as the layer takes."""
+    push(worker, 12)
+    first, second = halves(load_file(worker.update(13).info["path"]))
+    whole = [(first, True), (second, True), (first, False), (second, False)]
+    push_buckets(worker, [*whole[:given_up], *whole], "a" * given_up + "bbbb")
+    push(worker, 13, load=False)
 
 
 def test_buckets_must_bring_and_compare_everything(worker: Any) -> None:

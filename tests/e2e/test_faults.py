@@ -57,6 +57,31 @@ def test_killed_engine_is_replaced_with_the_last_weights_and_ctrl_c_stops_everyt
         assert all(s["weight_versions"] == [step] for s in samples(run_dir, step)), step
 
 
+def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: World) -> None:
+    """In the first update: the engine that is left has had a part of the weights, and gets all of them again."""
+    flags = [
+        *world.grpo("broadcast", rollouts=2),
+        *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "2", "--check-weight-update-equal"),
+        *("--update-weight-transport", "nccl", "--update-weight-buffer-size", "50000"),  # gloo, many buckets
+    ]
+    run_dir = world.root / "broadcast"
+    with launched(vime("train", *flags), world.root / "broadcast.out") as launch:
+        launch.wait_for((run_dir / "config.json").exists, "a configuration", 60)
+        launch.wait_for(lambda: [*published_weights(run_dir).glob("group-*[0-9a-f]")], "a group", 240)
+        time.sleep(0.5)  # into the buckets
+        os.kill(launch.find(r"^\S+ -m vllm\.entrypoints")[0], signal.SIGKILL)
+        killed = time.monotonic()
+        again = "the update begins again for the 1 that are left"
+        launch.wait_for(lambda: again in launch.output, "the update of the other", 20)
+        print(f"noticed after {time.monotonic() - killed:.1f} s")
+        assert launch.finish(240) == 0, launch.output[-3000:]
+        assert "Traceback" not in launch.output, launch.output[-3000:]
+    for step, row in rows(run_dir, "train/step").items():
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5, step
+        assert all(s["weight_versions"] == [step] for s in samples(run_dir, step)), step
+    assert len(rows(run_dir, "train/step")) == 2
+
+
 def test_reward_that_raises_ends_the_run_and_names_the_sample(world: World) -> None:
     flags = [
         *world.grpo("reward", rollouts=2, reward="broken_reward"),

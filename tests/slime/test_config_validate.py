@@ -41,8 +41,8 @@ def test_what_was_left_open_is_filled_in(argv):
         ("--device cuda", "ipc"),
         ("--device cuda --update-weight-transport nccl", "ipc"),
         ("--device cuda --update-weight-transport disk", "disk"),
-        ("--device cuda --no-colocate --rollout-num-gpus 1", "disk"),
-        ("--device cuda --no-colocate --rollout-num-gpus 1 --update-weight-transport nccl", "nccl"),
+        ("--device cuda --no-colocate --rollout-num-gpus 1", "nccl"),
+        ("--device cuda --no-colocate --rollout-num-gpus 1 --update-weight-transport disk", "disk"),
         ("--update-weight-transport nccl", "nccl"),
     ],
 )

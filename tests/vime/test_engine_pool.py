@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,23 @@ def test_an_engine_that_restarts_after_parts_gets_a_file(doubles: Callable[..., 
     die(first)
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
     assert two.requests(0)[-4:] == LOADED and asked == [1]
+
+
+def test_an_update_that_goes_by_while_the_file_is_made_counts(doubles: Callable[..., Doubles]) -> None:
+    """The trainer is asked again: what it had before would be a version behind."""
+    files = [UPDATE, replace(UPDATE, version=6)]
+
+    def weights_file() -> WeightUpdate:
+        if len(files) == 2:
+            two.pool.update_weights(passing_parts)
+        return files.pop(0)
+
+    two = doubles(2, weights_file=weights_file)
+    two.pool.update_weights(passing_parts)
+    first = two.pool.engine_urls[0]
+    die(first)
+    wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
+    assert EngineControl(two.pool.engine_urls[0], KEY).weight_version() == 6 and not files
 
 
 def test_engines_that_drop_their_weights_serve_again_after_the_update(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.weight_sync.broadcast_channel import join
+from slime.weight_sync.group import Group
 from vime.engine.plugin import ENGINE_VARIABLE
 
 
@@ -48,21 +48,20 @@ class SentBuckets:
     def __init__(self, device: torch.device, worker: int) -> None:
         self._device, self._worker = device, worker
         self._store: str | None = None
-        self._group: Any = None
-        self._bucket: Tensor | None = None
+        self._group: Group | None = None
 
     def take(self, size: int, group: dict[str, Any]) -> Tensor:
-        """The next bucket, of `size` bytes: waits for the trainer. Joins the group of `group` if it is another."""
-        if group["store"] != self._store:
+        """The next bucket, of `size` bytes, in memory of its own: waits for the trainer. Joins the group of `group` if
+        it is another; GivenUp when that is given up."""
+        if group["store"] != self._store or self._group is None:
             name = os.environ.get(ENGINE_VARIABLE)
             if name not in group["ranks"]:
                 raise ValueError(f"{ENGINE_VARIABLE} must be one of {sorted(group['ranks'])}, got {name}")
-            self._group = join(group, group["ranks"][name] + self._worker, self._device)
-            self._store = group["store"]
-        if self._bucket is None or self._bucket.nbytes < size:
-            self._bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
-        bucket = self._bucket[:size]
-        self._group.broadcast(bucket, 0).wait()
+            self._store, self._group = group["store"], None
+            self._group = Group(group, group["ranks"][name] + self._worker, self._device)
+        bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._group.start(bucket)
+        self._group.settle()
         return bucket
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import http.client
-import itertools
 import logging
 import threading
 import time
@@ -18,11 +17,13 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from slime.protocols import WeightUpdate
+from slime.weight_sync.group import give_up, is_given_up
 from vime.engine.client import VllmEngineClient
 from vime.engine.control import ControlError, EngineControl, PauseMode
 from vime.engine.plugin import ENGINE_VARIABLE
 from vime.engine.router import Router, RouterSpec
 from vime.engine.server import EngineServer, EngineSpec
+from vime.engine.updates import finish, load, load_part
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -147,17 +148,31 @@ class VllmEnginePool:
     def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None:
         """Load the parts of one version on every serving engine, generation paused from the first to the last.
 
-        An engine that dies meanwhile is left to the monitor; one that refuses the weights, or holds others
-        afterwards (--check-weight-update-equal), raises ControlError.
+        An engine that dies meanwhile is left to the monitor, and a broadcast begins again for the others; one that
+        refuses the weights, or holds others afterwards (--check-weight-update-equal), raises ControlError.
         """
         with self._lock:  # nobody joins from here on: those that are told of now get all parts
-            coming = parts({engine.name: engine.spec.tensor_parallel_size for engine in self._serving()})
+            told = self._serving()
+            coming = parts(_workers(told))
             self._last_update = first = next(coming)
             if not self._empty:
                 self._on_serving(lambda control: control.pause(self._pause_mode))
             self._on_serving(lambda control: control.start_weight_update())
-            for part in itertools.chain([first], coming):
-                self._on_serving(functools.partial(load_part, part=part))
+            part: WeightUpdate | None = first
+            while part is not None:
+                if self._take(part, told):
+                    part = next(coming, None)
+                    continue
+                if self._serving() == told:
+                    next(coming, None)  # raises what has happened to the trainer, if that is it
+                    raise RuntimeError(
+                        "a broadcast of weights must reach all engines, got a broken connection while all run; see the "
+                        "logs of trainer-0 and the engines, or take --update-weight-transport disk"
+                    )
+                told = self._serving()
+                logger.warning("an engine died: the update begins again for the %d that are left", len(told))
+                coming = parts(_workers(told))
+                self._last_update = part = next(coming)
             self._on_serving(functools.partial(finish, version=first.version))
             if not self._asleep:
                 if self._empty:
@@ -166,6 +181,16 @@ class VllmEnginePool:
                 self._empty = False
             for engine in self._serving():
                 engine.restarts = 0
+
+    def _take(self, part: WeightUpdate, told: list[_Engine]) -> bool:
+        """Have the engines load a part. False when those that were `told` take it together, and not all have it."""
+        group = part.info.get("group")
+        if group is None or self._serving() == told:
+            self._on_serving(functools.partial(load_part, part=part))
+        if group is None or (self._serving() == told and not is_given_up(group)):
+            return True
+        give_up(group)
+        return False
 
     def sleep(self) -> None:
         """Give the machine to the trainer: engines stop computing and, by `sleep_level`, free device memory."""
@@ -316,16 +341,20 @@ class VllmEnginePool:
         engine.spec = replace(engine.spec, port=0)
         self._launch(engine)
         self._wait_ready(engine)
-        passing = self._last_update is not None and not self._last_update.lasting
-        # The trainer's own, where the last update is gone. It may have to be waited for: not with the lock.
-        update = self._weights_file() if passing and self._weights_file is not None else None
-        with self._lock:
-            if (update := update or self._last_update) is not None:
-                load(engine.control, update)
-            if self._asleep:
-                self._put_to_sleep(engine)
-            self._router.add(engine.control.url)
-            engine.doomed, engine.serving = False, True
+        while not engine.serving:
+            last = self._last_update
+            passing = last is not None and not last.lasting
+            # The trainer's own, where the last update is gone. It may have to be waited for: not with the lock.
+            update = self._weights_file() if passing and self._weights_file is not None else last
+            with self._lock:
+                if self._last_update is not last:
+                    continue  # another went by meanwhile
+                if update is not None:
+                    load(engine.control, update)
+                if self._asleep:
+                    self._put_to_sleep(engine)
+                self._router.add(engine.control.url)
+                engine.doomed, engine.serving = False, True
 
     def _restart_router(self) -> None:
         logger.warning("the router died and is restarted; its last log lines:\n%s", self._router.tail_log())
@@ -345,19 +374,5 @@ class VllmEnginePool:
             return list(threads.map(act, engines))
 
 
-def load(control: EngineControl, update: WeightUpdate) -> None:
-    """One engine, paused or idle, takes a whole update."""
-    control.start_weight_update()
-    load_part(control, update)
-    finish(control, update.version)
-
-
-def load_part(control: EngineControl, part: WeightUpdate) -> None:
-    checksums = {} if part.checksums is None else {"checksums": part.checksums}
-    control.update_weights({**part.info, **checksums})
-
-
-def finish(control: EngineControl, version: int) -> None:
-    """The update is complete; keys and values computed with the weights before are dropped."""
-    control.finish_weight_update(version)
-    control.reset_prefix_cache()
+def _workers(engines: Sequence[_Engine]) -> dict[str, int]:
+    return {engine.name: engine.spec.tensor_parallel_size for engine in engines}

@@ -9,6 +9,7 @@ checked at the end, and an engine that lacks some must not serve.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,10 +26,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from slime.weight_sync.group import GivenUp
 from vime.engine.buckets import SentBuckets, SharedBuckets, views
 from vime.engine.live_weights import differing_tensors, repack_tied_weights
 from vime.engine.plugin import WEIGHT_DIR_VARIABLE
 from vime.engine.vllm_versions import ReceivesOnly
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -68,7 +72,9 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         pass
 
     def start_weight_update(self) -> None:
-        """`loaded`, `compared`: names and shapes that buckets brought so far; `finished`: all of them are in place."""
+        """`loaded`, `compared`: names and shapes that buckets brought so far; `finished`: all of them are in place.
+        `store`: of the group that sends them."""
+        self.store: str | None = None
         self.loaded: dict[str, list[int]] = {}
         self.compared: dict[str, list[int]] = {}
         self.finished = False
@@ -88,9 +94,11 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         pass
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, on machines without an accelerator too (nothing to synchronise there)."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if torch.accelerator.is_available():
+        """As the base class, on machines without an accelerator too (nothing to synchronise there). A bucket that was
+        sent is the engine's own: only what is shared with the trainer must have been read by then."""
+        info = self.parse_update_info(update_info)
+        self.receive_weights(info)
+        if info.group is None and torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -103,17 +111,24 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     @torch.no_grad()
     def _receive_bucket(self, update_info: UpdateInfo) -> None:
         """Load, or compare, the tensors of one bucket. RuntimeError when live weights differ from it."""
-        if update_info.group is not None:
-            bucket = self.sent.take(update_info.bytes, update_info.group)
-        else:
+        if update_info.group is None:
             bucket = self.shared.take(update_info.handles or {})
+        else:
+            self._begin_again_after(update_info.group["store"])
+            try:
+                bucket = self.sent.take(update_info.bytes, update_info.group)
+            except GivenUp as error:  # no fault of this engine, which is told the same again
+                logger.warning("weights are expected again: %s", error)
+                return
         tensors = views(bucket, update_info.tensors or [])
         shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         if update_info.load:
             if not self.loaded:
                 initialize_layerwise_reload(self.model)
-            # Copies: vLLM keeps what it is given until a layer is complete, and the bucket is filled again by then.
-            self.model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
+            if update_info.group is None:
+                # vLLM keeps what it is given until a layer is complete, and the trainer fills its bucket again by then.
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            self.model.load_weights(tensors.items())
             self.loaded |= shapes
             return
         self._finish_loading()
@@ -124,6 +139,14 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
                 "(--check-weight-update-equal)"
             )
         self.compared |= shapes
+
+    def _begin_again_after(self, store: str) -> None:
+        """Another group than before, within one update, sends all of the weights anew."""
+        if self.store not in (None, store):
+            if self.loaded and not self.finished:
+                finalize_layerwise_reload(self.model, self.model_config)  # vLLM lets go of half layers
+            self.loaded, self.compared, self.finished = {}, {}, False
+        self.store = store
 
     def _finish_loading(self) -> None:
         """What vLLM does once the last part is loaded; nothing if that has been done, or a file was loaded."""

@@ -1,0 +1,222 @@
+"""Engines that are killed while the trainer broadcasts: the real pool, channel and groups, over gloo."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from engine_double import DoubleServer, digest
+
+from slime.loop import weight_parts
+from slime.megatron_backend.trainer import MegatronTrainer
+from slime.protocols import WeightUpdate
+from slime.weight_sync.broadcast_channel import BroadcastChannel
+from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.group import GivenUp, Group, give_up
+from vime.engine.control import EngineControl
+from vime.engine.pool import VllmEnginePool
+from vime.engine.router import RouterSpec
+from vime.engine.server import EngineSpec
+
+KEY = "broadcast-key"
+CPU = torch.device("cpu")
+BUCKETS, BUCKET_BYTES = 4, 8 * 2**20
+TIMEOUT_S, SOON_S = 120.0, 15.0
+"""The first would pass if nobody gave up. The second is for a slow machine: it takes about one second."""
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """More than a socket holds, so that the sender of a bucket notices who does not take it."""
+    generator = torch.Generator().manual_seed(version)
+    count = BUCKET_BYTES // 8
+    return {f"layer.{i}": torch.randn(count, generator=generator) for i in range(2 * BUCKETS)}
+
+
+class WithoutModel(MegatronTrainer):
+    """The trainer's part in an update, with weights that come from nowhere."""
+
+    def __init__(self, root: Path) -> None:
+        self.config = SimpleNamespace(check_weight_update_equal=False)
+        self.channel = BroadcastChannel(root, BUCKET_BYTES, CPU, TIMEOUT_S)
+        self.files = FileChannel(root)
+        self.sending, self.receivers, self.version = None, {}, 0
+
+    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from weights(self.version).items()
+
+
+class Run:
+    """A trainer, engines that can be told to die, and the pool over them."""
+
+    def __init__(self, root: Path, engines: int) -> None:
+        self.root = root
+        (weight_dir := root / "weights").mkdir(mode=0o700)
+        self.trainer = WithoutModel(weight_dir)
+        self.thread = ThreadPoolExecutor(1)  # as an actor: one call after the other
+        fields = {"model_path": "", "run_key": KEY, "weight_dir": str(weight_dir), "start_timeout_s": 60}
+        specs = [EngineSpec(log_path=str(root / f"{i}.log"), index=i, **fields) for i in range(engines)]
+        router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
+        file = lambda: self.thread.submit(self.trainer.weights_file).result()  # noqa: E731
+        self.pool = VllmEnginePool(specs, router, spawn=DoubleServer, weights_file=file)
+
+    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
+        return self.thread.submit(self.trainer.next_weights, version, receivers)
+
+    def update(self, version: int) -> float:
+        """Seconds that it took."""
+        self.trainer.version = version
+        began = time.monotonic()
+        self.pool.update_weights(functools.partial(weight_parts, self, self.pool, version))
+        return time.monotonic() - began
+
+    def doom(self, engine: int, **how: Any) -> None:
+        EngineControl(self.pool.engine_urls[engine], KEY)._post("/doom", how)
+
+    def lines(self, engine: int, start: str) -> list[str]:
+        """What an engine was told, or has said, in all its lives."""
+        lines = (self.root / f"{engine}.log.requests").read_text().splitlines()
+        return [line for line in lines if line.startswith(start)]
+
+    def held(self, engine: int) -> list[dict[str, str]]:
+        """Digests of what an engine had at the end of each update that was broadcast."""
+        return [json.loads(line.removeprefix("HOLDS ")) for line in self.lines(engine, "HOLDS")]
+
+    def await_engines(self, count: int) -> None:
+        end = time.monotonic() + 60
+        while len(self.pool.engine_urls) < count:
+            assert time.monotonic() < end, "no engine came back"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[int], Run]]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    runs: list[Run] = []
+
+    def make(engines: int) -> Run:
+        runs.append(Run(tmp_path, engines))
+        runs[-1].pool.start()
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.pool.stop()
+        run.thread.shutdown()
+    dist.destroy_process_group()
+
+
+def digests(version: int) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in weights(version).items()}
+
+
+@pytest.mark.parametrize(
+    "doom",
+    [
+        {"part": BUCKETS + 1, "when": "stall"},  # the next update's first: in the group, and does not take it
+        {"part": BUCKETS + 2, "when": "reach"},
+        {"part": BUCKETS + 3, "when": "leave"},  # between two buckets
+        {"part": 2 * BUCKETS, "when": "stall"},  # the last one
+    ],
+)
+def test_an_engine_killed_in_an_update_leaves_it_to_the_others(
+    start: Callable[[int], Run], doom: dict[str, Any]
+) -> None:
+    run = start(3)
+    run.update(1)
+    assert [run.held(i) for i in range(3)] == [[digests(1)]] * 3
+    first = run.pool.engine_urls[1]
+    run.doom(1, **doom)
+    assert run.update(2) < SOON_S
+    for i in (0, 2):
+        assert run.held(i) == [digests(1), digests(2)]
+    run.await_engines(3)
+    assert first not in run.pool.engine_urls
+    loaded = [
+        json.loads(line.split(" ", 2)[2])["update_info"] for line in run.lines(1, "POST /update_weights")
+    ]
+    assert loaded[-1] == {"path": str(run.root / "weights" / "weights-2.safetensors")}
+    run.update(3)  # a group with the new one
+    assert [run.held(i)[-1] for i in range(3)] == [digests(3)] * 3
+    run.pool.check_health()
+
+
+def test_an_engine_killed_before_it_joins_is_not_waited_for(start: Callable[[int], Run]) -> None:
+    run = start(2)
+    run.doom(0, part=1, when="stall")
+    assert run.update(1) < SOON_S
+    assert run.held(1) == [digests(1)] and not run.held(0)
+    run.await_engines(2)
+
+
+def test_without_engines_left_those_that_come_back_get_a_file(start: Callable[[int], Run]) -> None:
+    run = start(1)
+    run.doom(0, part=2, when="stall")
+    assert run.update(1) < SOON_S
+    run.await_engines(1)
+    assert "weights-1.safetensors" in run.lines(0, "POST /update_weights")[-1]
+    assert EngineControl(run.pool.engine_urls[0], KEY).weight_version() == 1
+    run.update(2)
+    assert run.held(0) == [digests(2)]
+
+
+def test_a_trainer_that_fails_ends_the_run_with_its_own_error(start: Callable[[int], Run]) -> None:
+    run = start(2)
+
+    def fail(bucket: torch.Tensor) -> None:
+        raise FloatingPointError("the trainer's own")
+
+    run.trainer.channel._send = fail
+    began = time.monotonic()
+    with pytest.raises(FloatingPointError, match="the trainer's own"):
+        run.update(1)
+    assert time.monotonic() - began < SOON_S
+
+
+def join_and_stall(info: dict[str, Any]) -> None:
+    group = Group(info, 1, CPU)
+    group.start(torch.zeros(1))
+    time.sleep(100)
+
+
+def test_who_waits_for_one_that_hangs_leaves_when_told(tmp_path: Path) -> None:
+    """As it is with NCCL, which does not notice that a process is gone."""
+    info = {"store": str(tmp_path / "group"), "world": 2, "timeout_s": TIMEOUT_S}
+    process = mp.get_context("spawn").Process(target=join_and_stall, args=(info,))
+    process.start()
+    group = Group(info, 0, CPU)
+    group.start(torch.zeros(1))
+    group.start(torch.zeros(BUCKET_BYTES * 8))
+    group.settle(1)
+    threading.Timer(0.2, give_up, (info,)).start()
+    began = time.monotonic()
+    with pytest.raises(GivenUp, match="while this rank waited"):
+        group.settle()
+    assert 0.1 < time.monotonic() - began < 2
+    process.kill()
+    process.join()
+
+
+def test_a_group_that_was_given_up_is_not_joined(tmp_path: Path) -> None:
+    info = {"store": str(tmp_path / "group"), "world": 2, "timeout_s": TIMEOUT_S}
+    give_up(info)
+    with pytest.raises(GivenUp, match="was given up"):
+        Group(info, 0, CPU)
+
+
+def test_who_waits_too_long_gives_up_for_all(tmp_path: Path) -> None:
+    info = {"store": str(tmp_path / "group"), "world": 2, "timeout_s": 0.2}
+    with pytest.raises(GivenUp, match="must come within 0 s"):
+        Group(info, 0, CPU)
+    with pytest.raises(GivenUp, match="was given up"):
+        Group(info, 1, CPU)
