@@ -68,6 +68,8 @@ class Layer(TransformerLayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        # Megatron gives its own MLP alone the tensor-parallel group, and warns of every other class
+        self.mlp.__class__ = GatedMLP
         # what --recompute-modules layernorm asks for; Megatron's own way needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
         if config.recompute_granularity != "full":
@@ -121,6 +123,5 @@ def layer_spec(core: TransformerConfig) -> ModuleSpec:
     attention.core_attention, attention.linear_qkv = PackedAttention, NormedLinear
     if core.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    modules.mlp.module = GatedMLP
     modules.mlp.submodules.linear_fc1 = NormedLinear
     return spec
