@@ -189,8 +189,9 @@ def install(config: Any) -> None:
 
 def step_metrics() -> dict[str, float]:
     """`rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` of this process since the last call, and
-    `rl_kernel/fast`, the share of fast runs among the calls that the mode wants to be fast: neither operators of the
-    host nor those off the list nor the native path count, and a call counts as one however long it takes.
+    `rl_kernel/fast`, the share of fast runs among the calls that the mode wants to be fast, as the mean over operators:
+    a layer calls its operators hundreds of times a step, the head once a micro-batch, and either would show. Neither
+    operators of the host nor those off the list nor the native path count.
 
     Empty with --rlk-fast off. Reads the timing events of the device: for the end of a step, where its metrics have been
     waited for.
@@ -199,7 +200,7 @@ def step_metrics() -> dict[str, float]:
     if settings().mode == "off":
         return {}
     metrics: dict[str, float] = {}
-    fast = fallbacks = 0
+    shares = []
     for name, counts in counted.items():
         fallen = sum(counts["fallbacks"].values())
         values = {
@@ -209,7 +210,8 @@ def step_metrics() -> dict[str, float]:
             "ms": counts["ms"],
         }
         metrics |= {f"rl_kernel/{name}/{key}": float(value) for key, value in values.items()}
-        fast, fallbacks = fast + counts["implementations"].get("triton", 0), fallbacks + fallen
-    if fast + fallbacks:
-        metrics["rl_kernel/fast"] = fast / (fast + fallbacks)
+        if wanted := counts["implementations"].get("triton", 0) + fallen:
+            shares.append(1 - fallen / wanted)
+    if shares:
+        metrics["rl_kernel/fast"] = sum(shares) / len(shares)
     return metrics

@@ -1,4 +1,5 @@
-"""The operators that move bytes: `logp`, `ratio_kl`, `grpo_loss`, masked reductions, `group_advantage`.
+"""The operators that move bytes: `logp`, `ratio_kl`, `grpo_loss`, `swiglu`, `rotary`, masked reductions,
+`group_advantage`.
 
 Owns their measurement. The yardstick is a device copy: bytes read plus bytes written over its time is the bandwidth
 that a plain kernel reaches.

@@ -22,17 +22,23 @@ MASKED = ("masked_sum", "masked_mean", "masked_whiten")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Elements of the element-wise operators, shape of the logits of `logp`, samples, bytes of the copy."""
+    """Elements of the element-wise operators, shape of the logits of `logp`, samples, bytes of the copy; of a layer its
+    tokens, the width of its MLP, heads of the query and of the key, and their size."""
 
     elements: int
     rows: int
     columns: int
     samples: int
     copy_bytes: int
+    tokens: int
+    ffn: int
+    heads: tuple[int, int]
+    head_size: int
 
 
-GPU_SIZES = Sizes(2**26, 4096, 151936, 2**12, 2**30)
-CPU_SIZES = Sizes(2**12, 8, 512, 2**10, 2**20)
+GPU_SIZES = Sizes(2**26, 4096, 151936, 2**12, 2**30, 2**14, 9728, (32, 8), 128)
+"""Of the layer: Qwen3-4B."""
+CPU_SIZES = Sizes(2**12, 8, 512, 2**10, 2**20, 2**6, 96, (4, 2), 16)
 
 
 @dataclass
@@ -227,6 +233,76 @@ def _grpo_streams(
     ]
 
 
+def _swiglu(device: torch.device, sizes: Sizes) -> list[Stream]:
+    from rl_kernel import swiglu
+    from rl_kernel.ops.swiglu.cases import formula
+
+    x = _normal(device, 0, sizes.tokens, 2 * sizes.ffn).bfloat16().requires_grad_()
+    upstream = _normal(device, 1, sizes.tokens, sizes.ffn).bfloat16()
+    want = formula(x.detach()[:64])
+    # The backward reads x and the upstream gradient, and writes a gradient like x.
+    one, two = _bytes(x, upstream), 3 * _bytes(x) + 2 * _bytes(upstream)
+
+    def truth(out: tuple[Tensor, ...]) -> Iterable[tuple[Tensor, Tensor]]:
+        return [(out[0][:64], want)]
+
+    return _layer_streams("swiglu", "swiglu", lambda: swiglu(x), x, upstream, (one, two), truth)
+
+
+def _rotary(device: torch.device, sizes: Sizes) -> list[Stream]:
+    from rl_kernel import rotary
+    from rl_kernel.ops.rotary.cases import formula
+
+    size, (queries, keys) = sizes.head_size, sizes.heads
+    row = _normal(device, 0, sizes.tokens, keys, (queries // keys + 2) * size).bfloat16()
+    angles = torch.arange(sizes.tokens, device=device)[:, None, None] / 1e6 ** (
+        torch.arange(0, size, 2, device=device) / size
+    )
+    cos, sin = angles.cos(), angles.sin()
+    # The query comes out of its norm, contiguous; a key without a norm is a view of the fused row.
+    query = _normal(device, 1, sizes.tokens, queries, size).bfloat16()
+    rows = []
+    for name, x in (("query", query), ("key in a row", row[..., -2 * size : -size])):
+        leaf, upstream = x.detach().requires_grad_(), _normal(device, 2, *x.shape).bfloat16()
+        want = formula(x[:64], cos[:64], sin[:64])
+        moved = 2 * _bytes(x) + _bytes(cos, sin)
+
+        def truth(out: tuple[Tensor, ...], want: Tensor = want) -> Iterable[tuple[Tensor, Tensor]]:
+            return [(out[0][:64], want)]
+
+        def call(leaf: Tensor = leaf) -> Tensor:
+            return rotary(leaf, cos, sin)
+
+        rows += _layer_streams(f"rotary {name}", "rotary", call, leaf, upstream, (moved, 2 * moved), truth)
+    return rows
+
+
+def _layer_streams(
+    name: str,
+    operator: str,
+    call: Callable[[], Tensor],
+    leaf: Tensor,
+    upstream: Tensor,
+    moved: tuple[int, int],
+    truth: Callable[[tuple[Tensor, ...]], Iterable[tuple[Tensor, Tensor]]],
+) -> list[Stream]:
+    """Forward, and forward with backward, of an operator with one input and one output."""
+
+    def forward() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return (call(),)
+
+    def both() -> tuple[Tensor, ...]:
+        out = call()
+        out.backward(upstream)
+        return (out,)
+
+    return [
+        Stream(f"{name} forward", operator, forward, moved[0], [], truth),
+        Stream(f"{name} forward+backward", operator, both, moved[1], [leaf], truth),
+    ]
+
+
 def _masked(device: torch.device, sizes: Sizes) -> list[Stream]:
     import rl_kernel
 
@@ -288,6 +364,8 @@ STREAMS: dict[str, Callable[[torch.device, Sizes], list[Stream]]] = {
     "logp": _logp,
     "ratio_kl": _ratio_kl,
     "grpo_loss": _grpo_loss,
+    "swiglu": _swiglu,
+    "rotary": _rotary,
     "masked": _masked,
     "group_advantage": _group_advantage,
 }

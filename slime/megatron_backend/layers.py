@@ -89,21 +89,25 @@ def without_keeping(
     """`product(make(x))`, where autograd keeps `x` and not `make(x)`: the same bits are made again in the backward.
 
     `make` keeps nothing but its input for its own backward, and nobody but `product` has its output. The memory of that
-    output is given back, and filled again when the gradient of the product's output is there, before it is used.
+    output is given back, and filled again when the gradient of the product's output is there, before it is used. Where
+    the graph is retained it stays filled for the next backward.
     """
     made = make(x)
     output = product(made)
     if not output[0].requires_grad:
         return output
-    size = made.untyped_storage().size()
-    made.untyped_storage().resize_(0)
-    # Let go in the backward: Megatron's schedule has the graph, though not its tensors, until the next forward is done.
-    held = [(x, made.untyped_storage())]
+    storage = made.untyped_storage()
+    # Handed over at the first use: a hook lives until the whole graph is dropped, after the last layer's backward, and
+    # what it holds lives as long.
+    emptied = [(x, storage, storage.size())]
+    storage.resize_(0)
 
     def fill(_: Tensor) -> None:
-        kept, storage = held.pop()
+        if not emptied:
+            return
+        source, storage, size = emptied.pop()
         with torch.no_grad():
-            again = make(kept)
+            again = make(source)
         storage.resize_(size)
         storage.copy_(again.untyped_storage())
 

@@ -43,9 +43,9 @@ class StepLine:
 
     length is response tokens, kl_ref the KL to the reference model, kl_old to the policy that sampled, dlogp
     and max the mean and largest absolute difference of the trainer's and the engine's log-probs (nats), grad
-    the gradient norm, fast the share of operator calls that ran their fast implementation (rl_kernel; none does on a
-    CPU), the last three seconds. `-` is a metric that the step does not have. On a terminal a
-    reward is green or red by its change, and a value that is not finite stands out.
+    the gradient norm, fast the share of an operator's calls that ran its fast implementation, the mean over operators
+    (rl_kernel; none does on a CPU), the last three seconds. `-` is a metric that the step does not have. On a terminal
+    a reward is green or red by its change, and a value that is not finite stands out.
     """
 
     def __init__(self, total: int | None = None, stream: TextIO | None = None) -> None:

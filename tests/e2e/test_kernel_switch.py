@@ -66,7 +66,7 @@ def test_every_step_counts_its_operators(runs: dict[str, Path]) -> None:
         assert PROMPTS * SAMPLES <= trained <= tokens
         assert row["rl_kernel/linear_logp/tokens"] == 2 * trained  # old and reference log-probs
         # On a CPU nothing is fast, and every call of a kernel says so.
-        for name in ("linear_token_loss", "linear_logp", "grpo_loss", "ratio_kl"):
+        for name in ("linear_token_loss", "linear_logp", "grpo_loss", "ratio_kl", "swiglu", "rotary"):
             assert row[f"rl_kernel/{name}/fallbacks"] == row[f"rl_kernel/{name}/calls"] > 0, name
             assert row[f"rl_kernel/{name}/ms"] > 0
         assert row["rl_kernel/fast"] == 0
@@ -92,6 +92,6 @@ def test_strict_ends_before_anything_starts(world: World) -> None:
     with launched(vime("train", *flags(world, "strict", "strict")), world.root / "strict.out") as launch:
         assert launch.finish(60) != 0
         last = launch.output.splitlines()[-1]
-    named = "linear_logp, linear_token_loss, ratio_kl, grpo_loss"
+    named = "linear_logp, linear_token_loss, ratio_kl, grpo_loss, swiglu, rotary"
     assert f"--rlk-fast strict must run the fast {named}, but the tensors are on cpu" in last
     assert not (world.root / "strict").exists()

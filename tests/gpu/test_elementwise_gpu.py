@@ -1,5 +1,5 @@
-"""`ratio_kl`, `grpo_loss`, masked reductions and `group_advantage` on a GPU: accuracy at millions of tokens, bits
-that repeat, no synchronisation, CUDA graphs, NCCL."""
+"""`ratio_kl`, `grpo_loss`, `swiglu`, `rotary`, masked reductions and `group_advantage` on a GPU: accuracy at millions
+of tokens, bits that repeat, no synchronisation, CUDA graphs, NCCL."""
 
 from contextlib import contextmanager
 
@@ -8,13 +8,25 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from rl_kernel import group_advantage, grpo_loss, masked_mean, masked_sum, masked_whiten, ratio_kl, telemetry
+from rl_kernel import (
+    group_advantage,
+    grpo_loss,
+    masked_mean,
+    masked_sum,
+    masked_whiten,
+    ratio_kl,
+    rotary,
+    swiglu,
+    telemetry,
+)
 from rl_kernel.contract import CONTRACTS, max_error
 from rl_kernel.mode import using
 from rl_kernel.ops.group_advantage import cases as group_cases
 from rl_kernel.ops.grpo_loss import cases as grpo_cases
 from rl_kernel.ops.masked import cases as masked_cases
 from rl_kernel.ops.ratio_kl import cases as ratio_cases
+from rl_kernel.ops.rotary import cases as rotary_cases
+from rl_kernel.ops.swiglu import cases as swiglu_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +97,44 @@ def test_grpo_loss_keeps_the_contract(case, options, dtype):
         within(contract.gradients if 1 <= i <= grads else contract.outputs, dtype, ours, truth)
 
 
+def run_layer(op, x, upstream):
+    """Output and input gradient; the leaf keeps the strides of x."""
+    leaf = x.detach().requires_grad_()
+    out = op(leaf)
+    return out.detach(), *torch.autograd.grad(out, leaf, upstream)
+
+
+@pytest.mark.parametrize("case", swiglu_cases.CASES + swiglu_cases.LARGE, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_keeps_the_contract(case, dtype):
+    x, upstream = case.inputs(dtype, "cuda")
+    want = run_layer(swiglu_cases.formula, x.double(), upstream.double())
+    for impl in ("triton", "reference"):
+        got = run_layer(lambda x, impl=impl: swiglu(x, impl=impl), x, upstream)
+        within(CONTRACTS["swiglu"].outputs, dtype, got[0], want[0])
+        within(CONTRACTS["swiglu"].gradients, dtype, got[1], want[1])
+
+
+@pytest.mark.parametrize("case", rotary_cases.CASES + rotary_cases.LARGE, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotary_keeps_the_contract(case, dtype):
+    """Query and key as views of a fused row, too."""
+    x, cos, sin, upstream = case.inputs(dtype, "cuda")
+    truth = run_layer(lambda x: rotary_cases.formula(x, cos, sin, dtype), x.double(), upstream.double())
+    for impl in ("triton", "reference"):
+        got = run_layer(lambda x, impl=impl: rotary(x, cos, sin, impl=impl), x, upstream)
+        within(CONTRACTS["rotary"].outputs, dtype, got[0], truth[0])
+        within(CONTRACTS["rotary"].gradients, dtype, got[1], truth[1])
+
+
+def test_gates_of_every_size():
+    """Where 1 - sigmoid(gate) runs out of digits: what the float32 tolerance of the gradient is made for."""
+    gate = torch.linspace(-30, 30, 2**20, device="cuda")[None]
+    x, upstream = torch.cat((gate, torch.ones_like(gate)), 1), torch.ones_like(gate)
+    got, want = run_layer(swiglu, x, upstream), run_layer(swiglu_cases.formula, x.double(), upstream.double())
+    within(CONTRACTS["swiglu"].gradients, torch.float32, got[1][:, : 2**20], want[1][:, : 2**20])
+
+
 @pytest.mark.parametrize("case", masked_cases.CASES + masked_cases.LARGE, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,7 +170,13 @@ def calls():
     values, mask = masked_cases.Case("calls", (300_000,)).inputs(device="cuda")
     rewards, groups, rollouts = group_cases.Case("calls", 3000, 100).inputs(device="cuda")
     every = grpo_cases.OPTIONS["everything"]
+    x, d_x = swiglu_cases.Case("calls", (300,), 3001).inputs(torch.bfloat16, "cuda")
+    query, cos, sin, d_query = rotary_cases.Case("calls", 3001, 7, 96, beside=64).inputs(
+        torch.bfloat16, "cuda"
+    )
     table = {
+        "swiglu": lambda: run_layer(swiglu, x, d_x),
+        "rotary": lambda: run_layer(lambda x: rotary(x, cos, sin), query, d_query),
         "ratio_kl": lambda: run_ratio_kl(ratio_kl, ratio, kl_type="k3", unbiased=True),
         "grpo_loss": lambda: run_grpo_loss(grpo, loss, **every),
         "grpo_loss tile": lambda: run_grpo_loss(grpo, tile, **every),
@@ -131,7 +187,7 @@ def calls():
     return table
 
 
-CALLS = ("ratio_kl", "grpo_loss", "grpo_loss tile", "group_advantage", *MASKED)
+CALLS = ("swiglu", "rotary", "ratio_kl", "grpo_loss", "grpo_loss tile", "group_advantage", *MASKED)
 
 
 @contextmanager

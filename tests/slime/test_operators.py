@@ -6,11 +6,12 @@ from config_cases import good_argv
 
 import rl_kernel
 from rl_kernel.contract import contract_id
-from rl_kernel.dispatch import Refused
+from rl_kernel.dispatch import Choice, Refused
+from rl_kernel.telemetry import record
 from slime import operators
 from slime.config import parse_args
 
-ALL = "linear_logp,linear_token_loss,logp,ratio_kl,grpo_loss,group_advantage"
+ALL = "linear_logp,linear_token_loss,logp,ratio_kl,grpo_loss,swiglu,rotary,group_advantage"
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_decisions_of_a_plain_run(configured):
     decisions = {d.operator: d for d in operators.decide(config, "cpu")}
     assert list(decisions) == [*ALL.split(","), "masked_whiten"]
     on_cpu = "the tensors are on cpu and the kernels need a CUDA device"
-    for name in ("linear_token_loss", "linear_logp", "grpo_loss"):
+    for name in ("linear_token_loss", "linear_logp", "grpo_loss", "swiglu", "rotary"):
         assert (decisions[name].requested, decisions[name].chosen) == ("auto", "reference")
         assert decisions[name].reason == on_cpu
         assert decisions[name].contract == contract_id(name)
@@ -90,7 +91,8 @@ def test_decisions_of_a_plain_run(configured):
 
 def test_decisions_follow_the_configuration(configured):
     off = chosen(configured("--rlk-fast", "off"))
-    assert {name for name, what in off.items() if what == "reference"} == {"grpo_loss", "group_advantage"}
+    reference = {"grpo_loss", "swiglu", "rotary", "group_advantage"}
+    assert {name for name, what in off.items() if what == "reference"} == reference
     assert set(off.values()) == {"reference", "not called"}
     one_step = chosen(configured("--global-batch-size", "32"))
     assert (one_step["linear_token_loss"], one_step["linear_logp"]) == ("reference", "not called")
@@ -114,7 +116,7 @@ def test_strict_refuses_a_cpu_naming_operator_and_reason(configured):
     for flag in (("--rlk-fast", "strict"), ("--rl-kernel-strict",)):
         with pytest.raises(
             Refused,
-            match="must run the fast linear_logp, linear_token_loss, grpo_loss, but the tensors are on",
+            match="must run the fast linear_logp, linear_token_loss, grpo_loss, swiglu, rotary, but the tensors",
         ):
             operators.decide(configured(*flag), "cpu")
     # What runs on the host by design is no fall-back, and a run without a trainer has nothing else.
@@ -161,6 +163,19 @@ def test_counts_of_a_step(configured, switched):
     assert metrics["rl_kernel/group_advantage/fallbacks"] == 0
     assert metrics["rl_kernel/fast"] == 0.0
     assert operators.step_metrics() == {}
+
+
+def test_a_head_that_falls_back_shows_beside_hundreds_of_layers(configured, switched):
+    """One operator of four falls back, and half of another's calls: (1 + 1 + 0 + 1/2) / 4, whatever the calls."""
+    operators.install(configured())
+    operators.step_metrics()
+    for name, calls in {"swiglu": 720, "rotary": 720, "grpo_loss": 1}.items():
+        for _ in range(calls):
+            record(Choice(name, "triton"), 10)
+    for name in ("linear_token_loss", "grpo_loss"):
+        record(Choice(name, "reference", "float64", fallback=True), 10)
+    record(Choice("logp", "reference", "the operator is not in the configured list"), 10)
+    assert operators.step_metrics()["rl_kernel/fast"] == 2.5 / 4
 
 
 def test_off_counts_nothing(configured, switched):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,8 @@ class Swiglu(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        # sizes are written out: a -1 says nothing about a tensor without elements
+        rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
         ctx.save_for_backward(rows)
         return kernels.forward(rows).view(*x.shape[:-1], x.shape[-1] // 2)
 
@@ -26,5 +28,5 @@ class Swiglu(Function):
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         (rows,) = ctx.saved_tensors
         with timed("swiglu", rows.device):
-            grad = kernels.backward(rows, upstream.reshape(len(rows), -1))
+            grad = kernels.backward(rows, upstream.reshape(len(rows), upstream.shape[-1]))
         return grad.view(*upstream.shape[:-1], rows.shape[-1])

@@ -1,0 +1,61 @@
+"""Named shapes of `rotary`, their inputs and the float64 formula, shared by tests and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """x [tokens, heads, size]: `heads` heads of a fused row that holds `beside` more values."""
+
+    name: str
+    tokens: int
+    heads: int
+    size: int
+    beside: int = 0
+
+    def inputs(
+        self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, cos and sin [tokens, 1, size / 2] in float32 of positions up to 2**15, an upstream gradient like x."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(width: int) -> Tensor:
+            return torch.randn(self.tokens, width, generator=generator, device=device)
+
+        row = self.heads * self.size
+        x = normal(row + self.beside).to(dtype)[:, self.beside :].unflatten(1, (self.heads, self.size))
+        upstream = normal(row).to(dtype).view(x.shape)
+        positions = torch.randint(2**15, (self.tokens,), generator=generator, device=device)
+        steps = torch.arange(self.size // 2, device=device) / max(self.size // 2, 1)
+        angles = positions[:, None, None] / 1e6**steps
+        return x, angles.cos(), angles.sin(), upstream
+
+
+CASES = (
+    Case("no_tokens", 0, 2, 8),
+    Case("no_heads", 3, 0, 8),
+    Case("no_size", 3, 2, 0),
+    Case("one_pair", 1, 1, 2),
+    Case("ragged", 5, 3, 10),
+    Case("heads_of_a_row", 7, 4, 16, beside=24),
+    Case("odd_heads", 9, 5, 32, beside=3),
+)
+"""Small enough for Triton's interpreter; a program takes all heads of a token."""
+
+LARGE = (
+    Case("qwen3_4b_query", 16384, 32, 128, beside=2048),
+    Case("qwen3_4b_key", 16384, 8, 128, beside=5120),
+    Case("ragged_heads", 4099, 7, 96),
+)
+
+
+def formula(x: Tensor, cos: Tensor, sin: Tensor, rounded: torch.dtype | None = None) -> Tensor:
+    """The definition in float64, with cos and sin as rounded to the dtype of x (or to `rounded`)."""
+    cos, sin = (table.to(rounded or x.dtype).double() for table in (cos, sin))
+    x1, x2 = x.double().chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)

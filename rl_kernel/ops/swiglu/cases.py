@@ -1,0 +1,51 @@
+"""Named shapes of `swiglu`, their inputs and the float64 formula, shared by tests and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """x of shape [*rows, 2 F]; gates of `spread` standard deviations, so that some sigmoids saturate."""
+
+    name: str
+    rows: tuple[int, ...]
+    width: int
+    spread: float = 3.0
+
+    def inputs(
+        self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """x [*rows, 2 F] and an upstream gradient [*rows, F]."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal() -> Tensor:
+            return torch.randn(*self.rows, self.width, generator=generator, device=device)
+
+        x = torch.cat((self.spread * normal(), normal()), -1)
+        return x.to(dtype), normal().to(dtype)
+
+
+CASES = (
+    Case("no_rows", (0,), 8),
+    Case("no_columns", (3,), 0),
+    Case("one_element", (1,), 1),
+    Case("ragged", (5,), 37),
+    Case("one_block", (3,), 2048),
+    Case("blocks_and_a_rest", (3,), 2500),
+    Case("batched", (4, 1, 3), 24),
+    Case("large_gates", (7,), 100, spread=20.0),
+)
+"""Small enough for Triton's interpreter; the kernels' blocks hold 2048 columns."""
+
+LARGE = (Case("qwen3_4b", (16384,), 9728), Case("ragged_rows", (4099, 1), 3001))
+
+
+def formula(x: Tensor) -> Tensor:
+    """The definition in float64."""
+    gate, up = x.double().chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
