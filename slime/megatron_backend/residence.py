@@ -83,12 +83,15 @@ class Residence:
         """Bytes that the device gets when `part` leaves."""
         return sum(piece.nbytes for piece in self._pieces.get(part, ()))
 
-    def release(self, *parts: str) -> None:
-        """Let go of parts; their memory goes back to the device, not only to torch's cache. Gradients are lost."""
+    def release(self, *parts: str, timer: str = "offload") -> None:
+        """Let go of parts; their memory goes back to the device, not only to torch's cache. Gradients are lost.
+
+        Timed as `timer`, which ends in "offload"; in "onload" that of `bring`.
+        """
         leaving = [part for part in parts if part in self._pieces and part not in self._away]
         if not leaving:
             return
-        with self._timers.measure("offload"):
+        with self._timers.measure(timer):
             for part in leaving:
                 if part == "gradients":
                     self._optimizer.zero_grad()  # it may hold copies of them in another dtype
@@ -107,12 +110,12 @@ class Residence:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def bring(self, *parts: str) -> None:
+    def bring(self, *parts: str, timer: str = "onload") -> None:
         """Have parts on the device, bytes as they left; gradients are zero."""
         coming = [part for part in parts if part in self._away]
         if not coming:
             return
-        with self._timers.measure("onload"):
+        with self._timers.measure(timer):
             for part in coming:
                 for piece in self._pieces[part]:
                     piece.storage.resize_(piece.nbytes)
@@ -142,11 +145,12 @@ class Residence:
     def metrics(self, times: dict[str, float]) -> dict[str, float]:
         """GiB/s of what moved since the last call, by the seconds in `times` (`Timers.flush` of the same span)."""
         moved, self._moved = self._moved, dict.fromkeys(self._moved, 0)
-        return {
-            f"perf/{way}_gib_per_s": size / 2**30 / times[f"perf/{way}_time"]
-            for way, size in moved.items()
-            if size and times.get(f"perf/{way}_time")
-        }
+        out = {}
+        for way, size in moved.items():
+            seconds = sum(time for name, time in times.items() if name.endswith(f"{way}_time"))
+            if size and seconds:
+                out[f"perf/{way}_gib_per_s"] = size / 2**30 / seconds
+        return out
 
     def close(self) -> None:
         """Unpin the host copies. What is away is lost."""

@@ -132,14 +132,14 @@ class MegatronTrainer:
         optimizer = None if self.config.no_save_optim else self.optimizer
         extra = {"rollout_id": rollout_id}
         with self._explained(f"saving rollout {rollout_id}"):
-            self.residence.bring("parameters", "optimizer")
+            self.residence.bring("parameters", "optimizer", timer="save_onload")
             checkpoint.save_checkpoint(
                 self.config.save, rollout_id, self.model, optimizer, self.scheduler, extra=extra
             )
             if self.config.save_hf:
                 out = Path(self.config.save_hf.format(rollout_id=rollout_id))
                 save_hf(self.model, self.config.hf_checkpoint, out)
-            self.residence.release("parameters", "optimizer")
+            self.residence.release("parameters", "optimizer", timer="save_offload")
 
     def _channel(self) -> WeightChannel:
         config, size = self.config, self.config.update_weight_buffer_size
@@ -165,7 +165,7 @@ class MegatronTrainer:
             part = next(self.sending, None)
             if part is None:
                 self.sending = None
-                self.residence.release("parameters")
+                self.residence.release("parameters", timer="weights_offload")
         return part
 
     def weights_file(self) -> WeightUpdate:

@@ -135,7 +135,7 @@ def decided(device_gib: float | None, **flags: Any) -> tuple[tuple[str, ...], st
     ("device_gib", "leaving"),
     [
         (200, ()),
-        (129, ()),  # 76.4 / 0.6 = 127.3
+        (129, ()),  # (68.88 + 7.5) / 0.6 = 127.3
         (126, ("gradients",)),  # free: nobody needs their contents
         (101, ("gradients", "parameters")),  # 7.5 GiB each way, where the optimizer would be 45
         (89, ("gradients", "optimizer")),
@@ -185,7 +185,7 @@ def test_lines_say_what_leaves_and_what_is_short():
     _, text = decided(10, offload_train_parts=["gradients"])
     assert "too much; lower --vllm-gpu-memory-utilization" in text
     _, text = decided(None)
-    assert "  from 127.28 GiB on: nothing\n" in text and "  and training needs 75.45 GiB" in text
+    assert "  from 127.30 GiB on: nothing\n" in text and "  and training needs 75.45 GiB" in text
 
 
 def test_peak_is_reported_against_the_estimate():

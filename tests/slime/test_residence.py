@@ -5,6 +5,7 @@ The device is the host here; what a GPU gets back, and how fast, is in tests/gpu
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -141,12 +142,17 @@ def test_a_run_that_is_saved_while_its_state_is_away_goes_on_as_if_never_ended(b
 def test_times_and_speed_are_reported(build):
     trainer = build(**AWAY)
     publish(trainer, 0)
-    first = train(trainer)[0].perf
+    train(trainer)
     publish(trainer, 1)
     second = train(trainer, 1)[0].perf
-    for perf in (first, second):
-        for way in ("offload", "onload"):
-            assert perf[f"perf/{way}_time"] > 0 and perf[f"perf/{way}_gib_per_s"] > 0
+    for name in (
+        "offload_time",
+        "onload_time",
+        "weights_offload_time",
+        "offload_gib_per_s",
+        "onload_gib_per_s",
+    ):
+        assert second[f"perf/{name}"] > 0
     moved = second["perf/onload_gib_per_s"] * second["perf/onload_time"] * 2**30
     assert moved == pytest.approx(sum(trainer.residence.nbytes(part) for part in ("parameters", "optimizer")))
     assert not any("load_" in name for name in train(build())[0].perf)
@@ -161,7 +167,7 @@ def test_out_of_memory_names_peaks_and_flags(build):
     trainer = build(colocate=True, custom_megatron_before_train_step_hook_path="test_residence.run_out")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(trainer, 4)
-    text = str(caught.value)
+    text = str(pickle.loads(pickle.dumps(caught.value)))  # as Ray brings it to the driver
     assert text.startswith(
         "out of device memory while training rollout 4: CUDA out of memory. Tried to allocate 2.00"
     )
