@@ -56,10 +56,9 @@ def run(
         report.step(rollout_id, batch, trained)
         if saves_after(config, rollout_id):
             # After the step's log line: a run killed in between repeats the step and its line, none is ever missing.
+            # What is saved passes through the device, which engines that share it have filled by now.
             with timers.measure("save_model"):
-                if (
-                    config.colocate
-                ):  # what is saved passes through the device, which the engines have filled by now
+                if config.colocate:
                     engines.sleep()
                 wait(trainer.save(rollout_id), engines)
                 if config.colocate:

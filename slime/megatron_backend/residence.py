@@ -206,7 +206,7 @@ def states_of(optimizer: Any) -> Iterator[Tensor]:
     """Main weights and moments. A step count of one number stays: whoever asks for it wants it at once."""
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
-        for group in inner.param_groups:
+        for group in [] if inner is None else inner.param_groups:  # None on a rank without a parameter
             for parameter in group["params"]:
                 yield parameter
                 values = inner.state.get(parameter, {}).values()

@@ -168,7 +168,7 @@ def test_an_engine_that_comes_back_reads_the_host_copy(build):
 
 
 def test_out_of_memory_tells_the_peaks_and_what_lowers_them(build):
-    trainer = build(colocate=True)
+    trainer = build(colocate=True, offload_train=False)
     cases.train(trainer)
     torch.cuda.empty_cache()
     # 64 MiB are left: less than the gradient of one weight of the MLP before it is added to the buffer.
