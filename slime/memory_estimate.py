@@ -226,7 +226,7 @@ def engine_share(c: Any) -> float:
 
 
 @dataclass(frozen=True)
-class Residence:
+class MemoryDecision:
     """What of the trainer's state leaves its device between trainings, and why, in lines for a person."""
 
     leaving: tuple[str, ...]
@@ -249,7 +249,7 @@ def choices(e: Estimate, allowed: Collection[str]) -> list[tuple[str, ...]]:
     return best
 
 
-def decide_residence(c: Any, e: Estimate, device_bytes: float | None) -> Residence:
+def decide_residence(c: Any, e: Estimate, device_bytes: float | None) -> MemoryDecision:
     """Which parts leave. `device_bytes`: memory of the GPU; None where it is not known, then nothing is decided for it.
 
     While engines generate: state left + buckets + engine's share + BESIDES_GENERATING <= memory of the GPU. Of the sets
@@ -259,18 +259,18 @@ def decide_residence(c: Any, e: Estimate, device_bytes: float | None) -> Residen
     allowed = c.offload_train_parts or PARTS
     # Buffers that are registered with NCCL stay where they are.
     if not c.colocate or c.offload_train is False or c.megatron.overrides.get("nccl_ub"):
-        return Residence((), ())
+        return MemoryDecision((), ())
     if c.offload_train:
         leaving = tuple(part for part in PARTS if part in allowed)
-        return Residence(leaving, tuple(_told(c, e, leaving, device_bytes, "--offload-train")))
+        return MemoryDecision(leaving, tuple(_told(c, e, leaving, device_bytes, "--offload-train")))
     if c.device != "cuda" or not c.num_engines:
-        return Residence((), ())
+        return MemoryDecision((), ())
     if device_bytes is None:
-        return Residence((), tuple(_by_size(c, e, allowed)))
+        return MemoryDecision((), tuple(_by_size(c, e, allowed)))
     room = device_bytes * (1 - engine_share(c)) - BESIDES_GENERATING
     sets = choices(e, allowed)
     leaving = next((s for s in sets if e.left(s) <= room), sets[-1])
-    return Residence(leaving, tuple(_told(c, e, leaving, device_bytes, "as memory asks for it")))
+    return MemoryDecision(leaving, tuple(_told(c, e, leaving, device_bytes, "as memory asks for it")))
 
 
 def _told(

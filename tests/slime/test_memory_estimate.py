@@ -127,8 +127,8 @@ def test_other_heads_and_precisions():
 def decided(device_gib: float | None, **flags: Any) -> tuple[tuple[str, ...], str]:
     c = config(**flags)
     size = None if device_gib is None else device_gib * GIB
-    residence = decide_residence(c, estimate(c, QWEN3_4B), size)
-    return residence.leaving, "\n".join(residence.lines)
+    decision = decide_residence(c, estimate(c, QWEN3_4B), size)
+    return decision.leaving, "\n".join(decision.lines)
 
 
 @pytest.mark.parametrize(
