@@ -105,7 +105,8 @@ class Residence:
                 torch.cuda.synchronize(self._device)
             for part in leaving:
                 for piece in self._pieces[part]:
-                    piece.storage.resize_(0)
+                    if piece.storage.resizable():  # a host tensor that numpy was once given is not: it stays
+                        piece.storage.resize_(0)
             self._away.update(leaving)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -118,7 +119,8 @@ class Residence:
         with self._timers.measure(timer):
             for part in coming:
                 for piece in self._pieces[part]:
-                    piece.storage.resize_(piece.nbytes)
+                    if piece.storage.nbytes() == 0:
+                        piece.storage.resize_(piece.nbytes)
                     room = piece.on_device(self._device)
                     if part == "gradients":
                         room.zero_()
