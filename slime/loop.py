@@ -57,8 +57,14 @@ def run(
         report.step(rollout_id, batch, trained)
         if saves_after(config, rollout_id):
             # After the step's log line: a run killed in between repeats the step and its line, none is ever missing.
+            # What is saved passes through the device, which engines that share it have filled by now.
             with timers.measure("save_model"):
+                if config.colocate:
+                    engines.sleep()
                 wait(trainer.save(rollout_id), engines)
+                if config.colocate:
+                    engines.wake()
+                    publish(config, trainer, engines, version=rollout_id + 1)
             report.saved(rollout_id)
         if due(config.eval_interval, rollout_id + 1):
             report.evaluation(rollout_id + 1, wait(rollout.evaluate(rollout_id + 1), engines))

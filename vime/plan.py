@@ -1,7 +1,6 @@
 """`vime plan`: what a set of flags means, worked out and checked. Starts nothing, allocates nothing.
 
-Memory figures are estimates from shapes: weights, gradients, optimizer states and what a forward keeps for
-the backward. They leave out the framework's own buffers and fragmentation.
+Memory figures are estimates from shapes (slime/memory_estimate.py); a run decides by the same ones.
 """
 
 from __future__ import annotations
@@ -9,134 +8,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from slime.config import Config
 from slime.hf_config import read_hf_config
+from slime.memory_estimate import BYTES, Item, Shape, amount, count, decide_residence, estimate
 from slime.operators import decide, headline
 from vime.engine.flags import engine_settings, engine_tensor_parallel, parse_config
 from vime.engine.server import EngineServer, EngineSpec
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The numbers of a dense decoder that memory depends on; `q` and `kv` are heads times head size."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    q: int
-    kv: int
-    vocab: int
-    tied: bool
-
-    @classmethod
-    def of(cls, hf: dict[str, Any]) -> Shape:
-        heads = hf["num_attention_heads"]
-        head = hf.get("head_dim") or hf["hidden_size"] // heads
-        return cls(
-            layers=hf["num_hidden_layers"],
-            hidden=hf["hidden_size"],
-            ffn=hf["intermediate_size"],
-            q=heads * head,
-            kv=hf.get("num_key_value_heads", heads) * head,
-            vocab=hf["vocab_size"],
-            tied=hf.get("tie_word_embeddings", False),
-        )
-
-    @property
-    def layer_params(self) -> int:
-        """Matrices of one layer: q, k, v, o and the gated MLP. Norms and biases are about a thousandth."""
-        return self.hidden * (2 * self.q + 2 * self.kv) + 3 * self.hidden * self.ffn
-
-    @property
-    def params(self) -> int:
-        """Matrices of the whole model."""
-        return self.layers * self.layer_params + self.vocab * self.hidden * (1 if self.tied else 2)
-
-
-@dataclass(frozen=True)
-class Item:
-    """One line of a memory estimate: how the number of bytes comes about."""
-
-    name: str
-    bytes: float
-    arithmetic: str
-
-
-def trainer_memory(c: Config, shape: Shape) -> list[Item]:
-    """Bytes on one trainer rank, of the pipeline stage with the most parameters. Mixed precision keeps fp32 main
-    weights beside Adam's two fp32 moments."""
-    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
-    params, share = stage_params(c, shape)
-    grad = 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else size
-    main = 0 if c.params_dtype == "float32" else 4
-    state = main + (8 if c.optimizer == "adam" else 4)
-    shards = c.data_parallel_size * c.context_parallel_size if c.use_distributed_optimizer else 1
-    items = [
-        Item("weights", params / tp * size, f"{share} x {size} B / TP {tp}"),
-        Item("gradients", params / tp * grad, f"{share} x {grad} B / TP {tp}"),
-        Item("optimizer", params / tp * state / shards, f"{share} x {state} B / TP {tp} / {shards} shards"),
-    ]
-    if c.needs_reference:
-        items.append(Item("reference", params / tp * size, f"{share} x {size} B / TP {tp}"))
-    if (tokens := micro_batch_tokens(c)) is not None:
-        items.append(activation_memory(c, shape, tokens))
-    if c.rlk_fast != "off" and c.device == "cuda":
-        workspace = c.rl_kernel_workspace_mib * 2**20
-        items.append(Item("operators", workspace, "--rl-kernel-workspace-mib, at most, while one runs"))
-    return items
-
-
-def stage_params(c: Config, shape: Shape) -> tuple[int, str]:
-    """Parameters of the largest pipeline stage, and how to say that. A tied head is a copy on the last stage."""
-    layers = c.megatron.layers_of_stages(shape.layers)
-    if len(layers) == 1:
-        return shape.params, count(shape.params)
-    at_ends = shape.vocab * shape.hidden
-    sizes = [n * shape.layer_params + at_ends * (i in (0, len(layers) - 1)) for i, n in enumerate(layers)]
-    largest = max(range(len(layers)), key=sizes.__getitem__)
-    return sizes[largest], f"{count(sizes[largest])} of stage {largest}"
-
-
-def micro_batch_tokens(c: Config) -> int | None:
-    """The most tokens of one micro-batch on one rank; None when no length is bounded."""
-    if c.use_dynamic_batch_size:
-        return c.max_tokens_per_gpu
-    longest = c.rollout_max_context_len or _sum(c.rollout_max_prompt_len, c.rollout_max_response_len)
-    return None if longest is None else longest * c.micro_batch_size // c.context_parallel_size
-
-
-def _sum(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a + b
-
-
-def activation_memory(c: Config, shape: Shape, tokens: int) -> Item:
-    """What the forward keeps for the backward, per token and layer.
-
-    Norm inputs and outputs: 4 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv.
-    Gated MLP: 3 F. The last two are split over tensor parallelism, the first too with --sequence-parallel.
-    With full recomputation only the layer inputs stay, plus one layer while it is recomputed. The first of P pipeline
-    stages keeps P micro-batches of its layers. Of C context-parallel ranks each keeps the keys and values that its two
-    runs of a sequence see: together all of the sequence and, on average, half a rank's share more.
-    """
-    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
-    layers = c.megatron.layers_of_stages(shape.layers)[0] * c.pipeline_model_parallel_size
-    split = tp if c.sequence_parallel else 1
-    cp = c.context_parallel_size
-    gathered = 2 * shape.kv * (cp + 0.5) if cp > 1 else 0
-    layer = 4 * shape.hidden / split + (4 * shape.q + 4 * shape.kv + gathered + 3 * shape.ffn) / tp
-    if c.megatron.overrides.get("recompute_granularity") == "full":
-        total = tokens * size * (layers * shape.hidden / split + layer)
-        kept = f"{shape.hidden / split:g}"
-        how = f"{count(tokens)} tokens x {size} B x ({layers} layers x {kept} + {layer:.0f} of one layer)"
-    else:
-        total = tokens * size * layers * layer
-        how = f"{count(tokens)} tokens x {size} B x {layers} layers x {layer:.0f}"
-    return Item("activations", total, how)
 
 
 def engine_memory(c: Config, shape: Shape) -> list[Item]:
@@ -302,34 +181,34 @@ def check_model(c: Config) -> str | None:
     return None
 
 
-def count(number: float) -> str:
-    """1234567 -> "1.23 M"."""
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return f"{number:g}"
-
-
 def plural(number: int, word: str) -> str:
     """2, "rank" -> "2 ranks"."""
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
-def amount(size: float) -> str:
-    """Bytes in binary units."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size:.0f} B"
-
-
-def memory_lines(items: list[Item], total: bool) -> Iterator[str]:
-    """Aligned lines of an estimate, with their sum."""
+def memory_lines(items: Sequence[Item]) -> Iterator[str]:
+    """Aligned lines of an estimate."""
     for item in items:
         yield f"{item.name:<20} {amount(item.bytes):>11}   {item.arithmetic}"
-    if total:
-        together = amount(sum(i.bytes for i in items))
-        yield f"{'together':<20} {together:>11}   at least; a 4B on an H200 peaked 18% above its estimate"
+
+
+def trainer_memory(c: Config, hf: dict[str, Any]) -> Iterator[str]:
+    """What a rank keeps, what a step adds, their sum at its worst moment, and what leaves for the engines' sake."""
+    e = estimate(c, hf)
+    yield from memory_lines(e.kept)
+    yield "and one at a time, in a step:"
+    yield from memory_lines(e.work)
+    yield f"{'peak':<20} {amount(e.peak):>11}   reported against as perf/memory/estimate_gib"
+    yield from decide_residence(c, e, device_memory(c)).lines
+
+
+def device_memory(c: Config) -> int | None:
+    """Bytes of this machine's GPU; None where there is none to ask."""
+    import torch
+
+    if c.device != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory
 
 
 def transport(c: Config) -> str:
@@ -355,8 +234,8 @@ def describe(c: Config) -> str:
         "Operators": list(kernels(c)),
         "Batches": list(batches(c)),
         "Data": list(prompts(c)),
-        "Memory of a trainer rank": list(memory_lines(trainer_memory(c, shape), total=True)),
-        "Memory of an engine, per GPU": list(memory_lines(engine_memory(c, shape), total=False)),
+        "Memory of a trainer rank": list(trainer_memory(c, hf)),
+        "Memory of an engine, per GPU": list(memory_lines(engine_memory(c, shape))),
         "Engine flags": list(engine_flags(c)),
         "Records": [
             *watched(c),

@@ -41,7 +41,7 @@ PART_COLOURS = dict(
         (*TIME_PARTS, UNMEASURED),
         (
             "#0072B2",  # waiting for the rollout
-            "#B8AD1F",  # sleep and wake
+            "#B8AD1F",  # taking turns
             "#8C8C8C",  # data
             "#CC79A7",  # reference log-probs
             "#E69F00",  # old log-probs

@@ -15,7 +15,7 @@ UNITS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step":
 # contains another, and together they are the step: docs/profile.md says what each one is. `save_model` comes after it.
 TIME_PARTS: dict[str, tuple[str, ...]] = {
     "waiting for the rollout": ("train_wait",),
-    "engines' sleep and wake": ("sleep", "wake_up"),
+    "taking turns": ("sleep", "wake_up", "onload", "offload"),
     "data": ("handover", "data_preprocess", "pack"),
     "reference log-probs": ("ref_log_probs",),
     "old log-probs": ("log_probs",),

@@ -131,6 +131,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
             print(f"operators: {headline(config)}")
             for decision in trainer.decisions:
                 print(f"  {decision}")
+            for line in trainer.memory:
+                print(f"memory: {line}")
         start = trainer.start_rollout_id if trainer is not None else config.start_rollout_id or 0
         rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts)
         stack.callback(rollout.stop)

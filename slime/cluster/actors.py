@@ -80,13 +80,14 @@ class TrainerActor:
         self.store, init_method = open_store(ray.util.get_node_ip_address())
         return init_method
 
-    def build(self, init_method: str) -> tuple[int, int, list[Decision]]:
-        """Build the model; returns (data-parallel rank, first rollout to train, what its operators will run)."""
+    def build(self, init_method: str) -> tuple[int, int, list[Decision], tuple[str, ...]]:
+        """Build the model; returns (data-parallel rank, first rollout to train, what its operators will run, what of
+        its state leaves its device and why)."""
         from slime.megatron_backend.trainer import MegatronTrainer
 
         self.trainer = MegatronTrainer(self.config, self.rank, self.world_size, init_method=init_method)
         trainer = self.trainer
-        return trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions
+        return trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions, trainer.memory.lines
 
     def train(self, rollout_id: int, data: dict[str, Any]) -> TrainResult:
         return self.trainer.train(rollout_id, data)
@@ -129,8 +130,8 @@ class TrainerGroup:
 
     def wait_built(self) -> None:
         built = self._results(self._building)
-        self._dp_ranks = [dp_rank for dp_rank, _, _ in built]
-        _, self.start_rollout_id, self.decisions = built[0]
+        self._dp_ranks = [dp_rank for dp_rank, *_ in built]
+        _, self.start_rollout_id, self.decisions, self.memory = built[0]
 
     def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]:
         data = [rank_data[dp_rank] for dp_rank in self._dp_ranks]

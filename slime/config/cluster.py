@@ -7,6 +7,10 @@ from typing import Any
 
 from slime.config.fields import flag
 
+PARTS = ("gradients", "parameters", "optimizer")
+"""What --offload-train-parts may name: gradient buffers, whose contents nobody needs between two trainings; weights of
+model and reference; main weights and moments."""
+
 
 @dataclass(frozen=True)
 class ClusterConfig:
@@ -23,6 +27,18 @@ class ClusterConfig:
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one rollout engine")
     num_gpus_per_node: int = flag(8, "GPUs of a node; an engine may not be larger")
     colocate: bool = flag(False, "trainer and engines share the same GPUs and take turns")
+    offload_train: bool | None = flag(
+        None,
+        "with --colocate, keep the trainer's state on the host while engines generate (default: as much of it as an "
+        "estimate of the memory asks for, see vime plan; on CPUs none)",
+    )
+    offload_train_parts: list[str] | None = flag(  # noqa: RUF009
+        None, "what of the trainer's state may leave (default: all)", choices=PARTS
+    )
+    offload_rollout: bool | None = flag(
+        None, "engines sleep while the trainer works, as they always do with --colocate and never without"
+    )
+    offload: bool = flag(False, "the same as --offload-train --offload-rollout")
     distributed_backend: str = flag(
         "nccl", "torch.distributed backend of the trainer; gloo on a CPU host", choices=("nccl", "gloo")
     )
@@ -30,3 +46,34 @@ class ClusterConfig:
     train_env_vars: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "environment variables of the trainer processes, as a JSON object"
     )
+
+
+def check_offload(c: Any) -> None:
+    """Only what takes turns on the same devices can make room for the other."""
+    asked = {
+        "--offload": c.offload,
+        "--offload-train": c.offload_train,
+        "--offload-rollout": c.offload_rollout,
+    }
+    given = [name for name, value in asked.items() if value]
+    if given and not c.colocate:
+        raise ValueError(
+            f"{given[0]} must come with --colocate, got it without; trainer and engines have devices of their own"
+        )
+    if c.colocate and c.offload_rollout is False:
+        raise ValueError(
+            "--no-offload-rollout must be left out with --colocate, got it; engines sleep while the trainer works"
+        )
+    if c.offload and c.offload_train is False:
+        raise ValueError("--offload must not stand beside --no-offload-train; leave one out")
+    if c.offload_train_parts is not None and (not c.offload_train_parts or c.offload_train is False):
+        got = "no part" if not c.offload_train_parts else "--no-offload-train"
+        raise ValueError(
+            f"--offload-train-parts must name parts that may leave the device, got {got}; leave the flag out"
+        )
+    if c.offload_train_parts and not c.colocate:
+        raise ValueError("--offload-train-parts must come with --colocate, got it without; leave it out")
+    if c.colocate and c.offload_train and c.megatron.overrides.get("nccl_ub"):
+        raise ValueError(
+            "--offload-train must not be combined with --nccl-ub, whose buffers are registered with NCCL; leave one out"
+        )

@@ -90,6 +90,8 @@ def _placement(c: argparse.Namespace) -> None:
         c.rollout_num_gpus = world
     elif c.debug_rollout_only and c.rollout_num_gpus is None:
         c.rollout_num_gpus = world
+    if c.offload and c.offload_train is None:
+        c.offload_train = True
 
 
 def _weight_update(c: argparse.Namespace) -> None:

@@ -18,7 +18,6 @@ _PIPELINE_LAYOUT = "use --decoder-first-pipeline-num-layers and --decoder-last-p
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
 _MTP = "multi-token prediction is not supported yet"
-_OFFLOAD = "with --colocate the engines sleep while the trainer works; nothing else is offloaded yet"
 _HOOK = "this hook is not called yet"
 _SELECT = "training a part of the parameters is not supported yet"
 _MEMORY = "memory snapshots are not written; on a GPU perf/*_peak_gib tells the peak of each phase"
@@ -36,11 +35,6 @@ class Unsupported:
 
 
 UNSUPPORTED: dict[str, Unsupported] = {
-    # cluster
-    "offload": Unsupported(False, _OFFLOAD),
-    "offload_train": Unsupported(None, _OFFLOAD),
-    "offload_rollout": Unsupported(None, _OFFLOAD),
-    "no_offload_rollout": Unsupported(False, _OFFLOAD),
     # train
     "qwen_gdn_backend": Unsupported("fla", "linear-attention models are not supported yet"),
     "custom_model_provider_path": Unsupported(None, "the model is built from the checkpoint's config.json"),
@@ -160,7 +154,6 @@ _TEXT = {
 _BARE = {
     "allgather_cp": "context parallelism always gathers keys and values",
     "use_fault_tolerance": "an engine that dies or stops answering is always restarted",
-    "no_offload_train": "the trainer keeps its memory",
     "recompute_loss_function": "log-probs are computed from hidden states, no logits are kept",
     "variable_seq_lengths": "sequences are always packed at their own length",
     "ckpt_fully_parallel_load": "checkpoints are always loaded in parallel",

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from slime.config.algorithm import check_algorithm, check_group_size, check_kl
+from slime.config.cluster import check_offload
 from slime.config.debug import check_profile_steps
 from slime.config.fields import spelled
 from slime.config.kernels import check_kernels
@@ -335,6 +336,7 @@ RULES = (
     _overlaps,
     _engines,
     _staleness,
+    check_offload,
     _batch_equation,
     _micro_batches,
     check_algorithm,

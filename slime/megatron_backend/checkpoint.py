@@ -36,6 +36,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from slime.megatron_backend.model import HiddenGPTModel, unwrap
+from slime.megatron_backend.optimizer import fuse_adam
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +239,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
         only.load_state_dict(state)
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
+    fuse_adam(optimizer)
 
 
 def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:

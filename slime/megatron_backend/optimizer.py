@@ -49,6 +49,7 @@ def build_optimizer(
     fields |= config.megatron.core_overrides(OptimizerConfig)
     optimizer = get_megatron_optimizer(OptimizerConfig(**fields), [model], use_gloo_process_groups=False)
     _start_adam(optimizer)
+    fuse_adam(optimizer)
     return optimizer, _schedule(optimizer, config, total_steps)
 
 
@@ -66,6 +67,22 @@ def _start_adam(optimizer: MegatronOptimizer) -> None:
                 for p in group["params"]:
                     moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
                     inner.state[p] = {"step": torch.tensor(0.0), **moments}
+
+
+def fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """Have torch's Adam update in one kernel, which allocates nothing; after its state was made or loaded.
+
+    megatron-core leaves the choice to torch, which takes the form of many kernels whose root of the second moments is a
+    tensor as large as they are: 4 bytes a parameter, at the moment of a step when nothing else is free. That kernel
+    reads the step counts where the parameters are.
+    """
+    for chained in optimizer.chained_optimizers:
+        inner = chained.optimizer
+        if isinstance(inner, torch.optim.Adam):
+            for group in inner.param_groups:
+                group["fused"] = True
+                for p in group["params"]:
+                    inner.state[p]["step"] = inner.state[p]["step"].to(p.device)
 
 
 def _schedule(optimizer: MegatronOptimizer, config: Any, total_steps: int) -> OptimizerParamScheduler:

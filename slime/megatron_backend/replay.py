@@ -14,7 +14,7 @@ from slime.megatron_backend.forward import log_probs_of_data
 from slime.megatron_backend.model import build_model
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.trainer import load_weights
+from slime.megatron_backend.weights import load_weights
 from slime.types import Sample, TrainData
 
 Layout = list[list[int]]

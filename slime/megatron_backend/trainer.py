@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from slime import operators
 from slime.algo.advantage import compute_advantages
 from slime.algo.importance import sequence_mean
 from slime.algo.ppo import compute_approx_kl
+from slime.config.cluster import PARTS
 from slime.config.debug import profiled_steps
 from slime.data.packing import MicroBatch, pack
 from slime.hooks import load_function
@@ -32,11 +34,14 @@ from slime.megatron_backend.loss import MicroBatchLoss, micro_batch_loss
 from slime.megatron_backend.model import build_model, unwrap
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.optimizer import build_optimizer, finish_grads
+from slime.megatron_backend.out_of_memory import explained
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.pipeline import from_last_stage, run_stages
-from slime.megatron_backend.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.residence import Residence
+from slime.megatron_backend.weights import export_hf, load_weights, save_hf, start_directory
+from slime.memory_estimate import decide_residence, estimate
 from slime.protocols import TrainResult, WeightUpdate
-from slime.tracking.memory import resident_peak_gib
+from slime.tracking.memory import device_memory, resident_peak_gib
 from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
 from slime.types import TrainData
@@ -75,12 +80,17 @@ class MegatronTrainer:
         if config.needs_reference:
             self.ref_model = build_model(self.hf_config, config, ddp=False)
             load_weights(self.ref_model, config.ref_load or config.hf_checkpoint)
+        self.timers = Timers.on(self.info.device)
+        self.estimate = estimate(config, self.hf_config)
+        self.memory = decide_residence(config, self.estimate, device_memory(self.info.device))
+        models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+        self.residence = Residence(self.memory.leaving, self.info.device, self.timers, models, self.optimizer)
+        self.residence.release(*PARTS)  # engines that start now measure what memory is left
         self.files = FileChannel(config.weight_dir)
         self.channel = self._channel()
         self.sending: Iterator[WeightUpdate] | None = None
         self.receivers: dict[str, int] = {}  # of what is being sent
         self.version = self.start_rollout_id  # of the weights as they are: how many rollouts made them
-        self.timers = Timers.on(self.info.device)
         self.audit = Audit(config, self.info, self.timers, self.temperature)
         steps = profiled_steps(config.profile_steps)
         self.profiler = StepProfiler(steps, config.run_dir, rank, self.timers, self.info.device)
@@ -88,12 +98,16 @@ class MegatronTrainer:
 
     def train(self, rollout_id: int, data: TrainData) -> TrainResult:
         """All optimizer steps of one rollout over this rank's part of it. Collective over all ranks."""
-        with self.profiler.around(rollout_id), self.timers.measure("trainer"):
+        doing = self._explained(f"training rollout {rollout_id}")
+        with doing, self.profiler.around(rollout_id), self.timers.measure("trainer"):
+            self.residence.bring(*PARTS)
             steps, rollout = self._train(rollout_id, data)
+            self.residence.release("gradients", "optimizer")  # parameters when they are published
         self.version = rollout_id + 1
         if self.config.colocate and self.info.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
         perf = self.timers.flush()
+        perf |= self.residence.metrics(perf) | self.estimate.compared(perf)
         if (resident := resident_peak_gib()) is not None:
             perf["perf/trainer_rss_gib"] = resident
         operated = from_last_stage(self.info, operators.step_metrics())  # other stages have no head
@@ -119,12 +133,15 @@ class MegatronTrainer:
         """Checkpoint under --save (and --save-hf) as iteration `rollout_id`. Collective; appears only when complete."""
         optimizer = None if self.config.no_save_optim else self.optimizer
         extra = {"rollout_id": rollout_id}
-        checkpoint.save_checkpoint(
-            self.config.save, rollout_id, self.model, optimizer, self.scheduler, extra=extra
-        )
-        if self.config.save_hf:
-            out = Path(self.config.save_hf.format(rollout_id=rollout_id))
-            save_hf(self.model, self.config.hf_checkpoint, out)
+        with self._explained(f"saving rollout {rollout_id}"):
+            self.residence.bring("parameters", "optimizer", timer="save_onload")
+            checkpoint.save_checkpoint(
+                self.config.save, rollout_id, self.model, optimizer, self.scheduler, extra=extra
+            )
+            if self.config.save_hf:
+                out = Path(self.config.save_hf.format(rollout_id=rollout_id))
+                save_hf(self.model, self.config.hf_checkpoint, out)
+            self.residence.release("parameters", "optimizer", timer="save_offload")
 
     def _channel(self) -> WeightChannel:
         config, size = self.config, self.config.update_weight_buffer_size
@@ -148,9 +165,11 @@ class MegatronTrainer:
                 compare=self.config.check_weight_update_equal,
                 receivers=receivers,
             )
-        part = next(self.sending, None)
-        if part is None:
-            self.sending = None
+        with self._explained(f"publishing weights {version}"):
+            part = next(self.sending, None)
+            if part is None:
+                self.sending = None
+                self.residence.release("parameters", timer="weights_offload")
         return part
 
     def weights_file(self) -> WeightUpdate:
@@ -158,9 +177,13 @@ class MegatronTrainer:
         return next(self.files.parts(self._export, self.version, compare=False, receivers={}))
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
-        return export_hf(self.model)
+        return export_hf(self.model, self.residence.read)
+
+    def _explained(self, doing: str) -> AbstractContextManager[None]:
+        return explained(doing, self.config, self.estimate, self.timers)
 
     def close(self) -> None:
+        self.residence.close()
         destroy_parallel()
 
     def _hook(self, flag: str, *args: Any) -> None:
@@ -355,23 +378,6 @@ COLUMNS = (
     "ref_log_probs",
     "rollout_log_probs",
 )
-
-
-def start_directory(config: Any) -> str:
-    """Where a run that resumes nothing takes its weights from: --load when that is an HF directory (when it is also
-    --save, the first start finds it empty), else --ref-load, else --hf-checkpoint.
-    """
-    if config.load and (Path(config.load) / "config.json").is_file():
-        return config.load
-    return config.ref_load or config.hf_checkpoint
-
-
-def load_weights(model: Any, directory: str) -> None:
-    """Weights from an HF directory or a Megatron checkpoint, told apart by what lies there."""
-    if checkpoint.latest(directory) is not None:
-        checkpoint.load_checkpoint(directory, model)
-    else:
-        load_hf(model, directory)
 
 
 def reduce_metrics(losses: list[MicroBatchLoss], dp_group: Any) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from slime.megatron_backend.checkpoint import latest, load_checkpoint
 from slime.megatron_backend.hf_weights import family_for
 from slime.megatron_backend.hf_weights.base import Row
 from slime.megatron_backend.model import HiddenGPTModel, unwrap
@@ -28,6 +29,13 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+Read = Callable[[nn.Parameter], Tensor]
+
+
+def _live(parameter: nn.Parameter) -> Tensor:
+    return parameter.data
 
 
 _TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
@@ -111,9 +119,29 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
         parameter.data.copy_(row.layout.shard(row.layout.join(parts, inner.sizes), rank, size))
 
 
+def start_directory(config: Any) -> str:
+    """Where a run that resumes nothing takes its weights from: --load when that is an HF directory (when it is also
+    --save, the first start finds it empty), else --ref-load, else --hf-checkpoint.
+    """
+    if config.load and (Path(config.load) / "config.json").is_file():
+        return config.load
+    return config.ref_load or config.hf_checkpoint
+
+
+def load_weights(model: Any, directory: str) -> None:
+    """Weights from an HF directory or a Megatron checkpoint, told apart by what lies there."""
+    if latest(directory) is not None:
+        load_checkpoint(directory, model)
+    else:
+        load_hf(model, directory)
+
+
 @torch.no_grad()
-def export_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All weights under their HF names: full tensors on every rank, in the model's dtype and on its device.
+def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tensor]]:
+    """All weights under their HF names: full tensors on every rank, in the model's dtype.
+
+    `read` gives the values of a parameter, on any device (slime.megatron_backend.residence); a rank alone passes them
+    on where they are, several exchange them on theirs.
 
     Collective over tensor- and pipeline-parallel ranks: every rank must exhaust the iterator. A tied head is left out.
     Tensors may share memory with the live parameters: copy what must outlive the next optimizer step.
@@ -121,15 +149,15 @@ def export_hf(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     inner = unwrap(model)
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
-        yield from _export_stage(inner)
+        yield from _export_stage(inner, read)
         return
     for stage in range(group.size()):
-        mine = _export_stage(inner) if stage == group.rank() else None
+        mine = _export_stage(inner, read) if stage == group.rank() else None
         box = [_shapes_of_stage(inner) if mine else []]
         dist.broadcast_object_list(box, group=group, group_src=stage)
         for name, shape in box[0]:
             if mine:
-                tensor = next(mine)[1].contiguous()
+                tensor = next(mine)[1].contiguous().to(torch.cuda.current_device())
             else:
                 tensor = torch.empty(
                     shape, dtype=inner.config.params_dtype, device=torch.cuda.current_device()
@@ -145,12 +173,13 @@ def _exported(inner: HiddenGPTModel) -> Iterator[tuple[nn.Parameter, Row, tuple[
             yield parameter, row, names
 
 
-def _export_stage(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
+def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
     """HF names and full tensors of this stage. Collective over tensor-parallel ranks."""
     _, size = _tp_rank_and_size()
     for parameter, row, names in _exported(inner):
-        full = parameter.data
+        full = read(parameter)
         if size > 1 and getattr(parameter, "tensor_model_parallel", False):
+            full = full.to(torch.cuda.current_device())
             shards = [torch.empty_like(full) for _ in range(size)]
             dist.all_gather(shards, full.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
             full = row.layout.merge(shards)

@@ -24,6 +24,15 @@ def resident_peak_gib() -> float | None:
     return int(line.split()[1]) / 2**20
 
 
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of memory that a GPU has, whoever uses it; None for another device."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.mem_get_info(device)[1]
+
+
 class PeakMemory:
     """Largest number of bytes allocated at once while each phase ran; phases nest freely.
 

@@ -246,7 +246,8 @@ def test_colocated_run_records_configuration_and_environment_without_keys(whole:
 def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
     world: World, whole: Path
 ) -> None:
-    command = vime("train", *colocated(world, "killed"))
+    # Between its trainings the state is away: on a CPU on the host, too, and read, saved and resumed as on a GPU.
+    command = vime("train", *colocated(world, "killed"), "--offload-train")
     run_dir = world.root / "killed"
     newest = run_dir / "checkpoint" / "latest_checkpointed_iteration.txt"
     with launched(command, world.root / "killed.out") as launch:
@@ -257,7 +258,8 @@ def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
         launch.await_gone(30)
     assert len(rows(run_dir, "train/step")) < ROLLOUTS
     assert not published_weights(run_dir).exists()
-    run(command, world.root / "resumed.out")
+    printed = run(command, world.root / "resumed.out")
+    assert "memory: between trainings gradients, parameters, optimizer leave the device" in printed
     assert not published_weights(run_dir).exists()
     assert_agree(run_dir, steps=ROLLOUTS)
     assert_same_curve(run_dir, whole)

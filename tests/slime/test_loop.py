@@ -132,8 +132,10 @@ def test_synchronous():
 def test_colocated_engines_sleep_while_the_trainer_works():
     run = Run(colocate=True, save="dir", save_interval=1, num_rollout=1)
     assert run.go() == words(
-        "publish 0, update 0, generate 0, sleep, train 0, wake, publish 1, update 1, save 0"
+        "publish 0, update 0, generate 0, sleep, train 0, wake, publish 1, update 1,"
+        "sleep, save 0, wake, publish 1, update 1"
     )
+    assert run.logged[:2] == [("rollout/step", 0), ("train/step", 0)]  # the step's line before its checkpoint
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 9])

@@ -119,7 +119,7 @@ def weights_of(config: Config, version: int, scratch: Path) -> str:
     ValueError, saying what to add to the run, when they are not at hand.
     """
     from slime.megatron_backend.export import export_checkpoint
-    from slime.megatron_backend.trainer import start_directory
+    from slime.megatron_backend.weights import start_directory
 
     if version == 0:
         start = start_directory(config)

@@ -1,0 +1,42 @@
+"""What a trainer says when its device has no memory left: where it stood, and what would lower it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slime.memory_estimate import Estimate, engine_share, lowering
+from slime.tracking.timers import Timers
+
+
+@contextmanager
+def explained(doing: str, config: Any, estimate: Estimate, timers: Timers) -> Iterator[None]:
+    """Give torch.OutOfMemoryError of the block the peaks of all phases since the last `timers.flush`, the estimate, and
+    the flags that would have lowered them."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        peaks = {k: v for k, v in timers.flush().items() if k.endswith("_peak_gib")}
+        raise torch.OutOfMemoryError(_text(doing, config, estimate, peaks, str(error))) from error
+
+
+def _text(doing: str, config: Any, estimate: Estimate, peaks: dict[str, float], said: str) -> str:
+    by_phase = sorted(
+        ((name.removeprefix("perf/").removesuffix("_peak_gib"), value) for name, value in peaks.items()),
+        key=lambda pair: -pair[1],
+    )
+    measured = ", ".join(f"{name} {value:.2f}" for name, value in by_phase) or "none measured on this device"
+    flags = lowering(config)
+    if config.colocate:
+        flags.append(f"--vllm-gpu-memory-utilization (now {engine_share(config):g})")
+        if not config.offload_train or config.offload_train_parts:
+            flags.append("--offload-train with all its parts")
+    lines = [
+        f"out of device memory while {doing}: {said}",
+        f"peaks so far, GiB: {measured}; the estimate of a step was {estimate.peak / 2**30:.2f}",
+        "what lowers it: " + "; ".join(flags),
+    ]
+    return "\n".join(lines)

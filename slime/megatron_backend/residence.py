@@ -1,0 +1,215 @@
+"""Which parts of the trainer's state are on its device: the rest is on the host until the trainer needs it.
+
+    residence.bring("parameters", "gradients", "optimizer")     train     residence.release("gradients", "optimizer")
+
+Owns the host copies, pinned once, one a part. A part leaves by its storages: they are emptied and later filled again in
+place, so that every view of them (parameters in Megatron's flat buffers, shards, hooks on gradients) stays what it is.
+A tensor that is away must not be touched; `read` gives the values of a parameter wherever they are.
+
+Not Megatron's own means (`MegatronOptimizer.offload_to_cpu`, `_ParamAndGradBuffer.offload_to_cpu`): the first copies to
+pageable memory that it allocates anew each time, tensor by tensor and waiting for each; the second knows neither models
+without a gradient buffer nor optimizers that are not distributed, and empties storages before its copy is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor, nn
+
+from slime.tracking.timers import Timers
+
+ALIGNMENT = 512
+"""Bytes at which a storage begins in its host copy: any dtype may, and copies are of whole pages' parts."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A storage of the device, its size in bytes, and where it lies in the part's host copy."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    offset: int
+
+    def on_device(self, device: torch.device) -> Tensor:
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        return empty.set_(self.storage, 0, (self.nbytes,), (1,))
+
+
+class Residence:
+    """`parts` may leave `device` (see slime.config.cluster.PARTS); for the others nothing here does anything.
+
+    `models`: the trained one in its data-parallel wrapper first, then a reference. The optimizer's state must exist.
+    """
+
+    def __init__(
+        self,
+        parts: Collection[str],
+        device: torch.device,
+        timers: Timers,
+        models: Iterable[nn.Module],
+        optimizer: Any,
+    ) -> None:
+        self._device, self._timers, self._optimizer = device, timers, optimizer
+        self._pieces: dict[str, list[_Piece]] = {}
+        self._host: dict[str, Tensor] = {}
+        self._away: set[str] = set()
+        self._moved = {"offload": 0, "onload": 0}
+        seen: set[int] = set()
+        # In this order: without mixed precision the main weights are the parameters, and go with them.
+        tensors = {
+            "parameters": parameters_of(models := list(models)),
+            "gradients": gradients_of(models),
+            "optimizer": states_of(optimizer),
+        }
+        for part, of_part in tensors.items():
+            pieces = list(_pieces(of_part, device, seen))
+            if part in parts:
+                self._pieces[part] = pieces
+        self._places = {
+            piece.storage._cdata: (part, piece) for part, pieces in self._pieces.items() for piece in pieces
+        }
+
+    @property
+    def away(self) -> frozenset[str]:
+        """The parts that are not on the device."""
+        return frozenset(self._away)
+
+    def nbytes(self, part: str) -> int:
+        """Bytes that the device gets when `part` leaves."""
+        return sum(piece.nbytes for piece in self._pieces.get(part, ()))
+
+    def release(self, *parts: str, timer: str = "offload") -> None:
+        """Let go of parts; their memory goes back to the device, not only to torch's cache. Gradients are lost.
+
+        Timed as `timer`, which ends in "offload"; in "onload" that of `bring`.
+        """
+        leaving = [part for part in parts if part in self._pieces and part not in self._away]
+        if not leaving:
+            return
+        with self._timers.measure(timer):
+            for part in leaving:
+                if part == "gradients":
+                    self._optimizer.zero_grad()  # it may hold copies of them in another dtype
+                    continue
+                host = self._host_copy(part)
+                for piece in self._pieces[part]:
+                    into = host[piece.offset : piece.offset + piece.nbytes]
+                    into.copy_(piece.on_device(self._device), non_blocking=True)
+                self._moved["offload"] += self.nbytes(part)
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            for part in leaving:
+                for piece in self._pieces[part]:
+                    if piece.storage.resizable():  # a host tensor that numpy was once given is not: it stays
+                        piece.storage.resize_(0)
+            self._away.update(leaving)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def bring(self, *parts: str, timer: str = "onload") -> None:
+        """Have parts on the device, bytes as they left; gradients are zero."""
+        coming = [part for part in parts if part in self._away]
+        if not coming:
+            return
+        with self._timers.measure(timer):
+            for part in coming:
+                for piece in self._pieces[part]:
+                    if piece.storage.nbytes() == 0:
+                        piece.storage.resize_(piece.nbytes)
+                    room = piece.on_device(self._device)
+                    if part == "gradients":
+                        room.zero_()
+                        continue
+                    # Work that follows on the stream finds it done; the host copy stays as it is till the next release.
+                    room.copy_(
+                        self._host[part][piece.offset : piece.offset + piece.nbytes], non_blocking=True
+                    )
+                if part != "gradients":
+                    self._moved["onload"] += self.nbytes(part)
+                self._away.discard(part)
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """The values of a parameter: on the device, or while they are away in the host copy (do not write there)."""
+        if not self._away:
+            return parameter.data
+        part, piece = self._places.get(parameter.untyped_storage()._cdata, (None, None))
+        if piece is None or part not in self._away:
+            return parameter.data
+        start = piece.offset // parameter.element_size() + parameter.storage_offset()
+        view = torch.empty(0, dtype=parameter.dtype)
+        return view.set_(self._host[part].untyped_storage(), start, parameter.size(), parameter.stride())
+
+    def metrics(self, times: dict[str, float]) -> dict[str, float]:
+        """GiB/s of what moved since the last call, by the seconds in `times` (`Timers.flush` of the same span)."""
+        moved, self._moved = self._moved, dict.fromkeys(self._moved, 0)
+        out = {}
+        for way, size in moved.items():
+            seconds = sum(time for name, time in times.items() if name.endswith(f"{way}_time"))
+            if size and seconds:
+                out[f"perf/{way}_gib_per_s"] = size / 2**30 / seconds
+        return out
+
+    def close(self) -> None:
+        """Unpin the host copies. What is away is lost."""
+        for host in self._host.values():
+            if self._device.type == "cuda":
+                torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        self._host.clear()
+
+    def _host_copy(self, part: str) -> Tensor:
+        """The part's host copy, made on first use: pinning tens of GB takes seconds."""
+        if part not in self._host:
+            size = self._pieces[part][-1].offset + self._pieces[part][-1].nbytes if self._pieces[part] else 0
+            host = torch.empty(size, dtype=torch.uint8)
+            if self._device.type == "cuda" and size:
+                host.fill_(0)  # pages come from many threads here, from one in the call below
+                # Not pin_memory(): torch rounds its pinned blocks up to a power of two.
+                code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0))
+                if code != 0:
+                    raise RuntimeError(
+                        f"host memory must be pinned for --offload-train, got CUDA error {code} for {size} bytes of "
+                        f"{part}; leave it on the device (--no-offload-train, or --offload-train-parts without it)"
+                    )
+            self._host[part] = host
+        return self._host[part]
+
+
+def _pieces(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[_Piece]:
+    """The storages of `tensors` on `device` that nobody had before, one after the other in a host copy."""
+    offset = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata in seen or tensor.device.type != device.type or storage.nbytes() == 0:
+            continue
+        seen.add(storage._cdata)
+        yield _Piece(storage, storage.nbytes(), offset)
+        offset += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+
+
+def parameters_of(models: list[nn.Module]) -> Iterator[Tensor]:
+    for model in models:
+        yield from model.parameters()
+
+
+def gradients_of(models: list[nn.Module]) -> Iterator[Tensor]:
+    """Megatron's flat gradient buffers of the models that have some."""
+    for model in models:
+        if isinstance(model, DistributedDataParallel):
+            for buffer in [*model.buffers, *model.expert_parallel_buffers]:
+                yield buffer.grad_data
+
+
+def states_of(optimizer: Any) -> Iterator[Tensor]:
+    """Main weights and moments. A step count of one number stays: whoever asks for it wants it at once."""
+    for chained in optimizer.chained_optimizers:
+        inner = chained.optimizer
+        for group in [] if inner is None else inner.param_groups:  # None on a rank without a parameter
+            for parameter in group["params"]:
+                yield parameter
+                values = inner.state.get(parameter, {}).values()
+                yield from (value for value in values if isinstance(value, Tensor) and value.dim())

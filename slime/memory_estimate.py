@@ -1,0 +1,349 @@
+"""Memory of a trainer rank from shapes: the state it keeps, what a step adds, and what must leave for an engine's sake.
+
+Figures are tensors as the trainer allocates them; `vime plan` prints them, a run reports its peaks against their sum.
+With --colocate they decide what --offload-train leaves open. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.cluster import PARTS
+from slime.operators import loss_head
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GIB = 2**30
+
+ENGINE_SHARE = 0.92
+"""vLLM's own --gpu-memory-utilization."""
+
+BESIDES_GENERATING = 7.5 * GIB
+"""Beyond the engine's share and the trainer's tensors, both processes together: contexts, CUDA graphs, workspaces,
+caches. Of 132.4 GiB in use on an H200 the share was 0.4 x 140.4, state and buckets 68.9."""
+
+BESIDES_TRAINING = 3.4 * GIB
+"""What a sleeping engine keeps (1.9 GiB, measured), and the trainer's context and libraries."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers of a dense decoder that memory depends on; `q` and `kv` are heads times head size."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    q: int
+    kv: int
+    vocab: int
+    tied: bool
+
+    @classmethod
+    def of(cls, hf: dict[str, Any]) -> Shape:
+        heads = hf["num_attention_heads"]
+        head = hf.get("head_dim") or hf["hidden_size"] // heads
+        return cls(
+            layers=hf["num_hidden_layers"],
+            hidden=hf["hidden_size"],
+            ffn=hf["intermediate_size"],
+            q=heads * head,
+            kv=hf.get("num_key_value_heads", heads) * head,
+            vocab=hf["vocab_size"],
+            tied=hf.get("tie_word_embeddings", False),
+        )
+
+    @property
+    def layer_params(self) -> int:
+        """Matrices of one layer: q, k, v, o and the gated MLP. Norms and biases are about a thousandth."""
+        return self.hidden * (2 * self.q + 2 * self.kv) + 3 * self.hidden * self.ffn
+
+    @property
+    def params(self) -> int:
+        """Matrices of the whole model."""
+        return self.layers * self.layer_params + self.vocab * self.hidden * (1 if self.tied else 2)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of an estimate: how the number of bytes comes about. `part`: what --offload-train-parts calls it."""
+
+    name: str
+    bytes: float
+    arithmetic: str
+    part: str | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`kept` as long as the trainer runs, one of `work` at a time beside it."""
+
+    kept: tuple[Item, ...]
+    work: tuple[Item, ...]
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the worst moment of a step."""
+        return sum(item.bytes for item in self.kept) + max((item.bytes for item in self.work), default=0.0)
+
+    def of_part(self, part: str) -> float:
+        return sum(item.bytes for item in self.kept if item.part == part)
+
+    def compared(self, perf: dict[str, float]) -> dict[str, float]:
+        """The estimate beside the peak that a step's `perf` has; nothing where no peak is measured."""
+        if (peak := perf.get("perf/trainer_peak_gib")) is None:
+            return {}
+        expected = self.peak / GIB
+        return {"perf/memory/estimate_gib": expected, "perf/memory/peak_of_estimate": peak / expected}
+
+    def left(self, leaving: Collection[str]) -> float:
+        """Bytes between two trainings, when the parts `leaving` are on the host."""
+        return sum(item.bytes for item in self.kept if item.part not in leaving)
+
+
+def estimate(c: Any, hf_config: dict[str, Any]) -> Estimate:
+    """Bytes on one trainer rank, of the pipeline stage with the most parameters."""
+    shape = Shape.of(hf_config)
+    return Estimate(tuple(kept_memory(c, shape)), tuple(work_memory(c, shape)))
+
+
+def kept_memory(c: Any, shape: Shape) -> Iterator[Item]:
+    """Mixed precision keeps fp32 main weights beside Adam's two fp32 moments."""
+    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
+    params, share = stage_params(c, shape)
+    grad, shards = _grad_bytes(c), _shards(c)
+    main = 0 if c.params_dtype == "float32" else 4
+    yield Item("weights", params / tp * size, f"{share} x {size} B / TP {tp}", "parameters")
+    yield Item("gradients", params / tp * grad, f"{share} x {grad} B / TP {tp}", "gradients")
+    how = f"{share} x {main + 8} B / TP {tp} / {shards} shards"
+    yield Item("optimizer", params / tp * (main + 8) / shards, how, "optimizer")
+    if c.needs_reference:
+        yield Item("reference", params / tp * size, f"{share} x {size} B / TP {tp}", "parameters")
+    if c.update_weight_transport in ("ipc", "nccl") and c.num_engines:
+        largest = shape.vocab * shape.hidden * size
+        bucket = max(c.update_weight_buffer_size, largest)
+        how = "2, each --update-weight-buffer-size or the embedding"
+        yield Item("update buckets", 2 * bucket, how)
+
+
+def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
+    """What stands beside the state at the moments of a step that may be its peak."""
+    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
+    if (tokens := micro_batch_tokens(c)) is not None:
+        kept, one = activation_memory(c, shape, tokens)
+        split = tp if c.sequence_parallel else 1
+        # Back through the MLP: the gradients of its two halves and of the layer, and of one weight before it is added.
+        flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
+        back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients"
+        yield Item("layers, backward", kept.bytes + one + flight * size, back)
+        head, how = head_memory(c, shape, tokens)
+        # Layer by layer recomputation has not begun when the head runs.
+        held = kept.bytes
+        yield Item("head and loss", held + head, f"{amount(held)} of activations + {how}")
+    rows = shape.vocab * shape.hidden
+    yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
+    if _grad_bytes(c) < 4:
+        params, share = stage_params(c, shape)
+        how = f"{share} x 4 B / TP {tp} / {_shards(c)} shards, gradients in fp32"
+        yield Item("optimizer step", params / tp * 4 / _shards(c), how)
+
+
+def _grad_bytes(c: Any) -> int:
+    return 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else BYTES[c.params_dtype]
+
+
+def _shards(c: Any) -> int:
+    return c.data_parallel_size * c.context_parallel_size if c.use_distributed_optimizer else 1
+
+
+def stage_params(c: Any, shape: Shape) -> tuple[int, str]:
+    """Parameters of the largest pipeline stage, and how to say that. A tied head is a copy on the last stage."""
+    layers = c.megatron.layers_of_stages(shape.layers)
+    if len(layers) == 1:
+        return shape.params, count(shape.params)
+    at_ends = shape.vocab * shape.hidden
+    sizes = [n * shape.layer_params + at_ends * (i in (0, len(layers) - 1)) for i, n in enumerate(layers)]
+    largest = max(range(len(layers)), key=sizes.__getitem__)
+    return sizes[largest], f"{count(sizes[largest])} of stage {largest}"
+
+
+def micro_batch_tokens(c: Any) -> int | None:
+    """The most tokens of one micro-batch on one rank; None when no length is bounded."""
+    if c.use_dynamic_batch_size:
+        return c.max_tokens_per_gpu
+    ends = (c.rollout_max_prompt_len, c.rollout_max_response_len)
+    longest = c.rollout_max_context_len or (None if None in ends else sum(ends))
+    return None if longest is None else longest * c.micro_batch_size // c.context_parallel_size
+
+
+def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
+    """What the forward keeps for the backward, and bytes of the one layer that full recomputation makes again.
+
+    Norm inputs and outputs: 4 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv.
+    Gated MLP: 3 F. The last two are split over tensor parallelism, the first too with --sequence-parallel.
+    With full recomputation only the layer inputs stay. The first of P pipeline stages keeps P micro-batches of its
+    layers. Of C context-parallel ranks each keeps the keys and values that its two runs of a sequence see: together all
+    of the sequence and, on average, half a rank's share more.
+    """
+    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
+    layers = c.megatron.layers_of_stages(shape.layers)[0] * c.pipeline_model_parallel_size
+    split = tp if c.sequence_parallel else 1
+    cp = c.context_parallel_size
+    gathered = 2 * shape.kv * (cp + 0.5) if cp > 1 else 0
+    layer = 4 * shape.hidden / split + (4 * shape.q + 4 * shape.kv + gathered + 3 * shape.ffn) / tp
+    full = c.megatron.overrides.get("recompute_granularity") == "full"
+    width = shape.hidden / split if full else layer
+    how = f"{count(tokens)} tokens x {size} B x {layers} layers x {width:.0f}"
+    return Item("activations", tokens * size * layers * width, how), tokens * size * layer if full else 0.0
+
+
+def head_memory(c: Any, shape: Shape, tokens: int) -> tuple[float, str]:
+    """Of the output layer and the loss, when all tokens are responses: logits with their gradients, or the bound that
+    the linear operators keep to and their rows of the hidden states, forward and back."""
+    size, columns = BYTES[c.params_dtype], shape.vocab / c.tensor_model_parallel_size
+    head, _ = loss_head(c)
+    if head in ("linear_token_loss", "linear_logp"):
+        rows = 2 * tokens * shape.hidden * size
+        if c.device != "cuda":  # the references work in one block of float32
+            return (
+                rows + tokens * columns * 8,
+                f"{count(tokens)} tokens x {columns:.0f} columns x 8 B, references",
+            )
+        workspace = c.rl_kernel_workspace_mib * 2**20
+        return workspace + rows, f"--rl-kernel-workspace-mib + {amount(rows)} of hidden states"
+    each = 2 * size  # logits and their gradient
+    if (
+        head == "native"
+    ):  # the same of the responses' rows in float32, and a softmax for an entropy in the loss
+        each += 4 + (8 if c.entropy_coef else 0)
+    return tokens * columns * each, f"{count(tokens)} tokens x {columns:.0f} columns x {each} B"
+
+
+def engine_share(c: Any) -> float:
+    """Part of a GPU that an engine takes for itself."""
+    return c.engine.vllm_args.get("gpu_memory_utilization", ENGINE_SHARE)
+
+
+@dataclass(frozen=True)
+class MemoryDecision:
+    """What of the trainer's state leaves its device between trainings, and why, in lines for a person."""
+
+    leaving: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+def choices(e: Estimate, allowed: Collection[str]) -> list[tuple[str, ...]]:
+    """Sets of parts that may leave, each the one that moves the fewest bytes for what it leaves behind.
+
+    Gradients move none, as they are worth nothing between two trainings: they go first.
+    """
+    parts = [part for part in PARTS if part in allowed]
+    sets = [s for n in range(len(parts) + 1) for s in itertools.combinations(parts, n)]
+    sets = [s for s in sets if not s or "gradients" in s or "gradients" not in parts]
+    sets.sort(key=lambda s: (sum(e.of_part(p) for p in s if p != "gradients"), -e.left(s)))
+    best: list[tuple[str, ...]] = []
+    for chosen in sets:
+        if not best or e.left(chosen) < e.left(best[-1]):
+            best.append(chosen)
+    return best
+
+
+def decide_residence(c: Any, e: Estimate, device_bytes: float | None) -> MemoryDecision:
+    """Which parts leave. `device_bytes`: memory of the GPU; None where it is not known, then nothing is decided for it.
+
+    While engines generate: state left + buckets + engine's share + BESIDES_GENERATING <= memory of the GPU. Of the sets
+    that hold it, the one that moves the fewest bytes. --offload-train takes all of --offload-train-parts, whatever the
+    memory; --no-offload-train none.
+    """
+    allowed = c.offload_train_parts or PARTS
+    # Buffers that are registered with NCCL stay where they are.
+    if not c.colocate or c.offload_train is False or c.megatron.overrides.get("nccl_ub"):
+        return MemoryDecision((), ())
+    if c.offload_train:
+        leaving = tuple(part for part in PARTS if part in allowed)
+        return MemoryDecision(leaving, tuple(_told(c, e, leaving, device_bytes, "--offload-train")))
+    if c.device != "cuda" or not c.num_engines:
+        return MemoryDecision((), ())
+    if device_bytes is None:
+        return MemoryDecision((), tuple(_by_size(c, e, allowed)))
+    room = device_bytes * (1 - engine_share(c)) - BESIDES_GENERATING
+    sets = choices(e, allowed)
+    leaving = next((s for s in sets if e.left(s) <= room), sets[-1])
+    return MemoryDecision(leaving, tuple(_told(c, e, leaving, device_bytes, "as memory asks for it")))
+
+
+def _told(
+    c: Any, e: Estimate, leaving: tuple[str, ...], device_bytes: float | None, why: str
+) -> Iterator[str]:
+    moved = sum(e.of_part(part) for part in leaving if part != "gradients")
+    if leaving:
+        what = f"{', '.join(leaving)} leave the device, {amount(moved)} to the host and back a step"
+    else:
+        what = "the trainer's state stays on the device"
+    yield f"between trainings {what} ({why})"
+    if device_bytes is None or c.device != "cuda":
+        return
+    share = engine_share(c)
+    generating = e.left(leaving) + share * device_bytes + BESIDES_GENERATING
+    yield (
+        f"while engines generate {amount(generating)} of {amount(device_bytes)}: {amount(e.left(leaving))} of the "
+        f"trainer, {share:g} of the GPU for the engine, {amount(BESIDES_GENERATING)} besides"
+    )
+    if generating > device_bytes:
+        yield f"that is {amount(generating - device_bytes)} too much; lower --vllm-gpu-memory-utilization"
+    training = e.peak + BESIDES_TRAINING
+    yield f"while it trains {amount(training)}, a sleeping engine's and its own {amount(BESIDES_TRAINING)} included"
+    if training > device_bytes:
+        yield f"that is {amount(training - device_bytes)} too much; lower it with {', '.join(lowering(c))}"
+
+
+def _by_size(c: Any, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
+    """What would be decided on GPUs of which size: left + share x memory + besides <= memory, solved for it."""
+    free = 1 - engine_share(c)
+    yield "what leaves the device while engines generate is decided when its memory is known, here it is not:"
+    if free <= 0:
+        return
+    for leaving in choices(e, allowed):
+        least = (e.left(leaving) + BESIDES_GENERATING) / free
+        yield f"  from {amount(least)} on: {', '.join(leaving) or 'nothing'}"
+    yield f"  and training needs {amount(e.peak + BESIDES_TRAINING)}"
+
+
+def lowering(c: Any) -> list[str]:
+    """Flags that would lower the peak of a training step, with what they are now."""
+    overrides = c.megatron.overrides
+    flags = []
+    if c.use_dynamic_batch_size:
+        flags.append(f"--max-tokens-per-gpu (now {c.max_tokens_per_gpu})")
+    elif c.micro_batch_size > 1:
+        flags.append(f"--micro-batch-size (now {c.micro_batch_size})")
+    if overrides.get("recompute_granularity") != "full":
+        flags.append(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 (now "
+            f"{overrides.get('recompute_granularity', 'none')})"
+        )
+    if loss_head(c)[0].startswith("linear"):
+        flags.append(f"--rl-kernel-workspace-mib (now {c.rl_kernel_workspace_mib})")
+    else:
+        flags.append(f"--rlk-fast auto (now {c.rlk_fast})")
+    flags.append(f"--tensor-model-parallel-size (now {c.tensor_model_parallel_size})")
+    if not c.use_distributed_optimizer and c.data_parallel_size > 1:
+        flags.append("--use-distributed-optimizer (now off)")
+    return flags
+
+
+def count(number: float) -> str:
+    """1234567 -> "1.23 M"."""
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:g}"
+
+
+def amount(size: float) -> str:
+    """Bytes in binary units."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size:.0f} B"

@@ -1,0 +1,216 @@
+"""Memory of a trainer rank by hand, against a measured run, and what leaves the device on GPUs of several sizes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_cases import HF_CONFIG
+
+from slime.config.resolve import resolve
+from slime.config.schema import Config
+from slime.memory_estimate import (
+    BESIDES_GENERATING,
+    BESIDES_TRAINING,
+    GIB,
+    Shape,
+    choices,
+    count,
+    decide_residence,
+    estimate,
+    lowering,
+)
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+QWEN3_4B = HF_CONFIG | {
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+PARAMS = 4_022_272_000
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+H200 = 140.4 * GIB
+
+
+def config(**flags: Any) -> Config:
+    """One rank and one engine on one GPU, as in benchmarks/results/colocated_qwen3_4b_h200.json."""
+    given = {
+        "device": "cuda",
+        "actor_num_gpus_per_node": 1,
+        "colocate": True,
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "global_batch_size": 256,
+        "rollout_max_response_len": 8192,
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 9216,
+        "overrides": FULL,
+        "vllm_args": {"gpu_memory_utilization": 0.4},
+    }
+    return resolve(given | flags)
+
+
+def items(c: Config) -> dict[str, float]:
+    e = estimate(c, QWEN3_4B)
+    return {item.name: item.bytes for item in (*e.kept, *e.work)}
+
+
+def test_arithmetic_by_hand():
+    found = items(config(use_kl_loss=True))
+    layer = 2560 * (2 * 4096 + 2 * 1024) + 3 * 2560 * 9728
+    assert Shape.of(QWEN3_4B).params == PARAMS == 36 * layer + 151936 * 2560
+    assert found["weights"] == found["reference"] == PARAMS * 2
+    assert (found["gradients"], found["optimizer"]) == (PARAMS * 4, PARAMS * 12)
+    assert (
+        found["update buckets"] == 2 * 151936 * 2560 * 2
+    )  # the embedding is larger than a bucket of 512 MiB
+    inputs, one = 36 * 2560, 4 * 2560 + 4 * 4096 + 4 * 1024 + 3 * 9728
+    back = 9216 * (2 * 9728 + 2 * 2560) + 2 * 2560 * 9728
+    assert found["layers, backward"] == 2 * (9216 * (inputs + one) + back)
+    assert found["head and loss"] == 2 * 9216 * inputs + 1536 * 2**20 + 2 * 9216 * 2560 * 2
+    assert found["embedding gradient"] == 151936 * 2560 * 2
+    state = PARAMS * (2 + 2 + 4 + 12) + found["update buckets"]
+    assert estimate(config(use_kl_loss=True), QWEN3_4B).peak == state + found["head and loss"]
+
+
+def test_the_measured_run():
+    """With Adam of many kernels, as that commit had it, the peak was the optimizer's: 4 bytes a parameter beside
+    the state. One kernel has none, and the peak is a micro-batch's."""
+    run = json.loads((RESULTS / "colocated_qwen3_4b_h200.json").read_text())
+    measured = max(step["perf/trainer_peak_gib"] for step in run["steps"])
+    e = estimate(config(), QWEN3_4B)
+    then = (sum(item.bytes for item in e.kept) + 4 * PARAMS) / GIB
+    assert then == pytest.approx(measured, rel=0.01)
+    assert e.peak / GIB == pytest.approx(then - 4 * PARAMS / GIB + 3.17, abs=0.01)
+
+
+def test_splits():
+    tp = items(config(actor_num_gpus_per_node=2, tensor_model_parallel_size=2, sequence_parallel=True))
+    one = 4 * 2560 / 2 + (4 * 4096 + 4 * 1024 + 3 * 9728) / 2
+    back = 9216 * (2 * 9728 + 2 * 2560) / 2 + 2 * 2560 * 9728 / 2
+    assert tp["layers, backward"] == 2 * (9216 * (36 * 2560 / 2 + one) + back)
+    assert tp["weights"] == PARAMS and tp["optimizer"] == PARAMS * 6
+    stages = items(config(actor_num_gpus_per_node=4, pipeline_model_parallel_size=2, context_parallel_size=2))
+    stage = 18 * Shape.of(QWEN3_4B).layer_params + 151936 * 2560  # the embedding here, its copy there
+    assert stages["weights"] == stage * 2
+    assert stages["optimizer"] == stage * 12 / 2  # sharded over the context-parallel ranks too
+    # Keys and values of the whole row, twice this rank's, and of a quarter of it again: 2.5 times 2 x 1024 a token.
+    one = 4 * 2560 + 4 * 4096 + 4 * 1024 + 2.5 * 2 * 1024 + 3 * 9728
+    assert stages["layers, backward"] == 2 * (
+        9216 * (18 * 2 * 2560 + one) + 9216 * (2 * 9728 + 2 * 2560) + 2 * 2560 * 9728
+    )  # two micro-batches in flight
+
+
+def test_other_heads_and_precisions():
+    kept = 2 * 9216 * 36 * 2560
+    columns = 9216 * 151936
+    assert items(config(rlk_fast="off"))["head and loss"] == kept + columns * 8
+    assert items(config(rlk_fast="off", entropy_coef=0.1))["head and loss"] == kept + columns * 16
+    assert items(config(rl_kernel_ops=["logp"]))["head and loss"] == kept + columns * 4
+    plain = items(config(overrides={"grad_reduce_in_fp32": False}))
+    assert plain["gradients"] == PARAMS * 2 and plain["optimizer step"] == PARAMS * 4
+    assert items(config(fp32=True))["optimizer"] == PARAMS * 8
+    no_engine = items(config(debug_train_only=True))
+    assert "update buckets" not in no_engine
+    open_ended = config(use_dynamic_batch_size=False, rollout_max_response_len=None)
+    assert "layers, backward" not in items(open_ended)
+
+
+def decided(device_gib: float | None, **flags: Any) -> tuple[tuple[str, ...], str]:
+    c = config(**flags)
+    size = None if device_gib is None else device_gib * GIB
+    decision = decide_residence(c, estimate(c, QWEN3_4B), size)
+    return decision.leaving, "\n".join(decision.lines)
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "leaving"),
+    [
+        (200, ()),
+        (129, ()),  # (68.88 + 7.5) / 0.6 = 127.3
+        (126, ("gradients",)),  # free: nobody needs their contents
+        (101, ("gradients", "parameters")),  # 7.5 GiB each way, where the optimizer would be 45
+        (89, ("gradients", "optimizer")),
+        (26, ("gradients", "parameters", "optimizer")),
+        (10, ("gradients", "parameters", "optimizer")),
+    ],
+)
+def test_as_little_travels_as_memory_asks_for(device_gib, leaving):
+    assert decided(device_gib)[0] == leaving
+
+
+def test_the_smallest_gpu_of_each_choice_is_where_its_sum_comes_out_even():
+    e = estimate(config(), QWEN3_4B)
+    sets = choices(e, ("gradients", "parameters", "optimizer"))
+    assert [e.left(s) for s in sets] == sorted((e.left(s) for s in sets), reverse=True)
+    for before, leaving in itertools.pairwise(sets):
+        least = (e.left(before) + BESIDES_GENERATING) / 0.6 / GIB
+        assert decided(least + 1e-6)[0] == before
+        assert decided(least - 1e-3)[0] == leaving
+
+
+def test_flags_decide_first():
+    everything = ("gradients", "parameters", "optimizer")
+    assert decided(1000, offload_train=True)[0] == everything
+    assert decided(1000, offload=True)[0] == everything
+    assert decided(40, offload_train=False) == ((), "")
+    assert decided(1000, offload_train=True, offload_train_parts=["optimizer"])[0] == ("optimizer",)
+    assert decided(26, offload_train_parts=["optimizer"])[0] == ("optimizer",)
+    assert decided(26, colocate=False, rollout_num_gpus=1) == ((), "")
+    assert decided(26, overrides=FULL | {"nccl_ub": True})[0] == ()
+    assert decided(None, device="cpu") == ((), "")
+    leaving, text = decided(None, device="cpu", offload_train=True)
+    assert leaving == everything and "GPU" not in text
+
+
+def test_lines_say_what_leaves_and_what_is_short():
+    _, text = decided(140.4)
+    assert "the trainer's state stays on the device (as memory asks for it)" in text
+    assert "while engines generate 132.54 GiB of 140.40 GiB: 68.88 GiB of the trainer, 0.4 of the GPU" in text
+    assert "while it trains 75.45 GiB, a sleeping engine's and its own 3.40 GiB included" in text
+    assert "too much" not in text
+    _, text = decided(60)
+    assert "gradients, optimizer leave the device, 44.95 GiB to the host and back a step" in text
+    assert (
+        "15.45 GiB too much; lower it with --max-tokens-per-gpu (now 9216), --rl-kernel-workspace-mib" in text
+    )
+    _, text = decided(10, offload_train_parts=["gradients"])
+    assert "too much; lower --vllm-gpu-memory-utilization" in text
+    _, text = decided(None)
+    assert "  from 127.30 GiB on: nothing\n" in text and "  and training needs 75.45 GiB" in text
+
+
+def test_peak_is_reported_against_the_estimate():
+    e = estimate(config(), QWEN3_4B)
+    compared = e.compared({"perf/trainer_peak_gib": 2 * e.peak / GIB})
+    assert compared == {"perf/memory/estimate_gib": e.peak / GIB, "perf/memory/peak_of_estimate": 2.0}
+    assert e.compared({"perf/trainer_time": 1.0}) == {}  # on a CPU no peak is measured
+    assert BESIDES_TRAINING < BESIDES_GENERATING
+
+
+def test_flags_that_would_lower_a_peak():
+    assert lowering(config(overrides={}))[:2] == [
+        "--max-tokens-per-gpu (now 9216)",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 (now none)",
+    ]
+    assert "--rlk-fast auto (now off)" in lowering(config(rlk_fast="off"))
+    plain = config(
+        use_dynamic_batch_size=False,
+        micro_batch_size=4,
+        actor_num_gpus_per_node=2,
+        use_distributed_optimizer=False,
+    )
+    assert lowering(plain)[0] == "--micro-batch-size (now 4)"
+    assert lowering(plain)[-1] == "--use-distributed-optimizer (now off)"
+
+
+def test_units():
+    assert [count(n) for n in (12, 1234, 4_022_272_000)] == ["12", "1.23 k", "4.02 G"]
