@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
+from slime.data.columns import pack_columns, unpack_columns
 from slime.operators import Decision
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
@@ -88,7 +89,7 @@ class TrainerActor:
         return trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions
 
     def train(self, rollout_id: int, data: dict[str, Any]) -> TrainResult:
-        return self.trainer.train(rollout_id, data)
+        return self.trainer.train(rollout_id, unpack_columns(data))
 
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:
@@ -191,7 +192,7 @@ class RolloutActor(RolloutManager):
 
     def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
         log_to(config, "rollout")
-        super().__init__(config, engine, dp_size, facts, ray.put)
+        super().__init__(config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
 
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:

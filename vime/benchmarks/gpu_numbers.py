@@ -14,13 +14,16 @@ import argparse
 import csv
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from slime.hf_config import read_hf_config
 from slime.tracking.trackers import METRICS_FILE
@@ -245,8 +248,31 @@ class Target:
     above: bool = False
 
 
-def _nothing(sources: Sources) -> Found:
-    return iter(())
+def _link_share(sources: Sources) -> Found:
+    """Bandwidth of the slower of both ways by that of a bare copy of page-locked memory, measured here and now."""
+    ways = ("offload", "onload")
+    for run in sources.large():
+        speeds = [run.median(f"perf/{way}_gib_per_s") for way in ways]
+        if None not in speeds and torch.cuda.is_available():
+            yield min(speed / link for speed, link in zip(speeds, _link(), strict=True)), run.series.name
+
+
+@cache
+def _link() -> tuple[float, float]:
+    """GiB/s from the GPU to the host and back: the best of five copies of 1 GiB."""
+    host = torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    found = []
+    for to, source in ((host, device), (device, host)):
+        seconds = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        found.append(1 / min(seconds))
+    return found[0], found[1]
 
 
 _UPDATE = "perf/update_weights_time"
@@ -278,7 +304,7 @@ FIGURES = (
         *("offload_s", "trainer's state out and back", 6.0, "s"),
         _times(_colocated, "perf/offload_time", "perf/onload_time"),
     ),
-    Target("offload_link_share", "its bandwidth / the host link's", 0.8, "x", _nothing, above=True),
+    Target("offload_link_share", "its bandwidth / the host link's", 0.8, "x", _link_share, above=True),
     Target("memory_growth", "GPU memory, step 10 / step 3 - 1", 0.01, "", _memory_growth),
     Target("curves", "runs whose reward rises, of 4", 4, "", _curves_that_rise, above=True),
     Target("audit", "off against auto / batch-layout noise", 1.0, "x", _audit),

@@ -41,6 +41,7 @@ import torch
 
 from rl_kernel.benchmarks.machine import describe
 from slime.config import Config
+from slime.data.columns import pack_columns
 from slime.data.tokenizer import load_tokenizer
 from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager
@@ -168,7 +169,9 @@ class Contest:
     def __init__(self, args: argparse.Namespace, config: Config, engine: Engine) -> None:
         self.args, self.engine = args, engine
         # Pickled as Ray pickles what the trainers get.
-        self.manager = RolloutManager(config, engine.client, 1, engine.facts, pickle.dumps)
+        self.manager = RolloutManager(
+            config, engine.client, 1, engine.facts, lambda data: pickle.dumps(pack_columns(data))
+        )
         self.manager.load(0)
         tokenizer = load_tokenizer(args.model)
         with open(config.prompt_data) as lines:
