@@ -7,6 +7,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +53,7 @@ class ActorError(RuntimeError):
         super().__init__(f"{name} failed: {said}")
 
 
+_DEATH_S = 3.0  # from the first complaint of a peer to Ray's word that a process is gone
 PROGRESS = {"progress": 1}
 """A concurrency group of its own, so that asking how far an actor is does not wait until it is done."""
 
@@ -167,16 +169,35 @@ class TrainerGroup:
 def first_failure_or_all(config: Any, calls: dict[Any, str]) -> list[Any]:
     """Results of the calls (reference -> name of the actor), in order.
 
-    The first one that fails raises ActorError at once, while its peers still wait for it in a collective.
+    The first one that fails raises ActorError, while its peers still wait for it in a collective; and if a peer died,
+    that one does: what others say of a broken collective comes of it, and may come first.
     """
     waiting, results = list(calls), {}
     while waiting:
         (done,), waiting = ray.wait(waiting, num_returns=1)
         try:
             results[done] = ray.get(done)
-        except (RayTaskError, RayActorError) as error:
+        except RayActorError as error:
             raise ActorError(calls[done], error, log_path(config, calls[done])) from None
+        except RayTaskError as error:
+            failed, why = _death_among(waiting) or (done, error)
+            raise ActorError(calls[failed], why, log_path(config, calls[failed])) from None
     return [results[ref] for ref in calls]
+
+
+def _death_among(waiting: list[Any]) -> tuple[Any, RayActorError] | None:
+    """The first of the calls whose actor's process is found dead within _DEATH_S."""
+    end = time.monotonic() + _DEATH_S
+    while waiting and (left_s := end - time.monotonic()) > 0:
+        ended, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
+        for ref in ended:
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                return ref, error
+            except RayTaskError:
+                pass  # one more that lost its peer
+    return None
 
 
 def ask_progress(actor: Any) -> tuple[int, int]:
