@@ -96,8 +96,12 @@ def test_training_is_held_against_the_peak_and_the_loss_against_the_benchmark(tm
     bench = tmp_path / "bench.json"
     row = {"name": "linear_token_loss 1.5GiB bf16 main_grad grpo_loss", "ms": {"median": 58.0}}
     case = {"tokens": 16384, "hidden": 2560, "vocab": 151936}
-    bench.write_text(json.dumps({"linear": [{"case": case, "rows": [row]}]}))
+    bench.write_text(
+        json.dumps({"machine": {"gpu": "NVIDIA H200"}, "linear": [{"case": case, "rows": [row]}]})
+    )
     run = write_run(tmp_path / "a", [step, step])
+    assert values(run, bench)["loss_part"] == []  # measured on another GPU, for all we know
+    (run / "environment.json").write_text(json.dumps({"gpus": [{"name": "NVIDIA H200"}]}))
     found = values(run, bench)
     attention = 36 * 6 * 4096 * 601  # layers, backward included, 32 heads of 128, half of a square of 600
     assert found["mfu"] == [pytest.approx(15_360 * (6 * 3.633e9 + attention) / 989e12, rel=0.001)]

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from slime.hf_config import read_hf_config
+from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE
 from vime.run_metrics import Run, load_run
 
@@ -79,6 +80,13 @@ class GpuRun:
         head_dim = m.get("head_dim") or m["hidden_size"] // heads
         each = head_dim * (2 * heads + 2 * kv_heads) + 3 * m["intermediate_size"]
         return float(m["num_hidden_layers"] * m["hidden_size"] * each)
+
+    @property
+    def gpu(self) -> str | None:
+        """Name of the first GPU of the host; None when the run did not note it."""
+        file = self.path / ENVIRONMENT_FILE
+        gpus = json.loads(file.read_text()).get("gpus") if file.exists() else None
+        return gpus[0]["name"] if gpus else None
 
     @property
     def trainers(self) -> int:
@@ -149,18 +157,18 @@ def _mfu(sources: Sources) -> Found:
 
 def _loss_part(sources: Sources) -> Found:
     """Time of the loss part by that of rl_kernel.bench for as many tokens of this width and vocabulary; the largest
-    case of each. One trainer GPU, forward and backward of head and loss in one pass."""
-    bench = {}
+    case of each, on the same GPU. One trainer, forward and backward of head and loss in one pass."""
+    bench: dict[tuple[Any, ...], tuple[int, float]] = {}
     for _, content in sources.files:
         for case in content.get("linear", []):
-            shape = case["case"]
+            shape, gpu = case["case"], content["machine"]["gpu"]
             for row in case["rows"]:
                 if row["name"] == "linear_token_loss 1.5GiB bf16 main_grad grpo_loss" and row.get("ms"):
-                    key = shape["hidden"], shape["vocab"]
+                    key = gpu, shape["hidden"], shape["vocab"]
                     best = max(bench.get(key, (0, 0.0)), (shape["tokens"], row["ms"]["median"]))
                     bench[key] = best
     for run in sources.large():
-        key = run.model["hidden_size"], run.model["vocab_size"]
+        key = run.gpu, run.model["hidden_size"], run.model["vocab_size"]
         seconds, length = run.median("perf/policy_loss_time"), run.median("rollout/response_len/mean")
         if key in bench and seconds is not None and length is not None and run.trainers == 1:
             tokens, ms = bench[key]
