@@ -8,9 +8,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -56,6 +57,7 @@ class ActorError(RuntimeError):
 _DEATH_S = 3.0  # from the first complaint of a peer to Ray's word that a process is gone
 PROGRESS = {"progress": 1}
 """A concurrency group of its own, so that asking how far an actor is does not wait until it is done."""
+LIFE = {"life": 1}
 
 
 class TrainerActor:
@@ -97,6 +99,11 @@ class TrainerActor:
     def progress(self) -> tuple[int, int]:
         return self.trainer.progress
 
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never returns: whoever waits for it learns that this process died."""
+        threading.Event().wait()
+
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
 
@@ -121,11 +128,12 @@ class TrainerGroup:
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainer-group")
         self._calling = threading.Lock()
         self._actors = [
-            ray.remote(concurrency_groups=PROGRESS)(TrainerActor)
+            ray.remote(concurrency_groups=PROGRESS | LIFE)(TrainerActor)
             .options(name=f"trainer-{rank}", runtime_env={"env_vars": env}, **placement.options(bundle))
             .remote(config, rank, world_size, threads)
             for rank, bundle in enumerate(placement.trainer_bundles)
         ]
+        self.lives = {actor.live.remote(): f"trainer-{rank}" for rank, actor in enumerate(self._actors)}
         init_method = self._results([self._actors[0].rendezvous.remote()])[0]
         self._building = [actor.build.remote(init_method) for actor in self._actors]
 
@@ -166,22 +174,24 @@ class TrainerGroup:
             ray.kill(actor)
 
 
-def first_failure_or_all(config: Any, calls: dict[Any, str]) -> list[Any]:
-    """Results of the calls (reference -> name of the actor), in order.
+def first_failure_or_all(
+    config: Any, calls: dict[Any, str], lives: Mapping[Any, str] = MappingProxyType({})
+) -> list[Any]:
+    """Results of the calls (reference -> name of the actor), in order. `lives`: calls that end with their actor only.
 
     The first one that fails raises ActorError, while its peers still wait for it in a collective; and if a peer died,
     that one does: what others say of a broken collective comes of it, and may come first.
     """
-    waiting, results = list(calls), {}
-    while waiting:
+    waiting, results, names = [*calls, *lives], {}, {**lives, **calls}
+    while len(results) < len(calls):
         (done,), waiting = ray.wait(waiting, num_returns=1)
         try:
             results[done] = ray.get(done)
         except RayActorError as error:
-            raise ActorError(calls[done], error, log_path(config, calls[done])) from None
+            raise ActorError(names[done], error, log_path(config, names[done])) from None
         except RayTaskError as error:
             failed, why = _death_among(waiting) or (done, error)
-            raise ActorError(calls[failed], why, log_path(config, calls[failed])) from None
+            raise ActorError(names[failed], why, log_path(config, names[failed])) from None
     return [results[ref] for ref in calls]
 
 
@@ -221,10 +231,13 @@ class RolloutActor(RolloutManager):
 
 
 class RolloutGroup:
-    """The rollout manager's actor. Implements slime.protocols.RolloutHandle."""
+    """The rollout manager's actor. Implements slime.protocols.RolloutHandle. `lives` of the trainer: a rollout may take
+    long, and who dies meanwhile is not asked for anything."""
 
-    def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
-        self._config = config
+    def __init__(
+        self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any], lives: Mapping[Any, str]
+    ) -> None:
+        self._config, self._lives = config, lives
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-group")
         actor = ray.remote(concurrency_groups=PROGRESS)(RolloutActor).options(num_cpus=0)
         self._actor = actor.remote(config, engine, dp_size, facts)
@@ -243,7 +256,7 @@ class RolloutGroup:
         return self._threads.submit(self._result, self._actor.evaluate.remote(rollout_id))
 
     def _result(self, ref: Any) -> Any:
-        return first_failure_or_all(self._config, {ref: "rollout"})[0]
+        return first_failure_or_all(self._config, {ref: "rollout"}, self._lives)[0]
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

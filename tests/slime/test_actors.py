@@ -50,10 +50,10 @@ def ranks() -> list:
     return ranks
 
 
-def failure(tmp_path: Path, refs: list) -> ActorError:
+def failure(tmp_path: Path, refs: list, lives: dict | None = None) -> ActorError:
     calls = {ref: f"trainer-{i}" for i, ref in enumerate(refs)}
     with pytest.raises(ActorError) as caught:
-        first_failure_or_all(SimpleNamespace(run_dir=str(tmp_path)), calls)
+        first_failure_or_all(SimpleNamespace(run_dir=str(tmp_path)), calls, lives or {})
     return caught.value
 
 
@@ -69,4 +69,21 @@ def test_an_error_of_a_rank_is_told_though_its_peers_wait_for_it(tmp_path: Path,
     began = time.monotonic()
     error = failure(tmp_path, [ranks[0].wait.remote(), ranks[1].complain.remote(), ranks[2].wait.remote()])
     assert str(error) == "trainer-1 failed: RuntimeError: connection closed by peer"
+    assert time.monotonic() - began < 20
+
+
+def test_a_call_is_not_waited_for_when_an_actor_that_it_will_need_has_died(
+    tmp_path: Path, ranks: list
+) -> None:
+    began = time.monotonic()
+    error = failure(tmp_path, [ranks[0].wait.remote()], {ranks[1].die.remote(0.5): "trainer-7"})
+    assert str(error).startswith("trainer-7 failed: its process died")
+    assert time.monotonic() - began < 20
+
+
+def test_a_call_that_is_answered_does_not_wait_for_lives(tmp_path: Path, ranks: list) -> None:
+    config = SimpleNamespace(run_dir=str(tmp_path))
+    began = time.monotonic()
+    calls = {ranks[0].ready.remote(): "rollout"}
+    assert first_failure_or_all(config, calls, {ranks[1].wait.remote(): "trainer-0"}) == [None]
     assert time.monotonic() - began < 20
