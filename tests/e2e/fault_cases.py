@@ -35,13 +35,13 @@ KINDS = {
     "cpu": Kind(("--max-tokens-per-gpu", "1024", "--rollout-max-response-len", "32"), 1, 1e-5, 40),
     "cuda": Kind(
         (
-            *("--max-tokens-per-gpu", "16384", "--rollout-max-response-len", "256", "--lr", "1e-5"),
+            *("--max-tokens-per-gpu", "16384", "--rollout-max-response-len", "128", "--lr", "1e-5"),
             *("--vllm-gpu-memory-utilization", "0.3", "--vllm-max-model-len", "1024", "--vllm-enforce-eager"),
             *("--update-weight-buffer-size", str(2**24), "--check-weight-update-equal"),
         ),
         2,
         0.1,
-        8,
+        20,
     ),
 }
 
