@@ -158,11 +158,11 @@ class Sample:
                 f"rollout_log_probs must have one entry per response token, got {got} "
                 f"for {self.response_length} tokens of {who}"
             )
-        for position, value in enumerate(self.rollout_log_probs):
-            if not math.isfinite(value):
-                raise ValueError(
-                    f"rollout_log_probs must be finite, got {value} at position {position} of {who}"
-                )
+        if not all(map(math.isfinite, self.rollout_log_probs)):
+            position, value = next(
+                (i, v) for i, v in enumerate(self.rollout_log_probs) if not math.isfinite(v)
+            )
+            raise ValueError(f"rollout_log_probs must be finite, got {value} at position {position} of {who}")
 
 
 SampleGroup = list[Sample]

@@ -93,6 +93,11 @@ def _colour(runs: Sequence[Run], run: int, line: int) -> str:
     return COLOURS[(line if len(runs) == 1 else run) % len(COLOURS)]
 
 
+def _under(runs: Sequence[Run], run: int) -> float:
+    """Points by which a run's line is wider than the last one's: equal curves lie on each other and all are seen."""
+    return 1.4 * (len(runs) - 1 - run)
+
+
 def _proxy(runs: Sequence[Run], colour: str) -> str:
     """The colour of a legend entry that stands for the line of every run."""
     return colour if len(runs) == 1 else "black"
@@ -128,7 +133,8 @@ def _draw_lines(axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[str, str]
                 axes.plot(series.steps, values, color=colour, alpha=0.25, linewidth=0.6)
                 xlabel, values = f"{series.unit} (bold: mean over {window})", running_mean(values, window)
             marker = "o" if len(values) == 1 else None
-            axes.plot(series.steps, values, color=colour, linestyle=style, marker=marker, linewidth=1.5)
+            width = 1.5 + _under(runs, r)
+            axes.plot(series.steps, values, color=colour, linestyle=style, marker=marker, linewidth=width)
             axes.set_xlabel(xlabel)
             drawn[i] = Line2D([], [], color=_proxy(runs, colour), linestyle=style, linewidth=1.5, label=label)
     axes.set_ylabel(ylabel)
@@ -145,7 +151,8 @@ def _draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
             window = smoothing_window(len(steps))
             colour, marker = _colour(runs, r, 0), "o" if len(steps) == 1 else None
             axes.plot(steps, values, color=colour, alpha=0.35, linewidth=1)
-            axes.plot(steps, running_mean(values, window), color=colour, linewidth=2.2, marker=marker)
+            width = 2.2 + _under(runs, r)
+            axes.plot(steps, running_mean(values, window), color=colour, linewidth=width, marker=marker)
             label = f"training (bold: mean over {window})" if len(runs) == 1 else "training"
             handles[""] = Line2D([], [], color=_proxy(runs, colour), linewidth=2.2, label=label)
         for i, name in enumerate(names):

@@ -134,7 +134,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
             for line in trainer.memory:
                 print(f"memory: {line}")
         start = trainer.start_rollout_id if trainer is not None else config.start_rollout_id or 0
-        rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts)
+        lives = {} if trainer is None else trainer.lives
+        rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts, lives)
         stack.callback(rollout.stop)
         rollout.load(start)
         report = Reporter(config, make_trackers(config, run_dir, start), StepLine(total=config.num_rollout))

@@ -6,9 +6,11 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -16,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
 from slime.cluster.rendezvous import open_store
+from slime.data.columns import pack_columns, unpack_columns
 from slime.operators import Decision
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
@@ -51,8 +54,10 @@ class ActorError(RuntimeError):
         super().__init__(f"{name} failed: {said}")
 
 
+_DEATH_S = 3.0  # from the first complaint of a peer to Ray's word that a process is gone
 PROGRESS = {"progress": 1}
 """A concurrency group of its own, so that asking how far an actor is does not wait until it is done."""
+LIFE = {"life": 1}
 
 
 class TrainerActor:
@@ -90,11 +95,16 @@ class TrainerActor:
         return trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions, trainer.memory.lines
 
     def train(self, rollout_id: int, data: dict[str, Any]) -> TrainResult:
-        return self.trainer.train(rollout_id, data)
+        return self.trainer.train(rollout_id, unpack_columns(data))
 
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:
         return self.trainer.progress
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never returns: whoever waits for it learns that this process died."""
+        threading.Event().wait()
 
     def save(self, rollout_id: int) -> None:
         self.trainer.save(rollout_id)
@@ -120,11 +130,12 @@ class TrainerGroup:
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainer-group")
         self._calling = threading.Lock()
         self._actors = [
-            ray.remote(concurrency_groups=PROGRESS)(TrainerActor)
+            ray.remote(concurrency_groups=PROGRESS | LIFE)(TrainerActor)
             .options(name=f"trainer-{rank}", runtime_env={"env_vars": env}, **placement.options(bundle))
             .remote(config, rank, world_size, threads, placement.visible([bundle]))
             for rank, bundle in enumerate(placement.trainer_bundles)
         ]
+        self.lives = {actor.live.remote(): f"trainer-{rank}" for rank, actor in enumerate(self._actors)}
         init_method = self._results([self._actors[0].rendezvous.remote()])[0]
         self._building = [actor.build.remote(init_method) for actor in self._actors]
 
@@ -165,19 +176,40 @@ class TrainerGroup:
             ray.kill(actor)
 
 
-def first_failure_or_all(config: Any, calls: dict[Any, str]) -> list[Any]:
-    """Results of the calls (reference -> name of the actor), in order.
+def first_failure_or_all(
+    config: Any, calls: dict[Any, str], lives: Mapping[Any, str] = MappingProxyType({})
+) -> list[Any]:
+    """Results of the calls (reference -> name of the actor), in order. `lives`: calls that end with their actor only.
 
-    The first one that fails raises ActorError at once, while its peers still wait for it in a collective.
+    The first one that fails raises ActorError, while its peers still wait for it in a collective; and if a peer died,
+    that one does: what others say of a broken collective comes of it, and may come first.
     """
-    waiting, results = list(calls), {}
-    while waiting:
+    waiting, results, names = [*calls, *lives], {}, {**lives, **calls}
+    while len(results) < len(calls):
         (done,), waiting = ray.wait(waiting, num_returns=1)
         try:
             results[done] = ray.get(done)
-        except (RayTaskError, RayActorError) as error:
-            raise ActorError(calls[done], error, log_path(config, calls[done])) from None
+        except RayActorError as error:
+            raise ActorError(names[done], error, log_path(config, names[done])) from None
+        except RayTaskError as error:
+            failed, why = _death_among(waiting) or (done, error)
+            raise ActorError(names[failed], why, log_path(config, names[failed])) from None
     return [results[ref] for ref in calls]
+
+
+def _death_among(waiting: list[Any]) -> tuple[Any, RayActorError] | None:
+    """The first of the calls whose actor's process is found dead within _DEATH_S."""
+    end = time.monotonic() + _DEATH_S
+    while waiting and (left_s := end - time.monotonic()) > 0:
+        ended, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
+        for ref in ended:
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                return ref, error
+            except RayTaskError:
+                pass  # one more that lost its peer
+    return None
 
 
 def ask_progress(actor: Any) -> tuple[int, int]:
@@ -193,7 +225,7 @@ class RolloutActor(RolloutManager):
 
     def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
         log_to(config, "rollout")
-        super().__init__(config, engine, dp_size, facts, ray.put)
+        super().__init__(config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
 
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:
@@ -201,10 +233,13 @@ class RolloutActor(RolloutManager):
 
 
 class RolloutGroup:
-    """The rollout manager's actor. Implements slime.protocols.RolloutHandle."""
+    """The rollout manager's actor. Implements slime.protocols.RolloutHandle. `lives` of the trainer: a rollout may take
+    long, and who dies meanwhile is not asked for anything."""
 
-    def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
-        self._config = config
+    def __init__(
+        self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any], lives: Mapping[Any, str]
+    ) -> None:
+        self._config, self._lives = config, lives
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-group")
         actor = ray.remote(concurrency_groups=PROGRESS)(RolloutActor).options(num_cpus=0)
         self._actor = actor.remote(config, engine, dp_size, facts)
@@ -223,7 +258,7 @@ class RolloutGroup:
         return self._threads.submit(self._result, self._actor.evaluate.remote(rollout_id))
 
     def _result(self, ref: Any) -> Any:
-        return first_failure_or_all(self._config, {ref: "rollout"})[0]
+        return first_failure_or_all(self._config, {ref: "rollout"}, self._lives)[0]
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -147,8 +147,8 @@ def ends_in_repetition(text: str) -> bool:
         length = max(_REPEATED_CHARS, _REPEATED_TIMES * unit)
         if length > len(text):
             return False  # longer units need longer texts
-        tail = text[-length:]
-        if tail[unit:] == tail[:-unit]:
+        # Hardly any text gets past its last character.
+        if text[-1] == text[-1 - unit] and text[unit - length :] == text[-length:-unit]:
             return True
     return False
 

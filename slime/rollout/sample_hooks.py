@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from slime.hooks import load_function
@@ -45,7 +46,14 @@ async def _apply(
 
 def accepted(fn: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
     """The keywords that `fn` has parameters for: hooks written for fewer arguments keep working."""
+    names = _parameters(fn)
+    return keywords if names is None else {name: value for name, value in keywords.items() if name in names}
+
+
+@lru_cache(256)
+def _parameters(fn: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of the parameters; None: it takes any keyword. Remembered, as it is asked for each sample."""
     parameters = inspect.signature(fn).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return keywords
-    return {name: value for name, value in keywords.items() if name in parameters}
+        return None
+    return frozenset(parameters)

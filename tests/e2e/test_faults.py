@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 
 import pytest
-from train_fixtures import World, launched, make_world, published_weights, rows, samples, vime
+from fault_cases import FaultyRun, engine_killed_twice_then_trainer, rank_killed, slow_engine_then_interrupt
+from train_fixtures import World, launched, make_world, published_weights, vime
 
 pytestmark = pytest.mark.e2e
 
@@ -27,34 +25,10 @@ def fail(world: World, name: str, flags: list[str], *, timeout_s: float = 180) -
         return code, launch.output
 
 
-def test_killed_engine_is_replaced_with_the_last_weights_and_ctrl_c_stops_everything(world: World) -> None:
-    flags = [
-        *world.grpo("engine", rollouts=100),
-        *("--colocate", "--actor-num-gpus-per-node", "1"),
-        # Long responses and few at a time: a rollout takes seconds, and the kill strikes inside one.
-        *("--rollout-max-response-len", "48", "--vllm-max-num-seqs", "8", "--max-tokens-per-gpu", "1024"),
-    ]
-    run_dir = world.root / "engine"
-    steps = lambda: rows(run_dir, "train/step")  # noqa: E731
-    with launched(vime("train", *flags), world.root / "engine.out") as launch:
-        launch.wait_for(steps, "the first step", 180)
-        time.sleep(0.5)  # into the next rollout
-        hit = max(steps()) + 1
-        (server,) = launch.find(r"^\S+ -m vllm\.entrypoints")
-        os.kill(server, signal.SIGKILL)
-        launch.wait_for(lambda: len(steps()) > hit + 1, "a step after the restart", 180)
-        interrupted = time.monotonic()
-        os.killpg(launch.process.pid, signal.SIGINT)
-        assert launch.finish(30) == 130
-        assert time.monotonic() - interrupted < 30
-        assert "died and is restarted" in launch.output
-        assert "interrupted" in launch.output.splitlines()[-1]
-        assert "Traceback" not in launch.output, launch.output[-3000:]
-    assert not published_weights(run_dir).exists()
-    for step, row in steps().items():
-        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5, step
-        # Not the checkpoint's weights that the new server began with: the last ones that were published.
-        assert all(s["weight_versions"] == [step] for s in samples(run_dir, step)), step
+def test_killed_engines_are_replaced_and_a_killed_trainer_is_resumed(world: World) -> None:
+    run = FaultyRun(world, "faulty")
+    engine_killed_twice_then_trainer(run)
+    slow_engine_then_interrupt(run)
 
 
 def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: World) -> None:
@@ -98,16 +72,8 @@ def test_reward_that_raises_ends_the_run_and_names_the_sample(world: World) -> N
     assert "in broken_reward" in (world.root / "reward" / "logs" / "rollout.log").read_text()
 
 
-def test_trainer_that_dies_is_named_with_its_last_log_lines(world: World) -> None:
-    flags = world.sft("dead", rollouts=10_000)
-    with launched(vime("train", *flags), world.root / "dead.out") as launch:
-        launch.wait_for(lambda: rows(world.root / "dead", "train/step"), "the first step", 120)
-        (trainer,) = launch.find(r"^ray::TrainerActor")
-        os.kill(trainer, signal.SIGKILL)
-        assert launch.finish(60) == 1
-        assert "Traceback" not in launch.output, launch.output[-3000:]
-        assert "the last lines of" in launch.output
-        assert "vime train: trainer-0 failed: its process died" in launch.output.splitlines()[-2]
+def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: World) -> None:
+    rank_killed(world, "dead", ranks=2)
 
 
 def test_too_many_devices_are_refused_before_anything_is_placed(world: World) -> None:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -35,27 +36,46 @@ def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
     return float(sample.tokens[-sample.response_length] % 2)
 
 
+def noted_reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    """parity_reward that leaves a byte for each sample in a file: who reads its size knows that a rollout is on."""
+    with open(Path(args.run_dir) / "scored", "ab") as file:
+        file.write(b".")
+    return parity_reward(args, sample)
+
+
 def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:
     if sample.index == 5:
         raise KeyError("no such answer")
     return 0.0
 
 
-class World:
-    """A folder with the model, the prompt files and the runs made with them."""
+def script(name: str) -> ModuleType:
+    """scripts/{name}.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        spec = importlib.util.spec_from_file_location(
-            "make_tiny_model", ROOT / "scripts" / "make_tiny_model.py"
-        )
-        assert spec is not None and spec.loader is not None
-        maker = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(maker)
-        maker.main([str(root / "tiny")])
-        self.model = root / "tiny" / "base"
+
+class World:
+    """A folder with the model, the prompt files and the runs made with them.
+
+    On a GPU the model has 48 M parameters in bf16: heads of 128 as real ones have, and kernels that compile.
+    """
+
+    def __init__(self, root: Path, device: str = "cpu") -> None:
+        self.root, self.device = root, device
+        if device == "cuda":
+            script("make_model").main(
+                ["--arch", "qwen3-50m", "--random", "--arithmetic", str(root / "model")]
+            )
+            self.model, self.data = root / "model", root / "model" / "arithmetic"
+        else:
+            script("make_tiny_model").main([str(root / "tiny")])
+            self.model, self.data = root / "tiny" / "base", root / "tiny"
         self.eval_config = root / "eval.yaml"
-        test = str(root / "tiny" / "test.jsonl")
+        test = str(self.data / "test.jsonl")
         datasets = {
             "greedy": {"path": f"{test}@[0:6]", "temperature": 0.0, "max_response_len": 3},
             "sampled": {"path": f"{test}@[6:10]", "n_samples_per_eval_prompt": 2, "max_response_len": 5},
@@ -66,7 +86,8 @@ class World:
         """Flags of a small GRPO run in `root/name`, placement left open."""
         return [
             *("--hf-checkpoint", str(self.model), "--run-dir", str(self.root / name)),
-            *("--prompt-data", str(self.root / "tiny" / "train.jsonl"), "--rollout-shuffle"),
+            *(("--device", "cuda") if self.device == "cuda" else ()),
+            *("--prompt-data", str(self.data / "train.jsonl"), "--rollout-shuffle"),
             *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template"),
             *("--custom-rm-path", f"train_fixtures.{reward}", "--num-rollout", str(rollouts)),
             *("--rollout-batch-size", str(PROMPTS), "--n-samples-per-prompt", str(SAMPLES)),
@@ -78,7 +99,8 @@ class World:
     def sft(self, name: str, *, rollouts: int) -> list[str]:
         return [
             *("--hf-checkpoint", str(self.model), "--run-dir", str(self.root / name)),
-            *("--prompt-data", str(self.root / "tiny" / "sft.jsonl"), "--input-key", "messages"),
+            *(("--device", "cuda") if self.device == "cuda" else ()),
+            *("--prompt-data", str(self.data / "sft.jsonl"), "--input-key", "messages"),
             *(
                 "--loss-type",
                 "sft_loss",
@@ -114,7 +136,8 @@ class Launch:
         self._output = output
         output.parent.mkdir(parents=True, exist_ok=True)
         env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "VIME_"))}
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+        here = [str(ROOT), str(Path(__file__).parent)]
+        env["PYTHONPATH"] = os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(output, "wb") as file:
             self.process = subprocess.Popen(
                 command,
@@ -238,10 +261,10 @@ def published_weights(run_dir: Path) -> Path:
     return Path(json.loads((run_dir / "config.json").read_text())["weight_update"]["weight_dir"])
 
 
-def make_world() -> Iterator[World]:
+def make_world(device: str = "cpu") -> Iterator[World]:
     """Body of a module's fixture: a world in a short path (Unix sockets are bounded), removed afterwards."""
     root = Path(tempfile.mkdtemp(prefix="vime-e2e-"))
     try:
-        yield World(root)
+        yield World(root, device)
     finally:
         shutil.rmtree(root, ignore_errors=True)

@@ -6,8 +6,12 @@ VLLM_SERVER_DEV_MODE=1, which serves these routes.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import select
+import socket
+import time
 from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
@@ -18,6 +22,7 @@ from vime.engine.vllm_versions import finish_body
 PauseMode = Literal["keep", "abort", "wait"]
 _QUICK_S = 30.0
 _SLOW_S = 600.0
+_LOOK_EVERY_S = 1.0
 
 
 class ControlError(RuntimeError):
@@ -34,12 +39,14 @@ def request(
     headers: dict[str, str] | None = None,
     timeout_s: float,
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """One request to the server at `url`. ControlError for any answer but 200, OSError when none comes in time."""
+    """One request to the server at `url`. ControlError for any answer but 200, OSError when none comes in time or none
+    can come any more: a vLLM whose engine process died stops listening, but waits for the requests it has, for ever."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
     sent = {"Authorization": f"Bearer {run_key}", "Content-Type": "application/json", **(headers or {})}
     try:
         connection.request(method, path, None if body is None else json.dumps(body), sent)
+        _await_answer(connection, timeout_s)
         response = connection.getresponse()
         content = response.read()
     finally:
@@ -49,6 +56,22 @@ def request(
         route = path.partition("?")[0]  # a query may hold the secret health path of an engine
         raise ControlError(f"{url} must accept {method} {route}, got HTTP {response.status}: {said}")
     return response, content
+
+
+def _await_answer(connection: http.client.HTTPConnection, timeout_s: float) -> None:
+    """Return once there is something to read. OSError when time is up, or when nobody listens there any more."""
+    end, waiting = time.monotonic() + timeout_s, select.poll()
+    waiting.register(connection.sock, select.POLLIN)
+    while (left_s := end - time.monotonic()) > 0:
+        if waiting.poll(1000 * min(left_s, _LOOK_EVERY_S)):
+            return
+        # A busy server may be slow to accept: only a refusal says that nobody listens.
+        with (
+            contextlib.suppress(TimeoutError),
+            socket.create_connection((connection.host, connection.port), timeout=_LOOK_EVERY_S),
+        ):
+            pass
+    raise TimeoutError(f"{connection.host}:{connection.port} must answer within {timeout_s:g} s, got nothing")
 
 
 def answers(url: str, run_key: str, path: str, *, timeout_s: float) -> bool:

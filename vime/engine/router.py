@@ -15,6 +15,7 @@ from vime.engine.middleware import health_prefix
 from vime.engine.process import Server, ServerSpec
 
 _REQUEST_S = 120.0
+_NEVER = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,9 @@ class Router(Server[RouterSpec]):
             "worker-startup-timeout-secs": round(_REQUEST_S),
             "worker-startup-check-interval": 1,
             "cors-allowed-origins": "http://none.invalid",  # no web page may ask; the default is that all may
+            # Ten requests past their deadline would shut an engine out for a minute, be it the only one.
+            # Which engines are fit to serve is the pool's to judge.
+            "cb-failure-threshold": _NEVER,
         }
         argv = [sys.executable, "-m", "vime.engine.router_main"]
         for name, value in flags.items():

@@ -1,0 +1,59 @@
+"""`vime train`, but its engine gets SIGKILL in the middle of the weight update to version 1: a moment that no test
+could hit from outside.
+
+    python deadly_update.py PART FLAGS OF vime train...
+
+The engine dies after it has agreed to the update, right before it is sent part PART (1, 2, ...) of the weights: the
+process that computes where there is one of its own, else the server. Everything else is the real driver.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from vime.cli import main
+from vime.engine.control import EngineControl
+
+PART = int(sys.argv[1])
+updates, parts = 0, 0
+start, send = EngineControl.start_weight_update, EngineControl.update_weights
+
+
+def counted_start(control: EngineControl) -> None:
+    global updates, parts
+    updates, parts = updates + 1, 0
+    start(control)
+
+
+def deadly_send(control: EngineControl, update_info: dict[str, Any]) -> None:
+    global parts
+    parts += 1
+    if (updates, parts) == (2, PART):  # the first update brings version 0
+        kill_engine(urlsplit(control.url).port)
+    send(control, update_info)
+
+
+def kill_engine(port: int | None) -> None:
+    (server,) = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if {"vllm.entrypoints.openai.api_server", str(port)} <= set(process.cmdline())
+        and "vime.engine.supervise" not in process.cmdline()
+    ]
+    cores = [child for child in server.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
+    victim = (cores or [server])[0]
+    print(f"deadly_update: SIGKILL to {' '.join(victim.cmdline())[:60]}", flush=True)
+    os.kill(victim.pid, signal.SIGKILL)
+
+
+EngineControl.start_weight_update = counted_start
+EngineControl.update_weights = deadly_send
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[2:]]))

@@ -1,0 +1,28 @@
+"""What tests/e2e/test_faults.py does to runs on CPUs, done to runs on GPUs: weights through CUDA IPC, engines that
+sleep, collectives of NCCL. A run needs about a minute to start, so each one goes through several faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fault_cases import FaultyRun, engine_killed_twice_then_trainer, rank_killed, slow_engine_then_interrupt
+from train_fixtures import World, make_world
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    yield from make_world("cuda")
+
+
+@pytest.mark.gpu
+def test_killed_engines_are_replaced_and_a_killed_trainer_is_resumed(world: World) -> None:
+    run = FaultyRun(world, "faulty")
+    engine_killed_twice_then_trainer(run)
+    slow_engine_then_interrupt(run)
+
+
+@pytest.mark.multi_gpu
+def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: World) -> None:
+    rank_killed(world, "dead", ranks=2)

@@ -1,0 +1,178 @@
+"""The table of GPU figures: what counts, what does not, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vime.benchmarks.gpu_numbers import FIGURES, main, read, rows, verdict
+
+QWEN3_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+FLAGS = {
+    "colocate": True,
+    "tensor_model_parallel_size": 1,
+    "rollout_num_gpus_per_engine": 1,
+    "actor_num_nodes": 1,
+    "actor_num_gpus_per_node": 1,
+    "rollout_batch_size": 32,
+    "n_samples_per_prompt": 8,
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 16384,
+    "rlk_fast": "auto",
+}
+BEGAN = datetime(2026, 11, 21, 12).timestamp()
+
+
+def write_run(
+    path: Path, steps: list[dict[str, float]], model: dict[str, Any] | None = None, **flags: Any
+) -> Path:
+    checkpoint = path / "model"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps(model or QWEN3_4B))
+    config = {"all": {**FLAGS, "hf_checkpoint": str(checkpoint), **flags}, "notes": []}
+    (path / "config.json").write_text(json.dumps(config))
+    lines = [
+        {"step_key": "rollout/step", "step": i, "time": BEGAN + 10 * (i + 1), **step}
+        for i, step in enumerate(steps)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def values(*paths: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for target, value, _ in rows(read(paths)):
+        found.setdefault(target.figure, []).extend([] if value is None else [value])
+    return found
+
+
+def timed(update_s: float, **more: float) -> dict[str, float]:
+    return {"perf/update_weights_time": update_s, **more}
+
+
+def test_times_are_medians_without_the_first_step_and_go_to_the_way_the_run_was_set_up(
+    tmp_path: Path,
+) -> None:
+    steps = [timed(9.0), timed(0.3), timed(0.5), timed(0.4)]
+    colocated = [{**step, "perf/sleep_time": 0.1, "perf/wake_up_time": 0.05} for step in steps]
+    found = values(
+        write_run(tmp_path / "a", colocated),
+        write_run(tmp_path / "b", steps, colocate=False),
+        write_run(tmp_path / "c", steps, colocate=False, tensor_model_parallel_size=2),
+    )
+    for name in ("sync_colocated_s", "sync_disaggregated_s", "sync_tp2_tp1_s"):
+        assert found[name] == [pytest.approx(0.4)]
+    assert found["hand_over_s"] == [pytest.approx(0.55)]
+    assert found["offload_s"] == [] == found["mfu"]
+
+
+def test_a_small_model_and_one_that_is_gone_do_not_count(tmp_path: Path) -> None:
+    small = write_run(tmp_path / "small", [timed(0.1)] * 3, {**QWEN3_4B, "num_hidden_layers": 4})
+    gone = write_run(tmp_path / "gone", [timed(0.1)] * 3)
+    (gone / "model" / "config.json").unlink()
+    assert values(small, gone)["sync_colocated_s"] == []
+
+
+def test_training_is_held_against_the_peak_and_the_loss_against_the_benchmark(tmp_path: Path) -> None:
+    """256 samples of 600 tokens, 512 of them answers. Layers of a Qwen3-4B have 3.633e9 weights."""
+    step = {
+        "perf/actor_train_tok_per_s": 15_360.0,
+        "perf/actor_train_time": 10.0,
+        "rollout/response_len/mean": 512.0,
+        "perf/policy_loss_time": 0.512,
+    }
+    bench = tmp_path / "bench.json"
+    row = {"name": "linear_token_loss 1.5GiB bf16 main_grad grpo_loss", "ms": {"median": 58.0}}
+    case = {"tokens": 16384, "hidden": 2560, "vocab": 151936}
+    bench.write_text(
+        json.dumps({"machine": {"gpu": "NVIDIA H200"}, "linear": [{"case": case, "rows": [row]}]})
+    )
+    run = write_run(tmp_path / "a", [step, step])
+    assert values(run, bench)["loss_part"] == []  # measured on another GPU, for all we know
+    (run / "environment.json").write_text(json.dumps({"gpus": [{"name": "NVIDIA H200"}]}))
+    found = values(run, bench)
+    attention = 36 * 6 * 4096 * 601  # layers, backward included, 32 heads of 128, half of a square of 600
+    assert found["mfu"] == [pytest.approx(15_360 * (6 * 3.633e9 + attention) / 989e12, rel=0.001)]
+    assert found["loss_part"] == [pytest.approx(0.512 / (256 * 512 / 16384 * 0.058))]
+    other = write_run(tmp_path / "b", [step, step], max_tokens_per_gpu=9216)
+    assert values(other, bench)["mfu"] == []
+
+
+def test_memory_is_the_largest_of_a_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", [timed(0.1)] * 11)
+    uses = {
+        5: 100,
+        35: 1000,
+        38: 900,
+        45: 5000,
+        101: 1005,
+        105: 1020,
+    }  # step 3 is from 30 to 40 s, 10 from 100
+    lines = [
+        f"{datetime.fromtimestamp(BEGAN + s):%Y/%m/%d %H:%M:%S}.000, 0, {mib}" for s, mib in uses.items()
+    ]
+    (run / "gpu_memory.csv").write_text("\n".join(lines) + "\n2026/11/21 12:0")  # the last line was cut off
+    assert values(run)["memory_growth"] == [pytest.approx(0.02)]
+
+
+def test_curves_are_counted_by_mode_and_kernels(tmp_path: Path) -> None:
+    rise = [{"rollout/raw_reward": 0.1 * i} for i in range(8)]
+    flat = [{"rollout/raw_reward": 0.5}] * 8
+    runs = [
+        write_run(tmp_path / "a", rise),
+        write_run(tmp_path / "again", rise),
+        write_run(tmp_path / "b", rise, rlk_fast="off"),
+        write_run(tmp_path / "c", flat, colocate=False),
+    ]
+    assert values(*runs)["curves"] == [2]
+
+
+def test_off_and_auto_are_held_against_the_noise_of_the_layout(tmp_path: Path) -> None:
+    runs = []
+    for fast, difference in (("auto", 0.0021), ("off", 0.0018)):
+        run = write_run(tmp_path / fast, [{"consistency/abs_dlogp_mean": difference}], rlk_fast=fast)
+        (run / "audit").mkdir()
+        pairs = [
+            {"first": "trainer, each sample alone", "second": "trainer, training rows", "mean": 0.0006},
+            {"first": "trainer, training rows", "second": "engine decode", "mean": 0.5},
+        ]
+        (run / "audit" / "rollout_0.json").write_text(json.dumps({"pairs": pairs}))
+        runs.append(run)
+    assert values(*runs)["audit"] == [pytest.approx(0.5)]
+    assert values(runs[0])["audit"] == []
+
+
+def test_the_table_says_met_missed_and_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed, figures = tmp_path / "speed.json", tmp_path / "figures.json"
+    speed.write_text(json.dumps({"ours_to": {"raw": 0.81}, "requests": 256, "engine": "vllm"}))
+    figures.write_text(json.dumps({"figures": {"sync_tp2_tp1_s": 0.43}}))
+    assert main([str(speed), str(figures), "--out", str(tmp_path / "out.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "missed by 10%" in next(line for line in lines if line.startswith("rollout / raw"))
+    assert "met" in next(line for line in lines if "TP 2 to TP 1" in line).split()
+    assert sum("not measured" in line for line in lines) == len(FIGURES) - 2 == len(lines) - 3
+    written = {
+        record["figure"]: record["value"] for record in json.loads((tmp_path / "out.json").read_text())
+    }
+    assert written["rollout_share"] == 0.81 and written["mfu"] is None
+
+
+def test_a_verdict_is_of_the_limit() -> None:
+    by_name = {target.figure: target for target in FIGURES}
+    assert verdict(by_name["hand_over_s"], 0.8) == "met"
+    assert verdict(by_name["hand_over_s"], 1.0) == "missed by 25%"
+    assert verdict(by_name["curves"], 3) == "missed by 25%"

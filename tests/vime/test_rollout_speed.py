@@ -1,0 +1,33 @@
+"""The rollout benchmark against an engine that answers at once; tests/e2e runs it against vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import make_tiny_model
+import pytest
+
+from vime.benchmarks.rollout_speed import LOG_PROBS, RAW, SAME_REQUEST, main
+
+
+def test_every_contender_makes_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny_model.main([str(tmp_path)])
+    out = tmp_path / "out.json"
+    sizes = ["--requests", "8", "--group", "4", "--prompt-tokens", "12", "--response-tokens", "20"]
+    argv = ["--model", str(tmp_path / "base"), "--device", "cpu", "--instant", "--rounds", "2", *sizes]
+    assert main([*argv, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["engine"] == "instant" and found["requests"] == 8
+    assert all(len(turns) == 2 for turns in found["turns"].values())  # the round that warms up is left out
+    for name in (RAW, LOG_PROBS, SAME_REQUEST):
+        ratio = found["tokens_per_s"]["ours"] / found["tokens_per_s"][name]
+        assert found["ours_to"][name] == pytest.approx(ratio)
+    assert str(tmp_path) not in found["machine"]["command"]
+    assert "8 requests at a time, 12 + 20 tokens each" in capsys.readouterr().out
+
+
+def test_groups_must_fill_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model", "any", "--requests", "9", "--group", "4"])
+    assert "--requests must be a multiple of --group 4, got 9" in capsys.readouterr().err

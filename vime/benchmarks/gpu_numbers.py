@@ -1,0 +1,385 @@
+"""The figures of GPU runs against their targets, in one table: `python -m vime.benchmarks.gpu_numbers PATH...`
+
+A PATH is a run directory, or a JSON file of `rl_kernel.bench --out`, of `vime.benchmarks.rollout_speed --out`, or of
+anything else that says {"figures": {"NAME": number}} with a NAME of FIGURES below. A target that nothing of this
+measures is shown as "not measured"; a run only counts for targets that its flags and its model's size fit.
+
+Times are medians over the steps after the first, which compiles. A run directory may hold gpu_memory.csv, which
+`nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500` writes beside the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slime.hf_config import read_hf_config
+from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.tracking.trackers import METRICS_FILE
+from vime.run_metrics import Run, load_run
+
+PEAK_TFLOPS = 989.0
+"""Dense bfloat16 products of an H100 or H200, by its data sheet."""
+LARGE = 3e9
+"""Parameters in layers from which on a model counts for targets that are said for a Qwen3-4B (3.6e9)."""
+RISE = 0.1
+MICRO_BATCHES = (16_384, 32_768)
+
+Found = Iterator[tuple[float, str]]
+"""(value, where it comes from)"""
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """One run directory. `flags`: its resolved configuration, sections flattened. `model`: config.json of the model,
+    {} where that is gone."""
+
+    path: Path
+    series: Run
+    flags: dict[str, Any]
+    model: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> GpuRun:
+        sections = json.loads((path / "config.json").read_text())
+        flags = {
+            k: v for section in sections.values() if isinstance(section, dict) for k, v in section.items()
+        }
+        try:
+            model = read_hf_config(flags["hf_checkpoint"])
+        except ValueError:
+            model = {}
+        return cls(path, load_run(path), flags, model)
+
+    def median(self, *metrics: str) -> float | None:
+        """Of their sum, over the steps after the first; None unless all were recorded."""
+        if not all(name in self.series.series for name in metrics):
+            return None
+        total = np.sum([self.series.series[name].values[1:] for name in metrics], axis=0)
+        return float(np.median(total)) if total.size else None
+
+    @property
+    def layer_parameters(self) -> float:
+        """Weights of the layers: what 6 x parameters x tokens counts. 0 when the model is unknown."""
+        m = self.model
+        if not m:
+            return 0.0
+        heads, kv_heads = m["num_attention_heads"], m.get("num_key_value_heads") or m["num_attention_heads"]
+        head_dim = m.get("head_dim") or m["hidden_size"] // heads
+        each = head_dim * (2 * heads + 2 * kv_heads) + 3 * m["intermediate_size"]
+        return float(m["num_hidden_layers"] * m["hidden_size"] * each)
+
+    @property
+    def gpu(self) -> str | None:
+        """Name of the first GPU of the host; None when the run did not note it."""
+        file = self.path / ENVIRONMENT_FILE
+        gpus = json.loads(file.read_text()).get("gpus") if file.exists() else None
+        return gpus[0]["name"] if gpus else None
+
+    @property
+    def trainers(self) -> int:
+        return self.flags["actor_num_nodes"] * self.flags["actor_num_gpus_per_node"]
+
+
+@dataclass(frozen=True)
+class Sources:
+    runs: tuple[GpuRun, ...]
+    files: tuple[tuple[str, dict[str, Any]], ...]
+
+    def large(self) -> Iterator[GpuRun]:
+        return (run for run in self.runs if run.layer_parameters >= LARGE)
+
+
+def _times(fits: Callable[[GpuRun], bool], *metrics: str) -> Callable[[Sources], Found]:
+    def find(sources: Sources) -> Found:
+        for run in sources.large():
+            if fits(run) and (value := run.median(*metrics)) is not None:
+                yield value, run.series.name
+
+    return find
+
+
+def _tp2_to_tp1(run: GpuRun) -> bool:
+    return run.flags["tensor_model_parallel_size"] == 2 and run.flags["rollout_num_gpus_per_engine"] == 1
+
+
+def _colocated(run: GpuRun) -> bool:
+    return run.flags["colocate"]
+
+
+def _disaggregated(run: GpuRun) -> bool:
+    return not run.flags["colocate"] and not _tp2_to_tp1(run)
+
+
+def _rollout(against: str) -> Callable[[Sources], Found]:
+    def find(sources: Sources) -> Found:
+        for name, content in sources.files:
+            if (
+                against in content.get("ours_to", {})
+                and content["requests"] == 256
+                and content["engine"] == "vllm"
+            ):
+                yield content["ours_to"][against], name
+
+    return find
+
+
+def _mfu(sources: Sources) -> Found:
+    """6 x parameters of the layers x tokens + attention, causal, of samples of the mean length (a lower bound, as
+    attention grows with the square), by time and GPU."""
+    for run in sources.large():
+        speed, lengths = run.median("perf/actor_train_tok_per_s"), run.median("perf/actor_train_time")
+        if speed is None or lengths is None or not run.flags["use_dynamic_batch_size"]:
+            continue
+        if MICRO_BATCHES[0] <= run.flags["max_tokens_per_gpu"] <= MICRO_BATCHES[1]:
+            samples = run.flags["rollout_batch_size"] * run.flags["n_samples_per_prompt"]
+            length = speed * lengths / samples
+            m = run.model
+            width = m["num_attention_heads"] * (
+                m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
+            )
+            attention = 3 * 2 * m["num_hidden_layers"] * width * (length + 1)
+            tflops = speed * (6 * run.layer_parameters + attention) / run.trainers / 1e12
+            yield tflops / PEAK_TFLOPS, run.series.name
+
+
+def _loss_part(sources: Sources) -> Found:
+    """Time of the loss part by that of rl_kernel.bench for as many tokens of this width and vocabulary; the largest
+    case of each, on the same GPU. One trainer, forward and backward of head and loss in one pass."""
+    bench: dict[tuple[Any, ...], tuple[int, float]] = {}
+    for _, content in sources.files:
+        for case in content.get("linear", []):
+            shape, gpu = case["case"], content["machine"]["gpu"]
+            for row in case["rows"]:
+                if row["name"] == "linear_token_loss 1.5GiB bf16 main_grad grpo_loss" and row.get("ms"):
+                    key = gpu, shape["hidden"], shape["vocab"]
+                    best = max(bench.get(key, (0, 0.0)), (shape["tokens"], row["ms"]["median"]))
+                    bench[key] = best
+    for run in sources.large():
+        key = run.gpu, run.model["hidden_size"], run.model["vocab_size"]
+        seconds, length = run.median("perf/policy_loss_time"), run.median("rollout/response_len/mean")
+        if key in bench and seconds is not None and length is not None and run.trainers == 1:
+            tokens, ms = bench[key]
+            samples = run.flags["rollout_batch_size"] * run.flags["n_samples_per_prompt"]
+            yield seconds / (samples * length * ms / tokens / 1e3), run.series.name
+
+
+def _memory_growth(sources: Sources) -> Found:
+    """Largest memory in use during step 10 by that of step 3, minus 1."""
+    for run in sources.runs:
+        file = run.path / "gpu_memory.csv"
+        if not file.exists():
+            continue
+        with open(file) as lines:
+            rows = [row for row in csv.reader(lines, skipinitialspace=True) if len(row) == 3]
+        used = [
+            (datetime.strptime(row[0], "%Y/%m/%d %H:%M:%S.%f").timestamp(), float(row[2])) for row in rows
+        ]
+        ends = _step_ends(run.path)
+        peaks = [
+            max(
+                (mib for time, mib in used if ends.get(step - 1, np.inf) < time <= ends.get(step, -np.inf)),
+                default=None,
+            )
+            for step in (3, 10)
+        ]
+        if None not in peaks:
+            yield peaks[1] / peaks[0] - 1, run.series.name
+
+
+def _step_ends(path: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (path / METRICS_FILE).read_text().splitlines()]
+    return {row["step"]: row["time"] for row in rows if row["step_key"] == "rollout/step"}
+
+
+def _curves_that_rise(sources: Sources) -> Found:
+    """Runs colocated and disaggregated with rl_kernel off and auto whose last three rollouts are better than their
+    first three by RISE."""
+    risen = set()
+    for run in sources.runs:
+        reward = run.series.series.get("rollout/raw_reward")
+        if reward is not None and len(reward.values) >= 6:
+            gain = reward.values[-3:].mean() - reward.values[:3].mean()
+            if gain > RISE and run.flags["rlk_fast"] in ("off", "auto"):
+                risen.add((run.flags["colocate"], run.flags["rlk_fast"]))
+    if risen:
+        yield len(risen), "learning curves"
+
+
+def _audit(sources: Sources) -> Found:
+    """How far the mean |log-prob difference| of the first rollout moves between off and auto, by what another batch
+    layout moves the trainer's log-probs by themselves (`vime audit`)."""
+    by_mode: dict[bool, dict[str, GpuRun]] = {}
+    for run in sources.runs:
+        if "consistency/abs_dlogp_mean" in run.series.series:
+            by_mode.setdefault(run.flags["colocate"], {})[run.flags["rlk_fast"]] = run
+    for pair in by_mode.values():
+        noise = max((_layout_noise(run.path) for run in pair.values()), default=0.0)
+        if {"off", "auto"} <= pair.keys() and noise > 0:
+            off, auto = (
+                pair[fast].series.series["consistency/abs_dlogp_mean"].values[0] for fast in ("off", "auto")
+            )
+            yield abs(auto - off) / noise, f"{pair['off'].series.name}, {pair['auto'].series.name}"
+
+
+def _layout_noise(path: Path) -> float:
+    """Nats: the largest mean difference between the trainer's training rows and its other layouts of them."""
+    records = [json.loads(file.read_text()) for file in (path / "audit").glob("rollout_*.json")]
+    pairs = [p for record in records for p in record["pairs"]]
+    layouts = [
+        p["mean"] for p in pairs if p["first"].startswith("trainer, ") and p["second"].startswith("trainer, ")
+    ]
+    return max(layouts, default=0.0)
+
+
+@dataclass(frozen=True)
+class Target:
+    """`figure`: its name in a file of {"figures": ...}. `above`: whether more is better."""
+
+    figure: str
+    what: str
+    limit: float
+    unit: str
+    find: Callable[[Sources], Found]
+    above: bool = False
+
+
+def _link_share(sources: Sources) -> Found:
+    """Bandwidth of the slower of both ways by that of a bare copy of page-locked memory, measured here and now."""
+    ways = ("offload", "onload")
+    for run in sources.large():
+        speeds = [run.median(f"perf/{way}_gib_per_s") for way in ways]
+        if None not in speeds and torch.cuda.is_available():
+            yield min(speed / link for speed, link in zip(speeds, _link(), strict=True)), run.series.name
+
+
+@cache
+def _link() -> tuple[float, float]:
+    """GiB/s from the GPU to the host and back: the best of five copies of 1 GiB."""
+    host = torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    found = []
+    for to, source in ((host, device), (device, host)):
+        seconds = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        found.append(1 / min(seconds))
+    return found[0], found[1]
+
+
+_UPDATE = "perf/update_weights_time"
+FIGURES = (
+    Target("sync_colocated_s", "weights to engines, colocated", 0.4, "s", _times(_colocated, _UPDATE)),
+    Target(
+        "sync_disaggregated_s",
+        "weights to engines, disaggregated",
+        0.35,
+        "s",
+        _times(_disaggregated, _UPDATE),
+    ),
+    Target(
+        *("sync_tp2_tp1_s", "weights to engines, TP 2 to TP 1", 0.5, "s"),
+        _times(lambda run: not run.flags["colocate"] and _tp2_to_tp1(run), _UPDATE),
+    ),
+    Target(
+        *("hand_over_s", "hand-over: sleep, wake, weights", 0.8, "s"),
+        _times(_colocated, "perf/sleep_time", "perf/wake_up_time", _UPDATE),
+    ),
+    Target("rollout_share", "rollout / raw vLLM, 256 requests", 0.9, "x", _rollout("raw"), above=True),
+    Target(
+        *("rollout_share_log_probs", "the same, raw with log-probs", 0.9, "x"),
+        *(_rollout("raw, log-probs"), True),
+    ),
+    Target("mfu", "training, model FLOPs / 989 TFLOP/s", 0.4, "x", _mfu, above=True),
+    Target("loss_part", "log-probs and loss / rl_kernel.bench", 1.15, "x", _loss_part),
+    Target(
+        *("offload_s", "trainer's state out and back", 6.0, "s"),
+        _times(_colocated, "perf/offload_time", "perf/onload_time"),
+    ),
+    Target("offload_link_share", "its bandwidth / the host link's", 0.8, "x", _link_share, above=True),
+    Target("memory_growth", "GPU memory, step 10 / step 3 - 1", 0.01, "", _memory_growth),
+    Target("curves", "runs whose reward rises, of 4", 4, "", _curves_that_rise, above=True),
+    Target("audit", "off against auto / batch-layout noise", 1.0, "x", _audit),
+)
+
+
+def rows(sources: Sources) -> list[tuple[Target, float | None, str]]:
+    """(target, value, source), a row for each source that has it; at least one a target."""
+    found = []
+    for target in FIGURES:
+        values = list(target.find(sources))
+        values += [
+            (content["figures"][target.figure], name)
+            for name, content in sources.files
+            if target.figure in content.get("figures", {})
+        ]
+        found += [(target, value, source) for value, source in values] or [(target, None, "")]
+    return found
+
+
+def verdict(target: Target, value: float | None) -> str:
+    """Met, or by how much of the limit it is missed."""
+    if value is None:
+        return "not measured"
+    if (value >= target.limit) if target.above else (value <= target.limit):
+        return "met"
+    return f"missed by {abs(value - target.limit) / target.limit:.0%}"
+
+
+def table(found: Sequence[tuple[Target, float | None, str]]) -> str:
+    lines = [f"{'figure':<38}{'measured':>10}  {'target':>9}  {'':<16}from"]
+    for target, value, source in found:
+        measured = "-" if value is None else f"{value:.3f} {target.unit}".rstrip()
+        limit = f"{'>=' if target.above else '<='} {target.limit:g}"
+        lines.append(f"{target.what:<38}{measured:>10}  {limit:>9}  {verdict(target, value):<16}{source}")
+    return "\n".join(lines)
+
+
+def read(paths: Sequence[Path]) -> Sources:
+    """ValueError for a path that is neither a run directory nor a JSON object."""
+    runs, files = [], []
+    for path in paths:
+        if path.is_dir():
+            runs.append(GpuRun.read(path))
+            continue
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError(f"PATH must be a run directory or hold a JSON object, got {path}")
+        files.append((path.name, content))
+    return Sources(tuple(runs), tuple(files))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Figures of GPU runs against their targets.")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="run directories and JSON files")
+    parser.add_argument("--out", type=Path, help="the same as JSON")
+    args = parser.parse_args(argv)
+    found = rows(read(args.paths))
+    print(table(found))
+    if args.out is not None:
+        records = [
+            {"figure": t.figure, "value": value, "limit": t.limit, "above": t.above, "from": source}
+            for t, value, source in found
+        ]
+        args.out.write_text(json.dumps(records, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""Our rollout beside raw vLLM, on the same live engine: tokens/s of both, and their ratio.
+
+    python -m vime.benchmarks.rollout_speed --model Qwen3-4B --out rollout_speed.json
+    python -m vime.benchmarks.rollout_speed --model tiny/base --requests 16 --response-tokens 24 --rounds 2   (CPU)
+    python -m vime.benchmarks.rollout_speed --model tiny/base --instant     what our side takes, without an engine
+
+Any other flag goes to the run's configuration (--vllm-gpu-memory-utilization 0.85). Every contender asks for the same
+prompts and the same number of tokens, the end of the text ignored, all requests at once:
+
+    ours                one rollout of the rollout manager: prompts, router, rewards, groups, train data, packing
+    raw                 a bare HTTP client at the engine itself, which asks for nothing but text
+    raw, log-probs      the same, and token ids and log-probs of what was sampled, as any trainer needs them
+    raw, same request   the same, and a seed a request, so that a run can be repeated: word for word what ours asks
+
+They take turns, in an order that changes; before each turn the engine forgets what it has cached of prompts. A round
+that is not counted comes first. The ratio that counts is ours / raw; the others say where the rest goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import pickle
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import torch
+
+from rl_kernel.benchmarks.machine import describe
+from slime.config import Config
+from slime.data.columns import pack_columns
+from slime.data.tokenizer import load_tokenizer
+from slime.rollout.generate import generate
+from slime.rollout.manager import RolloutManager
+from slime.types import Sample
+from vime.engine.client import VllmEngineClient, request_body
+from vime.engine.control import EngineControl
+from vime.engine.flags import engine_dtype, engine_settings, parse_config
+from vime.engine.pool import VllmEnginePool
+from vime.engine.router import RouterSpec
+from vime.engine.server import SERVED_MODEL_NAME, EngineSpec, installed_vllm
+
+OURS, RAW = "ours", "raw"
+LOG_PROBS, SAME_REQUEST = "raw, log-probs", "raw, same request"
+TARGET = 0.9
+
+
+async def generate_whole(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The rollout's generate function, but a response goes on to its full length."""
+    return await generate(args, sample, {**sampling_params, "ignore_eos": True})
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is measured against. `url`: the engine itself; `forget` empties its prompt cache."""
+
+    client: VllmEngineClient
+    url: str
+    key: str
+    forget: Callable[[], None]
+    facts: dict[str, Any]
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and the flags of `vime train` that are left."""
+    parser = argparse.ArgumentParser(
+        description="Tokens/s of our rollout and of raw vLLM.", allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="Hugging Face directory; random weights will do")
+    parser.add_argument("--requests", type=int, default=256, help="at the same time (default 256)")
+    parser.add_argument("--group", type=int, default=8, help="samples of a prompt (default 8)")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--response-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5, help="that are counted (default 5)")
+    parser.add_argument("--instant", action="store_true", help="an engine that answers at once (CPU seconds)")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--commit", help="for a machine that holds the files without their git history")
+    args, flags = parser.parse_known_args(argv)
+    if args.requests % args.group:
+        parser.error(f"--requests must be a multiple of --group {args.group}, got {args.requests}")
+    if args.rounds < 1:
+        parser.error(f"--rounds must be 1 or more, got {args.rounds}")
+    return args, flags
+
+
+def write_prompts(path: Path, args: argparse.Namespace) -> None:
+    """Texts of --prompt-tokens random digits, a token each in Qwen's tokenizers and in ours: enough for all rounds."""
+    digits, tokenizer = random.Random(0), load_tokenizer(args.model)
+    texts = [
+        "".join(digits.choices("0123456789", k=args.prompt_tokens))
+        for _ in range(args.requests // args.group * (args.rounds + 1))
+    ]
+    length = len(tokenizer.encode(texts[0], add_special_tokens=False))
+    if length != args.prompt_tokens:
+        raise ValueError(f"--model must have a tokenizer with a token a digit, got {length} for {texts[0]}")
+    path.write_text("".join(json.dumps({"prompt": text, "label": ""}) + "\n" for text in texts))
+
+
+def configure(args: argparse.Namespace, flags: list[str], folder: Path) -> Config:
+    """A run of rollouts alone, with the reward that costs least."""
+    write_prompts(folder / "prompts.jsonl", args)
+    return parse_config(
+        [
+            *("--hf-checkpoint", args.model, "--prompt-data", str(folder / "prompts.jsonl")),
+            *("--input-key", "prompt", "--label-key", "label", "--rm-type", "random"),
+            *("--rollout-batch-size", str(args.requests // args.group)),
+            *("--n-samples-per-prompt", str(args.group), "--global-batch-size", str(args.requests)),
+            *("--num-rollout", str(args.rounds + 1), "--debug-rollout-only", "--rollout-num-gpus", "1"),
+            *("--rollout-max-response-len", str(args.response_tokens)),
+            *("--custom-generate-function-path", "vime.benchmarks.rollout_speed.generate_whole"),
+            *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "16384", "--balance-data"),
+            *("--run-dir", str(folder), "--weight-dir", str(folder / "weights"), *flags),
+        ]
+    )
+
+
+@contextmanager
+def vllm_engine(config: Config, folder: Path) -> Iterator[Engine]:
+    """One engine behind the router, as `vime train` starts them, without Ray."""
+    key = secrets.token_hex(32)
+    spec = EngineSpec(**engine_settings(config), run_key=key, log_path=str(folder / "engine.log"))
+    router = RouterSpec(
+        run_key=key, log_path=str(folder / "router.log"), argv=tuple(config.engine.router_argv)
+    )
+    pool = VllmEnginePool([spec], router)
+    try:
+        pool.start()
+        url, address = pool.engine_urls[0], urlsplit(pool.router_url)
+        facts = {
+            "vllm_router_ip": address.hostname,
+            "vllm_router_port": address.port,
+            "vllm_router_headers": {"Authorization": f"Bearer {key}"},
+            "rollout_engine_dtype": engine_dtype(config),
+        }
+        yield Engine(pool.client(), url, key, EngineControl(url, key).reset_prefix_cache, facts)
+    finally:
+        pool.stop()
+
+
+@contextmanager
+def instant_engine() -> Iterator[Engine]:
+    command = [sys.executable, "-m", "vime.benchmarks.instant_engine"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        yield Engine(VllmEngineClient(url, "none"), url, "none", lambda: None, {})
+    finally:
+        process.terminate()
+        process.wait()
+
+
+class Contest:
+    """The contenders, each a method of a round's number that returns (tokens, seconds)."""
+
+    def __init__(self, args: argparse.Namespace, config: Config, engine: Engine) -> None:
+        self.args, self.engine = args, engine
+        # Pickled as Ray pickles what the trainers get.
+        self.manager = RolloutManager(
+            config, engine.client, 1, engine.facts, lambda data: pickle.dumps(pack_columns(data))
+        )
+        self.manager.load(0)
+        tokenizer = load_tokenizer(args.model)
+        with open(config.prompt_data) as lines:
+            texts = [json.loads(line)["prompt"] for line in lines]
+        self.prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        self.contenders: dict[str, Callable[[int], tuple[int, float]]] = {
+            OURS: self.ours,
+            RAW: lambda turn: self.raw(turn, {}),
+            LOG_PROBS: lambda turn: self.raw(turn, {"logprobs": 0, "return_token_ids": True}),
+            SAME_REQUEST: lambda turn: self.raw(turn, None),
+        }
+
+    def ours(self, turn: int) -> tuple[int, float]:
+        began = time.perf_counter()
+        batch = self.manager.generate(turn)
+        seconds = time.perf_counter() - began
+        responses = pickle.loads(batch.rank_data[0])["response_lengths"]
+        assert len(responses) == self.args.requests, f"{len(responses)} samples of {self.args.requests}"
+        return sum(responses), seconds
+
+    def raw(self, turn: int, extra: dict[str, Any] | None) -> tuple[int, float]:
+        """`extra`: beyond a prompt and its sampling; None: the very request that ours makes."""
+        prompts = self.args.requests // self.args.group
+        first = turn * prompts
+        wanted = [ids for ids in self.prompts[first : first + prompts] for _ in range(self.args.group)]
+        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+        if extra is None:
+            params = {**sampling, "max_new_tokens": self.args.response_tokens}
+            bodies = [request_body(ids, params, seed) for seed, ids in enumerate(wanted)]
+        else:
+            same = {"model": SERVED_MODEL_NAME, "max_tokens": self.args.response_tokens, **sampling, **extra}
+            bodies = [{**same, "prompt": ids} for ids in wanted]
+        return asyncio.run(self._ask(bodies))
+
+    async def _ask(self, bodies: list[dict[str, Any]]) -> tuple[int, float]:
+        headers, connections = {"Authorization": f"Bearer {self.engine.key}"}, aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(headers=headers, connector=connections, timeout=timeout) as session:
+
+            async def one(body: dict[str, Any]) -> int:
+                async with session.post(f"{self.engine.url}/v1/completions", json=body) as response:
+                    response.raise_for_status()
+                    return (await response.json())["usage"]["completion_tokens"]
+
+            began = time.perf_counter()
+            tokens = sum(await asyncio.gather(*map(one, bodies)))
+            return tokens, time.perf_counter() - began
+
+    def run(self) -> dict[str, list[dict[str, float]]]:
+        """Every turn of every contender; the round that is not counted is left out."""
+        turns: dict[str, list[dict[str, float]]] = {name: [] for name in self.contenders}
+        expected = self.args.requests * self.args.response_tokens
+        for turn in range(self.args.rounds + 1):
+            order = list(self.contenders)
+            order = order[turn % len(order) :] + order[: turn % len(order)]
+            for name in order:
+                self.engine.forget()
+                cpu = time.process_time()
+                tokens, seconds = self.contenders[name](turn)
+                cpu = time.process_time() - cpu
+                assert tokens == expected, f"{name} made {tokens} tokens, {expected} were asked for"
+                if turn:
+                    turns[name].append({"tokens_per_s": tokens / seconds, "seconds": seconds, "cpu_s": cpu})
+        return turns
+
+
+def summary(args: argparse.Namespace, turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians over the rounds: tokens/s, ours / each raw form, and how many requests a core of ours drives."""
+    speed = {name: statistics.median(t["tokens_per_s"] for t in each) for name, each in turns.items()}
+    cpu_s = statistics.median(t["cpu_s"] for t in turns[OURS])
+    return {
+        "requests": args.requests,
+        "prompt_tokens": args.prompt_tokens,
+        "response_tokens": args.response_tokens,
+        "engine": "instant" if args.instant else "vllm",
+        "tokens_per_s": speed,
+        "ours_to": {name: speed[OURS] / speed[name] for name in speed if name != OURS},
+        "ours_requests_per_cpu_s": args.requests / cpu_s,
+        "target": TARGET,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    shape = "{requests} requests at a time, {prompt_tokens} + {response_tokens} tokens each".format(**found)
+    lines = [f"{shape}, engine: {found['engine']}", f"{'':<20}{'tokens/s':>12}{'ours / it':>12}"]
+    for name, speed in found["tokens_per_s"].items():
+        ratio = found["ours_to"].get(name)
+        lines.append(f"{name:<20}{speed:>12,.0f}{'' if ratio is None else f'{ratio:.3f}':>12}")
+    lines.append(f"our side alone: {found['ours_requests_per_cpu_s']:,.0f} requests a CPU second")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, flags = parse(argv)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-bench-")))
+        config = configure(args, flags, folder)
+        engine = stack.enter_context(instant_engine() if args.instant else vllm_engine(config, folder))
+        contest = Contest(args, config, engine)
+        stack.callback(contest.manager.close)
+        turns = contest.run()
+    command = ["vime.benchmarks.rollout_speed", *(sys.argv[1:] if argv is None else argv)]
+    machine = describe(torch.device(config.device), command, args.commit)
+    found = {"machine": {**machine, "vllm": installed_vllm()}, **summary(args, turns), "turns": turns}
+    print(table(found))
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
