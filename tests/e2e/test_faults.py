@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
 from fault_cases import FaultyRun, engine_killed_twice_then_trainer, rank_killed, slow_engine_then_interrupt
-from train_fixtures import World, launched, make_world, published_weights, vime
+from train_fixtures import World, launched, make_world, published_weights, rows, samples, vime
 
 pytestmark = pytest.mark.e2e
 

@@ -1,6 +1,6 @@
 """How fast a trainer rank trains: model FLOPs utilisation, the parts of a step, peak memory by phase.
 
-    python benchmarks/training_speed.py --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
+    python -m vime.benchmarks.training_speed --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
         --use-dynamic-batch-size --max-tokens-per-gpu 16384 [any flag of vime train]
 
 Made-up sequences of equal length go through slime.megatron_backend.trainer as a rollout's do: no engine, no Ray. Every
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> None:
     arguments, given = parser.parse_known_args(argv)
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     result = {
-        "command": "python benchmarks/training_speed.py " + " ".join(argv),
+        "command": "python -m vime.benchmarks.training_speed " + " ".join(argv),
         "commit": arguments.commit,
         "device": found,
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
