@@ -149,6 +149,6 @@ def test_a_run_ends_well_and_its_engines_agree_with_the_trainer(runs, layout):
 def test_engines_see_the_gpus_of_their_layout(runs, layout):
     root, seen = runs
     weights = str(published_weights(root / layout))
-    found = {name: gpus for (directory, name), gpus in seen.items() if directory == weights}
+    found = {name: its for (directory, name), its in seen.items() if directory == weights}
     wanted = [places.format(*gpus()) for places in ENGINES[layout]]
     assert found == {f"engine-{place}-1": names for place, names in enumerate(wanted)}

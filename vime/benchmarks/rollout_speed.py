@@ -46,12 +46,13 @@ from slime.data.tokenizer import load_tokenizer
 from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager
 from slime.types import Sample
+from vime.engine import vllm_versions
 from vime.engine.client import VllmEngineClient, request_body
 from vime.engine.control import EngineControl
 from vime.engine.flags import engine_dtype, engine_settings, parse_config
 from vime.engine.pool import VllmEnginePool
 from vime.engine.router import RouterSpec
-from vime.engine.server import SERVED_MODEL_NAME, EngineSpec, installed_vllm
+from vime.engine.server import SERVED_MODEL_NAME, EngineSpec
 
 OURS, RAW = "ours", "raw"
 LOG_PROBS, SAME_REQUEST = "raw, log-probs", "raw, same request"
@@ -275,7 +276,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         turns = contest.run()
     command = ["vime.benchmarks.rollout_speed", *(sys.argv[1:] if argv is None else argv)]
     machine = describe(torch.device(config.device), command, args.commit)
-    found = {"machine": {**machine, "vllm": installed_vllm()}, **summary(args, turns), "turns": turns}
+    found = {
+        "machine": {**machine, "vllm": vllm_versions.installed()},
+        **summary(args, turns),
+        "turns": turns,
+    }
     print(table(found))
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")

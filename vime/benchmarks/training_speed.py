@@ -4,7 +4,7 @@
         --use-dynamic-batch-size --max-tokens-per-gpu 16384 [any flag of vime train]
 
 Made-up sequences of equal length go through slime.megatron_backend.trainer as a rollout's do: no engine, no Ray. Every
-step is one optimizer step. Model FLOPs are 6 x parameters of the layers x tokens, attention's and the head's over the
+step is one optimizer step. With --colocate --offload-train the state leaves after each step and comes back. Model FLOPs are 6 x parameters of the layers x tokens, attention's and the head's over the
 response (slime.data.packing.sample_flops); what recomputation does again is not counted. By the time of actor_train:
 forward, loss, backward and optimizer.
 """
@@ -89,6 +89,9 @@ def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
         rows = []
         for step in range(arguments.steps):
             perf = trainer.train(step, batch(arguments, config, hf_config, step)).perf
+            trainer.residence.release(
+                "parameters", timer="weights_offload"
+            )  # as the publishing of weights does
             rows.append(perf)
             print(json.dumps({"step": step, **{k: round(v, 4) for k, v in sorted(perf.items())}}), flush=True)
         if arguments.kernels:
