@@ -4,9 +4,11 @@
         --use-dynamic-batch-size --max-tokens-per-gpu 16384 [any flag of vime train]
 
 Made-up sequences of equal length go through slime.megatron_backend.trainer as a rollout's do: no engine, no Ray. Every
-step is one optimizer step. With --colocate --offload-train the state leaves after each step and comes back. Model FLOPs are 6 x parameters of the layers x tokens, attention's and the head's over the
-response (slime.data.packing.sample_flops); what recomputation does again is not counted. By the time of actor_train:
-forward, loss, backward and optimizer.
+step is one optimizer step. With --colocate --offload-train the state leaves after each step and comes back.
+
+Model FLOPs are 6 x parameters of the layers x tokens, attention's and the head's over the response
+(slime.data.packing.sample_flops); what recomputation does again is not counted. By the time of actor_train: forward,
+loss, backward and optimizer.
 """
 
 from __future__ import annotations
