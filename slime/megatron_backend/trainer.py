@@ -49,6 +49,7 @@ from slime.weight_sync.broadcast_channel import BroadcastChannel
 from slime.weight_sync.buckets import WeightChannel
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.ipc_channel import IpcChannel
+from slime.weight_sync.publisher import Publisher
 
 
 class MegatronTrainer:
@@ -86,10 +87,9 @@ class MegatronTrainer:
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         self.residence = Residence(self.memory.leaving, self.info.device, self.timers, models, self.optimizer)
         self.residence.release(*PARTS)  # engines that start now measure what memory is left
-        self.files = FileChannel(config.weight_dir)
-        self.channel = self._channel()
-        self.sending: Iterator[WeightUpdate] | None = None
-        self.receivers: dict[str, int] = {}  # of what is being sent
+        files = FileChannel(config.weight_dir)
+        compare = config.check_weight_update_equal
+        self.publisher = Publisher(self._export, self._channel() or files, files, compare=compare)
         self.version = self.start_rollout_id  # of the weights as they are: how many rollouts made them
         self.audit = Audit(config, self.info, self.timers, self.temperature)
         steps = profiled_steps(config.profile_steps)
@@ -143,38 +143,27 @@ class MegatronTrainer:
                 save_hf(self.model, self.config.hf_checkpoint, out)
             self.residence.release("parameters", "optimizer", timer="save_offload")
 
-    def _channel(self) -> WeightChannel:
+    def _channel(self) -> WeightChannel | None:
+        """How weights reach engines that run, if not in files."""
         config, size = self.config, self.config.update_weight_buffer_size
         if config.update_weight_transport == "ipc":
             return IpcChannel(size, self.info.device)
         if config.update_weight_transport == "nccl":
             timeout_s = 60.0 * config.distributed_timeout_minutes
             return BroadcastChannel(Path(config.weight_dir), size, self.info.device, timeout_s)
-        return self.files
+        return None
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
-        """The next part of the current weights, called `version`; None after the last, and then from the first again.
-        Collective; rank 0's tells engines what to do. Without `receivers` a file, for engines that come back. Other
-        receivers than before get all parts, whatever the former ones had."""
-        if self.sending is None or self.receivers != receivers:
-            self.receivers = receivers
-            channel = self.channel if receivers else self.files
-            self.sending = channel.parts(
-                self._export,
-                version,
-                compare=self.config.check_weight_update_equal,
-                receivers=receivers,
-            )
+        """The next part of the current weights, called `version`; None after the last (see Publisher). Collective."""
         with self._explained(f"publishing weights {version}"):
-            part = next(self.sending, None)
+            part = self.publisher.next(version, receivers)
             if part is None:
-                self.sending = None
                 self.residence.release("parameters", timer="weights_offload")
         return part
 
     def weights_file(self) -> WeightUpdate:
         """The current weights in a file, for an engine that starts between two updates. Collective."""
-        return next(self.files.parts(self._export, self.version, compare=False, receivers={}))
+        return self.publisher.file(self.version)
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         return export_hf(self.model, self.residence.read)

@@ -45,7 +45,7 @@ def run(
 ) -> dict[str, Any]:
     from slime.megatron_backend.trainer import MegatronTrainer
 
-    flags = POLICY | PRECISION[precision] | layout
+    flags = POLICY | PRECISION[precision] | layout | {"actor_num_gpus_per_node": ranks}
     config = trainer_cases.make_config(root, weight_dir=str(root / f"weights-{name}-{precision}"), **flags)
     store = f"file://{root}/store-{name}-{precision}"
     trainer = MegatronTrainer(config, rank, ranks, init_method=store, local_rank=rank)

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> dict[str, Any]:
     """A rollout under audit, then one whose last sample holds a NaN: metrics, and what the error said."""
     paths = {"weight_dir": str(root / f"weights-{name}"), "run_dir": str(root / f"run-{name}")}
-    config = make_config(root, rlk_consistency="audit", **paths, **flags)
+    config = make_config(root, rlk_consistency="audit", actor_num_gpus_per_node=ranks, **paths, **flags)
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)
     info = trainer.info
     samples = [Sample.from_dict(s) for s in torch.load(root / "samples.pt", weights_only=True)]

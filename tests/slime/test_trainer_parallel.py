@@ -118,6 +118,7 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
     config = make_config(
         root,
         check_weight_update_equal=True,
+        actor_num_gpus_per_node=ranks,
         **{"weight_dir": str(root / f"weights-{name}"), "save": str(root / f"save-{name}"), **flags},
     )
     trainer = MegatronTrainer(config, rank, ranks, init_method=f"file://{root}/store-{name}", local_rank=rank)

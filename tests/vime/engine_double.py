@@ -42,7 +42,8 @@ class Receiver:
         self.store = ""
         self.held: dict[str, str] = {}
 
-    async def take(self, info: dict[str, Any]) -> None:
+    async def take(self, info: dict[str, Any]) -> bool:
+        """Whether to die once this is answered."""
         import torch
 
         from slime.weight_sync.group import GivenUp
@@ -61,11 +62,10 @@ class Receiver:
         try:
             bucket = await asyncio.to_thread(self.buckets.take, info["bytes"], info["group"])
         except GivenUp:
-            return
+            return False
         for name, tensor in views(bucket, info["tensors"]).items():
             self.held[name] = digest(tensor)
-        if when == "leave":
-            asyncio.get_running_loop().call_later(0.05, kill)
+        return when == "leave"
 
 
 def digest(tensor: Any) -> str:
@@ -95,10 +95,11 @@ def main(port: int, log: Path) -> None:
             os._exit(3)
         if path == "/refuse":
             refused.add(json.loads(body))
+        dies = False
         if path == "/doom":
             receiver.doom = json.loads(body)
         if path == "/update_weights" and "group" in (info := json.loads(body)["update_info"]):
-            await receiver.take(info)
+            dies = await receiver.take(info)
         if path == "/finish_weight_update" and receiver.held:
             with log.open("a") as file:
                 file.write(f"HOLDS {json.dumps(receiver.held, sort_keys=True)}\n")
@@ -108,6 +109,8 @@ def main(port: int, log: Path) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
+        if dies:
+            kill()
 
     uvicorn.run(RunKeyMiddleware(app), host="127.0.0.1", port=port, log_level="warning")
 

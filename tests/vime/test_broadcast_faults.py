@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +18,11 @@ import torch.multiprocessing as mp
 from engine_double import DoubleServer, digest
 
 from slime.loop import weight_parts
-from slime.megatron_backend.trainer import MegatronTrainer
 from slime.protocols import WeightUpdate
 from slime.weight_sync.broadcast_channel import BroadcastChannel
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.group import GivenUp, Group, give_up
+from slime.weight_sync.publisher import Publisher
 from vime.engine.control import EngineControl
 from vime.engine.pool import VllmEnginePool
 from vime.engine.router import RouterSpec
@@ -43,39 +42,35 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": torch.randn(count, generator=generator) for i in range(2 * BUCKETS)}
 
 
-class WithoutModel(MegatronTrainer):
-    """The trainer's part in an update, with weights that come from nowhere."""
-
-    def __init__(self, root: Path) -> None:
-        self.config = SimpleNamespace(check_weight_update_equal=False)
-        self.channel = BroadcastChannel(root, BUCKET_BYTES, CPU, TIMEOUT_S)
-        self.files = FileChannel(root)
-        self.sending, self.receivers, self.version = None, {}, 0
-
-    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from weights(self.version).items()
-
-
 class Run:
     """A trainer, engines that can be told to die, and the pool over them."""
 
     def __init__(self, root: Path, engines: int) -> None:
         self.root = root
         (weight_dir := root / "weights").mkdir(mode=0o700)
-        self.trainer = WithoutModel(weight_dir)
+        self.version = 0
+        self.channel, files = (
+            BroadcastChannel(weight_dir, BUCKET_BYTES, CPU, TIMEOUT_S),
+            FileChannel(weight_dir),
+        )
+        self.publisher = Publisher(self._export, self.channel, files, compare=False)
         self.thread = ThreadPoolExecutor(1)  # as an actor: one call after the other
         fields = {"model_path": "", "run_key": KEY, "weight_dir": str(weight_dir), "start_timeout_s": 60}
         specs = [EngineSpec(log_path=str(root / f"{i}.log"), index=i, **fields) for i in range(engines)]
         router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
-        file = lambda: self.thread.submit(self.trainer.weights_file).result()  # noqa: E731
+        file = lambda: self.thread.submit(self.publisher.file, self.version).result()  # noqa: E731
         self.pool = VllmEnginePool(specs, router, spawn=DoubleServer, weights_file=file)
 
+    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights that come from nowhere."""
+        yield from weights(self.version).items()
+
     def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
-        return self.thread.submit(self.trainer.next_weights, version, receivers)
+        return self.thread.submit(self.publisher.next, version, receivers)
 
     def update(self, version: int) -> float:
         """Seconds that it took."""
-        self.trainer.version = version
+        self.version = version
         began = time.monotonic()
         self.pool.update_weights(functools.partial(weight_parts, self, self.pool, version))
         return time.monotonic() - began
@@ -176,7 +171,7 @@ def test_a_trainer_that_fails_ends_the_run_with_its_own_error(start: Callable[[i
     def fail(bucket: torch.Tensor) -> None:
         raise FloatingPointError("the trainer's own")
 
-    run.trainer.channel._send = fail
+    run.channel._send = fail
     began = time.monotonic()
     with pytest.raises(FloatingPointError, match="the trainer's own"):
         run.update(1)
