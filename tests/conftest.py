@@ -1,6 +1,7 @@
 """Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter; every other test runs as users do."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ INTERPRET = not torch.cuda.is_available()
 # pytest collects may import it.
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A time limit ends a test session with SIGTERM: what its tests have started ends with it, as on Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

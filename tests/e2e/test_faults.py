@@ -79,6 +79,15 @@ def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: Wor
     rank_killed(world, "dead", ranks=2)
 
 
+def test_sigterm_ends_a_run_as_ctrl_c_does(world: World) -> None:
+    """Of the command alone, as a scheduler or a container sends it; Ray has a handler of its own for it."""
+    with launched(vime("train", *world.sft("ended", rollouts=10_000)), world.root / "ended.out") as launch:
+        launch.wait_for(lambda: rows(world.root / "ended", "train/step"), "a step", 120)
+        launch.process.terminate()
+        assert launch.finish(30) == 130
+        assert "interrupted" in launch.output.splitlines()[-1]
+
+
 def test_too_many_devices_are_refused_before_anything_is_placed(world: World) -> None:
     flags = [
         *world.grpo("large", rollouts=1),
