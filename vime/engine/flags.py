@@ -175,9 +175,6 @@ def _remarks(config: Config) -> Iterator[str]:
             "--vllm-gpu-memory-utilization has no effect on CPU engines: their KV cache is as large as "
             "--vllm-kv-cache-memory-bytes says"
         )
-    if config.device == "cuda" and config.num_engines and config.rollout_num_gpus_per_engine > 1:
-        size = config.rollout_num_gpus_per_engine
-        yield f"--rollout-num-gpus-per-engine {size}: engines of several GPUs have not been run in this version"
     if config.actor_num_nodes > 1:
         yield f"--actor-num-nodes {config.actor_num_nodes}: several hosts have not been run in this version"
 
