@@ -117,7 +117,9 @@ def run(config: Config, argv: Sequence[str]) -> None:
         write_environment(run_dir, ["vime", "train", *argv])
         placement.connect()
         stack.callback(ray.shutdown)
-        signal.signal(signal.SIGTERM, _interrupt)  # Ray has put a handler of its own there, which ends the process
+        signal.signal(
+            signal.SIGTERM, _interrupt
+        )  # Ray has put a handler of its own there, which ends the process
         placed = placement.place(config)
         stack.callback(placed.release)
         trainer = None

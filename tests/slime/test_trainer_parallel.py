@@ -154,7 +154,9 @@ def resumed(name: str, saved: str, root: Path, rank: int, ranks: int) -> dict[st
     """Weights of layout `name` after rollout 1, from the checkpoint that `saved` wrote."""
     flags = (SINGLE | TWO | FOUR)[name]
     store = f"file://{root}/store-{name}-from-{saved}"
-    config = make_config(root, actor_num_gpus_per_node=ranks, **(flags | {"load": str(root / f"save-{saved}")}))
+    config = make_config(
+        root, actor_num_gpus_per_node=ranks, **(flags | {"load": str(root / f"save-{saved}")})
+    )
     trainer = MegatronTrainer(config, rank, ranks, init_method=store, local_rank=rank)
     assert trainer.start_rollout_id == 1
     trainer.train(1, rank_data(config, make_samples(1), trainer.info.dp_rank, trainer.info.dp_size))
