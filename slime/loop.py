@@ -62,8 +62,7 @@ def run(
                 if config.colocate:
                     engines.sleep()
                 wait(trainer.save(rollout_id), engines)
-                if config.colocate:
-                    engines.wake()
+                if config.colocate and engines.wake():
                     publish(config, trainer, engines, version=rollout_id + 1)
             report.saved(rollout_id)
         if due(config.eval_interval, rollout_id + 1):

@@ -180,8 +180,10 @@ def micro_batch_tokens(c: Any) -> int | None:
 def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
     """What the forward keeps for the backward, and bytes of the one layer that full recomputation makes again.
 
-    Norm inputs and outputs: 4 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv.
-    Gated MLP: 3 F. The last two are split over tensor parallelism, the first too with --sequence-parallel.
+    Norm inputs: 2 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv. Gated MLP: 2 F, and F
+    for silu(gate) where rl_kernel's kernel does not compute it. The last two are split over tensor parallelism, the
+    first too with --sequence-parallel. Outputs of norms and of the MLP's activation are made again
+    (slime.megatron_backend.layers): but by Transformer Engine, and in the layer that full recomputation runs again.
     With full recomputation only the layer inputs stay. The first of P pipeline stages keeps P micro-batches of its
     layers. Of C context-parallel ranks each keeps the keys and values that its two runs of a sequence see: together all
     of the sequence and, on average, half a rank's share more.
@@ -191,8 +193,11 @@ def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
     split = tp if c.sequence_parallel else 1
     cp = c.context_parallel_size
     gathered = 2 * shape.kv * (cp + 0.5) if cp > 1 else 0
-    layer = 4 * shape.hidden / split + (4 * shape.q + 4 * shape.kv + gathered + 3 * shape.ffn) / tp
     full = c.megatron.overrides.get("recompute_granularity") == "full"
+    keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
+    kernel = c.device == "cuda" and c.rlk_fast != "off" and "swiglu" in c.rl_kernel_ops
+    norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
+    layer = norms * shape.hidden / split + (4 * shape.q + 4 * shape.kv + gathered + mlp * shape.ffn) / tp
     width = shape.hidden / split if full else layer
     how = f"{count(tokens)} tokens x {size} B x {layers} layers x {width:.0f}"
     return Item("activations", tokens * size * layers * width, how), tokens * size * layer if full else 0.0

@@ -88,8 +88,8 @@ class EnginePool(Protocol):
         """Give the devices to the trainer."""
         ...
 
-    def wake(self) -> None:
-        """Take them back. An engine that has dropped its weights to sleep serves from the next update on."""
+    def wake(self) -> bool:
+        """Take them back. True: the engines have dropped their weights to sleep, and serve from the next update on."""
         ...
 
     def check_health(self) -> None:
@@ -106,7 +106,8 @@ class NoEngines:
 
     def sleep(self) -> None: ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> bool:
+        return False
 
     def check_health(self) -> None: ...
 

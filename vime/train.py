@@ -37,7 +37,7 @@ from slime.protocols import EnginePool, NoEngines
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from vime.engine.client import VllmEngineClient
-from vime.engine.flags import engine_dtype, engine_settings, parse_config, sleep_level
+from vime.engine.flags import engine_dtype, engine_settings, gives_memory, parse_config
 from vime.engine.pool import VllmEnginePool
 from vime.engine.process import tail
 from vime.engine.ray_server import RayEngineServer
@@ -191,7 +191,7 @@ def _start_engines(
             request_timeout_s=config.rollout_deadline_s,
         ),
         spawn=lambda spec: RayEngineServer(spec, options[spec.index]),
-        sleep_level=sleep_level(config),
+        gives_memory=gives_memory(config),
         weights_file=None if trainer is None else lambda: trainer.weights_file().result(),
         health_check_interval_s=config.rollout_health_check_interval,
         health_check_timeout_s=config.rollout_health_check_timeout,

@@ -149,7 +149,8 @@ class MegatronTrainer:
         if config.update_weight_transport == "ipc":
             return IpcChannel(size, self.info.device)
         if config.update_weight_transport == "nccl":
-            timeout_s = 60.0 * config.distributed_timeout_minutes
+            # half: an engine that hangs is told of before the other ranks' collectives, which wait for this one, end
+            timeout_s = 30.0 * config.distributed_timeout_minutes
             return BroadcastChannel(Path(config.weight_dir), size, self.info.device, timeout_s)
         return None
 

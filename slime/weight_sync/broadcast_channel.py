@@ -98,6 +98,8 @@ class BroadcastChannel:
 
     def _invite(self, receivers: dict[str, int]) -> None:
         """A group of other members, made when they have been told of it."""
+        if self._group is not None:
+            self._group.close()
         self._group, self._ranks = None, dict(receivers)
         first, ranks = 1, {}
         for name, workers in receivers.items():

@@ -74,7 +74,10 @@ class Group:
             # Connecting cannot be called off: if a rank dies just now, the thread is left behind.
             joining: Future[Any] = Future()
             threading.Thread(target=_join, args=(joining, store, info, rank, device), daemon=True).start()
-            self._wait(joining.done)
+            try:
+                self._wait(joining.done)
+            finally:
+                joining.cancel()  # no effect on one that is done
             self._group = joining.result()
         except RuntimeError as error:
             raise self._abandon(error) from error
@@ -97,6 +100,12 @@ class Group:
                 raise self._abandon(error) from error
             self._under_way.popleft()
 
+    def close(self) -> None:
+        """Leave the group for good: its communicator and buffers do not go by themselves. Another one may follow."""
+        left, self._group = [self._group, *self._under_way], None
+        self._under_way.clear()
+        threading.Thread(target=_dispose, args=(left,), daemon=True).start()
+
     def _wait(self, done: Callable[[], bool]) -> None:
         began = looked = time.monotonic()
         if is_given_up(self._info):
@@ -114,10 +123,7 @@ class Group:
     def _abandon(self, reason: RuntimeError) -> GivenUp:
         """Tell the others, and leave what torch may still use to a thread: gloo waits for the dead before it goes."""
         give_up(self._info)
-        left = [self._group, *self._under_way]
-        self._group = None
-        self._under_way.clear()
-        threading.Thread(target=_dispose, args=(left,), daemon=True).start()
+        self.close()
         return reason if isinstance(reason, GivenUp) else GivenUp(f"the group broke: {reason}")
 
 
@@ -133,9 +139,13 @@ def _join(
             group = dist.ProcessGroupGloo(store, rank, info["world"], timeout)
         group.broadcast(torch.zeros(1, device=device), 0).wait()
     except BaseException as error:  # the border of this thread: raised where the result is asked for
-        joining.set_exception(error)
+        if joining.set_running_or_notify_cancel():
+            joining.set_exception(error)
     else:
-        joining.set_result(group)
+        if joining.set_running_or_notify_cancel():
+            joining.set_result(group)
+        else:  # nobody waits any more
+            _dispose([group])
 
 
 def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> Any:

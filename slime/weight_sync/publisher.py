@@ -26,9 +26,12 @@ class Publisher:
             self._receivers = receivers
             channel = self._channel if receivers else self._files
             self._sending = channel.parts(self._export, version, compare=self._compare, receivers=receivers)
-        part = next(self._sending, None)
-        if part is None:
-            self._sending = None
+        part = None
+        try:
+            part = next(self._sending, None)
+        finally:
+            if part is None:  # the end, or an error, after which a series cannot go on
+                self._sending = None
         return part
 
     def file(self, version: int) -> WeightUpdate:

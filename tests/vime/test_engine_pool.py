@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -230,15 +231,41 @@ def test_an_update_that_goes_by_while_the_file_is_made_counts(doubles: Callable[
 def test_engines_that_drop_their_weights_serve_again_after_the_update(
     doubles: Callable[..., Doubles],
 ) -> None:
-    """Sleep level 2: memory for weights first, for keys and values when the update is through."""
-    one = doubles(1, sleep_level=2)
+    """Memory for weights first, for keys and values when the update is through."""
+    one = doubles(1, gives_memory=True)
     one.pool.sleep()
-    one.pool.wake()
+    assert one.pool.wake()
     assert one.requests(0) == ["POST /sleep ", "POST /wake_up "]
     one.pool.update_weights(passing_parts)
     assert one.requests(0)[2:] == [*IN_PARTS, "POST /wake_up ", "POST /resume "]
     one.pool.update_weights(passing_parts)  # an update of engines that serve
     assert one.requests(0)[-7:] == ["POST /pause ", *IN_PARTS, "POST /resume "]
+
+
+def test_no_engine_starts_or_goes_on_starting_while_the_trainer_has_the_memory(
+    doubles: Callable[..., Doubles],
+) -> None:
+    """One dies before the trainer's turn and is starting when that begins, the other dies in it."""
+    late = threading.Event()
+
+    def weights_file() -> WeightUpdate:
+        late.set()
+        return WeightUpdate(5, {"path": "whole"})
+
+    two = doubles(2, gives_memory=True, weights_file=weights_file)
+    two.pool.update_weights(passing_parts)
+    first, second = two.pool.engine_urls
+    engine = two.pool._engines[0]
+    die(first)
+    wait_for(lambda: engine.starting)
+    two.pool.sleep()
+    assert engine.handle is not None and engine.handle.poll() is not None  # it has left the device
+    die(second)
+    time.sleep(1)  # several looks of the monitor
+    assert not engine.starting and not late.is_set()
+    assert engine.restarts == 0 and all(e.handle.poll() is not None for e in two.pool._engines if e.handle)
+    two.pool.wake()
+    wait_for(lambda: len(two.pool.engine_urls) == 2 and not {first, second} & {*two.pool.engine_urls})
 
 
 def test_a_dead_router_returns_at_its_address(doubles: Callable[..., Doubles]) -> None:

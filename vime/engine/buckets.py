@@ -57,6 +57,8 @@ class SentBuckets:
             name = os.environ.get(ENGINE_VARIABLE)
             if name not in group["ranks"]:
                 raise ValueError(f"{ENGINE_VARIABLE} must be one of {sorted(group['ranks'])}, got {name}")
+            if self._group is not None:
+                self._group.close()
             self._store, self._group = group["store"], None
             self._group = Group(group, group["ranks"][name] + self._worker, self._device)
         bucket = torch.empty(size, dtype=torch.uint8, device=self._device)

@@ -253,16 +253,13 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "trust_remote_code": config.trust_remote_code,
         "vllm_argv": tuple(config.engine.vllm_argv),
         "start_timeout_s": config.engine_start_timeout_s,
-        "sleeps": sleep_level(config) > 0,
+        "sleeps": gives_memory(config),
     }
 
 
-def sleep_level(config: Config) -> int:
-    """What engines free while the trainer works on their devices, see VllmEnginePool. Their weights need not be kept
-    where new ones follow each time."""
-    if not (config.colocate and config.device == "cuda"):
-        return 0
-    return 2 if config.update_weights_interval == 1 else 1
+def gives_memory(config: Config) -> bool:
+    """Whether engines free the device while the trainer works on it, see VllmEnginePool."""
+    return config.colocate and config.device == "cuda"
 
 
 def engine_dtype(config: Config) -> str:

@@ -54,6 +54,7 @@ class _Engine:
         self.handle: EngineHandle | None = None
         self.control = EngineControl("", spec.run_key)
         self.serving = False
+        self.starting = False
         self.doomed = False  # a control call failed on it: it must be replaced even if it answers again
         self.restarts = 0
         self.last_health_check = time.monotonic()
@@ -68,12 +69,11 @@ class VllmEnginePool:
     """EnginePool over vLLM servers. `start()` first; every method may be called from the driver's threads.
 
     `pause_mode`: what happens to running requests while weights change (keep: they go on afterwards on the new
-    weights, with their keys and values computed anew). `sleep_level`: what `sleep()` frees of the device's memory. 0:
-    nothing, it only pauses, which is all that vLLM can do on CPU. 1: everything, the weights are kept on the host. 2:
-    everything, and the weights are dropped: after `wake()` the engine waits for an update, its keys and values are
-    given room only then. 1 and 2 need --enable-sleep-mode. `weights_file` is asked for the trainer's weights when an
-    engine restarts and the last update was not a lasting one. `max_restarts` bounds the restarts of one engine between
-    two weight updates; 0 turns restarting off.
+    weights, with their keys and values computed anew). `gives_memory`: `sleep()` frees the device's memory (vLLM's
+    level 2, needs --enable-sleep-mode): weights, keys and values are dropped, after `wake()` the engine waits for an
+    update, and no server starts while the others sleep. Otherwise it only pauses, which is all that vLLM can do on CPU.
+    `weights_file` is asked for the trainer's weights when an engine restarts and the last update was not a lasting one.
+    `max_restarts` bounds the restarts of one engine between two weight updates; 0 turns restarting off.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class VllmEnginePool:
         *,
         spawn: Callable[[EngineSpec], EngineHandle] = EngineServer,
         pause_mode: PauseMode = "keep",
-        sleep_level: int = 0,
+        gives_memory: bool = False,
         weights_file: Callable[[], WeightUpdate] | None = None,
         max_restarts: int = 3,
         health_check_interval_s: float = 30.0,
@@ -92,13 +92,11 @@ class VllmEnginePool:
     ) -> None:
         if not specs:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
-        if sleep_level not in (0, 1, 2):
-            raise ValueError(f"sleep_level must be 0, 1 or 2, got {sleep_level}")
         self._engines = [_Engine(spec, place) for place, spec in enumerate(specs)]
         self._router = Router(router)
         self._spawn = spawn
         self._pause_mode: PauseMode = pause_mode
-        self._sleep_level = sleep_level
+        self._gives_memory = gives_memory
         self._max_restarts = max_restarts
         self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
         self._first_wait_s = health_check_first_wait_s
@@ -193,17 +191,23 @@ class VllmEnginePool:
         return False
 
     def sleep(self) -> None:
-        """Give the machine to the trainer: engines stop computing and, by `sleep_level`, free device memory."""
+        """Give the machine to the trainer: engines stop computing and, with `gives_memory`, free the device's."""
         with self._lock:
             self._asleep = True
+            if (
+                self._gives_memory
+            ):  # one that is starting has the memory too; it starts anew after the wake-up
+                starting = [engine for engine in self._engines if engine.starting]
+                self._each(starting, lambda engine: engine.handle.stop() if engine.handle else None)
             self._each(self._serving(), self._unless_dead(self._put_to_sleep))
 
-    def wake(self) -> None:
-        """Undo `sleep`; requests are served again, or with sleep level 2 once an update has brought weights."""
+    def wake(self) -> bool:
+        """Undo `sleep`. True: the weights were dropped, and engines serve again once an update has brought some."""
         with self._lock:
             self._asleep = False
-            self._empty = self._sleep_level == 2
+            self._empty = self._gives_memory
             self._each(self._serving(), self._unless_dead(self._wake))
+            return self._empty
 
     def check_health(self) -> None:
         """RuntimeError, with its last log lines, when an engine or the router is lost for good."""
@@ -237,20 +241,16 @@ class VllmEnginePool:
         engine.last_health_check = time.monotonic() + self._first_wait_s
 
     def _put_to_sleep(self, engine: _Engine) -> None:
-        if self._sleep_level:
-            engine.control.sleep(
-                self._sleep_level, "wait"
-            )  # it drops the keys and values of running requests
+        if self._gives_memory:
+            engine.control.sleep(2, "wait")  # it drops the keys and values of running requests
         else:
             engine.control.pause(self._pause_mode)
 
     def _wake(self, engine: _Engine) -> None:
-        if self._sleep_level == 2:
+        if self._gives_memory:
             engine.control.wake(["weights"])
-            return
-        if self._sleep_level == 1:
-            engine.control.wake()
-        engine.control.resume()
+        else:
+            engine.control.resume()
 
     def _on_serving(self, act: Callable[[EngineControl], None]) -> None:
         self._each(self._serving(), self._unless_dead(lambda engine: act(engine.control)))
@@ -283,12 +283,17 @@ class VllmEnginePool:
                 if self._router.poll() is not None:
                     self._restart_router()
                 for engine in self._engines:
-                    if self._is_due_and_dead(engine):
+                    if not self._is_trainers_turn and self._is_due_and_dead(engine):
                         self._restart(engine)
         except Exception as error:  # the border of this thread: the driver sees it at check_health
             if not self._stopping.is_set():
                 self._lost = f"{type(error).__name__}: {error}"
                 logger.exception("an engine is lost")
+
+    @property
+    def _is_trainers_turn(self) -> bool:
+        """Whether the device's memory is the trainer's: a server that starts now would not find its share."""
+        return self._asleep and self._gives_memory
 
     def _is_due_and_dead(self, engine: _Engine) -> bool:
         assert engine.handle is not None
@@ -316,6 +321,9 @@ class VllmEnginePool:
             try:
                 self._bring_back(engine)
             except (RuntimeError, OSError, http.client.HTTPException) as error:
+                if self._is_trainers_turn:  # ended by `sleep`, and no death; `_watch` comes back to it
+                    engine.doomed, engine.restarts = True, engine.restarts - 1
+                    return
                 logger.warning("the replacement of engine %s failed: %s", engine.control.url, error)
             else:
                 logger.warning("engine %s serves again", engine.control.url)
@@ -339,8 +347,19 @@ class VllmEnginePool:
     def _bring_back(self, engine: _Engine) -> None:
         """A new server on a fresh port gets the last weights, and only then does the router hear of it."""
         engine.spec = replace(engine.spec, port=0)
-        self._launch(engine)
-        self._wait_ready(engine)
+        try:
+            with self._lock:
+                if self._is_trainers_turn:
+                    raise RuntimeError("no engine may start while the trainer has the memory")
+                engine.starting = True
+                self._launch(engine)
+            self._wait_ready(engine)
+            self._join(engine)
+        finally:
+            engine.starting = False
+
+    def _join(self, engine: _Engine) -> None:
+        """Give a new server the last weights, and tell the router of it."""
         while not engine.serving:
             last = self._last_update
             passing = last is not None and not last.lasting
