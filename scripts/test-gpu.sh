@@ -2,11 +2,12 @@
 # What can only be shown on GPUs: the tests of tests/gpu, then a few steps of a random Qwen3-4B, then its rollout beside
 # raw vLLM, and one table of the figures against their targets. With one GPU the tests marked `gpu` and a colocated run,
 # with two or more `multi_gpu` and a disaggregated run too. A test that would be skipped is an error. Needs an environment
-# with requirements/gpu.txt, pytest and vime itself (PYTHON, default python3).
+# with requirements/gpu.txt, pytest and vime itself (PYTHON, default python3). The run of a few steps (smoke) needs about
+# 125 GiB of memory on its GPU (an H200): PARTS="tests table" or "tests rollout table" leaves it out.
 #
 #   bash scripts/test-gpu.sh
 #   bash scripts/test-gpu.sh -k attention           the tests alone; any option of pytest
-#   PARTS="smoke table" bash scripts/test-gpu.sh    some of: tests smoke rollout table
+#   PARTS="tests table" bash scripts/test-gpu.sh    some of: tests smoke rollout table
 #
 #   OUT      records (default runs/test-gpu), replaced; the model in it is kept
 #   FIGURES  more run directories and JSON files for the table, see vime/benchmarks/gpu_numbers.py

@@ -49,7 +49,7 @@ class Shape:
             hidden=hf["hidden_size"],
             ffn=hf["intermediate_size"],
             q=heads * head,
-            kv=hf.get("num_key_value_heads", heads) * head,
+            kv=(hf.get("num_key_value_heads") or heads) * head,
             vocab=hf["vocab_size"],
             tied=hf.get("tie_word_embeddings", False),
         )

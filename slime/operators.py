@@ -107,7 +107,9 @@ def called(config: Any) -> set[str]:
         found.add("group_advantage")
     if config.debug_rollout_only:
         return found
-    found |= {loss_head(config)[0], "swiglu", "rotary"}
+    found |= {loss_head(config)[0], "rotary"}
+    if config.megatron.overrides.get("transformer_impl", "local") == "local":
+        found.add("swiglu")  # between Transformer Engine's products stands Megatron's own activation
     if needs_old_log_probs(config) or config.needs_reference:
         found.add(pass_head(config))
     advantages = config.loss_type != "sft_loss" and not (

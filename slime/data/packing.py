@@ -27,7 +27,7 @@ class Schedule:
     global_batch_sizes: list[int]
 
 
-def sample_flops(length: int, response_length: int, hf_config: dict[str, Any]) -> float:
+def sample_flops(length: float, response_length: float, hf_config: dict[str, Any]) -> float:
     """FLOPs of one forward pass over a sample of a dense model with gated MLPs: what its result needs, no more.
 
     Two per weight and token in the layers; in attention two per head dimension for each product, `q @ k` and `p @ v`,

@@ -50,7 +50,8 @@ class NormedLinear(ColumnParallelLinear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.norm is None:
             return super().forward(x, *args, **kwargs)
-        return without_keeping(self.norm, x, super().forward)
+        product = super().forward
+        return without_keeping(self.norm, x, lambda normed: product(normed, *args, **kwargs))
 
 
 class GatedMLP(MLP):
@@ -88,9 +89,10 @@ def without_keeping(
 ) -> tuple[Tensor, Tensor | None]:
     """`product(make(x))`, where autograd keeps `x` and not `make(x)`: the same bits are made again in the backward.
 
-    `make` keeps nothing but its input for its own backward, and nobody but `product` has its output. The memory of that
-    output is given back, and filled again when the gradient of the product's output is there, before it is used. Where
-    the graph is retained it stays filled for the next backward.
+    `make` must not need its output for its own backward, and nobody but `product` has that output. Its memory is given
+    back, and filled again when the gradient of the product's output is there, before it is used. Where the graph is
+    retained it stays filled for the next backward. What else `make` keeps stays kept: the kernel of rl_kernel.swiglu
+    keeps its input only, but its plain PyTorch keeps silu(gate) too, F elements a token.
     """
     made = make(x)
     output = product(made)

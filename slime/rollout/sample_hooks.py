@@ -46,14 +46,18 @@ async def _apply(
 
 def accepted(fn: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
     """The keywords that `fn` has parameters for: hooks written for fewer arguments keep working."""
-    names = _parameters(fn)
+    # A function is known by its identity; an object that is called may have no hash, as a plain dataclass has none.
+    names = _remembered(fn) if inspect.isroutine(fn) else _parameters(fn)
     return keywords if names is None else {name: value for name, value in keywords.items() if name in names}
 
 
-@lru_cache(256)
 def _parameters(fn: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the parameters; None: it takes any keyword. Remembered, as it is asked for each sample."""
+    """Names of the parameters; None: it takes any keyword."""
     parameters = inspect.signature(fn).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None
     return frozenset(parameters)
+
+
+_remembered = lru_cache(256)(_parameters)
+"""As it is asked for each sample."""

@@ -206,6 +206,16 @@ def test_two_backwards_through_one_graph():
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+def test_a_product_gets_its_other_arguments_with_a_deferred_norm_too(checkpoint):
+    layer = unwrap(loaded(checkpoint())).decoder.layers[0]
+    linear, norm = layer.mlp.linear_fc1, layer.pre_mlp_layernorm
+    x = torch.randn(5, 1, HIDDEN)
+    other = torch.randn_like(linear.weight)
+    wanted = norm.normalise(x) @ other.t()
+    for output, _ in (linear(x, other), linear(x, weight=other)):
+        torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_layers_are_made_of_our_modules(checkpoint):
     for layer in unwrap(loaded(checkpoint())).decoder.layers:
         assert isinstance(layer.mlp, GatedMLP)

@@ -67,6 +67,7 @@ def test_arithmetic_by_hand():
     found = items(config(use_kl_loss=True))
     layer = 2560 * (2 * 4096 + 2 * 1024) + 3 * 2560 * 9728
     assert Shape.of(QWEN3_4B).params == PARAMS == 36 * layer + 151936 * 2560
+    assert Shape.of({**QWEN3_4B, "num_key_value_heads": None}).kv == Shape.of(QWEN3_4B).q
     assert found["weights"] == found["reference"] == PARAMS * 2
     assert (found["gradients"], found["optimizer"]) == (PARAMS * 4, PARAMS * 12)
     assert (

@@ -112,6 +112,15 @@ def test_decisions_follow_the_configuration(configured):
     )
 
 
+def test_the_activation_of_transformer_engines_layers_is_not_ours(configured):
+    local, theirs = (
+        operators.called(configured("--transformer-impl", impl, "--device", "cuda"))
+        for impl in ("local", "transformer_engine")
+    )
+    assert local - theirs == {"swiglu"} and theirs < local
+    assert "swiglu" in operators.called(configured())
+
+
 def test_strict_refuses_a_cpu_naming_operator_and_reason(configured):
     for flag in (("--rlk-fast", "strict"), ("--rl-kernel-strict",)):
         with pytest.raises(

@@ -6,11 +6,13 @@ import asyncio
 import copy
 import hashlib
 import threading
+from dataclasses import dataclass
 
 import pytest
 from rollout_double import make_args, make_state, make_tokenizer
 
 from slime.protocols import GenerateResult
+from slime.rollout import sample_hooks
 from slime.rollout.generate import generate, generate_and_rm, generate_and_rm_group, request_seed
 from slime.rollout.generate import rollout_sampling_params as params_of
 from slime.types import Sample
@@ -273,6 +275,32 @@ async def replace(args, sample):
 
 def wrong(args, sample):
     return 3
+
+
+@dataclass
+class Marker:
+    """A plain dataclass compares by its fields and so has no hash."""
+
+    mark: str
+
+    def __call__(self, args, sample, *, rollout_id):
+        sample.metadata[self.mark] = rollout_id
+
+
+marker = Marker("marked")
+
+
+def test_a_hook_may_be_an_object_without_a_hash_and_a_function_is_looked_at_once():
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(marker)
+    paths = ["test_rollout_generate.marker", "test_rollout_generate.mark"]
+    args, _ = setup(rollout_sample_hook_path=paths)
+    run(args, Sample(prompt="q"), generate_and_rm, rollout_id=5)
+    before = sample_hooks._remembered.cache_info()
+    sample = run(args, Sample(prompt="q"), generate_and_rm, rollout_id=6)
+    after = sample_hooks._remembered.cache_info()
+    assert (sample.metadata["marked"], sample.metadata["seen"]) == (6, [6, False])
+    assert after.misses == before.misses and after.hits > before.hits
 
 
 def test_sample_hooks_run_before_the_reward():

@@ -2,7 +2,8 @@
 
 A PATH is a run directory, or a JSON file of `rl_kernel.bench --out`, of `vime.benchmarks.rollout_speed --out`, or of
 anything else that says {"figures": {"NAME": number}} with a NAME of FIGURES below. A target that nothing of this
-measures is shown as "not measured"; a run only counts for targets that its flags and its model's size fit.
+measures is shown as "not measured"; a run only counts for targets that its flags and its model's size fit. For the
+share of the host link such a file may hold the link's own speeds instead, under the names of LINK.
 
 Times are medians over the steps after the first, which compiles. A run directory may hold gpu_memory.csv, which
 `nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500` writes beside the run.
@@ -14,105 +15,43 @@ import argparse
 import csv
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from slime.hf_config import read_hf_config
-from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.data.packing import sample_flops
 from slime.tracking.trackers import METRICS_FILE
-from vime.run_metrics import Run, load_run
+from vime.benchmarks.gpu_runs import GpuRun, Sources, read
 
 PEAK_TFLOPS = 989.0
-"""Dense bfloat16 products of an H100 or H200, by its data sheet."""
-LARGE = 3e9
-"""Parameters in layers from which on a model counts for targets that are said for a Qwen3-4B (3.6e9)."""
+"""Dense bfloat16 products of an H100 or H200 SXM, NVIDIA's data sheet."""
 RISE = 0.1
 MICRO_BATCHES = (16_384, 32_768)
+LINK = {"offload": "link_offload_gib_per_s", "onload": "link_onload_gib_per_s"}
+"""Which figure of a file says how fast bare copies of page-locked memory are from the GPU to the host and back."""
 
 Found = Iterator[tuple[float, str]]
 """(value, where it comes from)"""
 
 
-@dataclass(frozen=True)
-class GpuRun:
-    """One run directory. `flags`: its resolved configuration, sections flattened. `model`: config.json of the model,
-    {} where that is gone."""
-
-    path: Path
-    series: Run
-    flags: dict[str, Any]
-    model: dict[str, Any]
-
-    @classmethod
-    def read(cls, path: Path) -> GpuRun:
-        sections = json.loads((path / "config.json").read_text())
-        flags = {
-            k: v for section in sections.values() if isinstance(section, dict) for k, v in section.items()
-        }
-        try:
-            model = read_hf_config(flags["hf_checkpoint"])
-        except ValueError:
-            model = {}
-        return cls(path, load_run(path), flags, model)
-
-    def median(self, *metrics: str) -> float | None:
-        """Of their sum, over the steps after the first; None unless all were recorded."""
-        if not all(name in self.series.series for name in metrics):
-            return None
-        total = np.sum([self.series.series[name].values[1:] for name in metrics], axis=0)
-        return float(np.median(total)) if total.size else None
-
-    @property
-    def layer_parameters(self) -> float:
-        """Weights of the layers: what 6 x parameters x tokens counts. 0 when the model is unknown."""
-        m = self.model
-        if not m:
-            return 0.0
-        heads, kv_heads = m["num_attention_heads"], m.get("num_key_value_heads") or m["num_attention_heads"]
-        head_dim = m.get("head_dim") or m["hidden_size"] // heads
-        each = head_dim * (2 * heads + 2 * kv_heads) + 3 * m["intermediate_size"]
-        return float(m["num_hidden_layers"] * m["hidden_size"] * each)
-
-    @property
-    def gpu(self) -> str | None:
-        """Name of the first GPU of the host; None when the run did not note it."""
-        file = self.path / ENVIRONMENT_FILE
-        gpus = json.loads(file.read_text()).get("gpus") if file.exists() else None
-        return gpus[0]["name"] if gpus else None
-
-    @property
-    def trainers(self) -> int:
-        return self.flags["actor_num_nodes"] * self.flags["actor_num_gpus_per_node"]
-
-
-@dataclass(frozen=True)
-class Sources:
-    runs: tuple[GpuRun, ...]
-    files: tuple[tuple[str, dict[str, Any]], ...]
-
-    def large(self) -> Iterator[GpuRun]:
-        return (run for run in self.runs if run.layer_parameters >= LARGE)
-
-
-def _times(fits: Callable[[GpuRun], bool], *metrics: str) -> Callable[[Sources], Found]:
+def _times(
+    fits: Callable[[GpuRun], bool], *metrics: str, where_present: Sequence[str] = ()
+) -> Callable[[Sources], Found]:
     def find(sources: Sources) -> Found:
         for run in sources.large():
-            if fits(run) and (value := run.median(*metrics)) is not None:
+            if fits(run) and (value := run.median(*metrics, where_present=where_present)) is not None:
                 yield value, run.series.name
 
     return find
 
 
 def _tp2_to_tp1(run: GpuRun) -> bool:
-    return run.flags["tensor_model_parallel_size"] == 2 and run.flags["rollout_num_gpus_per_engine"] == 1
+    sizes = run.flags["tensor_model_parallel_size"], run.flags["rollout_num_gpus_per_engine"]
+    return not run.flags["colocate"] and sizes == (2, 1)
 
 
 def _colocated(run: GpuRun) -> bool:
@@ -137,22 +76,16 @@ def _rollout(against: str) -> Callable[[Sources], Found]:
 
 
 def _mfu(sources: Sources) -> Found:
-    """6 x parameters of the layers x tokens + attention, causal, of samples of the mean length (a lower bound, as
-    attention grows with the square), by time and GPU."""
+    """FLOPs of a forward and a backward of two through the layers, without the head, of samples of the mean length (a
+    lower bound, as attention grows with the square), by time and GPU."""
     for run in sources.large():
-        speed, lengths = run.median("perf/actor_train_tok_per_s"), run.median("perf/actor_train_time")
-        if speed is None or lengths is None or not run.flags["use_dynamic_batch_size"]:
+        speed, seconds = run.median("perf/actor_train_tok_per_s"), run.median("perf/actor_train_time")
+        if speed is None or seconds is None or not run.flags["use_dynamic_batch_size"]:
             continue
         if MICRO_BATCHES[0] <= run.flags["max_tokens_per_gpu"] <= MICRO_BATCHES[1]:
-            samples = run.flags["rollout_batch_size"] * run.flags["n_samples_per_prompt"]
-            length = speed * lengths / samples
-            m = run.model
-            width = m["num_attention_heads"] * (
-                m.get("head_dim") or m["hidden_size"] // m["num_attention_heads"]
-            )
-            attention = 3 * 2 * m["num_hidden_layers"] * width * (length + 1)
-            tflops = speed * (6 * run.layer_parameters + attention) / run.trainers / 1e12
-            yield tflops / PEAK_TFLOPS, run.series.name
+            length = speed * seconds / run.samples
+            flops = 3 * run.samples * sample_flops(length, 0, run.model)
+            yield flops / seconds / run.trainers / 1e12 / PEAK_TFLOPS, run.series.name
 
 
 def _loss_part(sources: Sources) -> Found:
@@ -172,8 +105,7 @@ def _loss_part(sources: Sources) -> Found:
         seconds, length = run.median("perf/policy_loss_time"), run.median("rollout/response_len/mean")
         if key in bench and seconds is not None and length is not None and run.trainers == 1:
             tokens, ms = bench[key]
-            samples = run.flags["rollout_batch_size"] * run.flags["n_samples_per_prompt"]
-            yield seconds / (samples * length * ms / tokens / 1e3), run.series.name
+            yield seconds / (run.samples * length * ms / tokens / 1e3), run.series.name
 
 
 def _memory_growth(sources: Sources) -> Found:
@@ -257,65 +189,106 @@ class Target:
 
 
 def _link_share(sources: Sources) -> Found:
-    """Bandwidth of the slower of both ways by that of a bare copy of page-locked memory, measured here and now."""
-    ways = ("offload", "onload")
+    """Bandwidth of the slower of both ways by the link's own, which a file of the same machine has to give."""
+    given: dict[str, float] = {}
+    for _, content in sources.files:
+        given |= content.get("figures", {})
     for run in sources.large():
-        speeds = [run.median(f"perf/{way}_gib_per_s") for way in ways]
-        if None not in speeds and torch.cuda.is_available():
-            yield min(speed / link for speed, link in zip(speeds, _link(), strict=True)), run.series.name
-
-
-@cache
-def _link() -> tuple[float, float]:
-    """GiB/s from the GPU to the host and back: the best of five copies of 1 GiB."""
-    host = torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
-    found = []
-    for to, source in ((host, device), (device, host)):
-        seconds = []
-        for _ in range(5):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            to.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-        found.append(1 / min(seconds))
-    return found[0], found[1]
+        shares = [
+            speed / given[link]
+            for way, link in LINK.items()
+            if link in given and (speed := run.median(f"perf/{way}_gib_per_s")) is not None
+        ]
+        if len(shares) == len(LINK):
+            yield min(shares), run.series.name
 
 
 _UPDATE = "perf/update_weights_time"
 FIGURES = (
-    Target("sync_colocated_s", "weights to engines, colocated", 0.4, "s", _times(_colocated, _UPDATE)),
     Target(
-        "sync_disaggregated_s",
-        "weights to engines, disaggregated",
-        0.35,
-        "s",
-        _times(_disaggregated, _UPDATE),
+        figure="sync_colocated_s",
+        what="weights to engines, colocated",
+        limit=0.4,
+        unit="s",
+        find=_times(_colocated, _UPDATE),
     ),
     Target(
-        *("sync_tp2_tp1_s", "weights to engines, TP 2 to TP 1", 0.5, "s"),
-        _times(lambda run: not run.flags["colocate"] and _tp2_to_tp1(run), _UPDATE),
+        figure="sync_disaggregated_s",
+        what="weights to engines, disaggregated",
+        limit=0.35,
+        unit="s",
+        find=_times(_disaggregated, _UPDATE),
     ),
     Target(
-        *("hand_over_s", "hand-over: sleep, wake, weights", 0.8, "s"),
-        _times(_colocated, "perf/sleep_time", "perf/wake_up_time", _UPDATE),
+        figure="sync_tp2_tp1_s",
+        what="weights to engines, TP 2 to TP 1",
+        limit=0.5,
+        unit="s",
+        find=_times(_tp2_to_tp1, _UPDATE),
     ),
-    Target("rollout_share", "rollout / raw vLLM, 256 requests", 0.9, "x", _rollout("raw"), above=True),
     Target(
-        *("rollout_share_log_probs", "the same, raw with log-probs", 0.9, "x"),
-        *(_rollout("raw, log-probs"), True),
+        figure="hand_over_s",
+        what="hand-over: sleep, wake, weights",
+        limit=0.8,
+        unit="s",
+        find=_times(_colocated, "perf/sleep_time", "perf/wake_up_time", _UPDATE),
     ),
-    Target("mfu", "training, model FLOPs / 989 TFLOP/s", 0.4, "x", _mfu, above=True),
-    Target("loss_part", "log-probs and loss / rl_kernel.bench", 1.15, "x", _loss_part),
     Target(
-        *("offload_s", "trainer's state out and back", 6.0, "s"),
-        _times(_colocated, "perf/offload_time", "perf/onload_time"),
+        figure="rollout_share",
+        what="rollout / raw vLLM, 256 requests",
+        limit=0.9,
+        unit="x",
+        find=_rollout("raw"),
+        above=True,
     ),
-    Target("offload_link_share", "its bandwidth / the host link's", 0.8, "x", _link_share, above=True),
-    Target("memory_growth", "GPU memory, step 10 / step 3 - 1", 0.01, "", _memory_growth),
-    Target("curves", "runs whose reward rises, of 4", 4, "", _curves_that_rise, above=True),
-    Target("audit", "off against auto / batch-layout noise", 1.0, "x", _audit),
+    Target(
+        figure="rollout_share_log_probs",
+        what="the same, raw with log-probs",
+        limit=0.9,
+        unit="x",
+        find=_rollout("raw, log-probs"),
+        above=True,
+    ),
+    Target(
+        figure="mfu", what="training, model FLOPs / 989 TFLOP/s", limit=0.4, unit="x", find=_mfu, above=True
+    ),
+    Target(
+        figure="loss_part", what="log-probs and loss / rl_kernel.bench", limit=1.15, unit="x", find=_loss_part
+    ),
+    # The parameters leave while weights are published: those seconds are in the hand-over's, too.
+    Target(
+        figure="offload_s",
+        what="trainer's state out and back",
+        limit=6.0,
+        unit="s",
+        find=_times(
+            _colocated, "perf/offload_time", "perf/onload_time", where_present=("perf/weights_offload_time",)
+        ),
+    ),
+    Target(
+        figure="offload_link_share",
+        what="its bandwidth / the host link's",
+        limit=0.8,
+        unit="x",
+        find=_link_share,
+        above=True,
+    ),
+    Target(
+        figure="memory_growth",
+        what="GPU memory, step 10 / step 3 - 1",
+        limit=0.01,
+        unit="",
+        find=_memory_growth,
+    ),
+    Target(
+        figure="curves",
+        what="runs whose reward rises, of 4",
+        limit=4,
+        unit="",
+        find=_curves_that_rise,
+        above=True,
+    ),
+    Target(figure="audit", what="off against auto / batch-layout noise", limit=1.0, unit="x", find=_audit),
 )
 
 
@@ -349,20 +322,6 @@ def table(found: Sequence[tuple[Target, float | None, str]]) -> str:
         limit = f"{'>=' if target.above else '<='} {target.limit:g}"
         lines.append(f"{target.what:<38}{measured:>10}  {limit:>9}  {verdict(target, value):<16}{source}")
     return "\n".join(lines)
-
-
-def read(paths: Sequence[Path]) -> Sources:
-    """ValueError for a path that is neither a run directory nor a JSON object."""
-    runs, files = [], []
-    for path in paths:
-        if path.is_dir():
-            runs.append(GpuRun.read(path))
-            continue
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict):
-            raise ValueError(f"PATH must be a run directory or hold a JSON object, got {path}")
-        files.append((path.name, content))
-    return Sources(tuple(runs), tuple(files))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,10 +31,9 @@ from slime.data.train_data import make_rank_data
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.trainer import MegatronTrainer
 from slime.types import Sample, TrainData
+from vime.benchmarks.gpu_numbers import PEAK_TFLOPS
 from vime.engine.flags import parse_config
 
-H200_TFLOPS = 989.0
-"""Dense bf16 peak of an H100 or H200 SXM, NVIDIA's data sheet."""
 GROUP = 8
 
 
@@ -123,7 +122,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--response-len", type=int, default=3584)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--peak-tflops", type=float, default=H200_TFLOPS)
+    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
     parser.add_argument("--kernels", type=int, default=0, help="show this many kernels of one more step")
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     parser.add_argument("--commit", help="of the measured code, where git does not know it")

@@ -1,0 +1,104 @@
+"""What vime.benchmarks.gpu_numbers reads: run directories and result files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.hf_config import read_hf_config
+from slime.memory_estimate import Shape
+from slime.tracking.environment import ENVIRONMENT_FILE
+from vime.run_metrics import Run, load_run
+
+LARGE = 3e9
+"""Parameters in layers from which on a model counts for targets that are said for a Qwen3-4B (3.6e9)."""
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """One run directory. `flags`: its resolved configuration, sections flattened. `model`: config.json of the model,
+    {} where that is gone."""
+
+    path: Path
+    series: Run
+    flags: dict[str, Any]
+    model: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> GpuRun:
+        sections = json.loads((path / "config.json").read_text())
+        flags = {
+            k: v for section in sections.values() if isinstance(section, dict) for k, v in section.items()
+        }
+        try:
+            model = read_hf_config(flags["hf_checkpoint"])
+        except ValueError:
+            model = {}
+        return cls(path, load_run(path), flags, model)
+
+    def median(self, *metrics: str, where_present: Sequence[str] = ()) -> float | None:
+        """Of the sum of `metrics` over the steps that have them all, but the first; None where there is none. The
+        times `where_present` are added in the steps that have them."""
+        if not all(name in self.series.series for name in metrics):
+            return None
+        columns = [self._by_step(name) for name in metrics]
+        steps = sorted(set.intersection(*map(set, columns)))[1:]
+        more = [self._by_step(name) for name in where_present]
+        sums = [sum(c[s] for c in columns) + sum(c.get(s, 0.0) for c in more) for s in steps]
+        return float(np.median(sums)) if sums else None
+
+    def _by_step(self, name: str) -> dict[int, float]:
+        found = self.series.series.get(name)
+        return {} if found is None else dict(zip(found.steps.tolist(), found.values.tolist(), strict=True))
+
+    @property
+    def layer_parameters(self) -> int:
+        """Matrices of the layers. 0 when the model is unknown."""
+        if not self.model:
+            return 0
+        shape = Shape.of(self.model)
+        return shape.layers * shape.layer_params
+
+    @property
+    def gpu(self) -> str | None:
+        """Name of the first GPU of the host; None when the run did not note it."""
+        file = self.path / ENVIRONMENT_FILE
+        gpus = json.loads(file.read_text()).get("gpus") if file.exists() else None
+        return gpus[0]["name"] if gpus else None
+
+    @property
+    def trainers(self) -> int:
+        return self.flags["actor_num_nodes"] * self.flags["actor_num_gpus_per_node"]
+
+    @property
+    def samples(self) -> int:
+        """Of one rollout."""
+        return self.flags["rollout_batch_size"] * self.flags["n_samples_per_prompt"]
+
+
+@dataclass(frozen=True)
+class Sources:
+    runs: tuple[GpuRun, ...]
+    files: tuple[tuple[str, dict[str, Any]], ...]
+
+    def large(self) -> Iterator[GpuRun]:
+        return (run for run in self.runs if run.layer_parameters >= LARGE)
+
+
+def read(paths: Sequence[Path]) -> Sources:
+    """ValueError for a path that is neither a run directory nor a JSON object."""
+    runs, files = [], []
+    for path in paths:
+        if path.is_dir():
+            runs.append(GpuRun.read(path))
+            continue
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError(f"PATH must be a run directory or hold a JSON object, got {path}")
+        files.append((path.name, content))
+    return Sources(tuple(runs), tuple(files))
