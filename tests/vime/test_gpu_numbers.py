@@ -198,3 +198,17 @@ def test_a_verdict_is_of_the_limit() -> None:
     assert verdict(by_name["hand_over_s"], 0.8) == "met"
     assert verdict(by_name["hand_over_s"], 1.0) == "missed by 25%"
     assert verdict(by_name["curves"], 3) == "missed by 25%"
+
+
+def test_a_figure_without_a_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "f.json").write_text('{"figures": {"mfuu": 0.5}}')
+    assert main([str(tmp_path / "f.json")]) == 2
+    assert "got mfuu" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothere.json")]) == 2
+
+
+def test_committed_results_hold_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    results = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
+    assert main([str(path) for path in results]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("model FLOPs" in line and " met" in line and "training_qwen3_4b" in line for line in lines)

@@ -293,7 +293,14 @@ FIGURES = (
 
 
 def rows(sources: Sources) -> list[tuple[Target, float | None, str]]:
-    """(target, value, source), a row for each source that has it; at least one a target."""
+    """(target, value, source), a row for each source that has it; at least one a target. ValueError for a figure that
+    has no target."""
+    known = {target.figure for target in FIGURES} | {*LINK.values()}
+    for name, content in sources.files:
+        if unknown := content.get("figures", {}).keys() - known:
+            raise ValueError(
+                f"figures of {name} must be of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}"
+            )
     found = []
     for target in FIGURES:
         values = list(target.find(sources))
@@ -329,7 +336,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="run directories and JSON files")
     parser.add_argument("--out", type=Path, help="the same as JSON")
     args = parser.parse_args(argv)
-    found = rows(read(args.paths))
+    try:
+        found = rows(read(args.paths))
+    except (ValueError, OSError) as error:
+        print(f"gpu_numbers: {error}", file=sys.stderr)
+        return 2
     print(table(found))
     if args.out is not None:
         records = [
