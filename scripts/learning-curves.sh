@@ -12,6 +12,10 @@
 #   ROLLOUTS      of each run (default 12)
 #   SETUP=0       use the Python on PATH (or PYTHON) as it is
 set -euo pipefail
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${OUT:-runs/curves}
 MODES=${MODES:-colocate disaggregated}
@@ -19,6 +23,10 @@ FASTS=${FASTS:-auto off}
 DEVICE=${DEVICE:-cuda}
 case "$DEVICE" in
     cuda)
+        if ! { nvidia-smi -L 2>/dev/null || true; } | grep -q '^GPU'; then
+            echo "learning-curves: a GPU must be there, got none; on a CPU: DEVICE=cpu" >&2
+            exit 2
+        fi
         ARCH=qwen3-50m SFT_LR=3e-4 LR=2e-5
         ENGINE_ARGS=(--vllm-gpu-memory-utilization 0.3 --vllm-max-model-len 1024)
         ;;

@@ -12,11 +12,15 @@
 #   DATA      prompt file: GSM8K (question, answer) or dapo-math (prompt and label, or prompt and reward_model); other
 #             columns with --input-key, --label-key and --rm-type
 #   OUT       folder for checkpoints and records (default runs/qwen3-4b); a second call goes on where the first stopped
-#   NUM_GPUS  GPUs to use on a machine (default: all)
+#   NUM_GPUS  GPUs to use on a machine (default: --num-gpus-per-node where that is given, otherwise all)
 #   SETUP=0   use the Python on PATH (or PYTHON) as it is: for machines whose environment was made by hand
 #   RAY_ADDRESS=HOST:PORT joins that cluster; two machines: NUM_GPUS=8 ... --actor-num-nodes 2. DATA, MODEL and OUT must
 #             then be on a file system that all of them see.
 set -euo pipefail
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 from_here() { [[ -z "$1" || "$1" == /* ]] && echo "$1" || echo "$PWD/$1"; }
 MODE=${MODE:-colocate}
 MODEL=$(from_here "${MODEL:-}")
@@ -25,6 +29,9 @@ OUT=$(from_here "${OUT:-}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${OUT:-runs/qwen3-4b}
 NUM_GPUS=${NUM_GPUS:-}
+if [[ -z "$NUM_GPUS" && " $* " =~ \ --num-gpus-per-node[\ =]([0-9]+)\  ]]; then
+    NUM_GPUS=${BASH_REMATCH[1]}
+fi
 PLAN=${PLAN:-0}
 die() { echo "run-qwen3-4b-grpo: $*" >&2; exit 2; }
 
@@ -38,9 +45,7 @@ die() { echo "run-qwen3-4b-grpo: $*" >&2; exit 2; }
 
 gpus=0
 why="nvidia-smi is not on PATH"
-if [[ "$PLAN" == 1 ]]; then
-    gpus=${NUM_GPUS:-2}
-elif command -v nvidia-smi >/dev/null &&
+if command -v nvidia-smi >/dev/null &&
     ! listed=$(nvidia-smi --query-gpu=index,name,memory.total,memory.used --format=csv,noheader 2>&1); then
     why="nvidia-smi says: ${listed:0:200}"
 elif command -v nvidia-smi >/dev/null; then
@@ -57,6 +62,12 @@ elif command -v nvidia-smi >/dev/null; then
     if ((gpus > 1)) && [[ -z "$links" ]]; then
         echo "note: without NVLink, weights and tensor-parallel layers travel over PCIe" >&2
     fi
+fi
+if [[ "$PLAN" == 1 && -n "$NUM_GPUS" ]]; then
+    gpus=$NUM_GPUS # a plan may be for another machine
+elif [[ "$PLAN" == 1 ]] && ((gpus == 0)); then
+    echo "PLAN: NUM_GPUS not given and no GPU here, planned for 2" >&2
+    gpus=2
 fi
 if ((gpus == 0)) && [[ -z "${RAY_ADDRESS:-}" ]]; then
     die "a GPU must be there, got none ($why); on a CPU: bash scripts/run-tiny-grpo.sh, or PLAN=1 to see what would run"
@@ -162,8 +173,8 @@ fi
 # layer between two GPUs where there are two.
 TRAINERS=$NUM_GPUS
 if [[ "$MODE" == colocate ]]; then
-    # The engine's share of each GPU: what it holds while the trainer keeps its own state there. One trainer GPU
-    # holds all of the optimizer, several a part each.
+    # The engine's share of each GPU: what fits beside the trainer's state on 140 GiB; on smaller GPUs state is
+    # offloaded, see PLAN=1. One trainer GPU holds all of the optimizer, several a part each.
     MODE_ARGS=(--colocate --vllm-gpu-memory-utilization "$( ((NUM_GPUS == 1)) && echo 0.4 || echo 0.5)")
 else
     TRAINERS=$((NUM_GPUS - NUM_GPUS / 2))

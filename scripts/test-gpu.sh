@@ -12,6 +12,10 @@
 #   OUT      records (default runs/test-gpu), replaced; the model in it is kept
 #   FIGURES  more run directories and JSON files for the table, see vime/benchmarks/gpu_numbers.py
 set -euo pipefail
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python3}
 PARTS=${PARTS:-tests smoke rollout table}

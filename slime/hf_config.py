@@ -27,6 +27,17 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     return content
 
 
+def check_dense(hf_config: dict[str, Any]) -> None:
+    """ValueError for a model with experts: what else would be found wrong with its config.json misleads."""
+    model_type = str(hf_config.get("model_type"))
+    experts = hf_config.get("num_experts") or hf_config.get("num_local_experts")
+    if experts or model_type.endswith("_moe"):
+        raise ValueError(
+            "mixture-of-experts models are not supported yet; config.json must be of a dense model, got model_type "
+            f"{model_type} with {experts or 'its default of'} experts"
+        )
+
+
 def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -> None:
     """ValueError naming the first tensor whose shape is not the one config.json implies, or layers that are not there.
 

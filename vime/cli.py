@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(command: str, argv: list[str]) -> int:
     """Call the subcommand's own `main(argv)`; its modules are imported only now."""
     if command not in COMMANDS:
-        near = nearest(command, COMMANDS).replace("--", "vime ")
+        near = nearest(command, COMMANDS, prefix="vime ")
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {command}{near}")
     if command in ("train", "plan") and any(a in ("-h", "--help") for a in argv):
         print(f"usage: vime {command} --flag value ...   ({COMMANDS[command]})\n")

@@ -19,6 +19,8 @@ from typing import Any
 
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
+NEAR = 0.8
+"""difflib's ratio from which a name is proposed: --lrr is near --lr (0.8), --fused-rope not near --use-opd (0.7)."""
 
 
 def flag(
@@ -41,14 +43,17 @@ def spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def nearest(name: str, known: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
+def nearest(name: str, known: Iterable[str], *, prefix: str = "--") -> str:
     """The known name closest to `name`, as the end of an error message; empty when nothing is near.
 
-    `prefix` is what stands before all of them: shown, but not compared, as it would make anything look near.
+    `prefix` is what stands before all of them: shown, but not compared, as it would make anything look near. Flags
+    are shown with dashes inside, other names as they are.
     """
-    words = [k.replace("_", "-") for k in known]
-    close = get_close_matches(name.replace("_", "-"), words, n=1, cutoff=cutoff)
-    return f"; did you mean {spelled(prefix + close[0])}?" if close else ""
+    words = {k.replace("_", "-"): k for k in known}
+    close = get_close_matches(name.replace("_", "-"), words, n=1, cutoff=NEAR)
+    if not close:
+        return ""
+    return f"; did you mean {prefix}{close[0] if prefix.startswith('--') else words[close[0]]}?"
 
 
 @dataclass(frozen=True)

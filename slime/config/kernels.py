@@ -54,7 +54,7 @@ def check_kernels(c: Any) -> None:
     if unknown:
         raise ValueError(
             f"--rl-kernel-ops must name operators of {', '.join(OPERATORS)}, got {unknown[0]}"
-            f"{nearest(unknown[0], OPERATORS)}"
+            f"{nearest(unknown[0], OPERATORS, prefix='')}"
         )
     if c.rl_kernel_strict and c.rlk_fast != "strict":
         raise ValueError(f"--rl-kernel-strict must not stand beside --rlk-fast {c.rlk_fast}; leave one out")

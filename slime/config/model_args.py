@@ -58,6 +58,11 @@ def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> N
 
     Only the flags that were given are compared; a bare flag that was left out claims nothing.
     """
+    if model_args.get("num_experts"):
+        raise ValueError(
+            "mixture-of-experts models are not supported yet; --num-experts must be left out, got "
+            f"{model_args['num_experts']}"
+        )
     wrong = []
     for name, value in model_args.items():
         actual = READERS[name](hf_config)

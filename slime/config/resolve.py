@@ -9,6 +9,7 @@ from typing import Any
 
 from slime.config.algorithm import compares_alone, makes_groups
 from slime.config.kernels import OPERATORS
+from slime.config.megatron_rules import never_run
 from slime.config.schema import SECTIONS, Config
 
 FALLBACKS = {
@@ -102,7 +103,14 @@ def _weight_update(c: argparse.Namespace) -> None:
         )
         c.update_weight_transport = "ipc"
     if c.update_weight_transport is None:
+        sizes = [c.vllm_args.get(f"{axis}_parallel_size") or 1 for axis in ("data", "pipeline")]
         on_gpus = "ipc" if c.colocate else "nccl"
+        if on_gpus == "nccl" and c.device == "cuda" and c.rollout_num_gpus and max(sizes) > 1:
+            on_gpus = "disk"
+            c.notes.append(
+                f"--update-weight-transport is disk, not nccl: --vllm-data-parallel-size {sizes[0]}, "
+                f"--vllm-pipeline-parallel-size {sizes[1]}, and a broadcast reaches tensor-parallel workers alone"
+            )
         c.update_weight_transport = on_gpus if c.device == "cuda" else "disk"
 
 
@@ -145,6 +153,7 @@ def _layers(c: argparse.Namespace) -> None:
             "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
             "Transformer Engine and have never been run; local is what is measured"
         )
+    c.notes += never_run(c.overrides)
 
 
 def _kernels(c: argparse.Namespace) -> None:

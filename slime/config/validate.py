@@ -14,10 +14,11 @@ from slime.config.cluster import check_offload
 from slime.config.debug import check_profile_steps
 from slime.config.fields import spelled
 from slime.config.kernels import check_kernels
+from slime.config.megatron_rules import check_local_layers
 from slime.config.model_args import check_model_args
 from slime.config.off_policy import check_off_policy
 from slime.config.schema import Config, own_flags
-from slime.hf_config import check_checkpoint_shapes, read_hf_config
+from slime.hf_config import check_checkpoint_shapes, check_dense, read_hf_config
 from slime.hooks import load_function
 
 POSITIVE = (
@@ -315,6 +316,7 @@ def _files(c: Config) -> None:
 
 def _checkpoint(c: Config) -> None:
     hf_config = read_hf_config(c.hf_checkpoint)
+    check_dense(hf_config)
     check_checkpoint_shapes(c.hf_checkpoint, hf_config)
     check_model_args(c.model_args, hf_config)
     c.megatron.layers_of_stages(hf_config["num_hidden_layers"])
@@ -332,6 +334,7 @@ RULES = (
     _precision,
     _parallel_sizes,
     _transformer_engine,
+    check_local_layers,
     _dropout,
     _overlaps,
     _engines,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from config_cases import HF_CONFIG, good_argv
+from config_cases import HF_CONFIG, good_argv, write_model
 
 from slime.config import parse_args
 from slime.config.megatron import MegatronConfig
@@ -13,6 +13,7 @@ from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_co
 from slime.config.model_args import READERS, check_model_args
 from slime.config.schema import own_flags
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
+from slime.megatron_backend.hf_weights import family_for
 
 
 @pytest.fixture
@@ -168,13 +169,67 @@ def test_model_args_agree_with_the_checkpoint(argv):
         ("rotary_base", 1e4, "--rotary-base is 10000.0, config.json says 1000000.0"),
         ("add_qkv_bias", True, "--add-qkv-bias is True, config.json says False"),
         ("untie_embeddings_and_output_weights", True, "is True, config.json says False"),
-        ("num_experts", 128, "--num-experts is 128, config.json says None"),
     ],
 )
 def test_model_args_that_disagree(name, value, shown):
     with pytest.raises(ValueError, match="MODEL_ARGS must agree with") as error:
         check_model_args({name: value, "hidden_size": 128}, HF_CONFIG)
     assert shown in str(error.value) and "--hidden-size" not in str(error.value)
+
+
+def test_experts_are_refused_before_anything_else(argv, tmp_path):
+    with pytest.raises(
+        ValueError, match="^mixture-of-experts models are not supported yet; --num-experts must be"
+    ):
+        parse_args([*argv, "--num-experts", "8"])
+    for changes in ({"model_type": "qwen3_moe"}, {"num_experts": 128}, {"num_local_experts": 8}):
+        write_model(tmp_path / "model", **changes)
+        with pytest.raises(
+            ValueError, match="^mixture-of-experts models are not supported yet; config.json must be"
+        ):
+            parse_args(argv)
+        with pytest.raises(ValueError, match="^mixture-of-experts models are not supported yet"):
+            family_for(HF_CONFIG | changes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (
+            "--fp8-format hybrid",
+            "--fp8-format must be left out with --transformer-impl local, got hybrid; fp8 needs",
+        ),
+        (
+            "--fp8-recipe blockwise",
+            "--fp8-recipe must be left out with --transformer-impl local, got blockwise; fp8",
+        ),
+        (
+            "--fp4-format e2m1",
+            "--fp4-format must be left out with --transformer-impl local, got e2m1; fp4 needs",
+        ),
+        (
+            "--tp-comm-overlap",
+            "--tp-comm-overlap must be left out with --transformer-impl local, got it; this overlap",
+        ),
+    ],
+)
+def test_what_needs_transformer_engine_is_refused_without(argv, flags, shown):
+    with pytest.raises(ValueError) as error:
+        parse_args([*argv, *flags.split()])
+    assert str(error.value).startswith(shown) and str(error.value).endswith("needs Transformer Engine")
+    engine = ("--transformer-impl", "transformer_engine", "--device", "cuda")
+    assert parse_args([*argv, *engine, *flags.split()]).megatron.overrides
+
+
+def test_what_was_never_run_is_noted(argv):
+    flags = "--cuda-graph-impl local --cpu-offloading --optimizer-cpu-offload --use-precision-aware-optimizer"
+    said = [
+        note.partition(":")[0]
+        for note in parse_args([*argv, *flags.split()]).notes
+        if "never run here" in note
+    ]
+    assert said == [flag for flag in flags.split() if flag.startswith("--")]
+    assert not parse_args([*argv, "--cuda-graph-impl", "none", "--no-cpu-offloading"]).notes
 
 
 def test_model_args_of_other_layouts():

@@ -53,6 +53,8 @@ def test_the_last_of_a_repeated_flag_wins_and_append_collects(argv):
             "--rollout-batchsize is not a known flag; did you mean --rollout-batch-size?",
         ),
         (["--adam-beta3", "1"], "--adam-beta3 is not a known flag; did you mean --adam-beta"),
+        (["--fused-rope"], "--fused-rope is not a known flag"),
+        (["--rl-kernel-ops", "linear_logq"], "got linear_logq; did you mean linear_logp?"),
         (["--attention-dropuot", "0"], "did you mean --attention-dropout?"),
         (["--vllm-enforce-eager"], "--vllm-enforce-eager is not a known flag"),
         (["--lr", "abc"], "--lr must be of type float, got 'abc'"),

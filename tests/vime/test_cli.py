@@ -142,6 +142,14 @@ def test_vllm_and_router_flags_reach_their_parsers(stock):
             "--vllm-data-parallel-size 1 and --vllm-pipeline-parallel-size 2; use disk",
         ),
         (
+            "--rollout-num-gpus 6 --no-colocate --rollout-num-gpus-per-engine 3",
+            "--rollout-num-gpus-per-engine must divide the model's 32 attention heads, got 3; use 2 or 4",
+        ),
+        (
+            "--rollout-num-gpus 6 --no-colocate --rollout-num-gpus-per-engine 6 --vllm-data-parallel-size 2",
+            "--vllm-tensor-parallel-size must divide the model's 32 attention heads, got 3; use 2 or 4",
+        ),
+        (
             "--check-weight-update-equal --vllm-pipeline-parallel-size 2",
             "--check-weight-update-equal must go with engines of one pipeline stage, got",
         ),
@@ -236,6 +244,17 @@ def test_plan_finds_a_malformed_prompt_line(stock, tmp_path, capsys):
     assert main(["plan", *stock]) == 2
     err = capsys.readouterr().err
     assert "p.jsonl:2: column 'label' is missing" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("axis", ["data", "pipeline"])
+def test_engines_that_no_broadcast_reaches_take_files(stock, axis):
+    """No transport was given, so none may be refused."""
+    apart = [*stock, "--no-colocate", "--rollout-num-gpus", "2"]
+    assert parse_config(apart).update_weight_transport == "nccl"
+    c = parse_config([*apart, f"--vllm-{axis}-parallel-size", "2"])
+    assert c.update_weight_transport == "disk"
+    (note,) = [note for note in c.notes if note.startswith("--update-weight-transport is disk, not nccl: ")]
+    assert f"--vllm-{axis}-parallel-size 2" in note
 
 
 def test_user_errors_are_one_line_and_exit_code_2(stock, capsys):

@@ -63,6 +63,12 @@ def test_speculative_flags_become_one():
         ),
         ("--sglang-max-runing-requests 1", "did you mean --sglang-max-running-requests?"),
         ("--sglang-attention-backend dual", "--sglang-attention-backend must be one of fa3, flashinfer"),
+        (
+            "--sglang-tp-size 2",
+            "--sglang-tp-size must be left out; GPUs of one engine: --rollout-num-gpus-per-engine 2",
+        ),
+        ("--sglang-pp-size 2", "stages of one engine: --vllm-pipeline-parallel-size 2"),
+        ("--sglang-model-path m", "--sglang-model-path must be left out; engines serve --hf-checkpoint"),
         ("--sglang-ep-size many", "--sglang-ep-size must be an integer, got many"),
         (
             "--sglang-mem-fraction-static",

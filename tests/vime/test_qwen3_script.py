@@ -91,6 +91,7 @@ def test_without_a_model_it_is_loudly_a_smoke_run(tmp_path):
     """Nothing given: random weights of the true shape, sums in the prompt-and-label layout, nothing saved."""
     done = launch(PLAN="1", OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
+    assert "PLAN: NUM_GPUS not given and no GPU here, planned for 2" in done.stderr
     assert "SMOKE RUN: MODEL was not given, so the weights are random" in done.stderr
     made = tmp_path / "plan-qwen3-4b"
     for line in (
@@ -198,6 +199,44 @@ def test_what_it_finds_of_gpus(tmp_path, answer, given, out, err):
     assert out in done.stdout
     if out:
         assert "0, NVIDIA H200, 143771 MiB, 1 MiB\n1, NVIDIA H200" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("smi", "flags", "given", "ranks"),
+    [
+        (SMI, [], {}, 2),
+        (SMI.replace("\\n1, NVIDIA H200, 143771 MiB, 3 MiB", ""), [], {}, 1),
+        (SMI, [], {"NUM_GPUS": "4"}, 4),
+        (SMI, ["--num-gpus-per-node", "4"], {}, 4),
+        (SMI, ["--num-gpus-per-node=8"], {"NUM_GPUS": "4"}, 4),
+    ],
+)
+def test_a_plan_is_for_the_gpus_that_are_there_or_given(tiny, tmp_path, smi, flags, given, ranks):
+    (tmp_path / "nvidia-smi").write_text(smi)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    data = write(tmp_path / "d.jsonl", GSM8K)
+    done = launch(*flags, path=str(tmp_path), PLAN="1", MODEL=str(tiny / "base"), DATA=str(data), **given)
+    assert done.returncode == 0 and "planned for 2" not in done.stderr, done.stderr
+    assert f"{ranks} rank{'s' if ranks > 1 else ''}: tensor parallel" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("name", ["run-qwen3-4b-grpo", "learning-curves", "test-gpu"])
+def test_help_is_the_header_and_sets_up_nothing(name):
+    script = ROOT / "scripts" / f"{name}.sh"
+    for flag in ("-h", "--help"):
+        done = subprocess.run(["bash", str(script), flag], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "") and f"bash scripts/{name}.sh" in done.stdout
+        assert (
+            "set -euo" not in done.stdout
+            and script.read_text().splitlines()[1] == f"# {done.stdout.splitlines()[0]}"
+        )
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has GPUs")
+def test_learning_curves_ask_for_a_gpu_before_anything_else():
+    done = subprocess.run(["bash", str(ROOT / "scripts/learning-curves.sh")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "learning-curves: a GPU must be there, got none; on a CPU: DEVICE=cpu\n"
 
 
 def test_the_run_itself_gets_the_flags(tiny, tmp_path):

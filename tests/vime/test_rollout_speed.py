@@ -30,6 +30,23 @@ def test_every_contender_makes_every_token(tmp_path: Path, capsys: pytest.Captur
     assert "8 requests at a time, 12 + 20 tokens each" in capsys.readouterr().out
 
 
+def test_user_errors_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny_model.main([str(tmp_path)])
+    capsys.readouterr()
+    model = ["--model", str(tmp_path / "base"), "--device", "cpu", "--instant"]
+    for argv, message in (
+        (["--model", "nowhere"], "--hf-checkpoint must be a directory with a config.json, got nowhere"),
+        ([*model, "--lrr", "1"], "--lrr is not a known flag; did you mean --lr?"),
+        (
+            [*model, "--out", "nowhere/o.json"],
+            "--out must name a file in a folder that exists, got nowhere/o.json",
+        ),
+    ):
+        assert main(argv) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"rollout_speed: {message}")
+
+
 def test_groups_must_fill_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--model", "any", "--requests", "9", "--group", "4"])

@@ -43,6 +43,7 @@ from rl_kernel.benchmarks.machine import describe
 from slime.config import Config
 from slime.data.columns import pack_columns
 from slime.data.tokenizer import load_tokenizer
+from slime.hf_config import read_hf_config
 from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager
 from slime.types import Sample
@@ -267,6 +268,19 @@ def table(found: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parse(argv)
+    try:
+        report(args, flags, argv)
+    except ValueError as error:
+        print(f"rollout_speed: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(args: argparse.Namespace, flags: list[str], argv: Sequence[str] | None) -> None:
+    """Measure, print, write --out."""
+    read_hf_config(args.model)  # a folder that is not there is not looked for on the hub
+    if args.out is not None and not args.out.parent.is_dir():
+        raise ValueError(f"--out must name a file in a folder that exists, got {args.out}")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vime-bench-")))
         config = configure(args, flags, folder)
@@ -284,7 +298,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(found))
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

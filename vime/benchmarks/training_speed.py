@@ -20,6 +20,7 @@ import random
 import statistics
 import sys
 import tempfile
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,13 @@ import torch
 from slime.data.packing import sample_flops
 from slime.data.train_data import make_rank_data
 from slime.hf_config import read_hf_config
-from slime.megatron_backend.trainer import MegatronTrainer
 from slime.types import Sample, TrainData
 from vime.benchmarks.gpu_numbers import PEAK_TFLOPS
 from vime.engine.flags import parse_config
+
+with warnings.catch_warnings():  # Megatron remarks on optional packages at import
+    warnings.simplefilter("ignore", UserWarning)
+    from slime.megatron_backend.trainer import MegatronTrainer
 
 GROUP = 8
 
@@ -114,7 +118,7 @@ def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -127,6 +131,22 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     parser.add_argument("--commit", help="of the measured code, where git does not know it")
     arguments, given = parser.parse_known_args(argv)
+    try:
+        report(arguments, given, argv)
+    except ValueError as error:
+        print(f"training_speed: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(arguments: argparse.Namespace, given: list[str], argv: list[str]) -> None:
+    """Measure, print, write --out."""
+    if arguments.sequences < GROUP or arguments.sequences % GROUP:
+        raise ValueError(f"--sequences must be a multiple of {GROUP}, got {arguments.sequences}")
+    if arguments.steps < 1:
+        raise ValueError(f"--steps must be 1 or more, got {arguments.steps}")
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise ValueError(f"--out must name a file in a folder that exists, got {arguments.out}")
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     result = {
         "command": "python -m vime.benchmarks.training_speed " + " ".join(argv),
@@ -141,4 +161,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from slime.config import Config, FlagGroup, parse_args
 from slime.config.fields import nearest
+from slime.hf_config import read_hf_config
 from vime.engine import vllm_versions
 from vime.engine.sglang_flags import translate_sglang
 from vime.switch import from_environment
@@ -112,7 +113,7 @@ class _PrefixOwner:
             # vLLM reads --flag.key value as an entry of a JSON flag.
             name, dot, key = group.name.removeprefix(self.prefix).partition(".")
             if name not in options:
-                near = nearest(name, options, prefix=self.prefix)
+                near = nearest(name, options, prefix=f"--{self.prefix[:-1]}-")
                 raise ValueError(f"{group.typed} is not a flag of {self.project}{near}")
             dest = options[name].dest
             if dest in self.reserved:
@@ -160,6 +161,7 @@ def parse_config(argv: Sequence[str]) -> Config:
     """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
     config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate)
     check_engine_size(config)
+    check_engine_heads(config)
     check_weight_channel(config)
     check_context_length(config)
     return dataclasses.replace(config, notes=(*config.notes, *_remarks(config)))
@@ -205,6 +207,28 @@ def check_engine_size(config: Config) -> None:
             f"{config.rollout_num_gpus_per_engine} and {tensor} * {pipeline} * {data} = "
             f"{tensor * pipeline * data}"
         )
+
+
+def check_engine_heads(config: Config) -> None:
+    """A tensor-parallel engine deals out query heads equally, and key/value heads equally or copied equally often."""
+    if not config.num_engines:
+        return
+    hf_config = read_hf_config(config.hf_checkpoint)
+    heads = hf_config.get("num_attention_heads")
+    if not heads:
+        return
+    shared, size = hf_config.get("num_key_value_heads") or heads, engine_tensor_parallel(config)
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
+    if size in fitting:
+        return
+    engine_is_one_group = size == config.rollout_num_gpus_per_engine
+    near = [max(n for n in fitting if n < size), *[n for n in fitting if n > size][:1]]
+    flag = "--rollout-num-gpus-per-engine" if engine_is_one_group else "--vllm-tensor-parallel-size"
+    raise ValueError(
+        f"{flag} must divide the model's {heads} attention heads"
+        f"{f' and fit its {shared} key/value heads' if heads % size == 0 else ''}, got {size}; "
+        f"use {' or '.join(map(str, near))}"
+    )
 
 
 def check_weight_channel(config: Config) -> None:

@@ -90,6 +90,18 @@ DROPPED = {
 }
 """The purpose is met without a flag."""
 
+_ENGINE_SIZE = "GPUs of one engine: --rollout-num-gpus-per-engine {}"
+_ADDRESS = "engines listen where the engine pool places them"
+REFUSED = {
+    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size"), _ENGINE_SIZE),
+    **dict.fromkeys(
+        ("pp_size", "pipeline_parallel_size"), "stages of one engine: --vllm-pipeline-parallel-size {}"
+    ),
+    **dict.fromkeys(("model", "model_path"), "engines serve --hf-checkpoint"),
+    **dict.fromkeys(("host", "port"), _ADDRESS),
+}
+"""What another flag decides, in words; {} is the value that was given."""
+
 SPECULATIVE = ("algorithm", "num_steps", "num_draft_tokens", "eagle_topk", "draft_model_path")
 _METHODS = {"NEXTN": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3"}
 
@@ -154,7 +166,10 @@ def _translate(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
         return [], DROPPED[name]
     if name in SPECIAL:
         return SPECIAL[name][0](group)
-    near = nearest(name, targets(), prefix=PREFIX, cutoff=0.75)  # most of SGLang's flags are not in the list
+    if name in REFUSED:
+        instead = REFUSED[name].format(" ".join(group.values)).rstrip()
+        raise ValueError(f"{group.typed} must be left out; {instead}")
+    near = nearest(name, targets(), prefix="--sglang-")
     raise ValueError(f"{group.typed} must be left out: vLLM has no counterpart that is known here{near}")
 
 

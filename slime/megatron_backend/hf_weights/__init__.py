@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.hf_config import check_dense
 from slime.megatron_backend.hf_weights.base import Family
 from slime.megatron_backend.hf_weights.qwen import QWEN2, QWEN3
 
@@ -13,6 +14,7 @@ FAMILIES: dict[str, Family] = {"qwen2": QWEN2, "qwen3": QWEN3}
 
 def family_for(hf_config: dict[str, Any]) -> Family:
     """The family of a parsed config.json. ValueError naming the supported ones otherwise."""
+    check_dense(hf_config)
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(

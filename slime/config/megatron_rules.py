@@ -1,0 +1,40 @@
+"""Rules and remarks about Megatron's own settings, which arrive by the names of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slime.config.fields import spelled
+
+_SPELLED = {"fp8": "--fp8-format", "fp4": "--fp4-format", "fp4_param": "--fp4-param-gather"}
+_NEVER_RUN = (
+    "cuda_graph_impl",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "cpu_offloading",
+    "optimizer_cpu_offload",
+    "use_precision_aware_optimizer",
+)
+
+
+def check_local_layers(c: Any) -> None:
+    """Without Transformer Engine Megatron's fp8 context is empty: the run would be bf16, and nothing would say so."""
+    overrides = c.megatron.overrides
+    if overrides.get("transformer_impl") == "transformer_engine":
+        return
+    for name, value in overrides.items():
+        low = name.startswith(("fp8", "fp4"))
+        if value and (low or name == "tp_comm_overlap"):
+            flag, what = _SPELLED.get(name, spelled(name)), name[:3] if low else "this overlap"
+            raise ValueError(
+                f"{flag} must be left out with --transformer-impl local, got {'it' if value is True else value}; "
+                f"{what} needs Transformer Engine"
+            )
+
+
+def never_run(overrides: dict[str, Any]) -> Iterator[str]:
+    """A note for each setting that nothing here reads and no test or measurement covers."""
+    for name in _NEVER_RUN:
+        if overrides.get(name) not in (None, False, "none"):
+            yield f"{spelled(name)}: passed to Megatron as it is; never run here"

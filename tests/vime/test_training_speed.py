@@ -1,0 +1,25 @@
+"""The training benchmark: what is asked for wrongly is said in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "--hf-checkpoint must be given (a Hugging Face checkpoint directory), got none"),
+        ("--hf-checkpoint nowhere", "--hf-checkpoint must be a directory with a config.json, got nowhere"),
+        ("--lrr 1", "--lrr is not a known flag; did you mean --lr?"),
+        ("--sequences 12", "--sequences must be a multiple of 8, got 12"),
+        ("--out nowhere/o.json", "--out must name a file in a folder that exists, got nowhere/o.json"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(flags, message):
+    command = [sys.executable, "-m", "vime.benchmarks.training_speed", "--device", "cpu", *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"training_speed: {message}")
