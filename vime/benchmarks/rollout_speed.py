@@ -190,7 +190,9 @@ class Contest:
         began = time.perf_counter()
         batch = self.manager.generate(turn)
         seconds = time.perf_counter() - began
-        responses = pickle.loads(batch.rank_data[0])["response_lengths"]
+        responses = pickle.loads(batch.rank_data[0])[
+            "response_lengths"
+        ]  # ok: bytes that this process has just made
         assert len(responses) == self.args.requests, f"{len(responses)} samples of {self.args.requests}"
         return sum(responses), seconds
 
