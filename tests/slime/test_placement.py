@@ -4,30 +4,15 @@ CPUs; which GPUs who gets is in test_placement_gpus.py."""
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import ray
+from placement_cases import placement_config
 
 from slime.cluster import placement
 from slime.cluster.placement import cpu_threads, place
 
 RESOURCE, DEVICE = "CPU", 0.5
-
-
-def make_config(**flags) -> SimpleNamespace:
-    defaults = {
-        "actor_num_nodes": 1,
-        "actor_num_gpus_per_node": 1,
-        "rollout_num_gpus": 1,
-        "rollout_num_gpus_per_engine": 1,
-        "colocate": False,
-        "device": "cpu",
-        "debug_train_only": False,
-        "debug_rollout_only": False,
-    }
-    assert set(flags) <= set(defaults)
-    return SimpleNamespace(**{**defaults, **flags})
 
 
 @pytest.mark.parametrize(
@@ -44,7 +29,7 @@ def make_config(**flags) -> SimpleNamespace:
 )
 def test_cpu_threads(monkeypatch, cores, flags, threads):
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert cpu_threads(make_config(**flags)) == threads
+    assert cpu_threads(placement_config("cpu", **flags)) == threads
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +55,9 @@ class Actor:
 
 
 def test_engines_stand_behind_the_trainers(cluster):
-    placed = place(make_config(actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2))
+    placed = place(
+        placement_config("cpu", actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
+    )
     try:
         assert placed.trainer_bundles == [0, 1] and placed.engine_bundles == [[2, 3]]
         assert placed.group.bundle_specs == [{RESOURCE: DEVICE}] * 4
@@ -84,8 +71,8 @@ def test_engines_stand_behind_the_trainers(cluster):
 def test_colocated_engines_share_the_trainers_devices(cluster):
     """Engines of 2 on 4 trainers; one bundle holds a trainer and an engine at the same time."""
     placed = place(
-        make_config(
-            actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, colocate=True
+        placement_config(
+            "cpu", actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, colocate=True
         )
     )
     try:
@@ -106,7 +93,7 @@ def test_colocated_engines_share_the_trainers_devices(cluster):
     ],
 )
 def test_one_half_alone(cluster, flags, trainers, engines):
-    placed = place(make_config(**flags))
+    placed = place(placement_config("cpu", **flags))
     placed.release()
     assert (placed.trainer_bundles, placed.engine_bundles) == (trainers, engines)
 
@@ -114,22 +101,22 @@ def test_one_half_alone(cluster, flags, trainers, engines):
 def test_a_run_that_does_not_fit_is_told_what_it_needs(cluster):
     got = 4 * DEVICE
     with pytest.raises(ValueError) as caught:
-        place(make_config(actor_num_gpus_per_node=3, rollout_num_gpus=2))
+        place(placement_config("cpu", actor_num_gpus_per_node=3, rollout_num_gpus=2))
     assert str(caught.value) == (
         f"the cluster must have 5 devices ({5 * DEVICE:g} {RESOURCE}s) for 3 trainer ranks (--actor-num-nodes x "
         f"--actor-num-gpus-per-node) and 2 rollout devices (--rollout-num-gpus), got {got:g} {RESOURCE}s; "
         "ask for fewer or join a larger cluster with RAY_ADDRESS"
     )
     with pytest.raises(ValueError, match="5 devices .* shared by --colocate"):
-        place(make_config(actor_num_gpus_per_node=5, rollout_num_gpus=5, colocate=True))
+        place(placement_config("cpu", actor_num_gpus_per_node=5, rollout_num_gpus=5, colocate=True))
 
 
 def test_devices_held_by_another_job(cluster, monkeypatch):
     monkeypatch.setattr(placement, "_PLACEMENT_TIMEOUT_S", 1)
-    other = place(make_config(actor_num_gpus_per_node=2, rollout_num_gpus=1))
+    other = place(placement_config("cpu", actor_num_gpus_per_node=2, rollout_num_gpus=1))
     try:
         with pytest.raises(RuntimeError, match="2 devices must be free within 1 s, got only .* another job"):
-            place(make_config())
+            place(placement_config("cpu"))
     finally:
         other.release()
-    place(make_config(actor_num_gpus_per_node=3)).release()  # the one that failed holds nothing
+    place(placement_config("cpu", actor_num_gpus_per_node=3)).release()  # the one that failed holds nothing

@@ -9,10 +9,10 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import ray
+from placement_cases import placement_config
 
 from slime.cluster import placement
 from slime.cluster.placement import VISIBLE_VARIABLE, Gpu, Placement, place
@@ -20,21 +20,6 @@ from slime.cluster.placement import VISIBLE_VARIABLE, Gpu, Placement, place
 NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 UUIDS = [f"GPU-{digit * 8}-0000-0000-0000-000000000000" for digit in "beca"]
 QUIET = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
-
-
-def make_config(**flags) -> SimpleNamespace:
-    defaults = {
-        "actor_num_nodes": 1,
-        "actor_num_gpus_per_node": 1,
-        "rollout_num_gpus": 1,
-        "rollout_num_gpus_per_engine": 1,
-        "colocate": False,
-        "device": "cuda",
-        "debug_train_only": False,
-        "debug_rollout_only": False,
-    }
-    assert set(flags) <= set(defaults)
-    return SimpleNamespace(**{**defaults, **flags})
 
 
 @ray.remote
@@ -79,8 +64,12 @@ def start(placed: Placement, bundles: list[int]) -> ray.actor.ActorHandle:
 def test_colocated_engines_share_the_gpus_of_neighbouring_trainers(names):
     """4 trainers and 2 engines of 2 at the same time, half a GPU each: rank r sees GPU r, engine i those of its two."""
     placed = place(
-        make_config(
-            actor_num_gpus_per_node=4, rollout_num_gpus=4, rollout_num_gpus_per_engine=2, colocate=True
+        placement_config(
+            "cuda",
+            actor_num_gpus_per_node=4,
+            rollout_num_gpus=4,
+            rollout_num_gpus_per_engine=2,
+            colocate=True,
         )
     )
     try:
@@ -95,7 +84,9 @@ def test_colocated_engines_share_the_gpus_of_neighbouring_trainers(names):
 
 
 def test_an_engine_stands_behind_the_trainers_and_has_its_gpus_for_itself(names):
-    placed = place(make_config(actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2))
+    placed = place(
+        placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2, rollout_num_gpus_per_engine=2)
+    )
     try:
         actors = [start(placed, [bundle]) for bundle in placed.trainer_bundles]
         actors.append(start(placed, placed.engine_bundles[0]))
@@ -110,7 +101,7 @@ def test_an_engine_stands_behind_the_trainers_and_has_its_gpus_for_itself(names)
 def test_ray_may_leave_the_variable_alone(names, monkeypatch):
     """Then every process sees all GPUs, but for what the placement tells it."""
     monkeypatch.setenv(NOSET, "1")
-    placed = place(make_config(actor_num_gpus_per_node=2, rollout_num_gpus=2))
+    placed = place(placement_config("cuda", actor_num_gpus_per_node=2, rollout_num_gpus=2))
     try:
         env = {"runtime_env": {"env_vars": {NOSET: "1"}}}
         bundles = [*placed.trainer_bundles, *(first for (first,) in placed.engine_bundles)]
@@ -126,7 +117,7 @@ def test_ray_may_leave_the_variable_alone(names, monkeypatch):
 
 def test_two_runs_of_a_node_get_different_gpus(names):
     with ThreadPoolExecutor(2) as threads:
-        both = list(threads.map(place, [make_config(), make_config()]))
+        both = list(threads.map(place, [placement_config("cuda"), placement_config("cuda")]))
     try:
         taken = [gpu.name for placed in both for gpu in placed.gpus]
         assert sorted(taken) == sorted(names)
@@ -155,7 +146,7 @@ def test_order_is_by_node_and_number():
 
 
 def test_cpus_have_no_gpus_to_see(names):
-    placed = place(make_config(device="cpu", actor_num_gpus_per_node=2))
+    placed = place(placement_config("cpu", actor_num_gpus_per_node=2))
     try:
         assert (placed.trainer_bundles, placed.engine_bundles) == ([0, 1], [[2]])
         assert placed.visible([0, 1]) == {}
@@ -167,4 +158,4 @@ def test_gpus_that_never_answer_are_told_of(names, monkeypatch):
     monkeypatch.setattr(placement, "_ANSWER_TIMEOUT_S", 1)
     monkeypatch.setattr(placement, "_own_gpu", ray.remote(num_gpus=1, num_cpus=0)(lambda: time.sleep(60)))
     with pytest.raises(RuntimeError, match="each of 2 GPUs must answer within 1 s"):
-        place(make_config())
+        place(placement_config("cuda"))

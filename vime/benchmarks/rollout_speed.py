@@ -190,9 +190,8 @@ class Contest:
         began = time.perf_counter()
         batch = self.manager.generate(turn)
         seconds = time.perf_counter() - began
-        responses = pickle.loads(batch.rank_data[0])[
-            "response_lengths"
-        ]  # ok: bytes that this process has just made
+        data = pickle.loads(batch.rank_data[0])  # ok: bytes that this process has just made
+        responses = data["response_lengths"]
         assert len(responses) == self.args.requests, f"{len(responses)} samples of {self.args.requests}"
         return sum(responses), seconds
 

@@ -1,0 +1,22 @@
+"""What placement reads of a configuration, for its tests to bend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+
+def placement_config(device: str, **flags: Any) -> SimpleNamespace:
+    """One trainer rank and one engine, each on a device of its own."""
+    defaults = {
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": 1,
+        "rollout_num_gpus": 1,
+        "rollout_num_gpus_per_engine": 1,
+        "colocate": False,
+        "device": device,
+        "debug_train_only": False,
+        "debug_rollout_only": False,
+    }
+    assert set(flags) <= set(defaults)
+    return SimpleNamespace(**{**defaults, **flags})
