@@ -84,7 +84,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Sample.Status.TRUNCATED
         return sample
     session = sample.session_id or f"sample/0/{sample.index}"
-    seed = request_seed(args.rollout_seed, session, sample.response_length)
+    seed = None
+    if args.rollout_request_seeds:
+        seed = request_seed(args.rollout_seed, session, sample.response_length)
     note_sampling(args, sample, sampling_params)
     began = time.perf_counter()
     try:

@@ -220,6 +220,28 @@ def test_an_answer_tells_how_long_its_request_waited(stack: Stack) -> None:
     assert at_once is not None and 0 <= at_once < 0.5
 
 
+def test_log_probs_are_spelled_for_who_asks_for_words(stack: Stack) -> None:
+    """Ours come by number, see vllm_versions.leave_log_probs_unspelled; a hook that asks the router may want text."""
+    body = {
+        "model": "policy",
+        "prompt": PROMPT,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{stack.pool.router_url}/v1/completions",
+        json.dumps(body | {"logprobs": 1, "seed": 4}).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        (choice,) = json.load(answer)["choices"]
+    tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint)
+    assert choice["logprobs"]["tokens"] == [tokenizer.decode([token]) for token in choice["token_ids"]]
+    ours = stack.generate(PROMPT, seed=4, max_new_tokens=6, ignore_eos=True)
+    assert (ours.token_ids, ours.log_probs) == (choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+
 def test_what_the_engine_refuses_is_an_error_at_once(stack: Stack) -> None:
     with pytest.raises(ValueError, match="maximum context length|max_model_len|longer than"):
         stack.generate([5] * 600)

@@ -5,6 +5,7 @@ And what a trainer says that really runs out of memory.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ def build(root, tmp_path):
     def end() -> None:
         while made:
             made.pop().close()
+        gc.collect()  # Megatron's parts refer to each other
         torch.cuda.empty_cache()
 
     def build_one(**flags: Any) -> MegatronTrainer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from vime.engine.supervise import die_with_parent
-from vime.engine.vllm_versions import register_backend
+from vime.engine.vllm_versions import leave_log_probs_unspelled, register_backend
 
 BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
@@ -17,9 +17,10 @@ WEIGHT_DIR_VARIABLE = "VIME_WEIGHT_DIR"
 def register() -> None:
     """Make `--weight-transfer-config {"backend": "vime"}` known to vLLM. May run more than once a process.
 
-    In a supervised server, also tie each of its processes to the one that started it: vLLM's engine process would
-    otherwise outlive a kill -9 of the supervisor.
+    In a supervised server, also tie each of its processes to the one that started it (vLLM's engine process would
+    otherwise outlive a kill -9 of the supervisor), and spare it the words of its log-probs.
     """
     if SUPERVISED_VARIABLE in os.environ:
         die_with_parent()
+        leave_log_probs_unspelled()
     register_backend(BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine")
