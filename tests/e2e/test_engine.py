@@ -221,7 +221,7 @@ def test_an_answer_tells_how_long_its_request_waited(stack: Stack) -> None:
 
 
 def test_log_probs_are_spelled_for_who_asks_for_words(stack: Stack) -> None:
-    """Ours come by number, see vllm_versions.leave_log_probs_unspelled; a hook that asks the router may want text."""
+    """Ours come as numbers, see compact_log_probs; a hook that asks the router may want what vLLM gives."""
     body = {
         "model": "policy",
         "prompt": PROMPT,

@@ -70,7 +70,7 @@ def test_slime_names_become_vllm_names() -> None:
         "seed": 11,
         "logprobs": 0,
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
+        "vllm_xargs": {"vime_compact_log_probs": 1},
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": -1,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -126,21 +125,6 @@ def test_the_receiver_is_whole_for_each_version_and_known_to_the_workers():
     assert own >= ABSTRACT_IN_0_26 and WeightTransferEngine.__abstractmethods__ <= own
     with pytest.raises(RuntimeError, match=r"must be sent by slime\.weight_sync"):
         receiver.trainer_send_weights(iter([]), {})
-
-
-def test_log_probs_are_collected_without_words(monkeypatch):
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    monkeypatch.setattr(LogprobsProcessor, "from_new_request", LogprobsProcessor.from_new_request)
-    request = SimpleNamespace(sampling_params=SamplingParams(logprobs=0))
-    assert LogprobsProcessor.from_new_request(tokenizer="any", request=request).tokenizer == "any"
-    vllm_versions.leave_log_probs_unspelled()
-    once = LogprobsProcessor.from_new_request
-    vllm_versions.leave_log_probs_unspelled()
-    assert LogprobsProcessor.from_new_request is once
-    collected = once(tokenizer="any", request=request)
-    assert collected.tokenizer is None and collected.num_logprobs == 0
 
 
 def test_installed_one_is_found():

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from slime.protocols import GenerateResult
+from vime.engine import compact_log_probs
 from vime.engine.middleware import VERSIONS_HEADER
 from vime.engine.server import SERVED_MODEL_NAME
 
@@ -143,9 +144,8 @@ def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: in
         "model": SERVED_MODEL_NAME,
         "prompt": token_ids,
         **({} if seed is None else {"seed": seed}),
-        "logprobs": 0,
+        **compact_log_probs.REQUEST,
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,  # log-probs name their tokens by number, see leave_log_probs_unspelled
     }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 
+from vime.engine import compact_log_probs
 from vime.engine.supervise import die_with_parent
-from vime.engine.vllm_versions import leave_log_probs_unspelled, register_backend
+from vime.engine.vllm_versions import register_backend
 
 BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
@@ -18,9 +19,9 @@ def register() -> None:
     """Make `--weight-transfer-config {"backend": "vime"}` known to vLLM. May run more than once a process.
 
     In a supervised server, also tie each of its processes to the one that started it (vLLM's engine process would
-    otherwise outlive a kill -9 of the supervisor), and spare it the words of its log-probs.
+    otherwise outlive a kill -9 of the supervisor), and let requests ask for compact log-probs.
     """
     if SUPERVISED_VARIABLE in os.environ:
         die_with_parent()
-        leave_log_probs_unspelled()
+        compact_log_probs.install()
     register_backend(BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine")

@@ -24,7 +24,7 @@ flags of --vllm-*       without --log-level and others      without --max-num-pa
 
 The same in both, and relied on: `python -m vllm.entrypoints.openai.api_server` with --middleware and one API process;
 /pause, /resume, /reset_prefix_cache and their query; /v1/completions with token ids, `logprobs`, `seed` and
-return_tokens_as_token_ids; where log-probs are collected (`leave_log_probs_unspelled`);
+`vllm_xargs`; what vime.engine.compact_log_probs wraps;
 --enable-per-request-metrics; layerwise reloading (vllm.model_executor.model_loader.reload); the registry of backends.
 /inference/v1/generate is in both and not used: vllm-router balances /v1/completions.
 """
@@ -102,26 +102,6 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, module, class_name)
-
-
-def leave_log_probs_unspelled() -> None:
-    """Make this process's server collect log-probs as numbers, without the text of each token. May run more than once.
-
-    vLLM decodes the token of each log-prob by itself, with those around it, in the one process that answers HTTP: about
-    30 us a token on the way to which a GPU needs 45. We read ids and floats. Whoever asks for log-probs by word still
-    gets them: its answers decode what was left out.
-    """
-    from vllm.v1.engine.logprobs import LogprobsProcessor
-
-    collect = LogprobsProcessor.from_new_request
-    if getattr(collect, "unspelled", False):
-        return
-
-    def unspelled(tokenizer: Any, request: Any) -> Any:
-        return collect(None, request)
-
-    unspelled.unspelled = True  # type: ignore[attr-defined]
-    LogprobsProcessor.from_new_request = staticmethod(unspelled)
 
 
 class ReceivesOnly:
