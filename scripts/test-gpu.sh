@@ -10,7 +10,7 @@
 #   PARTS="tests table" bash scripts/test-gpu.sh    some of: tests smoke rollout table
 #
 #   OUT      records (default runs/test-gpu), replaced; the model in it is kept
-#   FIGURES  more run directories and JSON files for the table, see vime/benchmarks/gpu_numbers.py
+#   FIGURES  more run directories and JSON files for the table, see vime/bench/gpu_numbers.py
 set -euo pipefail
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
     sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
@@ -64,7 +64,7 @@ if wants rollout; then
     step "rollout beside raw vLLM"
     [[ -f "$model/config.json" ]] ||
         "$PYTHON" scripts/make_model.py --arch qwen3-4b --random --arithmetic "$model"
-    "$PYTHON" -m vime.benchmarks.rollout_speed --model "$model" --device cuda --rounds 2 \
+    "$PYTHON" -m vime.bench.rollout_speed --model "$model" --device cuda --rounds 2 \
         --vllm-gpu-memory-utilization 0.85 --out "$OUT/rollout_speed.json" || failed+=(rollout)
 fi
 
@@ -74,7 +74,7 @@ if wants table; then
     for path in "$OUT"/{colocate,disaggregated} "$OUT/rollout_speed.json"; do
         [[ ! -f "$path/metrics.jsonl" && ! -f "$path" ]] || paths+=("$path")
     done
-    "$PYTHON" -m vime.benchmarks.gpu_numbers benchmarks/results/operators_h200.json "${paths[@]}" \
+    "$PYTHON" -m vime.bench.gpu_numbers benchmarks/results/operators_h200.json "${paths[@]}" \
         --out "$OUT/figures.json" || failed+=(table)
 fi
 step "done"

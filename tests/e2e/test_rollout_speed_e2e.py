@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from train_fixtures import World, make_world
 
-from vime.benchmarks.rollout_speed import main
+from vime.bench.rollout_speed import main
 
 pytestmark = pytest.mark.e2e
 

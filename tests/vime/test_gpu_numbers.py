@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vime.benchmarks.gpu_numbers import FIGURES, main, read, rows, verdict
+from vime.bench.gpu_numbers import FIGURES, main, read, rows, verdict
 
 QWEN3_4B = {
     "hidden_size": 2560,

@@ -8,7 +8,7 @@ from pathlib import Path
 import make_tiny_model
 import pytest
 
-from vime.benchmarks.rollout_speed import LOG_PROBS, OURS, RAW, SAME_REQUEST, main
+from vime.bench.rollout_speed import LOG_PROBS, OURS, RAW, SAME_REQUEST, main
 
 
 def test_every_contender_makes_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

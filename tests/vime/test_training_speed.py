@@ -19,7 +19,7 @@ import pytest
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(flags, message):
-    command = [sys.executable, "-m", "vime.benchmarks.training_speed", "--device", "cpu", *flags.split()]
+    command = [sys.executable, "-m", "vime.bench.training_speed", "--device", "cpu", *flags.split()]
     done = subprocess.run(command, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith(f"training_speed: {message}")

@@ -1,6 +1,6 @@
 """How fast a trainer rank trains: model FLOPs utilisation, the parts of a step, peak memory by phase.
 
-    python -m vime.benchmarks.training_speed --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
+    python -m vime.bench.training_speed --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
         --use-dynamic-batch-size --max-tokens-per-gpu 16384 [any flag of vime train]
 
 Made-up sequences of equal length go through slime.megatron_backend.trainer as a rollout's do: no engine, no Ray. Every
@@ -31,7 +31,7 @@ from slime.data.packing import sample_flops
 from slime.data.train_data import make_rank_data
 from slime.hf_config import read_hf_config
 from slime.types import Sample, TrainData
-from vime.benchmarks.gpu_numbers import PEAK_TFLOPS
+from vime.bench.gpu_numbers import PEAK_TFLOPS
 from vime.engine.flags import parse_config
 
 with warnings.catch_warnings():  # Megatron remarks on optional packages at import
@@ -149,7 +149,7 @@ def report(arguments: argparse.Namespace, given: list[str], argv: list[str]) -> 
         raise ValueError(f"--out must name a file in a folder that exists, got {arguments.out}")
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     result = {
-        "command": "python -m vime.benchmarks.training_speed " + " ".join(argv),
+        "command": "python -m vime.bench.training_speed " + " ".join(argv),
         "commit": arguments.commit,
         "device": found,
         "versions": {name: version(name) for name in ("torch", "megatron-core")},

@@ -1,4 +1,4 @@
-"""What vime.benchmarks.gpu_numbers reads: run directories and result files."""
+"""What vime.bench.gpu_numbers reads: run directories and result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that answers at once, to measure our side of a rollout: `python -m vime.benchmarks.instant_engine`.
+"""An engine that answers at once, to measure our side of a rollout: `python -m vime.bench.instant_engine`.
 
 Prints its port and serves vLLM's /v1/completions: an answer of `max_tokens` tokens, spelled as vLLM spells one with
 log-probs, made once for each length. A measuring instrument, not a test double: nothing in it can be told to fail.

@@ -1,6 +1,6 @@
-"""The figures of GPU runs against their targets, in one table: `python -m vime.benchmarks.gpu_numbers PATH...`
+"""The figures of GPU runs against their targets, in one table: `python -m vime.bench.gpu_numbers PATH...`
 
-A PATH is a run directory, or a JSON file of `rl_kernel.bench --out`, of `vime.benchmarks.rollout_speed --out`, or of
+A PATH is a run directory, or a JSON file of `rl_kernel.bench --out`, of `vime.bench.rollout_speed --out`, or of
 anything else that says {"figures": {"NAME": number}} with a NAME of FIGURES below. A target that nothing of this
 measures is shown as "not measured"; a run only counts for targets that its flags and its model's size fit. For the
 share of the host link such a file may hold the link's own speeds instead, under the names of LINK.
@@ -25,7 +25,7 @@ import numpy as np
 
 from slime.data.packing import sample_flops
 from slime.tracking.trackers import METRICS_FILE
-from vime.benchmarks.gpu_runs import GpuRun, Sources, read
+from vime.bench.gpu_runs import GpuRun, Sources, read
 
 PEAK_TFLOPS = 989.0
 """Dense bfloat16 products of an H100 or H200 SXM, NVIDIA's data sheet."""
