@@ -204,91 +204,42 @@ def _link_share(sources: Sources) -> Found:
 
 
 _UPDATE = "perf/update_weights_time"
+_HAND_OVER = ("perf/sleep_time", "perf/wake_up_time", _UPDATE)
+_OUT_AND_BACK = ("perf/offload_time", "perf/onload_time")
 FIGURES = (
+    Target("sync_colocated_s", "weights to engines, colocated", 0.4, "s", _times(_colocated, _UPDATE)),
     Target(
-        figure="sync_colocated_s",
-        what="weights to engines, colocated",
-        limit=0.4,
-        unit="s",
-        find=_times(_colocated, _UPDATE),
+        "sync_disaggregated_s",
+        "weights to engines, disaggregated",
+        0.35,
+        "s",
+        _times(_disaggregated, _UPDATE),
     ),
+    Target("sync_tp2_tp1_s", "weights to engines, TP 2 to TP 1", 0.5, "s", _times(_tp2_to_tp1, _UPDATE)),
+    Target("hand_over_s", "hand-over: sleep, wake, weights", 0.8, "s", _times(_colocated, *_HAND_OVER)),
+    Target("rollout_share", "rollout / raw vLLM, 256 requests", 0.9, "x", _rollout("raw"), above=True),
     Target(
-        figure="sync_disaggregated_s",
-        what="weights to engines, disaggregated",
-        limit=0.35,
-        unit="s",
-        find=_times(_disaggregated, _UPDATE),
-    ),
-    Target(
-        figure="sync_tp2_tp1_s",
-        what="weights to engines, TP 2 to TP 1",
-        limit=0.5,
-        unit="s",
-        find=_times(_tp2_to_tp1, _UPDATE),
-    ),
-    Target(
-        figure="hand_over_s",
-        what="hand-over: sleep, wake, weights",
-        limit=0.8,
-        unit="s",
-        find=_times(_colocated, "perf/sleep_time", "perf/wake_up_time", _UPDATE),
-    ),
-    Target(
-        figure="rollout_share",
-        what="rollout / raw vLLM, 256 requests",
-        limit=0.9,
-        unit="x",
-        find=_rollout("raw"),
+        "rollout_share_log_probs",
+        "the same, raw with log-probs",
+        0.9,
+        "x",
+        _rollout("raw, log-probs"),
         above=True,
     ),
-    Target(
-        figure="rollout_share_log_probs",
-        what="the same, raw with log-probs",
-        limit=0.9,
-        unit="x",
-        find=_rollout("raw, log-probs"),
-        above=True,
-    ),
-    Target(
-        figure="mfu", what="training, model FLOPs / 989 TFLOP/s", limit=0.4, unit="x", find=_mfu, above=True
-    ),
-    Target(
-        figure="loss_part", what="log-probs and loss / rl_kernel.bench", limit=1.15, unit="x", find=_loss_part
-    ),
+    Target("mfu", "training, model FLOPs / 989 TFLOP/s", 0.4, "x", _mfu, above=True),
+    Target("loss_part", "log-probs and loss / rl_kernel.bench", 1.15, "x", _loss_part),
     # The parameters leave while weights are published: those seconds are in the hand-over's, too.
     Target(
-        figure="offload_s",
-        what="trainer's state out and back",
-        limit=6.0,
-        unit="s",
-        find=_times(
-            _colocated, "perf/offload_time", "perf/onload_time", where_present=("perf/weights_offload_time",)
-        ),
+        "offload_s",
+        "trainer's state out and back",
+        6.0,
+        "s",
+        _times(_colocated, *_OUT_AND_BACK, where_present=("perf/weights_offload_time",)),
     ),
-    Target(
-        figure="offload_link_share",
-        what="its bandwidth / the host link's",
-        limit=0.8,
-        unit="x",
-        find=_link_share,
-        above=True,
-    ),
-    Target(
-        figure="memory_growth",
-        what="GPU memory, step 10 / step 3 - 1",
-        limit=0.01,
-        unit="",
-        find=_memory_growth,
-    ),
-    Target(
-        figure="curves",
-        what="runs whose reward rises, of 4",
-        limit=4,
-        unit="",
-        find=_curves_that_rise,
-        above=True,
-    ),
-    Target(figure="audit", what="off against auto / batch-layout noise", limit=1.0, unit="x", find=_audit),
+    Target("offload_link_share", "its bandwidth / the host link's", 0.8, "x", _link_share, above=True),
+    Target("memory_growth", "GPU memory, step 10 / step 3 - 1", 0.01, "", _memory_growth),
+    Target("curves", "runs whose reward rises, of 4", 4, "", _curves_that_rise, above=True),
+    Target("audit", "off against auto / batch-layout noise", 1.0, "x", _audit),
 )
 
 
