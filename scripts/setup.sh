@@ -59,5 +59,11 @@ fi
 step "installing vime, slime and rl_kernel from this folder"
 install --no-deps --no-build-isolation --editable .
 
+# A run is many processes (engines, routers, Ray's workers), and an engine imports vLLM in 9 s of CPU from bytecode, in 20 s
+# from source: every time, where PYTHONDONTWRITEBYTECODE is set, as in many containers. pip would compile on one core.
+# Templates that some packages bring along are no Python; they stay as they are.
+step "compiling to bytecode"
+"$VENV/bin/python" -m compileall -qq -j 0 "$VENV"/lib/python3*/site-packages || true
+
 echo "$wanted" >"$STAMP"
 step "done; start with: $VENV/bin/vime --help"
