@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from vime import cli
+
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = ("MODE", "MODEL", "DATA", "OUT", "NUM_GPUS", "PLAN", "SETUP", "PYTHON", "CUDA_VISIBLE_DEVICES")
 
@@ -201,6 +203,15 @@ def test_what_it_finds_of_gpus(tmp_path, answer, given, out, err):
         assert "0, NVIDIA H200, 143771 MiB, 1 MiB\n1, NVIDIA H200" in done.stdout
 
 
+TOLD = """#!/bin/sh
+case "$*" in
+    "-m vime plan "*) shift 3 && printf '%s\\n' "$@" ;;
+    *) exec "$REAL_PYTHON" "$@" ;;
+esac
+"""
+"""A Python that says what `vime plan` is asked for, a flag a line. Asked in this process, it imports vLLM once."""
+
+
 @pytest.mark.parametrize(
     ("smi", "flags", "given", "ranks"),
     [
@@ -211,13 +222,20 @@ def test_what_it_finds_of_gpus(tmp_path, answer, given, out, err):
         (SMI, ["--num-gpus-per-node=8"], {"NUM_GPUS": "4"}, 4),
     ],
 )
-def test_a_plan_is_for_the_gpus_that_are_there_or_given(tiny, tmp_path, smi, flags, given, ranks):
-    (tmp_path / "nvidia-smi").write_text(smi)
-    (tmp_path / "nvidia-smi").chmod(0o755)
+def test_a_plan_is_for_the_gpus_that_are_there_or_given(tiny, tmp_path, capsys, smi, flags, given, ranks):
+    for name, text in {"nvidia-smi": smi, "told": TOLD}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
     data = write(tmp_path / "d.jsonl", GSM8K)
-    done = launch(*flags, path=str(tmp_path), PLAN="1", MODEL=str(tiny / "base"), DATA=str(data), **given)
+    paths = {"MODEL": str(tiny / "base"), "DATA": str(data), "PYTHON": str(tmp_path / "told")}
+    done = launch(*flags, path=str(tmp_path), PLAN="1", REAL_PYTHON=sys.executable, **paths, **given)
     assert done.returncode == 0 and "planned for 2" not in done.stderr, done.stderr
-    assert f"{ranks} rank{'s' if ranks > 1 else ''}: tensor parallel" in done.stdout, done.stdout
+    asked = done.stdout[
+        done.stdout.index("--device\n") :
+    ].splitlines()  # what comes before it is nvidia-smi's
+    assert cli.main(["plan", *asked]) == 0
+    printed = capsys.readouterr().out
+    assert f"{ranks} rank{'s' if ranks > 1 else ''}: tensor parallel" in printed, printed
 
 
 @pytest.mark.parametrize("name", ["run-qwen3-4b-grpo", "learning-curves", "test-gpu"])

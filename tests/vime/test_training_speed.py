@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from vime.benchmarks.training_speed import main
+
 
 @pytest.mark.parametrize(
     ("flags", "message"),
@@ -18,8 +20,15 @@ import pytest
         ("--out nowhere/o.json", "--out must name a file in a folder that exists, got nowhere/o.json"),
     ],
 )
-def test_user_errors_are_one_line_and_exit_code_2(flags, message):
-    command = [sys.executable, "-m", "vime.benchmarks.training_speed", "--device", "cpu", *flags.split()]
+def test_user_errors_are_one_line_and_exit_code_2(flags, message, capsys):
+    assert main(["--device", "cpu", *flags.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"training_speed: {message}")
+
+
+def test_the_command_itself_ends_with_that_line_and_code():
+    """Of these errors the one that is found last: what imports have to say would stand before it."""
+    command = [sys.executable, "-m", "vime.benchmarks.training_speed", "--device", "cpu", "--lrr", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith(f"training_speed: {message}")
+    assert done.returncode == 2 and line.startswith("training_speed: --lrr is not a known flag")
