@@ -32,7 +32,7 @@ class Kind:
 
 
 KINDS = {
-    "cpu": Kind(("--max-tokens-per-gpu", "1024", "--rollout-max-response-len", "32"), 1, 1e-5, 40),
+    "cpu": Kind(("--max-tokens-per-gpu", "1024", "--rollout-max-response-len", "32"), 1, 1e-5, 20),
     "cuda": Kind(
         (
             *("--max-tokens-per-gpu", "16384", "--rollout-max-response-len", "128", "--lr", "1e-5"),
