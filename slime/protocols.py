@@ -40,14 +40,13 @@ class RolloutEngine(Protocol):
         token_ids: list[int],
         sampling_params: dict[str, Any],
         *,
-        seed: int | None,
+        seed: int,
         deadline_s: float,
     ) -> GenerateResult:
         """Sample one completion; retry transient faults until `deadline_s` seconds have passed, then TimeoutError.
 
         `sampling_params` uses slime's names: temperature, top_p, top_k, max_new_tokens, min_new_tokens, stop,
-        stop_token_ids, skip_special_tokens. Without a `seed` the engine draws from its own stream. A prompt the engine
-        refuses raises ValueError at once.
+        stop_token_ids, skip_special_tokens. A prompt the engine refuses raises ValueError at once.
         """
         ...
 

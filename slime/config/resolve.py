@@ -93,8 +93,6 @@ def _placement(c: argparse.Namespace) -> None:
         c.rollout_num_gpus = world
     if c.offload and c.offload_train is None:
         c.offload_train = True
-    if c.rollout_request_seeds is None:
-        c.rollout_request_seeds = c.device == "cpu"
 
 
 def _weight_update(c: argparse.Namespace) -> None:

@@ -30,11 +30,6 @@ class RolloutConfig:
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response")  # noqa: RUF009
     rollout_shuffle: bool = flag(False, "shuffle the prompts of each epoch, by --rollout-seed and the epoch")
     rollout_seed: int = flag(42, "seed of sampling and of the prompt order")
-    rollout_request_seeds: bool | None = flag(
-        None,
-        "a seed with each request, so that sampling repeats where an engine's numbers do not depend on its batch: on "
-        "CPUs, and on GPUs with VLLM_BATCH_INVARIANT=1 in the environment (default: on CPUs; it costs GPUs speed)",
-    )
     over_sampling_batch_size: int | None = flag(
         None, "prompts submitted at a time (default: --rollout-batch-size)"
     )

@@ -35,7 +35,7 @@ def request_seed(run_seed: int, session_id: str, generated_tokens: int) -> int:
     """Seed of one request: the first 52 bits of sha256(f"{run_seed}/{session_id}/{generated_tokens}").
 
     `session_id` is "{stream}/{rollout_id}/{sample index}" (see `generate_and_rm_group`), so a run repeats
-    exactly and no two requests of it share a seed but by chance. 52 bits survive every JSON implementation.
+    exactly where the engine's numbers do not depend on its batch, and no two requests share a seed but by chance. 52 bits survive every JSON implementation.
     """
     digest = hashlib.sha256(f"{run_seed}/{session_id}/{generated_tokens}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 12
@@ -84,9 +84,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Sample.Status.TRUNCATED
         return sample
     session = sample.session_id or f"sample/0/{sample.index}"
-    seed = None
-    if args.rollout_request_seeds:
-        seed = request_seed(args.rollout_seed, session, sample.response_length)
+    seed = request_seed(args.rollout_seed, session, sample.response_length)
     note_sampling(args, sample, sampling_params)
     began = time.perf_counter()
     try:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from slime.protocols import GenerateResult, WeightUpdate
+from vime.engine import compact_log_probs
 from vime.engine.control import ControlError
 from vime.engine.middleware import health_prefix
 from vime.engine.updates import load
@@ -222,24 +223,25 @@ def test_an_answer_tells_how_long_its_request_waited(stack: Stack) -> None:
 
 def test_log_probs_are_spelled_for_who_asks_for_words(stack: Stack) -> None:
     """Ours come as numbers, see compact_log_probs; a hook that asks the router may want what vLLM gives."""
-    body = {
-        "model": "policy",
-        "prompt": PROMPT,
-        "max_tokens": 6,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    request = urllib.request.Request(
-        f"{stack.pool.router_url}/v1/completions",
-        json.dumps(body | {"logprobs": 1, "seed": 4}).encode(),
-        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        (choice,) = json.load(answer)["choices"]
+    body = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "seed": 4}
+
+    def ask(more: dict[str, object]) -> dict:
+        request = urllib.request.Request(
+            f"{stack.pool.router_url}/v1/completions",
+            json.dumps(body | {"return_token_ids": True} | more).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)["choices"][0]
+
+    spelled, compact = ask({"logprobs": 1}), ask(compact_log_probs.REQUEST)
+    numbers = spelled["logprobs"]["token_logprobs"]
     tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint)
-    assert choice["logprobs"]["tokens"] == [tokenizer.decode([token]) for token in choice["token_ids"]]
+    assert spelled["logprobs"]["tokens"] == [tokenizer.decode([token]) for token in spelled["token_ids"]]
+    assert (compact["logprobs"]["tokens"], compact["logprobs"]["top_logprobs"]) == ([], [])
+    assert compact["logprobs"]["token_logprobs"] == numbers
     ours = stack.generate(PROMPT, seed=4, max_new_tokens=6, ignore_eos=True)
-    assert (ours.token_ids, ours.log_probs) == (choice["token_ids"], choice["logprobs"]["token_logprobs"])
+    assert (ours.token_ids, ours.log_probs) == (spelled["token_ids"], numbers)
 
 
 def test_what_the_engine_refuses_is_an_error_at_once(stack: Stack) -> None:

@@ -69,7 +69,6 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "apply_chat_template_kwargs": {},
         "rollout_sample_hook_path": [],
         "rollout_seed": 42,
-        "rollout_request_seeds": True,
         "rollout_batch_size": 2,
         "n_samples_per_prompt": 2,
         "n_samples_per_eval_prompt": 1,
@@ -102,13 +101,13 @@ class EngineDouble:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         self.version = 0
-        self.calls: list[tuple[str, dict[str, Any], int | None]] = []
+        self.calls: list[tuple[str, dict[str, Any], int]] = []
         self.aborts = self.running = self.most_running = 0
         self.closed = False
         self._abort = asyncio.Event()
 
     async def generate(
-        self, token_ids: list[int], sampling_params: dict[str, Any], *, seed: int | None, deadline_s: float
+        self, token_ids: list[int], sampling_params: dict[str, Any], *, seed: int, deadline_s: float
     ) -> GenerateResult:
         text = self.tokenizer.decode(token_ids)
         self.calls.append((text, sampling_params, seed))

@@ -65,12 +65,6 @@ def test_a_finished_response_fills_the_sample():
     sample.check()
 
 
-def test_the_engine_draws_from_its_own_stream_where_seeds_are_off():
-    args, state = setup(rollout_request_seeds=False)
-    run(args, Sample(prompt="q: len=2 :", index=7, session_id="rollout/3/7"))
-    assert state.engine.calls[0][2] is None
-
-
 def test_messages_are_rendered_for_the_engine():
     args, state = setup()
     run(args, Sample(prompt=[{"role": "user", "content": "hi"}]))

@@ -1,7 +1,8 @@
 """An engine that answers at once, to measure our side of a rollout: `python -m vime.bench.instant_engine`.
 
-Prints its port and serves vLLM's /v1/completions: an answer of `max_tokens` tokens, spelled as vLLM spells one with
-log-probs, made once for each length. A measuring instrument, not a test double: nothing in it can be told to fail.
+Prints its port and serves vLLM's /v1/completions: an answer of `max_tokens` tokens with log-probs as our engines give
+them (vime.engine.compact_log_probs), made once for each length. A measuring instrument, not a test double: nothing in
+it can be told to fail.
 """
 
 from __future__ import annotations
@@ -17,18 +18,16 @@ from vime.engine.middleware import VERSIONS_HEADER
 @lru_cache(8)
 def answer(tokens: int) -> bytes:
     """The body of a completion: figures with as many digits, and words about as long, as real ones."""
-    log_probs = [-(1.2345678901234567 + i % 89 / 7) for i in range(tokens)]
-    words = [f" word{i % 1000}" for i in range(tokens)]
     choice = {
         "index": 0,
-        "text": "".join(words),
+        "text": "".join(f" word{i % 1000}" for i in range(tokens)),
         "token_ids": [(i * 7919) % 50_000 for i in range(tokens)],
         "finish_reason": "length",
         "logprobs": {
-            "text_offset": [8 * i for i in range(tokens)],
-            "token_logprobs": log_probs,
-            "tokens": words,
-            "top_logprobs": [{word: value} for word, value in zip(words, log_probs, strict=True)],
+            "text_offset": [],
+            "token_logprobs": [-(1.2345678901234567 + i % 89 / 7) for i in range(tokens)],
+            "tokens": [],
+            "top_logprobs": [],
         },
     }
     usage = {"prompt_tokens": 128, "completion_tokens": tokens, "total_tokens": 128 + tokens}

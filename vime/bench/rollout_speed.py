@@ -10,7 +10,7 @@ prompts and the same number of tokens, the end of the text ignored, all requests
     ours                one rollout of the rollout manager: prompts, router, rewards, groups, train data, packing
     raw                 a bare HTTP client at the engine itself, which asks for nothing but text
     raw, log-probs      the same, and token ids and log-probs of what was sampled, as any trainer needs them
-    raw, same request   word for word what ours asks: log-probs as numbers alone; with --rollout-request-seeds a seed
+    raw, same request   word for word what ours asks: log-probs as numbers alone, and a seed
 
 They take turns, in an order that changes; before each turn the engine forgets what it has cached of prompts. A round
 that is not counted comes first. The ratio that counts is ours / raw; the others say where the rest goes.
@@ -169,7 +169,7 @@ class Contest:
     """The contenders, each a method of a round's number that returns (tokens, seconds)."""
 
     def __init__(self, args: argparse.Namespace, config: Config, engine: Engine) -> None:
-        self.args, self.engine, self.seeded = args, engine, config.rollout_request_seeds
+        self.args, self.engine = args, engine
         # Pickled as Ray pickles what the trainers get.
         self.manager = RolloutManager(
             config, engine.client, 1, engine.facts, lambda data: pickle.dumps(pack_columns(data))
@@ -203,8 +203,7 @@ class Contest:
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
         if extra is None:
             params = {**sampling, "max_new_tokens": self.args.response_tokens}
-            seeds = range(len(wanted)) if self.seeded else [None] * len(wanted)
-            bodies = [request_body(ids, params, seed) for seed, ids in zip(seeds, wanted, strict=True)]
+            bodies = [request_body(ids, params, seed) for seed, ids in enumerate(wanted)]
         else:
             same = {"model": SERVED_MODEL_NAME, "max_tokens": self.args.response_tokens, **sampling, **extra}
             bodies = [{**same, "prompt": ids} for ids in wanted]

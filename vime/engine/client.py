@@ -56,15 +56,15 @@ class VllmEngineClient:
         return {**self.__dict__, "_session": None}
 
     async def generate(
-        self, token_ids: list[int], sampling_params: dict[str, Any], *, seed: int | None, deadline_s: float
+        self, token_ids: list[int], sampling_params: dict[str, Any], *, seed: int, deadline_s: float
     ) -> GenerateResult:
         """Sample one completion of `token_ids`.
 
         Log-probs are nats under the distribution sampled from: after temperature, and after top-k/top-p/min-p and
         penalties where they are set. Equal seeds give equal samples on equal weights where the engine's numbers do
-        not depend on its batch; None draws from its own stream. The text keeps the stop string unless `no_stop_trim`
-        is False. Connection faults, 5xx, 408 and 429 are retried, then TimeoutError after
-        `deadline_s` seconds (--rollout-deadline-s); any other refusal is a ValueError with what the engine said.
+        not depend on its batch. The text keeps the stop string unless `no_stop_trim` is False. Connection faults, 5xx,
+        408 and 429 are retried, then TimeoutError after `deadline_s` seconds (--rollout-deadline-s); any other refusal
+        is a ValueError with what the engine said.
         """
         body = request_body(token_ids, sampling_params, seed)
         loop = asyncio.get_running_loop()
@@ -132,7 +132,7 @@ class VllmEngineClient:
             return parse_completion(await response.json(), versions)
 
 
-def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: int | None) -> dict[str, Any]:
+def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: int) -> dict[str, Any]:
     """The /v1/completions request; parameters that are None are left to the engine's neutral defaults."""
     unknown = sampling_params.keys() - _NAMES.keys()
     if unknown:
@@ -143,7 +143,7 @@ def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: in
         **given,
         "model": SERVED_MODEL_NAME,
         "prompt": token_ids,
-        **({} if seed is None else {"seed": seed}),
+        "seed": seed,
         **compact_log_probs.REQUEST,
         "return_token_ids": True,
     }

@@ -1,9 +1,10 @@
 """Log-probs of sampled tokens as numbers alone, for requests that say so; every other request gets what vLLM gives.
 
 vLLM's server spells each log-prob out: it decodes the token with those around it, keeps an object a position, and
-writes four columns into the answer. All of that happens in the one process that speaks HTTP, some 40 us a token, and
-as the responses of a rollout end together, the GPU waits for it. We read ids and floats. So two places of vLLM are
-wrapped in our servers' processes: where a request's log-probs are collected, and where a completion is written.
+writes four columns into the answer. All of that happens in the one process that speaks HTTP, and as the responses of a
+rollout end together, the GPU waits for it (docs/design/decisions.md has the figures). We read ids and floats. So two
+places of vLLM are wrapped in our servers' processes: where a request's log-probs are collected, and where a completion
+is written.
 """
 
 from __future__ import annotations

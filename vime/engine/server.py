@@ -48,8 +48,6 @@ class EngineSpec(ServerSpec):
     cpu_threads: int = 0
     start_timeout_s: float = 600.0
     index: int = 0
-    seed: int = 0
-    """Of the engine's own stream of samples, `index` added: equal ones would give a group the same answers twice."""
     sleeps: bool = False
     """Whether it must be able to give its device memory away and take it again."""
 
@@ -74,7 +72,6 @@ class EngineServer(Server[EngineSpec]):
             "logprobs-mode": "processed_logprobs",
             # Sampling is the rollout's business; the checkpoint's generation_config.json must not change it.
             "generation-config": "vllm",
-            "seed": str(spec.seed + spec.index),
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
             "middleware": "vime.engine.middleware.RunKeyMiddleware",
         }

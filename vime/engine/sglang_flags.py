@@ -36,7 +36,6 @@ RENAMED = {
     "router_port": "vllm_router_port",
     "router_request_timeout_secs": "vllm_router_request_timeout_secs",
     "router_policy": "router_policy",
-    "enable_deterministic_inference": "rollout_request_seeds",
 }
 """Same meaning under another name."""
 
