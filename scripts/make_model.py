@@ -44,10 +44,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_config(arch: str, dtype: str | None = None) -> PretrainedConfig:
-    """config.json of an architecture; `dtype` replaces the table's."""
+def build_config(arch: str, dtype: str | None = None, layers: int | None = None) -> PretrainedConfig:
+    """config.json of an architecture; `dtype` and `layers` replace the table's."""
     row = ARCHITECTURES[arch]
-    return AutoConfig.for_model(row.family, **row.config_fields() | ({"dtype": dtype} if dtype else {}))
+    given = {"dtype": dtype, "num_hidden_layers": layers}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return AutoConfig.for_model(row.family, **row.config_fields() | changed)
 
 
 def word(number: int) -> str:
@@ -158,11 +160,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the model's)"
     )
+    parser.add_argument("--layers", type=int, help="only so many of the model's layers, for a small device")
     parser.add_argument("--arithmetic", action="store_true", help="addition data too, in OUT_DIR/arithmetic")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     args = parser.parse_args(argv)
     if args.arch not in ARCHITECTURES:
         parser.error(f"--arch must be one of {', '.join(ARCHITECTURES)}, got {args.arch}")
+    if args.layers is not None and not 1 <= args.layers <= ARCHITECTURES[args.arch].layers:
+        most = ARCHITECTURES[args.arch].layers
+        parser.error(f"--layers must lie in [1, {most}], the depth of {args.arch}, got {args.layers}")
     if args.folder.is_file() or (args.folder.is_dir() and any(args.folder.iterdir())):
         parser.error(
             f"OUT_DIR must be a new or empty folder, got {args.folder}; remove it or name another one"
@@ -179,7 +185,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args, start = parse(argv), time.monotonic()
     folder: Path = args.folder.absolute()
-    config = build_config(args.arch, args.dtype)
+    config = build_config(args.arch, args.dtype, args.layers)
     model = build_model(config, args.seed, "meta")
     size, parameters = sum(p.nbytes for p in model.parameters()), model.num_parameters()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +208,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.random:
         dtype = str(model.dtype).removeprefix("torch.")
         what = f"{size / 1e9:.2f} GB of random {dtype}, made on {args.device} in {time.monotonic() - start:.1f} s"
-    print(f"{args.folder}: {args.arch}, {parameters / 1e6:,.1f} M parameters, {what}")
+    depth = f" with {args.layers} of {ARCHITECTURES[args.arch].layers} layers" if args.layers else ""
+    print(f"{args.folder}: {args.arch}{depth}, {parameters / 1e6:,.1f} M parameters, {what}")
 
 
 if __name__ == "__main__":
