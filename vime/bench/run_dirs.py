@@ -14,6 +14,7 @@ from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 from vime.bench.planning import UNFINISHED, Plan, Planned, flat
 from vime.bench.record import SIDES, Record, Repeat
+from vime.bench.settings import Switch
 from vime.engine.process import tail
 
 COUNTERS = ("rollout/step", "train/step")
@@ -113,7 +114,7 @@ def read_repeat(run: Planned, order: int, root: Path) -> Repeat:
         steps=steps,
         config=read_json(run.run_dir / "config.json"),
         environment=read_json(run.run_dir / ENVIRONMENT_FILE),
-        fallbacks=dict(fallbacks),
+        fallbacks={operator: calls for operator, calls in fallbacks.items() if calls},
     )
 
 
@@ -130,10 +131,19 @@ def collect(plan: Plan, command: str) -> Record:
         claim=benchmark.claim,
         command=command,
         notes=[*_conditions(plan), *_remarks(plan)],
-        switch=benchmark.switch.as_dict(),
+        switch=_switch(benchmark.switch, sides),
         warm_up=benchmark.warm_up,
         sides=sides,
     )
+
+
+def _switch(switch: Switch, sides: Mapping[str, Sequence[Repeat]]) -> dict[str, Any]:
+    """The switch as the runs resolved it, or as the file says it where no run of a side has begun."""
+    told: dict[str, Any] = {"field": switch.field}
+    for side, repeats in sides.items():
+        values = (flat(repeat.config)[switch.field] for repeat in repeats if repeat.config)
+        told[side] = next(values, getattr(switch, side))
+    return told
 
 
 def _remarks(plan: Plan) -> Iterator[str]:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from vime.bench.planning import UNFINISHED, Plan, Planned, flat, resolved
-from vime.bench.run_dirs import collect, how_it_ended, is_whole, read_json
+from vime.bench.run_dirs import collect, how_it_ended, is_whole, read_json, read_steps
 from vime.engine.process import SupervisedProcess, tail
 
 GRACE_S = 120.0
@@ -54,9 +54,13 @@ def whats_missing(plan: Plan) -> list[Planned]:
         expected = resolved(
             run
         )  # of runs that are missing, too: wrong flags show before the first one starts
-        if is_whole(run, plan):
-            _check_same(run, expected)
-        else:
+        found = flat(read_json(run.run_dir / "config.json"))
+        steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
+        if steps >= found.get(
+            "num_rollout", run.steps
+        ):  # all that it was asked for then, which may be less than now
+            _check_same(run, found, expected)
+        if not is_whole(run, plan):
             missing.append(run)
     kept = [run for run in plan.runs if run not in missing]
     if plan.rollouts in missing and kept:
@@ -67,8 +71,7 @@ def whats_missing(plan: Plan) -> list[Planned]:
     return missing
 
 
-def _check_same(run: Planned, expected: Mapping[str, Any]) -> None:
-    found = flat(read_json(run.run_dir / "config.json"))
+def _check_same(run: Planned, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for name in sorted(expected.keys() | found.keys()):
         before, now = found.get(name), expected.get(name)
         if before != now:

@@ -29,7 +29,7 @@ import yaml
 from slime.config.fields import nearest, spelled
 from slime.config.parser import split_argv, yaml_group
 from slime.config.schema import own_flags
-from vime.bench.record import BASELINE, RL_KERNEL, SIDES
+from vime.bench.record import SIDES
 from vime.switch import SAME
 
 ARITHMETIC = "arithmetic"
@@ -95,9 +95,6 @@ class Switch:
 
     def argv(self, side: str) -> list[str]:
         return tokens(self.field, getattr(self, side))
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"field": self.field, BASELINE: self.baseline, RL_KERNEL: self.rl_kernel}
 
 
 @dataclass(frozen=True)
