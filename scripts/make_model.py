@@ -5,8 +5,9 @@
 
 leaves in OUT_DIR config.json, safetensors files (with an index when there are several), a fast tokenizer with a chat
 template and generation_config.json; with --arithmetic also OUT_DIR/arithmetic (see arithmetic.py). The shapes are rows
-of architectures.py. Nothing is downloaded, so the tokenizer is our own: a token a byte, the special tokens at the ids
-of the named model, and a made-up word for every other id up to vocab_size: whatever a random model samples is text.
+of architectures.py; --layers makes a shallower model, true in all else. Nothing is downloaded, so the tokenizer is our
+own: a token a byte, the special tokens at the ids of the named model, and a made-up word for every other id up to
+vocab_size: whatever a random model samples is text.
 
 Weights are initialised by transformers on the GPU if there is one, in the dtype they are stored in. A host holds them
 once if it computes them, else one file of them at a time. The same seed gives the same bytes on the same kind of device
