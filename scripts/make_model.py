@@ -4,10 +4,10 @@
     python scripts/make_model.py --arch qwen3-50m --random --arithmetic OUT_DIR
 
 leaves in OUT_DIR config.json, safetensors files (with an index when there are several), a fast tokenizer with a chat
-template and generation_config.json; with --arithmetic also OUT_DIR/arithmetic (see arithmetic.py). The shapes are rows
-of architectures.py; --layers makes a shallower model, true in all else. Nothing is downloaded, so the tokenizer is our
-own: a token a byte, the special tokens at the ids of the named model, and a made-up word for every other id up to
-vocab_size: whatever a random model samples is text.
+template, generation_config.json and make_model.json, which says what this is; with --arithmetic also OUT_DIR/arithmetic
+(see arithmetic.py). The shapes are rows of architectures.py; --layers makes a shallower model, true in all else.
+Nothing is downloaded, so the tokenizer is our own: a token a byte, the special tokens at the ids of the named model,
+and a made-up word for every other id up to vocab_size: whatever a random model samples is text.
 
 Weights are initialised by transformers on the GPU if there is one, in the dtype they are stored in. A host holds them
 once if it computes them, else one file of them at a time. The same seed gives the same bytes on the same kind of device
@@ -35,6 +35,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 MAX_FILE_BYTES = 2**30
+NOTE_FILE = "make_model.json"
+"""What the model is, for whoever reports a figure of it: {arch, layers, of, weights}."""
 
 # Qwen's turn markers without its default system turn: "12+34=" becomes 14 tokens, most of which carry the question.
 CHAT_TEMPLATE = (
@@ -200,6 +202,10 @@ def main(argv: list[str] | None = None) -> None:
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         partial.mkdir()
         save_settings(model, partial)
+        depth = ARCHITECTURES[args.arch].layers
+        note = {"arch": args.arch, "layers": config.num_hidden_layers, "of": depth}
+        note["weights"] = "random" if args.random else None
+        (partial / NOTE_FILE).write_text(json.dumps(note) + "\n")
         if args.arithmetic:
             write_data(partial / "arithmetic", args.seed)
         if args.random:
@@ -209,8 +215,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.random:
         dtype = str(model.dtype).removeprefix("torch.")
         what = f"{size / 1e9:.2f} GB of random {dtype}, made on {args.device} in {time.monotonic() - start:.1f} s"
-    depth = f" with {args.layers} of {ARCHITECTURES[args.arch].layers} layers" if args.layers else ""
-    print(f"{args.folder}: {args.arch}{depth}, {parameters / 1e6:,.1f} M parameters, {what}")
+    shallow = f" with {args.layers} of {depth} layers" if args.layers else ""
+    print(f"{args.folder}: {args.arch}{shallow}, {parameters / 1e6:,.1f} M parameters, {what}")
 
 
 if __name__ == "__main__":

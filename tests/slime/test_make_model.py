@@ -148,6 +148,8 @@ def test_fewer_layers_change_nothing_else(tmp_path, capsys):
     assert (shallow["num_hidden_layers"], shallow["layer_types"]) == (1, ["full_attention"])
     folder = make(tmp_path / "c", "--layers", "1", "--random")
     check_checkpoint_shapes(folder, read_hf_config(folder))
+    note = json.loads((folder / "make_model.json").read_text())
+    assert note == {"arch": "qwen3-tiny", "layers": 1, "of": 2, "weights": "random"}
     for layers in ("0", "3"):
         with pytest.raises(SystemExit):
             make(tmp_path / "d", "--layers", layers, "--random")

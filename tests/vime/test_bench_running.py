@@ -48,6 +48,7 @@ class Bench:
     """A benchmark of four runs in a folder, its plan, and what its runs are told to do."""
 
     def __init__(self, folder: Path, model: Path) -> None:
+        folder.mkdir(exist_ok=True)
         self.out, self.orders = folder / "out", folder / "orders"
         self.file = folder / "runs.yaml"
         self.file.write_text(FILE.format(model=model, steps=STEPS))
@@ -213,7 +214,7 @@ def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
     assert {"baseline-1 was not started", "rl_kernel-1 was not started"} <= set(record.notes)
 
 
-def test_random_weights_and_reduced_depth_are_made_and_told(bench):
+def test_random_weights_and_reduced_depth_are_made_and_told(bench, tmp_path):
     text = bench.file.read_text().splitlines()
     text[2:4] = ["model: {arch: qwen3-tiny, layers: 1}", "data: arithmetic"]
     bench.file.write_text("\n".join(text))
@@ -222,7 +223,10 @@ def test_random_weights_and_reduced_depth_are_made_and_told(bench):
     assert (shape["num_hidden_layers"], shape["hidden_size"]) == (1, 256)
     notes = bench.record().notes
     assert any(note.startswith("random weights of the shape of qwen3-tiny") for note in notes)
-    assert "reduced depth: 1 layers of qwen3-tiny, every other dimension is true" in notes
+    assert "reduced depth: 1 of the 2 layers, every other dimension is true" in notes
+    elsewhere = Bench(tmp_path / "b", bench.out / "model-qwen3-tiny-1-layers")
+    elsewhere.orders = bench.orders
+    assert elsewhere.run(repeats=1) == 0 and elsewhere.record().notes[:2] == notes[:2]
 
 
 def test_a_step_is_whole_when_its_last_optimizer_step_is_there(bench):

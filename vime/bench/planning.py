@@ -117,11 +117,11 @@ def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None 
         argv = (*common, *more, *switch.argv(side or BASELINE), "--run-dir", str(run_dir))
         return Planned(name, side, run_dir, benchmark.steps, argv)
 
-    rollouts, loads = None, ()
+    rollouts, loads = None, list[str]()
     if tier == "module":
         quiet = ("--rlk-consistency", "off")  # it compares with a trainer, and there is none
         rollouts = run("rollouts", None, *quiet, "--debug-rollout-only", "--save-debug-rollout-data", saved)
-        loads = ("--load-debug-rollout-data", saved)
+        loads = ["--load-debug-rollout-data", saved]
     runs = [run(f"{side}-{i}", side, *loads) for i in range(benchmark.repeats) for side in SIDES]
     return Plan(tier, benchmark, out, model, rollouts, tuple(runs))
 

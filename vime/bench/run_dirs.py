@@ -19,6 +19,8 @@ from vime.engine.process import tail
 
 COUNTERS = ("rollout/step", "train/step")
 FALLBACKS = ("rl_kernel/", "/fallbacks")
+MADE_FILE = "make_model.json"
+"""What scripts/make_model.py says of a model that it made."""
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,16 @@ def _remarks(plan: Plan) -> Iterator[str]:
 
 def _conditions(plan: Plan) -> list[str]:
     """What a reader of any number has to know."""
-    found, model = [], plan.benchmark.model
-    if model.arch is not None:
+    found = []
+    made = read_json(plan.model / MADE_FILE)
+    if made.get("weights") == "random":
         found.append(
-            f"random weights of the shape of {model.arch}: speed and numbers, not what a model can learn"
+            f"random weights of the shape of {made['arch']}: speed and numbers, not what a model can learn"
         )
-    if model.layers is not None:
-        found.append(f"reduced depth: {model.layers} layers of {model.arch}, every other dimension is true")
+    if made and made["layers"] < made["of"]:
+        found.append(
+            f"reduced depth: {made['layers']} of the {made['of']} layers, every other dimension is true"
+        )
     if plan.tier == "module":
         count = plan.benchmark.steps
         found.append(

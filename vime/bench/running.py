@@ -37,10 +37,7 @@ def execute(plan: Plan, command: str) -> int:
             _make_model(plan)
             good = _run_all(plan, whats_missing(plan), command)
         except KeyboardInterrupt:
-            print(
-                "interrupted: what was started has been stopped; the same command goes on from here",
-                flush=True,
-            )
+            print("interrupted: what was started has been stopped; the same command goes on here", flush=True)
             if any(run.run_dir.is_dir() for run in plan.runs):
                 collect(plan, command).write(plan.out)
             return INTERRUPTED
@@ -51,14 +48,10 @@ def whats_missing(plan: Plan) -> list[Planned]:
     """The runs that are not whole, in order. ValueError for whole ones that were made with other flags."""
     missing = []
     for run in plan.all_runs():
-        expected = resolved(
-            run
-        )  # of runs that are missing, too: wrong flags show before the first one starts
+        expected = resolved(run)  # of all: wrong flags show before the first run starts
         found = flat(read_json(run.run_dir / "config.json"))
         steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
-        if steps >= found.get(
-            "num_rollout", run.steps
-        ):  # all that it was asked for then, which may be less than now
+        if steps >= found.get("num_rollout", run.steps):  # all that was asked for then, less than now perhaps
             _check_same(run, found, expected)
         if not is_whole(run, plan):
             missing.append(run)
@@ -142,6 +135,9 @@ def _run(command: Sequence[str], log: Path, plan: Plan) -> int:
         while (status := process.poll()) is None:
             time.sleep(0.1)
         return status
+    except KeyboardInterrupt:
+        print(f"interrupted: the run has {GRACE_S:.0f} s to end in order", flush=True)
+        raise
     finally:
         process.stop()
 

@@ -123,9 +123,9 @@ class Benchmark:
         flags: Sequence[str] = (),
     ) -> Benchmark:
         """What the command line says wins. ValueError for what it must not say."""
-        given = {"steps": steps, "repeats": repeats, "data": data}
-        given["model"] = None if model is None else Model(path=model)
-        changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        own = None if model is None else Model(path=model)
+        given: dict[str, Any] = {"steps": steps, "repeats": repeats, "data": data, "model": own}
+        changed = {name: value for name, value in given.items() if value is not None}
         merged = replace(self, flags=(*self.flags, *flags), **changed)
         _check(merged, "the command line")
         return merged
@@ -176,14 +176,14 @@ def _load(path: Path) -> Any:
 
 
 def _mapping(value: Any, what: str, keys: Sequence[str] | None = None) -> dict[str, Any]:
-    """`value` as a mapping with no key but `keys`."""
+    """`value` as a mapping with no key but `keys` (None: any)."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} must be a mapping, got {value!r}")
-    for key in value if keys is not None else ():
-        if key not in keys:
-            raise ValueError(
-                f"{what} must have keys of {', '.join(keys)}, got {key}{nearest(str(key), keys, prefix='')}"
-            )
+    if keys is not None:
+        for key in value:
+            if key not in keys:
+                near = nearest(str(key), keys, prefix="")
+                raise ValueError(f"{what} must have keys of {', '.join(keys)}, got {key}{near}")
     return dict(value)
 
 
