@@ -4,9 +4,10 @@
     python scripts/make_model.py --arch qwen3-50m --random --arithmetic OUT_DIR
 
 leaves in OUT_DIR config.json, safetensors files (with an index when there are several), a fast tokenizer with a chat
-template and generation_config.json; with --arithmetic also OUT_DIR/arithmetic (see arithmetic.py). The shapes are rows
-of architectures.py. Nothing is downloaded, so the tokenizer is our own: a token a byte, the special tokens at the ids
-of the named model, and a made-up word for every other id up to vocab_size: whatever a random model samples is text.
+template, generation_config.json and make_model.json, which says what this is; with --arithmetic also OUT_DIR/arithmetic
+(see arithmetic.py). The shapes are rows of architectures.py; --layers makes a shallower model, true in all else.
+Nothing is downloaded, so the tokenizer is our own: a token a byte, the special tokens at the ids of the named model,
+and a made-up word for every other id up to vocab_size: whatever a random model samples is text.
 
 Weights are initialised by transformers on the GPU if there is one, in the dtype they are stored in. A host holds them
 once if it computes them, else one file of them at a time. The same seed gives the same bytes on the same kind of device
@@ -34,6 +35,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 MAX_FILE_BYTES = 2**30
+NOTE_FILE = "make_model.json"
+"""What the model is, for whoever reports a figure of it: {arch, layers, of, weights}."""
 
 # Qwen's turn markers without its default system turn: "12+34=" becomes 14 tokens, most of which carry the question.
 CHAT_TEMPLATE = (
@@ -44,10 +47,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_config(arch: str, dtype: str | None = None) -> PretrainedConfig:
-    """config.json of an architecture; `dtype` replaces the table's."""
+def build_config(arch: str, dtype: str | None = None, layers: int | None = None) -> PretrainedConfig:
+    """config.json of an architecture; `dtype` and `layers` replace the table's."""
     row = ARCHITECTURES[arch]
-    return AutoConfig.for_model(row.family, **row.config_fields() | ({"dtype": dtype} if dtype else {}))
+    given = {"dtype": dtype, "num_hidden_layers": layers}
+    changed = {name: value for name, value in given.items() if value is not None}
+    return AutoConfig.for_model(row.family, **row.config_fields() | changed)
 
 
 def word(number: int) -> str:
@@ -158,11 +163,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the model's)"
     )
+    parser.add_argument("--layers", type=int, help="only so many of the model's layers, for a small device")
     parser.add_argument("--arithmetic", action="store_true", help="addition data too, in OUT_DIR/arithmetic")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     args = parser.parse_args(argv)
     if args.arch not in ARCHITECTURES:
         parser.error(f"--arch must be one of {', '.join(ARCHITECTURES)}, got {args.arch}")
+    if args.layers is not None and not 1 <= args.layers <= ARCHITECTURES[args.arch].layers:
+        most = ARCHITECTURES[args.arch].layers
+        parser.error(f"--layers must lie in [1, {most}], the depth of {args.arch}, got {args.layers}")
     if args.folder.is_file() or (args.folder.is_dir() and any(args.folder.iterdir())):
         parser.error(
             f"OUT_DIR must be a new or empty folder, got {args.folder}; remove it or name another one"
@@ -179,7 +188,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args, start = parse(argv), time.monotonic()
     folder: Path = args.folder.absolute()
-    config = build_config(args.arch, args.dtype)
+    config = build_config(args.arch, args.dtype, args.layers)
     model = build_model(config, args.seed, "meta")
     size, parameters = sum(p.nbytes for p in model.parameters()), model.num_parameters()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -193,6 +202,10 @@ def main(argv: list[str] | None = None) -> None:
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         partial.mkdir()
         save_settings(model, partial)
+        depth = ARCHITECTURES[args.arch].layers
+        note = {"arch": args.arch, "layers": config.num_hidden_layers, "of": depth}
+        note["weights"] = "random" if args.random else None
+        (partial / NOTE_FILE).write_text(json.dumps(note) + "\n")
         if args.arithmetic:
             write_data(partial / "arithmetic", args.seed)
         if args.random:
@@ -202,7 +215,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.random:
         dtype = str(model.dtype).removeprefix("torch.")
         what = f"{size / 1e9:.2f} GB of random {dtype}, made on {args.device} in {time.monotonic() - start:.1f} s"
-    print(f"{args.folder}: {args.arch}, {parameters / 1e6:,.1f} M parameters, {what}")
+    shallow = f" with {args.layers} of {depth} layers" if args.layers else ""
+    print(f"{args.folder}: {args.arch}{shallow}, {parameters / 1e6:,.1f} M parameters, {what}")
 
 
 if __name__ == "__main__":

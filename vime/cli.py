@@ -17,8 +17,12 @@ COMMANDS = {
     "export": "write a checkpoint as a Hugging Face directory",
     "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
     "plot": "draw the curves of run directories",
+    "bench": "what rl_kernel changes: op, module and e2e measure it, report tells it",
     "flags": "list the flags of this project; --json lists every accepted flag with its owner",
 }
+
+MODULES = {"bench": "vime.bench.command"}
+"""Where a subcommand is, when it is not the module of its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +53,7 @@ def run(command: str, argv: list[str]) -> int:
         return flags_main([])
     if command == "flags":
         return flags_main(argv)
-    return importlib.import_module(f"vime.{command}").main(argv) or 0
+    return importlib.import_module(MODULES.get(command, f"vime.{command}")).main(argv) or 0
 
 
 def usage() -> str:

@@ -113,10 +113,10 @@ def _custom_config(groups: list[FlagGroup]) -> list[FlagGroup]:
         raise ValueError(
             f"--custom-config-path must hold one mapping of flag: value, got {type(content).__name__}"
         )
-    return [_yaml_group(str(key), value) for key, value in content.items() if value is not None]
+    return [yaml_group(str(key), value) for key, value in content.items() if value is not None]
 
 
-def _yaml_group(key: str, value: Any) -> FlagGroup:
+def yaml_group(key: str, value: Any) -> FlagGroup:
     """A YAML entry as the tokens that mean the same; `false` is spelled `--no-...`."""
     name = key.removeprefix("--").replace("-", "_")
     if isinstance(value, bool):

@@ -136,6 +136,26 @@ def test_arithmetic_is_that_of_the_tiny_model(small, tmp_path):
     )
 
 
+def test_fewer_layers_change_nothing_else(tmp_path, capsys):
+    shallow = read_hf_config(make(tmp_path / "a", "--layers", "1", "--no-weights", arch="qwen3-50m"))
+    assert "qwen3-50m with 1 of 12 layers" in capsys.readouterr().out
+    whole = read_hf_config(make(tmp_path / "b", "--no-weights", arch="qwen3-50m"))
+    assert {k for k in whole if whole[k] != shallow.get(k)} <= {
+        "num_hidden_layers",
+        "layer_types",
+        "max_window_layers",
+    }
+    assert (shallow["num_hidden_layers"], shallow["layer_types"]) == (1, ["full_attention"])
+    folder = make(tmp_path / "c", "--layers", "1", "--random")
+    check_checkpoint_shapes(folder, read_hf_config(folder))
+    note = json.loads((folder / "make_model.json").read_text())
+    assert note == {"arch": "qwen3-tiny", "layers": 1, "of": 2, "weights": "random"}
+    for layers in ("0", "3"):
+        with pytest.raises(SystemExit):
+            make(tmp_path / "d", "--layers", layers, "--random")
+        assert "--layers must lie in [1, 2], the depth of qwen3-tiny" in capsys.readouterr().err
+
+
 def test_files_of_limited_size_and_their_index(tmp_path):
     model = build_model(build_config("qwen3-tiny"), 3, "cpu")
     save_settings(model, tmp_path)

@@ -263,7 +263,7 @@ def test_user_errors_are_one_line_and_exit_code_2(stock, capsys):
         (["train", *stock, "--lrr", "1"], "vime train: --lrr is not a known flag; did you mean --lr?"),
         (
             ["pln"],
-            "vime pln: the command must be one of train, plan, export, audit, plot, flags, got pln; did you mean",
+            "vime pln: the command must be one of train, plan, export, audit, plot, bench, flags, got pln; did",
         ),
         (["flags", "--xml"], "vime flags: flags takes --json or nothing, got --xml"),
         (["plot", "absent"], "vime plot: "),

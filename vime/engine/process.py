@@ -51,12 +51,14 @@ def require_free_port(host: str, port: int, what: str) -> None:
 
 class SupervisedProcess:
     """A command under `vime.engine.supervise`: it ends, with all its children, at `stop()` or when this process ends,
-    however it ends. Standard output and error are appended to `log_path`."""
+    however it ends. Standard output and error are appended to `log_path`. `grace_s` is its time to end by itself."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: str) -> None:
-        self.log_path = log_path
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], log_path: str, *, grace_s: float = _GRACE_S
+    ) -> None:
+        self.log_path, self._grace_s = log_path, grace_s
         Path(log_path).parent.mkdir(parents=True, exist_ok=True)
-        supervised = [sys.executable, "-m", "vime.engine.supervise", str(_GRACE_S), *command]
+        supervised = [sys.executable, "-m", "vime.engine.supervise", str(grace_s), *command]
         with open(log_path, "ab") as log:
             self._process = subprocess.Popen(
                 supervised,
@@ -81,11 +83,11 @@ class SupervisedProcess:
         return tail(self.log_path, lines)
 
     def stop(self) -> None:
-        """End it and all its children: SIGTERM, after 10 s SIGKILL. Returns when nothing is left; repeatable."""
+        """End it and all its children: SIGTERM, after the grace SIGKILL. Returns when nothing is left; repeatable."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(timeout=_GRACE_S + 10)
+            self._process.wait(timeout=self._grace_s + 10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -1,0 +1,80 @@
+"""A stand-in for `vime train` that trains nothing: real flags, records by the classes that a run has them from.
+
+    python bench_run_double.py FLAGS
+
+The file that BENCH_DOUBLE names says how runs of a name end: {"baseline-1": {"steps": 1, "exit": 3}} stops after one
+step with status 3, {"hang": true} waits for the signal that ends it. BENCH_DOUBLE.started gets a line for each start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from slime.tracking import make_trackers, write_environment
+from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
+from vime.engine.flags import parse_config
+
+
+def log_steps(config: Any, steps: int) -> None:
+    """`steps` rollouts of config.num_steps_per_rollout optimizer steps each, step i of all taking i + 1 seconds."""
+    trackers = make_trackers(config, Path(config.run_dir), 0)
+    fast = {"rl_kernel/logp/fallbacks": 2.0, "rl_kernel/swiglu/fallbacks": 0.0, "rl_kernel/fast": 0.5}
+    for step in range(steps):
+        told = {"perf/step_time": step + 1.0, "rollout/raw_reward": 0.5, "rollout/step": step}
+        if config.save_debug_rollout_data:
+            path = Path(config.save_debug_rollout_data.format(rollout_id=step))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"samples")
+        trackers.log(told | (fast if config.rlk_fast != "off" else {}), step, "rollout/step")
+        if config.debug_rollout_only:
+            continue
+        for i in range(config.num_steps_per_rollout):
+            number = step * config.num_steps_per_rollout + i
+            loss = float("nan") if number == 3 else 0.25 * number
+            trained = {
+                "train/loss": loss,
+                LOGPROB_DIFF: 1e-3 * i,
+                LOGPROB_DIFF_MAX: 1e-2 * i,
+                "train/step": number,
+            }
+            trackers.log(trained, number, "train/step")
+        trackers.log({"perf/save_model_time": 9.0}, step, "rollout/step")
+    trackers.log({"eval/test": 0.75}, steps, "eval/step")
+    trackers.close()
+
+
+def main(argv: list[str]) -> int:
+    config = parse_config(argv)
+    orders = Path(os.environ["BENCH_DOUBLE"])
+    run_dir = Path(config.run_dir)
+    with orders.with_suffix(".started").open("a") as file:
+        file.write(run_dir.name + "\n")
+    order = json.loads(orders.read_text()).get(run_dir.name, {})
+    run_dir.mkdir(parents=True)
+    config.save_json(run_dir / "config.json")
+    write_environment(run_dir, ["vime", "train", *argv])
+    log_steps(config, order.get("steps", config.num_rollout))
+    if order.get("hang"):
+        signal.signal(signal.SIGTERM, _end)
+        (run_dir / "hangs").touch()
+        time.sleep(600)
+    if status := order.get("exit", 0):
+        print("the last words of a run")
+    return status
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """What an orderly end leaves behind, so that a test can see there was one."""
+    Path(os.environ["BENCH_DOUBLE"]).with_suffix(".ended").touch()
+    sys.exit(130)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

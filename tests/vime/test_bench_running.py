@@ -1,0 +1,241 @@
+"""Runs of `vime bench` and what becomes of them: order, records, failures, interruption, going on. The runs themselves
+are bench_run_double.py, real but for the training; real ones are in tests/e2e/test_bench_tiers.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from train_fixtures import script
+
+from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
+from vime.bench import planning
+from vime.bench.planning import Plan, make_plan
+from vime.bench.record import BASELINE, RL_KERNEL, Record, all_repeats, read
+from vime.bench.run_dirs import read_steps
+from vime.bench.running import execute
+from vime.bench.settings import read_settings
+
+DOUBLE = Path(__file__).with_name("bench_run_double.py")
+STEPS = 3
+FILE = """
+name: runs
+model: {{path: {model}}}
+data: {model}/arithmetic/train.jsonl
+flags: {{device: cpu, colocate: true, actor-num-gpus-per-node: 1, input-key: prompt, label-key: label, rm-type: random,
+  rollout-batch-size: 4, n-samples-per-prompt: 2, num-steps-per-rollout: 2, rollout-max-response-len: 8,
+  use-dynamic-batch-size: true, max-tokens-per-gpu: 256}}
+steps: {steps}
+repeats: 2
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bench") / "model"
+    script("make_model").main(["--arch", "qwen3-tiny", "--no-weights", "--arithmetic", str(folder)])
+    return folder
+
+
+class Bench:
+    """A benchmark of four runs in a folder, its plan, and what its runs are told to do."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.out, self.orders = folder / "out", folder / "orders"
+        self.file = folder / "runs.yaml"
+        self.file.write_text(FILE.format(model=model, steps=STEPS))
+        self.order()
+
+    def order(self, **runs: dict) -> None:
+        """`baseline_1`: what the run baseline-1 is told, see bench_run_double.py."""
+        named = {re.sub(r"_(\d)$", r"-\1", name): what for name, what in runs.items()}
+        self.orders.write_text(json.dumps(named))
+
+    def plan(self, tier: str = "e2e", **line) -> Plan:
+        return make_plan(tier, read_settings(self.file).with_line(**line), self.out)
+
+    def run(self, tier: str = "e2e", **line) -> int:
+        return execute(self.plan(tier, **line), "vime bench e2e runs.yaml")
+
+    def started(self) -> list[str]:
+        """Names of the runs started since the last call."""
+        path = self.orders.with_suffix(".started")
+        names = path.read_text().split() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return names
+
+    def record(self) -> Record:
+        return read(self.out)
+
+
+@pytest.fixture
+def bench(tmp_path, model, monkeypatch) -> Bench:
+    made = Bench(tmp_path, model)
+    monkeypatch.setattr(planning, "ENTRY", (sys.executable, str(DOUBLE)))
+    monkeypatch.setenv("BENCH_DOUBLE", str(made.orders))
+    return made
+
+
+def test_both_sides_in_turn_a_failure_and_going_on(bench, capfd):
+    bench.order(baseline_1={"steps": 1, "exit": 3})
+    assert bench.run() == 1
+    assert bench.started() == ["baseline-0", "rl_kernel-0", "baseline-1", "rl_kernel-1"]
+    record = bench.record()
+    assert [(r.order, r.run, r.finished, len(r.steps)) for r in all_repeats(record)] == [
+        (0, "runs/baseline-0", True, 3),
+        (1, "runs/rl_kernel-0", True, 3),
+        (2, "runs/baseline-1", False, 1),
+        (3, "runs/rl_kernel-1", True, 3),
+    ]
+    what = "baseline-1 ended with exit status 3 after 1 of 3 steps: the last words of a run"
+    assert what in record.notes and what in capfd.readouterr().out
+    assert record.switch == {"field": "rlk_fast", BASELINE: "off", RL_KERNEL: "auto"}
+    assert (record.tier, record.name, record.claim, record.warm_up) == ("e2e", "runs", "runs", 1)
+
+    before = (bench.out / "runs" / "rl_kernel-1" / "metrics.jsonl").stat()
+    bench.order()
+    assert bench.run() == 0
+    assert bench.started() == ["baseline-1"]
+    record = bench.record()
+    assert all(repeat.finished for repeat in all_repeats(record))
+    assert "runs/unfinished/baseline-1.1 is an attempt that did not finish and was begun anew" in record.notes
+    assert (bench.out / "runs" / "unfinished" / "baseline-1.1.log").read_text() == "the last words of a run\n"
+    assert (bench.out / "runs" / "rl_kernel-1" / "metrics.jsonl").stat() == before
+    out = capfd.readouterr().out
+    assert "[1/4] baseline-0: kept, 3 steps" in out and "[3/4] baseline-1: done in" in out
+
+    assert bench.run(repeats=1) == 0 and bench.started() == []
+    assert [repeat.run for repeat in all_repeats(bench.record())] == ["runs/baseline-0", "runs/rl_kernel-0"]
+    assert "runs/rl_kernel-1 is of a call with more repeats and is left out" in bench.record().notes
+
+
+def test_steps_as_they_were_logged(bench):
+    assert bench.run(repeats=1) == 0
+    record = bench.record()
+    ((baseline,), (fast,)) = record.sides[BASELINE], record.sides[RL_KERNEL]
+    assert [step["perf/step_time"] for step in fast.steps] == [1, 2, 3]
+    # Two optimizer steps a rollout: their mean, of *_max the largest; number 3 had no finite loss.
+    assert [step["train/loss"] for step in fast.steps] == [0.125, 0.5, 1.125]
+    assert all(step[LOGPROB_DIFF] == 5e-4 and step[LOGPROB_DIFF_MAX] == 1e-2 for step in fast.steps)
+    assert all(step["perf/save_model_time"] == 9 for step in fast.steps)
+    assert not {"rollout/step", "train/step", "eval/test", "time"} & fast.steps[0].keys()
+    assert fast.fallbacks == {"logp": 6} and baseline.fallbacks == {}
+    assert "rl_kernel/fast" not in baseline.steps[0] and fast.steps[0]["rl_kernel/fast"] == 0.5
+    assert [n for n in record.notes if "train/loss" in n] == [
+        "baseline-0: train/loss was nan in step 1",
+        "rl_kernel-0: train/loss was nan in step 1",
+    ]
+    assert fast.config["kernels"]["rlk_fast"] == "auto" and fast.config["data"]["rollout_batch_size"] == 4
+    assert "torch" in fast.environment["packages"]
+
+
+def test_runs_of_other_flags_are_refused_and_stay(bench):
+    assert bench.run(repeats=1) == 0
+    bench.started()
+    for line, what in (
+        ({"flags": ["--lr", "0.5"]}, "got lr 1e-06 then and 0.5 now"),
+        ({"steps": 5}, "got num_rollout 3 then and 5 now"),
+        ({"steps": 2}, "got num_rollout 3 then and 2 now"),
+    ):
+        with pytest.raises(ValueError, match=f"baseline-0 must have been made with the flags of now, {what}"):
+            bench.run(repeats=1, **line)
+    assert bench.started() == [] and bench.record().sides[BASELINE][0].finished
+
+
+def test_wrong_flags_show_before_anything_starts(bench):
+    with pytest.raises(ValueError, match="--lrr is not a known flag; did you mean --lr?"):
+        bench.run(flags=["--lrr", "1"])
+    assert bench.started() == [] and not bench.out.exists()
+
+
+def test_a_module_draws_its_rollouts_once(bench):
+    bench.order(rollouts={"steps": 1, "exit": 1})
+    assert bench.run("module", repeats=1) == 1
+    assert bench.started() == ["rollouts"] and not (bench.out / "bench.json").exists()
+    bench.order(rl_kernel_0={"exit": 1, "steps": 2})
+    assert bench.run("module", repeats=1) == 1
+    assert bench.started() == ["rollouts", "baseline-0", "rl_kernel-0"]
+    bench.order()
+    assert bench.run("module", repeats=1) == 0
+    assert bench.started() == ["rl_kernel-0"]
+    record = bench.record()
+    assert record.tier == "module" and all(repeat.finished for repeat in all_repeats(record))
+    assert any("3 saved rollouts" in note for note in record.notes)
+    (bench.out / "rollouts" / "1.pt").unlink()
+    with pytest.raises(
+        ValueError, match="the saved rollouts in .* must be those that .*baseline-0 was trained on"
+    ):
+        bench.run("module", repeats=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
+    bench.order(rl_kernel_0={"steps": 2, "hang": True})
+    code = (
+        "import sys; from vime.bench import planning; from vime.bench.command import main\n"
+        f"planning.ENTRY = (sys.executable, {str(DOUBLE)!r}); sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "e2e", str(bench.file), "--out", str(bench.out)]
+    # Started in the background of a script, tests ignore Ctrl-C, and so would what they start.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        hangs, end = bench.out / "runs" / "rl_kernel-0" / "hangs", time.monotonic() + 90
+        while not hangs.exists():
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130 and "interrupted: what was started has been stopped" in out
+    assert bench.orders.with_suffix(".ended").exists()
+    record = bench.record()
+    assert [(r.finished, len(r.steps)) for r in all_repeats(record)] == [
+        (True, 3),
+        (False, 2),
+        (False, 0),
+        (False, 0),
+    ]
+    assert "rl_kernel-0 was stopped after 2 of 3 steps" in record.notes
+    assert {"baseline-1 was not started", "rl_kernel-1 was not started"} <= set(record.notes)
+
+
+def test_random_weights_and_reduced_depth_are_made_and_told(bench, tmp_path):
+    text = bench.file.read_text().splitlines()
+    text[2:4] = ["model: {arch: qwen3-tiny, layers: 1}", "data: arithmetic"]
+    bench.file.write_text("\n".join(text))
+    assert bench.run(repeats=1) == 0
+    shape = json.loads((bench.out / "model-qwen3-tiny-1-layers" / "config.json").read_text())
+    assert (shape["num_hidden_layers"], shape["hidden_size"]) == (1, 256)
+    notes = bench.record().notes
+    assert any(note.startswith("random weights of the shape of qwen3-tiny") for note in notes)
+    assert "reduced depth: 1 of the 2 layers, every other dimension is true" in notes
+    elsewhere = Bench(tmp_path / "b", bench.out / "model-qwen3-tiny-1-layers")
+    elsewhere.orders = bench.orders
+    assert elsewhere.run(repeats=1) == 0 and elsewhere.record().notes[:2] == notes[:2]
+
+
+def test_a_step_is_whole_when_its_last_optimizer_step_is_there(bench):
+    assert bench.run(repeats=1) == 0
+    run_dir = bench.out / "runs" / "baseline-0"
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if '"train/step"' in line)
+    path.write_text("".join(lines[:last]))
+    assert len(read_steps(run_dir).values) == 2
+    assert len(read_steps(run_dir, trained=False).values) == 3
+    assert read_steps(bench.out).values == []

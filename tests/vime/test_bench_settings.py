@@ -1,0 +1,231 @@
+"""The files of `vime bench`: what their keys mean, which commands become of them, what is refused and how."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vime.bench.command import main
+from vime.bench.planning import make_plan
+from vime.bench.settings import Model, Switch, read_settings
+from vime.cli import main as vime
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples" / "bench").glob("*.yaml"))
+SMALL = """
+name: small
+model: {arch: qwen3-tiny, layers: 1}
+data: arithmetic
+flags: {device: cpu, colocate: true, balance-data: false, train-env-vars: {A: "1"}, lr: 1e-3}
+switch: {field: rlk_fast, baseline: off, rl_kernel: strict}
+steps: 4
+presets:
+  long: {steps: 40, repeats: 3, flags: {lr: 1e-4}}
+  own: {model: {path: somewhere}, data: file.jsonl}
+"""
+
+
+def write(folder: Path, text: str = SMALL) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(text)
+    return path
+
+
+def changed(folder: Path, **values: object) -> Path:
+    """The file with other values; None takes a key out."""
+    small = yaml.load(SMALL, yaml.BaseLoader)  # every word as it is
+    content = {**small, "model": {"arch": "qwen3-tiny"}, "steps": 4, "presets": None, **values}
+    return write(folder, yaml.safe_dump({k: v for k, v in content.items() if v is not None}, sort_keys=False))
+
+
+def test_a_file_its_defaults_and_words_that_yaml_takes_for_booleans(tmp_path):
+    found = read_settings(write(tmp_path))
+    assert (found.name, found.claim, found.steps, found.warm_up, found.repeats) == ("small", "small", 4, 1, 1)
+    assert found.model == Model(arch="qwen3-tiny", layers=1)
+    assert found.switch == Switch("rlk_fast", "off", "strict")
+    assert found.flags == (
+        *("--device", "cpu", "--colocate", "--no-balance-data"),
+        *("--train-env-vars", '{"A": "1"}', "--lr", "1e-3"),
+    )
+    assert read_settings(changed(tmp_path, switch=None)).switch == Switch("rlk_fast", "off", "auto")
+    listed = read_settings(changed(tmp_path, flags=["--lr 1e-3", "--prompt 'a b'"], presets=None))
+    assert listed.flags == ("--lr", "1e-3", "--prompt", "a b")
+
+
+def test_presets_replace_and_add_flags_and_the_command_line_wins(tmp_path):
+    path = write(tmp_path)
+    long = read_settings(path, "long")
+    assert (long.steps, long.repeats, long.warm_up, long.flags[-4:]) == (
+        40,
+        3,
+        1,
+        ("--lr", "1e-3", "--lr", "1e-4"),
+    )
+    assert long.flags[:-2] == read_settings(path).flags
+    own = read_settings(path, "own")
+    assert (own.model, own.data, own.steps) == (Model(path="somewhere"), "file.jsonl", 4)
+    line = long.with_line(steps=3, model="other", flags=["--lr", "1e-5"])
+    assert (line.steps, line.repeats, line.model, line.flags[-2:]) == (
+        3,
+        3,
+        Model(path="other"),
+        ("--lr", "1e-5"),
+    )
+    assert line.data == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"step": 3}, "small.yaml must have keys of name, claim, model, .*, got step; did you mean steps?"),
+        ({"data": None}, "small.yaml must say `data`, got name, model"),
+        ({"name": "a/b"}, "name must be of letters, digits"),
+        ({"steps": True}, "steps must be a whole number, 1 or more, got True"),
+        ({"steps": 0}, "steps must be a whole number, 1 or more, got 0"),
+        ({"warm_up": 4}, "steps must be more than the warm-up, got 4 and warm_up 4"),
+        ({"repeats": 0}, "repeats must be a whole number, 1 or more, got 0"),
+        ({"model": {"arch": "a", "path": "b"}}, "model must say `arch` or `path`, one of them"),
+        ({"model": {"path": "b", "layers": 2}}, "model.layers must go with `arch`"),
+        ({"model": {"arch": "a", "layer": 2}}, "model must have keys of .*, got layer; did you mean layers?"),
+        ({"model": "Qwen3-4B"}, "model must be a mapping, got 'Qwen3-4B'"),
+        ({"switch": {"field": "rlk_fast"}}, "switch must say field, baseline and rl_kernel, got field"),
+        (
+            {"switch": {"field": "rlk_fats", "baseline": 1, "rl_kernel": 2}},
+            "switch.field must be a field of the configuration, got rlk_fats; did you mean rlk_fast?",
+        ),
+        (
+            {"switch": {"field": "rlk_fast", "baseline": "off", "rl_kernel": "off"}},
+            "switch must differ between the sides, got off for both",
+        ),
+        (
+            {"flags": {"num-rollout": 3}},
+            "--num-rollout must be left out of the flags, got it; `steps` of the file",
+        ),
+        (
+            {"flags": ["--save=x"]},
+            "--save must be left out of the flags, got it; every run starts from the model",
+        ),
+        (
+            {"flags": {"rlk-fast": "off"}},
+            "--rlk-fast must be left out of the flags, got it; it is what the sides",
+        ),
+        ({"flags": {"enable-rl-kernel": True}}, "--enable-rl-kernel must be left out of the flags"),
+        ({"flags": {"debug-train-only": False}}, "--debug-train-only must be left out of the flags"),
+        ({"presets": {"a": {"switch": {}}}}, "preset a must have keys of claim, .*, got switch"),
+    ],
+)
+def test_what_a_file_must_not_say(tmp_path, values, message):
+    with pytest.raises(ValueError, match=message):
+        read_settings(changed(tmp_path, **values))
+
+
+def test_files_presets_and_command_lines_that_are_not_there(tmp_path):
+    path = write(tmp_path)
+    with pytest.raises(
+        ValueError, match="--preset must be one of long, own .*, got lonng; did you mean long?"
+    ):
+        read_settings(path, "lonng")
+    with pytest.raises(ValueError, match="CONFIG must be a YAML file, got none.yaml"):
+        read_settings(Path("none.yaml"))
+    with pytest.raises(ValueError, match="must be valid YAML"):
+        read_settings(write(tmp_path, "a: [1"))
+    with pytest.raises(ValueError, match="the command line: --load must be left out of the flags"):
+        read_settings(write(tmp_path)).with_line(flags=["--load", "x"])
+
+
+def flag(argv: tuple[str, ...], name: str) -> str:
+    """The value that wins."""
+    return [value for word, value in itertools.pairwise(argv) if word == name][-1]
+
+
+def test_whole_steps_are_the_sides_in_turn_that_differ_in_the_switch(tmp_path):
+    plan = make_plan("e2e", read_settings(write(tmp_path), "long"), tmp_path / "out")
+    names = ["baseline-0", "rl_kernel-0", "baseline-1", "rl_kernel-1", "baseline-2", "rl_kernel-2"]
+    assert [run.name for run in plan.runs] == names and plan.rollouts is None
+    for run in plan.runs:
+        assert run.command[:4] == [sys.executable, "-m", "vime", "train"]
+        assert flag(run.argv, "--rlk-fast") == {"baseline": "off", "rl_kernel": "strict"}[run.side]
+        assert flag(run.argv, "--run-dir") == str(tmp_path / "out" / "runs" / run.name)
+        own = {"off", "strict", str(run.run_dir)}
+        assert [w for w in run.argv if w not in own] == [
+            w for w in plan.runs[0].argv if w not in {"off", str(plan.runs[0].run_dir)}
+        ]
+    assert flag(run.argv, "--num-rollout") == "40" and flag(run.argv, "--lr") == "1e-4"
+    model = tmp_path / "out" / "model-qwen3-tiny-1-layers"
+    assert flag(run.argv, "--hf-checkpoint") == str(model)
+    assert flag(run.argv, "--prompt-data") == str(model / "arithmetic" / "train.jsonl")
+    assert plan.model_command[2:] == [
+        *("--arch", "qwen3-tiny", "--layers", "1", "--arithmetic", "--random", str(model))
+    ]
+
+
+def test_a_module_trains_on_what_one_run_saved(tmp_path):
+    plan = make_plan("module", read_settings(write(tmp_path), "own"), tmp_path)
+    assert plan.model_command is None and [run.name for run in plan.runs] == ["baseline-0", "rl_kernel-0"]
+    saved = str(tmp_path / "rollouts" / "{rollout_id}.pt")
+    assert "--debug-rollout-only" in plan.rollouts.argv and plan.rollouts.side is None
+    assert flag(plan.rollouts.argv, "--save-debug-rollout-data") == saved
+    assert flag(plan.rollouts.argv, "--rlk-consistency") == "off"
+    assert [flag(run.argv, "--load-debug-rollout-data") for run in plan.runs] == [saved, saved]
+    assert flag(plan.runs[0].argv, "--hf-checkpoint") == "somewhere"
+    assert [path.name for path in plan.saved] == ["0.pt", "1.pt", "2.pt", "3.pt"]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_and_preset_has_flags_that_a_run_takes(path, tmp_path, capfd, monkeypatch):
+    """A model of somebody's own is stood in for by its shape, and his data by two lines."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    from make_model import main as make_model
+
+    own = tmp_path / "own"
+    make_model(["--arch", "qwen3-4b", "--no-weights", str(own)])
+    (tmp_path / "data.jsonl").write_text(
+        '{"prompt": "a", "label": "b", "question": "a", "answer": "b"}\n' * 2
+    )
+    presets = yaml.safe_load(path.read_text()).get("presets", {})
+    for preset in [None, *presets]:
+        benchmark = read_settings(path, preset)
+        line = ["plan", str(path), *(() if preset is None else ("--preset", preset))]
+        if benchmark.model.path is not None:
+            line += ["--model", str(own), "--data", str(tmp_path / "data.jsonl")]
+        assert main(line) == 0
+        commands = [
+            shlex.split(text) for text in capfd.readouterr().out.splitlines() if not text.startswith("#")
+        ]
+        runs = [words for words in commands if words[1:4] == ["-m", "vime", "train"]]
+        assert len(runs) == 1 + 4 * benchmark.repeats
+        assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_finds_wrong_flags_and_wrong_models(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    tiny = str(ROOT / "examples" / "bench" / "tiny-cpu.yaml")
+    out = ["--out", str(tmp_path / "out")]
+    assert vime(["bench", "e2e", tiny, "--dry-run", *out, "--", "--rollout-bach-size", "3"]) == 2
+    err = capfd.readouterr().err
+    assert "vime bench: --rollout-bach-size is not a known flag; did you mean --rollout-batch-size?" in err
+    deep = changed(tmp_path, model={"arch": "qwen3-tiny", "layers": 9})
+    assert vime(["bench", "plan", str(deep), *out]) == 2
+    assert "--layers must lie in [1, 2], the depth of qwen3-tiny, got 9" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_commands_that_are_not_there(capsys):
+    assert vime(["bench", "modul", "x"]) == 2
+    assert (
+        "the tier must be one of op, module, e2e, plan, report, got modul; did you mean"
+        in capsys.readouterr().err
+    )
+    assert vime(["bench"]) == 0
+    assert "vime bench e2e CONFIG" in capsys.readouterr().out
+
+
+def test_operators_go_through_rl_kernel_bench(tmp_path, capsys):
+    assert vime(["bench", "op", "masked", "--device", "cpu", "--out", str(tmp_path / "o")]) == 0
+    assert "masked" in (tmp_path / "o" / "operators.json").read_text()

@@ -1,0 +1,126 @@
+"""`vime bench`: what rl_kernel changes, measured against the path without it, in three tiers.
+
+    vime bench op [OP ...]        the operators alone, beside other implementations: python -m rl_kernel.bench
+    vime bench module CONFIG      trainer steps on saved rollouts: log-probs, loss, backward, optimizer
+    vime bench e2e CONFIG         whole steps, generation to weight transfer, both sides in turn
+    vime bench plan CONFIG        the commands of module and e2e, checked; starts no run
+    vime bench report DIR ...     what they measured, as a page with pictures
+
+CONFIG is a YAML file (vime.bench.settings; examples/bench has some). Runs are `vime train` itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from slime.config.fields import nearest
+from vime.bench.planning import Plan, make_plan, resolved
+from vime.bench.running import execute
+from vime.bench.settings import Benchmark, read_settings
+
+OPERATORS_FILE = "operators.json"
+RUN_TIERS = ("module", "e2e")
+
+
+def main(argv: Sequence[str]) -> int:
+    """One tier, or the report. ValueError for what the user can put right."""
+    commands = {"op": _operators, "module": _runs, "e2e": _runs, "plan": _plan, "report": _report}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    if argv[0] not in commands:
+        near = nearest(argv[0], commands, prefix="vime bench ")
+        raise ValueError(f"the tier must be one of {', '.join(commands)}, got {argv[0]}{near}")
+    return commands[argv[0]](argv[0], list(argv[1:]))
+
+
+def _operators(tier: str, argv: list[str]) -> int:
+    """rl_kernel.bench with all its options; its results as operators.json of --out."""
+    parser = argparse.ArgumentParser(prog="vime bench op", add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/operators"))
+    given, rest = parser.parse_known_args(argv)
+    from rl_kernel import bench
+
+    return bench.main([*rest, "--out", str(given.out / OPERATORS_FILE)])
+
+
+def _report(tier: str, argv: list[str]) -> int:
+    return importlib.import_module("vime.bench.report").main(argv) or 0
+
+
+def _runs(tier: str, argv: list[str]) -> int:
+    arguments, benchmark = _read(tier, argv)
+    plan = make_plan(tier, benchmark, _out(arguments, benchmark, tier))
+    if arguments.dry_run:
+        return _show([plan])
+    return execute(plan, shlex.join(["vime", "bench", tier, *argv]))
+
+
+def _plan(tier: str, argv: list[str]) -> int:
+    arguments, benchmark = _read(tier, argv)
+    return _show([make_plan(each, benchmark, _out(arguments, benchmark, each)) for each in RUN_TIERS])
+
+
+def _out(arguments: argparse.Namespace, benchmark: Benchmark, tier: str) -> Path:
+    return arguments.out or Path("runs/bench") / f"{benchmark.name}-{tier}"
+
+
+def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
+    """The command line, and the benchmark that it and the file describe."""
+    ours, flags = argv, []
+    if "--" in argv:
+        ours, flags = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    parser = argparse.ArgumentParser(
+        prog=f"vime bench {tier}", allow_abbrev=False, epilog="what stands after -- are flags of `vime train`"
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, see examples/bench")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench/NAME-TIER")
+    parser.add_argument("--preset", metavar="NAME", help="one of the file's presets")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each run, the warm-up included")
+    parser.add_argument("--repeats", type=int, metavar="N", help="runs a side")
+    parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory instead of the file's model")
+    parser.add_argument("--data", metavar="FILE", help="a prompt file instead of the file's data")
+    parser.add_argument("--dry-run", action="store_true", help="show and check the commands, start nothing")
+    given = parser.parse_args(ours)
+    benchmark = read_settings(given.config, given.preset).with_line(
+        steps=given.steps, repeats=given.repeats, model=given.model, data=given.data, flags=flags
+    )
+    sys.path.append(str(given.config.absolute().parent))  # hooks beside the file, as its runs find them
+    return given, benchmark
+
+
+def _show(plans: Sequence[Plan]) -> int:
+    """Print the commands of `plans`, then check every flag as a run would, on a model without weights."""
+    for plan in plans:
+        print(f"# {plan.tier}: {plan.benchmark.repeats} x 2 runs of {plan.benchmark.steps} steps, {plan.out}")
+        print("\n".join(plan.lines()), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        stands_in = _without_weights(plans[0], Path(folder) / "model")
+        for plan in plans:
+            benchmark = plan.benchmark
+            for run in make_plan(
+                plan.tier, replace(benchmark, repeats=1), plan.out, model=stands_in
+            ).all_runs():
+                resolved(run)
+    print("# the flags are good")
+    return 0
+
+
+def _without_weights(plan: Plan, folder: Path) -> Path | None:
+    """The plan's random model without its weights, in `folder`; None where the model is somebody's own."""
+    command = plan.model_command
+    if command is None:
+        return None
+    command = [{"--random": "--no-weights", str(plan.model): str(folder)}.get(word, word) for word in command]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"model must be one that scripts/make_model.py makes, got: {done.stderr.strip()}")
+    return folder

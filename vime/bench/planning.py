@@ -1,0 +1,145 @@
+"""What a benchmark of whole runs starts, in which order: command lines of `vime train`. Starts nothing itself.
+
+OUT/model-ARCH                        random weights, where the file asks for them
+OUT/runs/rollouts, OUT/rollouts/      module: one run that generates only, and the samples it saves
+OUT/runs/baseline-0, rl_kernel-0, baseline-1, ...     the sides in turn, so that what drifts meets both
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vime.bench.record import BASELINE, SIDES
+from vime.bench.settings import ARITHMETIC, Benchmark
+from vime.engine.flags import parse_config
+
+ENTRY = (sys.executable, "-m", "vime", "train")
+ROOT = Path(__file__).resolve().parents[2]
+MAKE_MODEL = ROOT / "scripts" / "make_model.py"
+SAVED = "{rollout_id}.pt"
+UNFINISHED = "unfinished"
+"""Folder beside the runs, of those that were begun anew."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of `vime train` with the flags `argv`. `side`: None for the run that makes the rollouts of a module."""
+
+    name: str
+    side: str | None
+    run_dir: Path
+    steps: int
+    argv: tuple[str, ...]
+
+    @property
+    def command(self) -> list[str]:
+        return [*ENTRY, *self.argv]
+
+    @property
+    def log(self) -> Path:
+        """Where its standard output and error go."""
+        return self.run_dir.with_name(f"{self.name}.log")
+
+    @property
+    def status(self) -> Path:
+        """Where its exit status goes, once it has ended."""
+        return self.run_dir.with_name(f"{self.name}.status")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A tier of a benchmark in the directory `out`. `runs` are in the order they are started."""
+
+    tier: str
+    benchmark: Benchmark
+    out: Path
+    model: Path
+    rollouts: Planned | None
+    runs: tuple[Planned, ...]
+
+    @property
+    def model_command(self) -> list[str] | None:
+        """What makes the model; None when it is somebody's own."""
+        model = self.benchmark.model
+        if model.arch is None:
+            return None
+        depth = [] if model.layers is None else ["--layers", str(model.layers)]
+        data = ["--arithmetic"] if self.benchmark.data == ARITHMETIC else []
+        made = ["--arch", model.arch, *depth, *data]
+        return [sys.executable, str(MAKE_MODEL), *made, "--random", str(self.model)]
+
+    @property
+    def python_path(self) -> str:
+        """PYTHONPATH of every command: this package, and hooks that lie beside the file."""
+        here = [str(ROOT), str(self.benchmark.file.absolute().parent)]
+        return os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+    @property
+    def saved(self) -> list[Path]:
+        """The files of the rollouts that a module trains on."""
+        return [self.out / "rollouts" / SAVED.format(rollout_id=i) for i in range(self.benchmark.steps)]
+
+    def all_runs(self) -> list[Planned]:
+        return [*([] if self.rollouts is None else [self.rollouts]), *self.runs]
+
+    def lines(self) -> Iterator[str]:
+        """Every command in order, as a shell takes it."""
+        yield f"export PYTHONPATH={shlex.quote(self.python_path)}"
+        commands = [self.model_command] if self.model_command else []
+        for command in [*commands, *(run.command for run in self.all_runs())]:
+            yield shlex.join(command)
+
+
+def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None = None) -> Plan:
+    """The runs of a tier, "module" or "e2e". `model` stands for the one of the file, where only flags are looked at."""
+    out, given = out.absolute(), benchmark.model
+    if model is None:
+        depth = "" if given.layers is None else f"-{given.layers}-layers"
+        model = out / f"model-{given.arch}{depth}" if given.path is None else Path(given.path)
+    data = str(model / ARITHMETIC / "train.jsonl") if benchmark.data == ARITHMETIC else benchmark.data
+    common = [
+        *("--hf-checkpoint", str(model), "--prompt-data", data),
+        *benchmark.flags,
+        *("--num-rollout", str(benchmark.steps)),
+    ]
+    switch, saved = benchmark.switch, str(out / "rollouts" / SAVED)
+
+    def run(name: str, side: str | None, *more: str) -> Planned:
+        run_dir = out / "runs" / name
+        argv = (*common, *more, *switch.argv(side or BASELINE), "--run-dir", str(run_dir))
+        return Planned(name, side, run_dir, benchmark.steps, argv)
+
+    rollouts, loads = None, list[str]()
+    if tier == "module":
+        quiet = ("--rlk-consistency", "off")  # it compares with a trainer, and there is none
+        rollouts = run("rollouts", None, *quiet, "--debug-rollout-only", "--save-debug-rollout-data", saved)
+        loads = ["--load-debug-rollout-data", saved]
+    runs = [run(f"{side}-{i}", side, *loads) for i in range(benchmark.repeats) for side in SIDES]
+    return Plan(tier, benchmark, out, model, rollouts, tuple(runs))
+
+
+def resolved(run: Planned) -> dict[str, Any]:
+    """What the flags of a run mean, as the run will save it. ValueError for flags that are wrong.
+
+    Hooks are looked up, so their folder must be on sys.path.
+    """
+    config = parse_config(run.argv)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        config.save_json(path)
+        return flat(json.loads(path.read_text()))
+
+
+def flat(sections: dict[str, Any]) -> dict[str, Any]:
+    """config.json as one mapping, without remarks and without what is known only once a run has begun."""
+    found = {k: v for section in sections.values() if isinstance(section, dict) for k, v in section.items()}
+    found.pop("weight_dir", None)
+    return found

@@ -1,0 +1,143 @@
+"""bench.json: what one benchmark measured, whichever of its tiers, baseline beside rl_kernel. Owns the schema.
+
+A benchmark directory holds bench.json and, for tiers of whole runs, the run directories it was read from. Every number
+is kept as it was measured, step by step; means and percentiles are the report's (vime.bench.report).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+RECORD_FILE = "bench.json"
+TIERS = ("op", "module", "e2e")
+BASELINE, RL_KERNEL = "baseline", "rl_kernel"
+SIDES = (BASELINE, RL_KERNEL)
+
+# metric of a run's steps -> (what it is, unit, whether more is better; None where neither is)
+METRICS: dict[str, tuple[str, str, bool | None]] = {
+    "perf/step_time": ("step", "s", False),
+    "perf/rollout_time": ("rollout", "s", False),
+    "perf/train_wait_time": ("waiting for the rollout", "s", False),
+    "perf/log_probs_time": ("old log-probs", "s", False),
+    "perf/ref_log_probs_time": ("reference log-probs", "s", False),
+    "perf/forward_time": ("forward", "s", False),
+    "perf/policy_loss_time": ("log-probs, ratio, KL and loss", "s", False),
+    "perf/backward_time": ("backward", "s", False),
+    "perf/optimizer_time": ("optimizer", "s", False),
+    "perf/update_weights_time": ("weights to engines", "s", False),
+    "perf/actor_train_time": ("training", "s", False),
+    "perf/step_tokens_per_sec": ("response tokens by the step's time", "tokens/s", True),
+    "perf/step_tokens_per_gpu_per_sec": ("the same a GPU", "tokens/s", True),
+    "perf/tokens_per_gpu_per_sec": ("rollout, response tokens a GPU", "tokens/s", True),
+    "perf/actor_train_tok_per_s": ("training, tokens", "tokens/s", True),
+    "perf/trainer_peak_gib": ("trainer, peak memory", "GiB", False),
+    "perf/forward_peak_gib": ("forward, peak memory", "GiB", False),
+    "perf/policy_loss_peak_gib": ("loss, peak memory", "GiB", False),
+    "perf/backward_peak_gib": ("backward, peak memory", "GiB", False),
+    "perf/optimizer_peak_gib": ("optimizer, peak memory", "GiB", False),
+    "rollout/raw_reward": ("raw_reward", "", True),
+    "train/train_rollout_logprob_abs_diff": ("train_rollout_logprob_abs_diff", "nats", False),
+    "train/ppo_kl": ("KL to the policy that sampled", "nats", None),
+    "train/kl_loss": ("KL to the reference", "nats", None),
+    "train/loss": ("loss", "", None),
+    "train/grad_norm": ("gradient norm", "", None),
+    "rl_kernel/fast": ("operators that ran a kernel", "share", None),
+}
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One run of one side, or one round of the contenders of an operator.
+
+    `order`: its place among all runs of the benchmark, from 0. `steps`: {metric: value} a step, the warm-up first;
+    a metric that a step did not report is not in it. `config`: what the run was resolved to, {} for operators.
+    `fallbacks`: {operator: calls that ran no kernel}, all steps together. `finished`: every step asked for is there.
+    """
+
+    order: int
+    run: str
+    finished: bool
+    steps: list[dict[str, float]]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    fallbacks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One benchmark. `switch`: {"field": configuration field, side: its value}, the one thing that differs.
+
+    `warm_up`: steps of each repeat that count for nothing. `claim`: what a difference may be called, a title of the
+    report ("R3 against R3 + rl_kernel"). `notes`: what is reduced, and other things a reader has to know.
+    """
+
+    tier: str
+    name: str
+    claim: str
+    command: str
+    notes: list[str]
+    switch: dict[str, Any]
+    warm_up: int
+    sides: dict[str, list[Repeat]]
+
+    def write(self, directory: Path) -> Path:
+        check(self)
+        path = directory / RECORD_FILE
+        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n")
+        return path
+
+
+def read(directory: Path) -> Record:
+    """The record in `directory`. ValueError when it is not one, naming file and field."""
+    path = directory / RECORD_FILE
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{directory} must hold {RECORD_FILE}, got none; `vime bench` writes it") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} must be JSON, got {error}") from error
+    if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
+        raise ValueError(f"{path} must be of schema {SCHEMA}; measure again with this version")
+    try:
+        sides = {side: [Repeat(**repeat) for repeat in repeats] for side, repeats in content["sides"].items()}
+        record = Record(**{**content, "sides": sides})
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} must have the fields of vime.bench.record.Record, got {error}") from error
+    check(record, path)
+    return record
+
+
+def check(record: Record, path: Path | str = RECORD_FILE) -> None:
+    """ValueError for a record that no report could read."""
+    if record.tier not in TIERS:
+        raise ValueError(f"{path}: tier must be one of {', '.join(TIERS)}, got {record.tier!r}")
+    if set(record.sides) != set(SIDES) or not all(record.sides.values()):
+        raise ValueError(
+            f"{path}: sides must be {' and '.join(SIDES)}, each with a repeat, got {_sizes(record)}"
+        )
+    if record.switch.keys() != {"field", *SIDES}:
+        raise ValueError(f"{path}: switch must say field, {', '.join(SIDES)}, got {', '.join(record.switch)}")
+    for repeat in all_repeats(record):
+        for step in repeat.steps:
+            bad = {name: value for name, value in step.items() if not _is_number(value)}
+            if bad:
+                raise ValueError(f"{path}: {repeat.run}: values must be finite numbers, got {bad}")
+
+
+def all_repeats(record: Record) -> Iterator[Repeat]:
+    """Those of both sides, in the order they ran."""
+    yield from sorted((r for repeats in record.sides.values() for r in repeats), key=lambda r: r.order)
+
+
+def _sizes(record: Record) -> Mapping[str, int]:
+    return {side: len(repeats) for side, repeats in record.sides.items()}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,188 @@
+"""What the runs of a benchmark left in their directories, as vime.bench.record.Record. Starts and judges nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
+from vime.bench.planning import UNFINISHED, Plan, Planned, flat
+from vime.bench.record import SIDES, Record, Repeat
+from vime.bench.settings import Switch
+from vime.engine.process import tail
+
+COUNTERS = ("rollout/step", "train/step")
+FALLBACKS = ("rl_kernel/", "/fallbacks")
+MADE_FILE = "make_model.json"
+"""What scripts/make_model.py says of a model that it made."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The whole steps of a run, from its first, and what they could not say: (step, metric, "nan" or "inf")."""
+
+    values: list[dict[str, float]]
+    broken: list[tuple[int, str, str]]
+
+
+def read_steps(run_dir: Path, *, trained: bool = True) -> Steps:
+    """One mapping a rollout: its own metrics, and those of its optimizer steps as their mean (`*_max`: the largest).
+
+    A step is whole when each of its optimizer steps is logged (`trained`; else when its rollout is), which is how a run
+    ends one. Values that are not finite are in no mapping.
+    """
+    path = run_dir / METRICS_FILE
+    rollouts: dict[int, dict[str, float]] = {}
+    optimizer: dict[int, dict[str, float]] = {}
+    broken = []
+    each = _steps_a_rollout(run_dir)
+    for _, line in read_metric_lines(path.read_text(errors="replace"), path) if path.is_file() else []:
+        if line["step_key"] == "eval/step":
+            continue
+        of_rollout = line["step_key"] == "rollout/step"
+        step = line["step"] if of_rollout else line["step"] // each
+        values = {k: v for k, v in line.items() if k not in RESERVED and k not in COUNTERS and v is not None}
+        (rollouts if of_rollout else optimizer).setdefault(line["step"], {}).update(values)
+        broken += [(step, name, word) for name, word in line.get("nonfinite", {}).items()]
+    found: list[dict[str, float]] = []
+    while (step := len(found)) in rollouts:
+        parts = [optimizer.get(step * each + i) for i in range(each)]
+        whole = [part for part in parts if part is not None]
+        if trained and len(whole) < each:
+            break
+        found.append({**rollouts[step], **_over_optimizer_steps(whole)})
+    return Steps(found, broken)
+
+
+def _over_optimizer_steps(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    gathered: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            gathered.setdefault(name, []).append(value)
+    return {name: max(v) if name.endswith("_max") else math.fsum(v) / len(v) for name, v in gathered.items()}
+
+
+def _steps_a_rollout(run_dir: Path) -> int:
+    return flat(read_json(run_dir / "config.json")).get("num_steps_per_rollout") or 1
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file that a run writes, {} when it is not there yet. ValueError when it is no JSON."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} must be JSON, got {error}; move the run's directory away") from error
+
+
+def is_whole(run: Planned, plan: Plan) -> bool:
+    """Whether every step of a run is there, and every file that others need of it."""
+    if run.side is None and not all(path.is_file() for path in plan.saved):
+        return False
+    return len(read_steps(run.run_dir, trained=run.side is not None).values) >= run.steps
+
+
+def how_it_ended(run: Planned) -> str:
+    """One line on how far a run got and why no further."""
+    steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
+    if not run.run_dir.exists() and not run.status.exists():
+        return f"{run.name} was not started"
+    reached = f"after {steps} of {run.steps} steps"
+    if not run.status.exists():
+        return f"{run.name} was stopped {reached}"
+    return f"{run.name} ended with exit status {run.status.read_text().strip()} {reached}: {tail(str(run.log), 1)}"
+
+
+def read_repeat(run: Planned, order: int, root: Path) -> Repeat:
+    """A run as far as it got; one that left nothing has no steps."""
+    steps = read_steps(run.run_dir).values[: run.steps]
+    fallbacks: Counter[str] = Counter()
+    start, end = FALLBACKS
+    for step in steps:
+        for name, value in step.items():
+            if name.startswith(start) and name.endswith(end):
+                fallbacks[name[len(start) : -len(end)]] += int(value)
+    return Repeat(
+        order=order,
+        run=str(run.run_dir.relative_to(root)),
+        finished=len(steps) == run.steps,
+        steps=steps,
+        config=read_json(run.run_dir / "config.json"),
+        environment=read_json(run.run_dir / ENVIRONMENT_FILE),
+        fallbacks={operator: calls for operator, calls in fallbacks.items() if calls},
+    )
+
+
+def collect(plan: Plan, command: str) -> Record:
+    """The record of a plan's runs as they are now, with remarks on what is missing."""
+    sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
+    for order, run in enumerate(plan.runs):
+        assert run.side is not None
+        sides[run.side].append(read_repeat(run, order, plan.out))
+    benchmark = plan.benchmark
+    return Record(
+        tier=plan.tier,
+        name=benchmark.name,
+        claim=benchmark.claim,
+        command=command,
+        notes=[*_conditions(plan), *_remarks(plan)],
+        switch=_switch(benchmark.switch, sides),
+        warm_up=benchmark.warm_up,
+        sides=sides,
+    )
+
+
+def _switch(switch: Switch, sides: Mapping[str, Sequence[Repeat]]) -> dict[str, Any]:
+    """The switch as the runs resolved it, or as the file says it where no run of a side has begun."""
+    told: dict[str, Any] = {"field": switch.field}
+    for side, repeats in sides.items():
+        values = (flat(repeat.config)[switch.field] for repeat in repeats if repeat.config)
+        told[side] = next(values, getattr(switch, side))
+    return told
+
+
+def _remarks(plan: Plan) -> Iterator[str]:
+    """Whatever of the runs is not in the numbers."""
+    for run in plan.all_runs():
+        ended_well = not run.status.exists() or run.status.read_text().strip() == "0"
+        if not is_whole(run, plan) or not ended_well:
+            yield how_it_ended(run)
+        for step, name, word in read_steps(run.run_dir, trained=run.side is not None).broken:
+            yield f"{run.name}: {name} was {word} in step {step}"
+    runs = plan.out / "runs"
+    for path in sorted((runs / UNFINISHED).glob("*/")):
+        yield f"{path.relative_to(plan.out)} is an attempt that did not finish and was begun anew"
+    known = {run.run_dir for run in plan.all_runs()} | {runs / UNFINISHED}
+    for path in sorted(runs.glob("*/")):
+        if path not in known:
+            yield f"{path.relative_to(plan.out)} is of a call with more repeats and is left out"
+
+
+def _conditions(plan: Plan) -> list[str]:
+    """What a reader of any number has to know."""
+    found = []
+    made = read_json(plan.model / MADE_FILE)
+    if made.get("weights") == "random":
+        found.append(
+            f"random weights of the shape of {made['arch']}: speed and numbers, not what a model can learn"
+        )
+    if made and made["layers"] < made["of"]:
+        found.append(
+            f"reduced depth: {made['layers']} of the {made['of']} layers, every other dimension is true"
+        )
+    if plan.tier == "module":
+        count = plan.benchmark.steps
+        found.append(
+            f"trainer alone, on {count} saved rollouts that are the same for every run: drawn by the model before its "
+            "first step, so that later steps are as far off policy as they have moved away from it"
+        )
+    if plan.benchmark.preset is not None:
+        found.append(f"preset {plan.benchmark.preset}")
+    return found

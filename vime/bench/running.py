@@ -1,0 +1,160 @@
+"""Starts the runs of a plan one after the other, and goes on where an earlier call stopped.
+
+A run that is whole is kept if its flags still mean the same, and never run again; one that is not is moved to
+runs/unfinished and starts anew. Whatever happens, bench.json says what is there after each run. What was started ends
+with this process: in order on Ctrl-C and SIGTERM, and by its supervisor when this process is killed outright.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from vime.bench.planning import UNFINISHED, Plan, Planned, flat, resolved
+from vime.bench.run_dirs import collect, how_it_ended, is_whole, read_json, read_steps
+from vime.engine.process import SupervisedProcess, tail
+
+GRACE_S = 120.0
+"""How long a run may take to end by itself: a trainer in the middle of a step, engines, Ray."""
+LOG_LINES = 5
+INTERRUPTED = 130
+
+
+def execute(plan: Plan, command: str) -> int:
+    """Run what is missing. 0 when every run is whole and ended well, 1 when one did not, 130 when interrupted.
+
+    ValueError, before anything but the model is made, for flags that are wrong and for runs that are there and were
+    made with others.
+    """
+    with _sigterm_interrupts():
+        try:
+            _make_model(plan)
+            good = _run_all(plan, whats_missing(plan), command)
+        except KeyboardInterrupt:
+            print("interrupted: what was started has been stopped; the same command goes on here", flush=True)
+            if any(run.run_dir.is_dir() for run in plan.runs):
+                collect(plan, command).write(plan.out)
+            return INTERRUPTED
+    return 0 if good else 1
+
+
+def whats_missing(plan: Plan) -> list[Planned]:
+    """The runs that are not whole, in order. ValueError for whole ones that were made with other flags."""
+    missing = []
+    for run in plan.all_runs():
+        expected = resolved(run)  # of all: wrong flags show before the first run starts
+        found = flat(read_json(run.run_dir / "config.json"))
+        steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
+        if steps >= found.get("num_rollout", run.steps):  # all that was asked for then, less than now perhaps
+            _check_same(run, found, expected)
+        if not is_whole(run, plan):
+            missing.append(run)
+    kept = [run for run in plan.runs if run not in missing]
+    if plan.rollouts in missing and kept:
+        raise ValueError(
+            f"the saved rollouts in {plan.out / 'rollouts'} must be those that {kept[0].run_dir} was trained on, got "
+            "not all of them; remove the runs, or take another --out"
+        )
+    return missing
+
+
+def _check_same(run: Planned, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for name in sorted(expected.keys() | found.keys()):
+        before, now = found.get(name), expected.get(name)
+        if before != now:
+            raise ValueError(
+                f"{run.run_dir} must have been made with the flags of now, got {name} {before!r} then and {now!r} now; "
+                "take another --out, or remove that directory"
+            )
+
+
+def _make_model(plan: Plan) -> None:
+    """Write the random model, unless an earlier call has."""
+    command = plan.model_command
+    if command is None or (plan.model / "config.json").is_file():
+        return
+    log = plan.out / "model.log"
+    print(f"model: {plan.benchmark.model.arch}, random weights, to {plan.model}", flush=True)
+    if status := _run(command, log, plan):
+        raise ValueError(
+            f"{plan.model} must be made by scripts/make_model.py, got exit status {status}:\n{_last(log)}"
+        )
+
+
+def _run_all(plan: Plan, missing: Sequence[Planned], command: str) -> bool:
+    """Run `missing`, writing bench.json after each run; whether all went well."""
+    runs, good = plan.all_runs(), True
+    for number, run in enumerate(runs, start=1):
+        title = f"[{number}/{len(runs)}] {run.name}"
+        if run not in missing:
+            print(f"{title}: kept, {run.steps} steps", flush=True)
+            continue
+        _set_aside(run)
+        print(f"{title}: {run.steps} steps, log {run.log}", flush=True)
+        began = time.monotonic()
+        status = _run(run.command, run.log, plan)
+        run.status.write_text(f"{status}\n")
+        if status == 0 and is_whole(run, plan):
+            print(f"{title}: done in {time.monotonic() - began:.1f} s", flush=True)
+        else:
+            good = False
+            print(f"{title}: {how_it_ended(run)}\nthe end of {run.log}:\n{_last(run.log)}", flush=True)
+            if run.side is None:
+                return False  # there is nothing to train on
+        if run.side is not None:
+            collect(plan, command).write(plan.out)
+    print(f"record: {collect(plan, command).write(plan.out)}", flush=True)
+    return good
+
+
+def _set_aside(run: Planned) -> None:
+    """Move what an unfinished run left to runs/unfinished, with its log and status."""
+    if not run.run_dir.exists():
+        return
+    folder = run.run_dir.parent / UNFINISHED
+    folder.mkdir(exist_ok=True)
+    number = 1 + len(list(folder.glob(f"{run.name}.*/")))
+    for path in (run.run_dir, run.log, run.status):
+        if path.exists():
+            path.rename(folder / f"{run.name}.{number}{path.suffix}")
+
+
+def _run(command: Sequence[str], log: Path, plan: Plan) -> int:
+    """Exit status of a command. It has ended, and all that it started, when this returns or raises."""
+    log.unlink(missing_ok=True)
+    process = SupervisedProcess(
+        command, {**os.environ, "PYTHONPATH": plan.python_path}, str(log), grace_s=GRACE_S
+    )
+    try:
+        while (status := process.poll()) is None:
+            time.sleep(0.1)
+        return status
+    except KeyboardInterrupt:
+        print(f"interrupted: the run has {GRACE_S:.0f} s to end in order", flush=True)
+        raise
+    finally:
+        process.stop()
+
+
+def _last(log: Path, lines: int = LOG_LINES) -> str:
+    return tail(str(log), lines) or "no output"
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends the benchmark as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,252 @@
+"""A benchmark's YAML file: what is measured, on which model and data, with which switch. Owns its keys.
+
+    name: tiny-cpu                      file names and titles
+    claim: baseline against rl_kernel   what a difference may be called (default: the name)
+    model: {arch: qwen3-tiny}           random weights of scripts/make_model.py, with `layers: N` of reduced depth;
+                                        or {path: DIR}, a Hugging Face directory
+    data: arithmetic                    a prompt file, or the sums that come with a random model
+    flags: {colocate: true, lr: 1e-3}   flags of `vime train`, or a list of them as they are typed
+    switch: {field: rlk_fast, baseline: off, rl_kernel: auto}     the one thing that differs (this is the default)
+    steps: 12                           of each run, the warm-up included
+    warm_up: 2                          steps that count for nothing (default 1)
+    repeats: 3                          runs a side (default 1)
+    presets: {smoke: {steps: 3}}        other values by name: `flags` are added, the rest replaces
+
+YAML's booleans are true and false only: `off` is a word here, as it is on a command line.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.config.fields import nearest, spelled
+from slime.config.parser import split_argv, yaml_group
+from slime.config.schema import own_flags
+from vime.bench.record import SIDES
+from vime.switch import SAME
+
+ARITHMETIC = "arithmetic"
+PRESET_KEYS = ("claim", "model", "data", "flags", "steps", "warm_up", "repeats")
+KEYS = ("name", *PRESET_KEYS, "switch", "presets")
+NEEDED = ("name", "model", "data", "steps")
+MODEL_KEYS = ("arch", "layers", "path")
+
+TAKEN = {
+    "hf_checkpoint": "`model` of the file or --model says it",
+    "prompt_data": "`data` of the file or --data says it",
+    "num_rollout": "`steps` of the file or --steps says it",
+    "num_epoch": "`steps` of the file or --steps says it",
+    "run_dir": "every run has a directory of its own below --out",
+    "custom_config_path": "what stands there would win over the switch; give its entries as flags",
+    **dict.fromkeys(
+        ("load", "save"), "every run starts from the model, and the next one would start from this one"
+    ),
+    **dict.fromkeys(
+        (
+            "debug_rollout_only",
+            "debug_train_only",
+            "save_debug_rollout_data",
+            "load_debug_rollout_data",
+            "load_debug_rollout_data_subsample",
+            "dump_details",
+            "start_rollout_id",
+        ),
+        "`vime bench module` says what is saved and loaded",
+    ),
+}
+"""Flags that a benchmark gives itself, and why nobody else may."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data, with the booleans of YAML 1.2."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":bool")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|false", re.IGNORECASE), list("tTfF"))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Hugging Face directory (`path`), or an architecture of scripts/make_model.py, all its layers or `layers`."""
+
+    path: str | None = None
+    arch: str | None = None
+    layers: int | None = None
+
+
+@dataclass(frozen=True)
+class Switch:
+    """The configuration field in which the sides differ, and its value on each."""
+
+    field: str = "rlk_fast"
+    baseline: Any = "off"
+    rl_kernel: Any = "auto"
+
+    def argv(self, side: str) -> list[str]:
+        return tokens(self.field, getattr(self, side))
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One file, with its preset and what the command line said. `flags` are tokens of `vime train`; later ones win."""
+
+    file: Path
+    name: str
+    claim: str
+    model: Model
+    data: str
+    steps: int
+    flags: tuple[str, ...] = ()
+    switch: Switch = field(default_factory=Switch)
+    warm_up: int = 1
+    repeats: int = 1
+    preset: str | None = None
+
+    def with_line(
+        self,
+        *,
+        steps: int | None = None,
+        repeats: int | None = None,
+        model: str | None = None,
+        data: str | None = None,
+        flags: Sequence[str] = (),
+    ) -> Benchmark:
+        """What the command line says wins. ValueError for what it must not say."""
+        own = None if model is None else Model(path=model)
+        given: dict[str, Any] = {"steps": steps, "repeats": repeats, "data": data, "model": own}
+        changed = {name: value for name, value in given.items() if value is not None}
+        merged = replace(self, flags=(*self.flags, *flags), **changed)
+        _check(merged, "the command line")
+        return merged
+
+
+def read_settings(path: Path, preset: str | None = None) -> Benchmark:
+    """The benchmark that a file describes. ValueError naming file and key."""
+    content = _mapping(_load(path), str(path), KEYS)
+    for key in NEEDED:
+        if key not in content:
+            raise ValueError(f"{path} must say `{key}`, got {', '.join(content) or 'nothing'}")
+    presets = _mapping(content.pop("presets", {}), f"{path}: presets")
+    for name, values in presets.items():
+        presets[name] = _mapping(values, f"{path}: preset {name}", PRESET_KEYS)
+    chosen: dict[str, Any] = {}
+    if preset is not None:
+        if preset not in presets:
+            near = nearest(preset, presets, prefix="")
+            raise ValueError(
+                f"--preset must be one of {', '.join(presets) or 'none'} for {path}, got {preset}{near}"
+            )
+        chosen = presets[preset]
+    flags = [*_flags(content.pop("flags", {}), path), *_flags(chosen.get("flags", {}), path)]
+    values = {**content, **{key: value for key, value in chosen.items() if key != "flags"}}
+    values["model"] = _model(values["model"], path)
+    values["switch"] = _switch(values.get("switch", {}), path)
+    values.setdefault("claim", values["name"])
+    found = Benchmark(file=path, flags=tuple(flags), preset=preset, **values)
+    _check(found, str(path))
+    return found
+
+
+def tokens(name: str, value: Any) -> list[str]:
+    """A flag of `vime train` and its value, as typed: ("colocate", True) -> ["--colocate"]."""
+    group = yaml_group(name, value)
+    return [group.typed, *group.values]
+
+
+def _load(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(
+            f"CONFIG must be a YAML file, got {path}; those that come with it are in examples/bench"
+        )
+    try:
+        return yaml.load(path.read_text(), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} must be valid YAML, got: {error}") from error
+
+
+def _mapping(value: Any, what: str, keys: Sequence[str] | None = None) -> dict[str, Any]:
+    """`value` as a mapping with no key but `keys` (None: any)."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} must be a mapping, got {value!r}")
+    if keys is not None:
+        for key in value:
+            if key not in keys:
+                near = nearest(str(key), keys, prefix="")
+                raise ValueError(f"{what} must have keys of {', '.join(keys)}, got {key}{near}")
+    return dict(value)
+
+
+def _flags(value: Any, path: Path) -> list[str]:
+    """Tokens of a mapping of flags, or of a list of them as they are typed."""
+    if isinstance(value, list):
+        return [token for item in value for token in shlex.split(str(item))]
+    entries = _mapping(value, f"{path}: flags")
+    return [token for name, given in entries.items() for token in tokens(str(name), given)]
+
+
+def _model(value: Any, path: Path) -> Model:
+    model = Model(**_mapping(value, f"{path}: model", MODEL_KEYS))
+    if (model.path is None) == (model.arch is None):
+        raise ValueError(f"{path}: model must say `arch` or `path`, one of them, got {value}")
+    if model.layers is not None and model.arch is None:
+        raise ValueError(
+            f"{path}: model.layers must go with `arch`, got `path`; weights that exist have their depth"
+        )
+    if model.layers is not None:
+        _count(model.layers, "model.layers", str(path), least=1)
+    return model
+
+
+def _switch(value: Any, path: Path) -> Switch:
+    given = _mapping(value, f"{path}: switch", ("field", *SIDES))
+    if given and set(given) != {"field", *SIDES}:
+        raise ValueError(f"{path}: switch must say field, {' and '.join(SIDES)}, got {', '.join(given)}")
+    switch = Switch(**given)
+    if switch.field not in own_flags():
+        near = nearest(str(switch.field), own_flags(), prefix="")
+        raise ValueError(
+            f"{path}: switch.field must be a field of the configuration, got {switch.field}{near}"
+        )
+    if switch.baseline == switch.rl_kernel:
+        raise ValueError(f"{path}: switch must differ between the sides, got {switch.baseline} for both")
+    return switch
+
+
+def _check(benchmark: Benchmark, where: str) -> None:
+    """What holds whoever said it."""
+    if not re.fullmatch(r"[\w.-]+", str(benchmark.name)):
+        raise ValueError(
+            f"{where}: name must be of letters, digits, '.', '-' and '_', got {benchmark.name!r}"
+        )
+    _count(benchmark.steps, "steps", where, least=1)
+    _count(benchmark.repeats, "repeats", where, least=1)
+    _count(benchmark.warm_up, "warm_up", where, least=0)
+    if benchmark.warm_up >= benchmark.steps:
+        raise ValueError(
+            f"{where}: steps must be more than the warm-up, got {benchmark.steps} and warm_up {benchmark.warm_up}; "
+            "the warm-up counts among them"
+        )
+    same = {name for name, field_name in SAME.items() if field_name == benchmark.switch.field}
+    for group in split_argv(benchmark.flags):
+        name = group.name.removeprefix("no_")
+        why = TAKEN.get(name)
+        if name in {benchmark.switch.field, *same}:
+            why = "it is what the sides differ in"
+        if why is not None:
+            raise ValueError(f"{where}: {spelled(name)} must be left out of the flags, got it; {why}")
+
+
+def _count(value: Any, what: str, where: str, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{where}: {what} must be a whole number, {least} or more, got {value!r}")
