@@ -34,8 +34,9 @@ _STATUS = {
 def request_seed(run_seed: int, session_id: str, generated_tokens: int) -> int:
     """Seed of one request: the first 52 bits of sha256(f"{run_seed}/{session_id}/{generated_tokens}").
 
-    `session_id` is "{stream}/{rollout_id}/{sample index}" (see `generate_and_rm_group`), so a run repeats
-    exactly where the engine's numbers do not depend on its batch, and no two requests share a seed but by chance. 52 bits survive every JSON implementation.
+    `session_id` is "{stream}/{rollout_id}/{sample index}" (see `generate_and_rm_group`), so a run repeats exactly where
+    the engine's numbers do not depend on its batch, and no two requests share a seed but by chance. 52 bits survive
+    every JSON implementation.
     """
     digest = hashlib.sha256(f"{run_seed}/{session_id}/{generated_tokens}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 12
