@@ -32,21 +32,25 @@ def placed(*path, value):
     return change
 
 
+def compare(record) -> None:
+    refuse_unlike(record, pairs_of(record)[0])
+
+
 def refusal(record) -> str:
     with pytest.raises(ValueError, match="must differ in") as caught:
-        refuse_unlike(record)
+        compare(record)
     return str(caught.value)
 
 
 def test_runs_that_differ_in_the_switch_and_their_paths_are_compared():
     record = full_steps(repeats=2, steps=4)
-    refuse_unlike(record)
+    compare(record)
     configs = [repeat.config for repeat in record.sides[BASELINE] + record.sides[RL_KERNEL]]
     assert (
         len({config["logging"]["run_dir"] for config in configs}) == 4
     )  # the case does differ in what is excepted
     assert len({config["checkpoint"]["load"] for config in configs}) == 4
-    refuse_unlike(an_operator(rounds=2))
+    compare(an_operator(rounds=2))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def test_a_switch_that_switches_nothing_or_is_not_known_is_refused():
     record = full_steps(repeats=1, steps=4)
     same = {**record.switch, RL_KERNEL: "off"}
     assert "rlk_fast: 'off' on both sides" in refusal(replace(record, switch=same))
-    assert "no_such: [] in baseline-0" in refusal(
+    assert "no_such: (absent) in baseline-0" in refusal(
         replace(record, switch={**record.switch, "field": "no_such"})
     )
     sides = {side: [replace(repeats[0], config={})] for side, repeats in record.sides.items()}
@@ -134,10 +138,10 @@ def test_what_is_excepted_and_no_more():
         placed("variables", "VIME_RL_KERNEL", value="1"),
         configured("weight_update", "weight_dir", "/other"),
     ):
-        refuse_unlike(changed(record, RL_KERNEL, 1, change))
+        compare(changed(record, RL_KERNEL, 1, change))
     seeded = changed(record, BASELINE, 1, configured("train", "seed", 9))
     assert "train.seed" in refusal(seeded)
-    refuse_unlike(changed(seeded, RL_KERNEL, 1, configured("train", "seed", 9)))  # a pair of its own seed
+    compare(changed(seeded, RL_KERNEL, 1, configured("train", "seed", 9)))  # a pair of its own seed
 
 
 def test_runs_that_cannot_count_are_named_and_their_partners_with_them():
@@ -150,6 +154,21 @@ def test_runs_that_cannot_count_are_named_and_their_partners_with_them():
         "rl_kernel-0 did not finish (2 steps): the pair baseline-0, rl_kernel-0 does not count",
         "baseline-2 has no step after its warm-up (1 steps, 1 warm-up): "
         "the pair baseline-2, rl_kernel-2 does not count",
+    ]
+
+
+def test_a_run_that_was_never_started_is_left_out_and_not_compared():
+    """The runner writes the record after each run: what is not there yet has no configuration and no environment."""
+    record = full_steps(repeats=2, steps=4)
+    record = changed(
+        record,
+        RL_KERNEL,
+        1,
+        lambda r: replace(r, finished=False, steps=[], config={}, environment={}),
+    )
+    compare(record)
+    assert pairs_of(record)[1] == [
+        "rl_kernel-1 did not finish (0 steps): the pair baseline-1, rl_kernel-1 does not count"
     ]
 
 

@@ -230,6 +230,24 @@ def test_forward_loss_and_backward_are_compared_as_one(tmp_path):
     assert found.sides[BASELINE].repeats[0] == pytest.approx(np.mean(steps))
 
 
+def test_small_parts_are_named_and_not_listed(tmp_path):
+    text = reported(tmp_path, full_steps(repeats=1, steps=6))
+    assert "Under 1 % of a step on both sides, not listed: sleep time, handover time." in text
+    assert not rows(text, "sleep time") and rows(text, "optimizer")
+
+
+def test_a_difference_beyond_the_axis_is_a_number_with_an_arrow():
+    record = full_steps(repeats=3, steps=6)
+    for repeat in record.sides[RL_KERNEL]:
+        for step in repeat.steps:
+            step["perf/optimizer_time"] *= 5
+    found = compared(record, pairs_of(record)[0])
+    (value,) = (c.difference.value for c in found if c.metric.name == "perf/optimizer_time")
+    (axes,) = pictures._differences(found).axes
+    (text,) = (text.get_text() for text in axes.texts)
+    assert value > 3.5 and text == f"{100 * value:+.0f} % →" and axes.get_xlim()[1] < 50
+
+
 def test_a_record_survives_the_file(tmp_path):
     record = full_steps(repeats=1, steps=3)
     record.write(tmp_path)

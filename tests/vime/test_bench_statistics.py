@@ -130,6 +130,14 @@ def test_too_few_steps_of_too_few_pairs_give_no_interval():
     assert paired_difference(runs(rng, 2, 20, run_sd=0), relative=True).low is not None
 
 
+def test_steps_that_are_all_equal_need_no_interval():
+    values = np.array([0.5, 0.7, 0.2])
+    d = paired_difference([(values, values.copy())], relative=False)
+    assert verdict(metric_of("rollout/raw_reward"), d) == "equal, in these runs"
+    other = paired_difference([(values, values[::-1])], relative=False)  # the same mean of other steps
+    assert verdict(metric_of("rollout/raw_reward"), other).startswith("too few")
+
+
 def test_percentiles_are_given_from_enough_steps_on():
     assert set(summarise([np.arange(8.0)]).percentiles) == {50}
     assert set(summarise([np.arange(5.0), np.arange(5.0)]).percentiles) == {50, 90}

@@ -6,12 +6,12 @@ drivers, versions or code. What may differ without a word is EXCEPTED and MEASUR
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat, all_repeats
+from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 
-# Configuration: where a run writes. Its value may differ; that it writes there at all may not.
+# Configuration: where a run writes, and names. A value may differ; that there is one at all may not.
 EXCEPTED: tuple[tuple[str, str], ...] = (
     ("run_dir", "each run has records of its own"),
     (
@@ -24,6 +24,7 @@ EXCEPTED: tuple[tuple[str, str], ...] = (
     ("tb_experiment_name", "a name of the run in a dashboard"),
     ("wandb_dir", "each run logs beside its records"),
     ("wandb_run_id", "a name of the run in a dashboard"),
+    ("notes", "remarks for a person on fields that are compared themselves"),
 )
 # Configuration: what one pair of repeats may have otherwise than the next, both of its runs alike.
 PER_PAIR = ("seed", "rollout_seed")
@@ -58,9 +59,13 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def refuse_unlike(record: Record) -> None:
-    """ValueError, naming every difference, unless the sides differ in the switch alone."""
-    problems = [*_switch_problems(record), *_config_problems(record), *_environment_problems(record)]
+def refuse_unlike(record: Record, pairs: Sequence[Pair]) -> None:
+    """ValueError, naming every difference, unless the runs of `pairs` (`pairs_of`) differ in the switch alone."""
+    problems = [
+        *_switch_problems(record, pairs),
+        *_config_problems(record, pairs),
+        *_environment_problems(pairs),
+    ]
     if not problems:
         return
     listed = "; ".join(problems[:MOST_LISTED])
@@ -100,10 +105,15 @@ def pairs_of(record: Record) -> tuple[list[Pair], list[str]]:
     return pairs, left_out
 
 
-def cautions(record: Record, pairs: list[Pair]) -> list[str]:
+def in_order(pairs: Sequence[Pair]) -> list[Repeat]:
+    """The runs of `pairs` as they ran."""
+    return sorted((repeat for pair in pairs for repeat in pair), key=lambda repeat: repeat.order)
+
+
+def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
     """What does not forbid the comparison and yet has to be known to read it."""
     found = []
-    runs = sorted((repeat for pair in pairs for repeat in pair), key=lambda repeat: repeat.order)
+    runs = in_order(pairs)
     first = {id(repeat) for repeat, _ in pairs}
     order = "".join("A" if id(repeat) in first else "B" for repeat in runs)
     if any(order[i] == order[i + 1] for i in range(0, len(order), 2)):
@@ -121,7 +131,7 @@ def cautions(record: Record, pairs: list[Pair]) -> list[str]:
     return found + _kernel_cautions(record, pairs)
 
 
-def _kernel_cautions(record: Record, pairs: list[Pair]) -> list[str]:
+def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
     """Whether the side named for the kernels ran them."""
     steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
     shares = [step["rl_kernel/fast"] for step in steps if "rl_kernel/fast" in step]
@@ -143,42 +153,40 @@ def _unusable(repeat: Repeat, warm_up: int) -> str | None:
     return None
 
 
-def _switch_problems(record: Record) -> list[str]:
+def _switch_problems(record: Record, pairs: Sequence[Pair]) -> list[str]:
     field = record.switch["field"]
     if record.switch[BASELINE] == record.switch[RL_KERNEL]:
         return [f"{field}: {record.switch[BASELINE]!r} on both sides"]
-    if not any(repeat.config for repeat in all_repeats(record)):
-        return ["no configuration at all"] if record.tier == "e2e" else []
+    if not any(repeat.config for pair in pairs for repeat in pair):
+        return [] if record.tier == "op" else ["no configuration at all"]
     found = []
-    for side in SIDES:
-        for repeat in record.sides[side]:
-            values = [value for path, value in flatten(repeat.config) if _is(path, field)]
-            if values != [record.switch[side]]:
-                told = values[0] if len(values) == 1 else values
-                found.append(f"{field}: {told!r} in {repeat.run}, {record.switch[side]!r} is the switch's")
+    for side, repeat in ((side, repeat) for pair in pairs for side, repeat in zip(SIDES, pair, strict=True)):
+        values = [value for path, value in flatten(repeat.config) if _is(path, field)]
+        if values != [record.switch[side]]:
+            told = repr(values[0]) if len(values) == 1 else _ABSENT
+            found.append(f"{field}: {told} in {repeat.run}, {record.switch[side]!r} is the switch's")
     return found
 
 
-def _config_problems(record: Record) -> list[str]:
-    """Each repeat against the first of all, and what a pair must share against its partner."""
-    sides = [sorted(record.sides[side], key=lambda repeat: repeat.order) for side in SIDES]
-    reference, field = sides[0][0], record.switch["field"]
+def _config_problems(record: Record, pairs: Sequence[Pair]) -> list[str]:
+    """Each run against the first of all; what only a pair must share, against its partner."""
+    reference, field = pairs[0][0], record.switch["field"]
     first = _comparable_config(reference.config)
     found = []
-    for repeat in (repeat for side in sides for repeat in side if repeat is not reference):
+    for repeat in in_order(pairs):
         own = _comparable_config(repeat.config)
         for path in _unequal(first, own):
             if not _is(path, field) and path.rpartition(".")[2] not in PER_PAIR:
                 found.append(_told(path, first, reference, own, repeat))
-    for one, other in zip(*sides, strict=False):
+    for one, other in pairs:
         a, b = _comparable_config(one.config), _comparable_config(other.config)
         unequal = [path for path in _unequal(a, b) if path.rpartition(".")[2] in PER_PAIR]
         found += [_told(path, a, one, b, other) for path in unequal]
     return found
 
 
-def _environment_problems(record: Record) -> list[str]:
-    repeats = list(all_repeats(record))
+def _environment_problems(pairs: Sequence[Pair]) -> list[str]:
+    repeats = in_order(pairs)
     unknown = [repeat.run for repeat in repeats if not repeat.environment]
     if unknown:
         return [f"no environment (hardware, versions) of {', '.join(unknown)}"]

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from slime.tracking.metrics import LOGPROB_DIFF
 from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
-from vime.bench.statistics import LEVEL, OVER_STEPS
+from vime.bench.statistics import LEVEL, OVER_REPEATS, OVER_STEPS, Difference
 from vime.bench.verdicts import SIZES, TIMES, Comparison, number
 from vime.plot import COLOURS, LONG, PART_COLOURS, decades, dress, legend, save
 from vime.run_metrics import Run, Series, running_mean, smoothing_window, step_times
@@ -41,7 +41,7 @@ def draw_pictures(
     record: Record, pairs: Sequence[Pair], found: Sequence[Comparison], out: Path, prefix: str
 ) -> tuple[list[Picture], list[str]]:
     """Write `prefix`-*.png to `out`; returns (what was written, what was not drawn and why)."""
-    both = {c.metric.name: c for c in found if not c.missing}
+    both = {c.metric.name: c for c in found if not c.missing and not c.small}
     wanted: list[tuple[str, str, Figure | str]] = [
         ("differences", f"Differences with {LEVEL_TEXT} intervals", _differences(list(both.values())))
     ]
@@ -116,11 +116,11 @@ def _bars(found: Sequence[Comparison]) -> Figure:
             end = max(*summary.repeats, summary.mean + (summary.spread or 0))
             place = {"textcoords": "offset points", "va": "center", "fontsize": 8}
             axes.annotate(number(summary.mean), (end, y), (5, 0), **place)
-    axes.set_yticks(range(len(found)), [c.metric.label for c in found])
+    axes.set_yticks(range(len(found)), [c.metric.label.removesuffix(", peak memory") for c in found])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.set_xlim(0, 1.14 * top)
-    axes.set_xlabel(found[0].metric.unit)
+    axes.set_xlabel(f"mean ({found[0].metric.unit})")
     dress(axes, "")
     _name_sides(axes)
     _say(figure, _repeats_text(max(len(s.repeats) for c in found for s in c.sides.values() if s)))
@@ -145,39 +145,49 @@ def _peaks(both: dict[str, Comparison]) -> Figure | str:
 
 def _differences(found: Sequence[Comparison]) -> Figure | str:
     """Relative differences of all metrics that have one, with their intervals, around zero."""
-    shown = [c for c in found if c.difference is not None and c.difference.relative]
+    shown = [(c, c.difference) for c in found if c.difference is not None and c.difference.relative]
     if not shown:
         return "no time, speed or memory was recorded by both sides"
     figure, axes = _figure(1.5 + 0.3 * len(shown))
+    left, right = _span([d for _, d in shown])
     axes.axvline(0, color="#8C8C8C", linewidth=1)
-    for row, c in enumerate(shown):
-        d = c.difference
-        assert d is not None
-        axes.plot(
-            [100 * x for x in d.pairs], [row] * len(d.pairs), "|", color="#8C8C8C", markersize=9, zorder=1
-        )
+    for row, (c, d) in enumerate(shown):
         good = c.metric.better is not None and (d.value > 0) == c.metric.better
         colour = "#4D4D4D" if not d.shown or c.metric.better is None else COLOURS[2] if good else COLOURS[1]
+        axes.plot(100 * np.array(d.pairs), [row] * len(d.pairs), "|", color="#8C8C8C", markersize=9, zorder=1)
         if d.low is not None and d.high is not None:
-            axes.plot(
-                [100 * d.low, 100 * d.high], [row, row], color=colour, linewidth=2.2, solid_capstyle="butt"
-            )
-        axes.plot(
-            100 * d.value, row, "o", color=colour, markersize=6, fillstyle="full" if d.shown else "none"
-        )
-    axes.set_yticks(range(len(shown)), [f"{c.metric.label} ({c.metric.unit})" for c in shown], fontsize=8)
+            ends = [100 * d.low, 100 * d.high]
+            axes.plot(ends, [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
+        look = {"color": colour, "markersize": 6, "fillstyle": "full" if d.shown else "none"}
+        axes.plot(100 * d.value, row, "o", **look)
+        if not left <= 100 * d.value <= right:
+            text, beyond = f"{100 * d.value:+.0f} %", d.value > 0
+            place = {"va": "center", "ha": "right" if beyond else "left", "fontsize": 8, "color": colour}
+            axes.text(right if beyond else left, row, f"{text} →" if beyond else f"← {text}", **place)
+    axes.set_xlim(left, right)
+    axes.set_yticks(range(len(shown)), [f"{c.metric.label} ({c.metric.unit})" for c, _ in shown], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlabel(f"{RL_KERNEL} against {BASELINE} (%)")
     dress(axes, "")
-    steps = any(c.difference is not None and c.difference.over == OVER_STEPS for c in shown)
-    unit = "the steps of these runs only" if steps else "repeats"
+    told = {OVER_STEPS: "the steps of these runs only", OVER_REPEATS: "repeats"}
+    over = " or ".join(dict.fromkeys(told[d.over] for _, d in shown))
     _say(
         figure,
-        f"lines: {LEVEL_TEXT} interval over {unit} (none: too little for one); ticks: each pair of repeats\n"
+        f"lines: {LEVEL_TEXT} interval over {over} (none: too little for one); ticks: each pair of repeats\n"
         "filled: away from zero, green for the better, orange for the worse",
     )
     return figure
+
+
+def _span(found: Sequence[Difference]) -> tuple[float, float]:
+    """The x-axis in percent: with zero and every difference but those beyond three times what most of them reach."""
+    reach = [100 * max(abs(x) for x in (d.value, d.low or 0, d.high or 0)) for d in found]
+    most = max(3 * float(np.percentile(reach, 75)), 1.0)
+    ends = [0.0, *(100 * x for d in found for x in (d.value, d.low, d.high, *d.pairs) if x is not None)]
+    low, high = max(min(ends), -most), min(max(ends), most)
+    margin = 0.06 * (high - low)
+    return low - margin, high + margin
 
 
 def _values(repeat: Repeat, name: str) -> np.ndarray:
@@ -278,6 +288,6 @@ def _breakdown(record: Record, pairs: Sequence[Pair]) -> Figure | str:
     figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside right center")
     _say(
         figure,
-        "forward and policy loss share the head's work otherwise on each side: compare their sum with backward",
+        "where the head's log-probs count depends on the path: compare forward + policy loss + backward",
     )
     return figure

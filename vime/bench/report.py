@@ -7,21 +7,21 @@ gains. Runs that differ in more than the switch are refused (vime.bench.compare)
 from __future__ import annotations
 
 import argparse
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.tracking.environment import mask_secrets
 from vime.bench import record as records
-from vime.bench.compare import EXCEPTED, Pair, cautions, flatten, pairs_of, refuse_unlike
+from vime.bench.compare import EXCEPTED, Pair, cautions, flatten, in_order, pairs_of, refuse_unlike
+from vime.bench.operators import OPERATORS_FILE, has_operators, operator_lines, read_operators
 from vime.bench.pictures import Picture, draw_pictures
-from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
+from vime.bench.record import BASELINE, RL_KERNEL, Record, Repeat
 from vime.bench.statistics import LEVEL, MIN_PAIRS, MIN_STEPS
 from vime.bench.tables import fallbacks, in_short, percentiles, verdicts
 from vime.bench.verdicts import Comparison, compared
+from vime.bench.where import facts, folded
 
 REPORT_FILE = "report.md"
 TIER_TITLES = {"op": "Operators", "module": "Modules", "e2e": "Full steps"}
@@ -31,7 +31,6 @@ TIER_LIMITS = {
     "e2e": "Whole steps: rollout, training and weight transfer.",
 }
 MOE_LIMIT = "Router and experts are the same code on both sides: nothing here is a claim about their kernels."
-PACKAGES = ("torch", "triton", "vllm", "vllm-router", "megatron-core", "transformers", "ray", "numpy")
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         prog="vime bench report", description="Baseline against rl_kernel, as Markdown with pictures."
     )
     parser.add_argument(
-        "dirs", nargs="+", type=Path, metavar="DIR", help=f"directory with {records.RECORD_FILE}"
+        "dirs", nargs="+", type=Path, metavar="DIR", help=f"with {records.RECORD_FILE} or {OPERATORS_FILE}"
     )
     parser.add_argument(
         "--out", type=Path, help="where to write; default DIR/report, required for several DIRs"
@@ -60,17 +59,26 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.out is None and len(args.dirs) > 1:
         raise ValueError(f"--out must be given for several DIRs, got {len(args.dirs)} directories; name one")
-    for path in write_report([records.read(path) for path in args.dirs], args.out or args.dirs[0] / "report"):
+    operators = [read_operators(path) for path in args.dirs if has_operators(path)]
+    both = [path for path in args.dirs if (path / records.RECORD_FILE).is_file() or not has_operators(path)]
+    benchmarks = [records.read(path) for path in both]
+    for path in write_report(benchmarks, args.out or args.dirs[0] / "report", operators):
         print(path)
     return 0
 
 
-def write_report(benchmarks: Sequence[Record], out: Path) -> list[Path]:
-    """Write report.md and the pictures to `out`; returns what was written. ValueError for a record not to compare."""
+def write_report(
+    benchmarks: Sequence[Record], out: Path, operators: Sequence[dict[str, Any]] = ()
+) -> list[Path]:
+    """Write report.md and the pictures to `out`; returns what was written. ValueError for a record not to compare.
+
+    `operators`: contents of operators.json, which belong to the section of the operators.
+    """
     judged = []
     for record in benchmarks:
-        refuse_unlike(record)
-        judged.append((record, *pairs_of(record)))
+        pairs, left_out = pairs_of(record)
+        refuse_unlike(record, pairs)
+        judged.append((record, pairs, left_out))
     out.mkdir(parents=True, exist_ok=True)
     found = []
     for i, (record, pairs, left_out) in enumerate(judged, 1):
@@ -78,19 +86,27 @@ def write_report(benchmarks: Sequence[Record], out: Path) -> list[Path]:
         prefix = f"{i}-{record.tier}-{re.sub(r'[^A-Za-z0-9.]+', '-', record.name).strip('-')}"
         pictures, not_drawn = draw_pictures(record, pairs, comparisons, out, prefix)
         found.append(Findings(record, pairs, left_out, comparisons, pictures, not_drawn))
+    drawn: list[Path] = []
+    benched = [
+        line
+        for i, content in enumerate(operators, 1)
+        for line in operator_lines(content, out, f"operators-{i}", drawn)
+    ]
     path = out / REPORT_FILE
-    path.write_text("\n".join(_lines(found)) + "\n", encoding="utf-8")
-    return [path, *(out / picture.file for each in found for picture in each.pictures)]
+    path.write_text("\n".join(_lines(found, benched)) + "\n", encoding="utf-8")
+    return [path, *drawn, *(out / picture.file for each in found for picture in each.pictures)]
 
 
-def _lines(found: Sequence[Findings]) -> Iterator[str]:
+def _lines(found: Sequence[Findings], benched: Sequence[str]) -> Iterator[str]:
     yield f"# {BASELINE} against {RL_KERNEL}"
     yield ""
     yield from _how_to_read()
     for tier, title in TIER_TITLES.items():
         of_tier = [each for each in found if each.record.tier == tier]
-        if of_tier:
+        lines = benched if tier == "op" else []
+        if of_tier or lines:
             yield from ("", f"## {title}", "", TIER_LIMITS[tier])
+        yield from lines
         for each in of_tier:
             yield from _part(each)
 
@@ -121,7 +137,7 @@ def _part(found: Findings) -> Iterator[str]:
     """One record, from its title to its configuration."""
     record = found.record
     yield from ("", f"### {record.claim}", "")
-    if _is_moe(record):
+    if _is_moe(record.claim, found.pairs[0][0]):
         yield from (MOE_LIMIT, "")
     yield from _what_ran(found)
     yield from in_short(found.comparisons)
@@ -129,11 +145,11 @@ def _part(found: Findings) -> Iterator[str]:
     yield from percentiles(record, found.comparisons)
     yield from _pictures(found)
     yield from fallbacks(found.pairs)
-    yield from _full(record)
+    yield from _full(record, found.pairs[0][0])
 
 
 def _what_ran(found: Findings) -> Iterator[str]:
-    record, runs = found.record, found.record.sides[BASELINE]
+    record = found.record
     switch = record.switch
     yield f"- **Benchmark** {record.name}; `{switch['field']}` is `{switch[BASELINE]}` in {BASELINE}, " + (
         f"`{switch[RL_KERNEL]}` in {RL_KERNEL}"
@@ -145,44 +161,16 @@ def _what_ran(found: Findings) -> Iterator[str]:
         f"- **Counted** {_plural(len(found.pairs), 'pair')} of repeats, {counts} {_word(steps[-1], 'step')} each"
         + warm_up
     )
-    order = [side[0] for side, _ in _in_order(found.pairs)]
-    yield f"- **Order** {' '.join(order)} ({BASELINE[0]}: {BASELINE}, {RL_KERNEL[0]}: {RL_KERNEL})"
-    yield from (f"- **{name}** {text}" for name, text in _facts(runs[0].environment))
+    baselines = {id(repeat) for repeat, _ in found.pairs}
+    order = " ".join(
+        BASELINE[0] if id(repeat) in baselines else RL_KERNEL[0] for repeat in in_order(found.pairs)
+    )
+    yield f"- **Order** {order} ({BASELINE[0]}: {BASELINE}, {RL_KERNEL[0]}: {RL_KERNEL})"
+    yield from (f"- **{name}** {text}" for name, text in facts(found.pairs[0][0].environment))
     yield from (f"- **Note** {note}" for note in record.notes)
     yield from (f"- **Mind** {text}" for text in cautions(record, found.pairs))
     yield from (f"- **Left out** {text}" for text in found.left_out)
     yield from ("", "```bash", record.command, "```")
-
-
-def _in_order(pairs: Sequence[Pair]) -> list[tuple[str, Repeat]]:
-    runs = [(side, repeat) for pair in pairs for side, repeat in zip(SIDES, pair, strict=True)]
-    return sorted(runs, key=lambda each: each[1].order)
-
-
-def _facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Hardware, driver, versions and commit, as far as the environment says them."""
-    gpus = environment.get("gpus")
-    cpu = environment.get("cpu")
-    told = dict(flatten(environment))
-    if isinstance(gpus, list) and gpus:
-        kinds = dict.fromkeys(
-            f"{gpu['name']}, {gpu['memory_mib']} MiB, driver {gpu['driver']}" for gpu in gpus
-        )
-        yield "Hardware", f"{len(gpus)} x " + "; ".join(kinds)
-    elif told.get("gpu"):
-        yield "Hardware", f"{told['gpu']}, driver {told.get('gpu_facts.driver_version', 'unknown')}"
-    elif isinstance(cpu, Mapping):
-        yield (
-            "Hardware",
-            f"no GPU; {cpu.get('usable_cores')} of {cpu.get('cores')} cores of {cpu.get('model')}",
-        )
-    else:
-        yield "Hardware", f"no GPU; CPU {cpu or 'unknown'}"
-    python = told.get("python.version", told.get("python"))
-    versions = {name: told.get(f"packages.{name}", told.get(name)) for name in PACKAGES}
-    known = [f"{name} {version}" for name, version in {"Python": python, **versions}.items() if version]
-    yield "Versions", ", ".join(known) or "unknown"
-    yield "Commit", str(told.get("git.commit") or told.get("commit") or "unknown")
 
 
 def _pictures(found: Findings) -> Iterator[str]:
@@ -194,32 +182,22 @@ def _pictures(found: Findings) -> Iterator[str]:
     yield from (f"- {note}" for note in found.not_drawn)
 
 
-def _full(record: Record) -> Iterator[str]:
+def _full(record: Record, repeat: Repeat) -> Iterator[str]:
     """Configuration and environment in full, folded; of the first baseline, as the others are equal but for paths."""
-    repeat = min(record.sides[BASELINE], key=lambda repeat: repeat.order)
     excepted = ", ".join(name for name, _ in EXCEPTED)
     if repeat.config:
-        yield from _folded(
+        yield from folded(
             f"Resolved configuration of {repeat.run} (equal in all runs, but for {record.switch['field']}, the seeds "
             f"of a pair and where a run writes: {excepted})",
             repeat.config,
         )
-    yield from _folded(f"Environment of {repeat.run}", repeat.environment)
+    yield from folded(f"Environment of {repeat.run}", repeat.environment)
 
 
-def _folded(title: str, values: Mapping[str, Any]) -> Iterator[str]:
-    yield from ("", "<details>", f"<summary>{title}</summary>", "", "```text")
-    yield from (f"{path}: {json.dumps(value)}" for path, value in flatten(mask_secrets(values)))
-    yield from ("```", "", "</details>")
-
-
-def _is_moe(record: Record) -> bool:
-    experts = [
-        value
-        for path, value in flatten(record.sides[BASELINE][0].config)
-        if path.rpartition(".")[2] in ("num_experts", "num_moe_experts")
-    ]
-    return any(experts) or re.search(r"\b(R3|MoE|experts?)\b", record.claim, re.IGNORECASE) is not None
+def _is_moe(claim: str, repeat: Repeat) -> bool:
+    names = ("num_experts", "num_moe_experts")
+    experts = [value for path, value in flatten(repeat.config) if path.rpartition(".")[2] in names]
+    return any(experts) or re.search(r"\b(R3|MoE|experts?)\b", claim, re.IGNORECASE) is not None
 
 
 def _plural(count: int, word: str) -> str:

@@ -85,16 +85,13 @@ def summarise(repeats: Sequence[np.ndarray]) -> Summary | None:
     )
 
 
-def paired_difference(
-    pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, relative: bool, steps_too: bool = True
-) -> Difference | None:
+def paired_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, relative: bool) -> Difference | None:
     """The difference of P pairs of [S] values; None when no step of a pair was reported by both sides.
 
     Step k pairs with step k; one that a side did not report is left out of both. Of at least MIN_PAIRS pairs the
     interval is Student's over the P differences, P - 1 degrees of freedom: it holds for another pair of runs. Of fewer
     it is over their steps (`block_error`): it holds for these runs only, as how much two runs of one side differ was
-    not measured. `steps_too=False` gives none then. With `relative`, differences are logs of the ratio of means, and
-    values must be positive.
+    not measured. With `relative`, differences are logs of the ratio of means, and values must be positive.
     """
     kept = [both for pair in pairs if len((both := _reported_by_both(*pair))[0])]
     if not kept:
@@ -104,7 +101,9 @@ def paired_difference(
     value, half = float(each.mean()), None
     if over_repeats := len(kept) >= MIN_PAIRS:
         half = _half_width(float(each.std(ddof=1)) / math.sqrt(len(each)), len(each) - 1)
-    elif steps_too and min(len(first) for first, _ in kept) >= MIN_STEPS:
+    elif all(np.array_equal(first, second) for first, second in kept):
+        half = 0.0  # nothing to estimate: every step is equal
+    elif min(len(first) for first, _ in kept) >= MIN_STEPS:
         found = [block_error(_step_differences(*pair, relative=relative)) for pair in kept]
         errors, freedoms = np.array(found).T
         half = _half_width(float(np.sqrt((errors**2).sum())) / len(kept), float(freedoms.sum()))

@@ -7,7 +7,18 @@ from collections.abc import Iterator, Sequence
 from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
-from vime.bench.verdicts import SIZES, SPEEDS, TIMES, Comparison, amount, bare, number, verdict, with_unit
+from vime.bench.verdicts import (
+    SIZES,
+    SMALL,
+    SPEEDS,
+    TIMES,
+    Comparison,
+    amount,
+    bare,
+    number,
+    verdict,
+    with_unit,
+)
 
 INTERVAL = f"{100 * LEVEL:.0f} % interval"
 HEADLINES = (
@@ -17,7 +28,7 @@ HEADLINES = (
     "train/train_rollout_logprob_abs_diff",
 )
 HEAD_NOTE = (
-    "The LM head's log-probs are in the forward of one path and in the loss of the other: of forward, loss and "
+    "The LM head's log-probs may be in the forward of one path and in the loss of the other: of forward, loss and "
     "backward only the sum compares like with like."
 )
 PERCENTILES_OF = ("perf/step_time",)
@@ -39,13 +50,18 @@ def in_short(found: Sequence[Comparison]) -> Iterator[str]:
 
 def verdicts(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
     """A table a group of metrics; then what one side or both did not record."""
-    both = [c for c in found if not c.missing]
+    both = [c for c in found if not c.missing and not c.small]
     for title, members in _groups(both).items():
         if members:
             yield from ("", f"#### {title}", "")
             yield from _table(members)
             if title == "Time" and record.tier != "op":
                 yield from ("", HEAD_NOTE)
+                if small := [c.metric.label for c in found if c.small]:
+                    yield from (
+                        "",
+                        f"Under {100 * SMALL:.0f} % of a step on both sides, not listed: {', '.join(small)}.",
+                    )
     single = [c for c in found if c.missing]
     if single:
         yield from ("", "#### Recorded by one side only: nothing to compare", "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time"
 """The head's log-probs are in the forward of one path and in the loss of the other: only their sum is like and like."""
 DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
 
+SMALL = 0.01
 TIMES, SPEEDS, SIZES = ("s", "ms", "us"), ("tokens/s", "GB/s", "TFLOP/s"), ("GiB", "MiB", "bytes")
 # a metric that METRICS does not name -> its unit and whether more is better, by how its name ends
 ENDINGS: tuple[tuple[str, str, bool], ...] = (
@@ -52,6 +53,7 @@ class Comparison:
     sides: dict[str, Summary | None]
     difference: Difference | None
     steps: int  # that either side could have reported
+    small: bool = False  # a part of a step that METRICS does not name, and under SMALL of it on both sides
 
     @property
     def missing(self) -> list[str]:
@@ -91,7 +93,18 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     order = [*order[:after], *DERIVED, *order[after:], *TIME_METRICS]
     others = sorted(reported - set(order)) if record.tier == "op" else []
     names = [name for name in dict.fromkeys([*order, *others]) if name in reported]
-    return [_compare(record, pairs, name) for name in names]
+    found = [_compare(record, pairs, name) for name in names]
+    step = next((c for c in found if c.metric.name == "perf/step_time"), None)
+    return [replace(c, small=step is not None and _is_small(c, step)) for c in found]
+
+
+def _is_small(c: Comparison, step: Comparison) -> bool:
+    if c.metric.name in METRICS or c.metric.name not in TIME_METRICS or c.missing:
+        return False
+    pairs = [(c.sides[side], step.sides[side]) for side in SIDES]
+    return all(
+        part is not None and whole is not None and part.mean < SMALL * whole.mean for part, whole in pairs
+    )
 
 
 def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:
