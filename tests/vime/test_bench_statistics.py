@@ -91,15 +91,26 @@ def test_steps_of_one_pair_speak_of_these_runs_only():
     assert d.over == OVER_STEPS and verdict(STEP_TIME, d) == "faster, in these runs"
 
 
+def missed(values: np.ndarray, error: float, freedom: float) -> bool:
+    """Whether the interval of the mean does not hold the truth, 0."""
+    return abs(values.mean()) > student_quantile(round(freedom, 6)) * error
+
+
 def test_neighbours_that_resemble_each_other_widen_the_interval():
     rng = np.random.default_rng(8)
-    missed = counted_alone = 0
-    for _ in range(TRIALS):
-        values = correlated(rng, 60, 0.5)
-        error, freedom = block_error(values)
-        missed += abs(values.mean()) > student_quantile(freedom) * error
-        counted_alone += abs(values.mean()) > student_quantile(59) * values.std(ddof=1) / np.sqrt(60)
-    assert missed / TRIALS <= 0.07 < 0.20 < counted_alone / TRIALS
+    drawn = [correlated(rng, 60, 0.5) for _ in range(TRIALS)]
+    alone = [missed(values, values.std(ddof=1) / np.sqrt(60), 59) for values in drawn]
+    assert np.mean([missed(values, *block_error(values)) for values in drawn]) <= 0.07 < 0.20 < np.mean(alone)
+
+
+def test_few_steps_that_resemble_each_other_much_need_both_estimates():
+    rng = np.random.default_rng(11)
+    drawn = [correlated(rng, 20, 0.7) for _ in range(3 * TRIALS)]
+    found = [block_error(values) for values in drawn]
+    blocks = [np.sqrt(block_variance(v, round(20 / (f + 1)))) for v, (_, f) in zip(drawn, found, strict=True)]
+    both = np.mean([missed(v, *f) for v, f in zip(drawn, found, strict=True)])
+    alone = np.mean([missed(v, e, f) for v, e, (_, f) in zip(drawn, blocks, found, strict=True)])
+    assert both <= 0.11 < alone
 
 
 def test_block_variance_is_that_of_draws():

@@ -30,7 +30,7 @@ TIER_LIMITS = {
     "module": "A trainer alone, on rollouts that were saved. Nothing here says how much faster a whole step is.",
     "e2e": "Whole steps: rollout, training and weight transfer.",
 }
-MOE_LIMIT = "Router and experts are the same code on both sides: nothing here is a claim about their kernels."
+MOE_LIMIT = "Nothing here is a claim about the kernels of experts or routers."
 
 
 @dataclass(frozen=True)
