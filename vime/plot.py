@@ -103,7 +103,7 @@ def _proxy(runs: Sequence[Run], colour: str) -> str:
     return colour if len(runs) == 1 else "black"
 
 
-def _legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
+def legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
     """Above the axes beside the title, so that it hides no data."""
     axes.legend(
         handles=handles,
@@ -139,7 +139,7 @@ def _draw_lines(axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[str, str]
             drawn[i] = Line2D([], [], color=_proxy(runs, colour), linestyle=style, linewidth=1.5, label=label)
     axes.set_ylabel(ylabel)
     if len(lines) > 1:
-        _legend(axes, [drawn[i] for i in sorted(drawn)], columns=3)
+        legend(axes, [drawn[i] for i in sorted(drawn)], columns=3)
 
 
 def _draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
@@ -170,14 +170,18 @@ def _draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
             handles[name] = Line2D([], [], color=_proxy(runs, colour), label=label, **look)
     axes.set_xlabel("rollout")
     axes.set_ylabel("mean reward")
-    _legend(axes, [handles[key] for key in sorted(handles)], columns=3)
+    legend(axes, [handles[key] for key in sorted(handles)], columns=3)
 
 
 def _draw_logprob_diff(axes: Axes, runs: Sequence[Run]) -> None:
     lines = ((LOGPROB_DIFF, "mean over tokens"), (LOGPROB_DIFF_MAX, "largest"))
     _draw_lines(axes, runs, lines, "|log-prob difference| (nats)")
     found = [run.series[name].values for run in runs for name, _ in lines if name in run.series]
-    values = np.concatenate(found)
+    decades(axes, np.concatenate(found))
+
+
+def decades(axes: Axes, values: np.ndarray) -> None:
+    """A logarithmic y-axis of whole decades around `values`, none of them negative; NaNs do not count."""
     positive = values[(values > 0) & np.isfinite(values)]
     if not len(positive):
         return
@@ -274,14 +278,18 @@ PANELS = (
 )
 
 
-def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    panel.draw(axes, runs)
-    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
+def dress(axes: Axes, title: str) -> None:
+    """Title and grid of a picture; rows that run downwards (an inverted y-axis) have their grid across them."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
-    horizontal = axes.yaxis_inverted()
-    axes.grid(axis="x" if horizontal else "y", color="#E6E6E6", linewidth=0.7)
-    if not horizontal:
+    axes.grid(axis="x" if axes.yaxis_inverted() else "y", color="#E6E6E6", linewidth=0.7)
+
+
+def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    panel.draw(axes, runs)
+    dress(axes, panel.title)
+    if not axes.yaxis_inverted():
         low, high = axes.get_xlim()
         if high - low < 1:  # a single step
             axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
@@ -298,7 +306,7 @@ def _name_runs(figure: Figure, runs: Sequence[Run]) -> None:
     figure.legend(handles=handles, loc="outside upper center", frameon=False, ncols=3, fontsize=9)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
     FigureCanvasAgg(figure)
     figure.savefig(path, dpi=140)
     return path
@@ -322,9 +330,9 @@ def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
         _draw_panel(figure.subplots(), panel, runs)
         if panel.draw is not _draw_times or len(runs) == 1:  # bars of several runs are named in place
             _name_runs(figure, runs)
-        written.append(_save(figure, out / panel.file))
+        written.append(save(figure, out / panel.file))
     if panels:
-        written.append(_save(_overview(panels, runs, notes), out / "overview.png"))
+        written.append(save(_overview(panels, runs, notes), out / "overview.png"))
     return written, notes
 
 

@@ -1,0 +1,219 @@
+"""Which runs may be compared: each thing that differs is refused by name, each exception is one of the tuples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from bench_cases import a_record, an_operator, changed, full_steps
+
+from vime.bench.compare import EXCEPTED, cautions, pairs_of, refuse_unlike
+from vime.bench.record import BASELINE, RL_KERNEL
+
+
+def configured(section: str, name: str, value):
+    def change(repeat):
+        repeat.config[section][name] = value
+        return repeat
+
+    return change
+
+
+def placed(*path, value):
+    """A change of the environment."""
+
+    def change(repeat):
+        at = repeat.environment
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+        return repeat
+
+    return change
+
+
+def compare(record) -> None:
+    refuse_unlike(record, pairs_of(record)[0])
+
+
+def refusal(record) -> str:
+    with pytest.raises(ValueError, match="must differ in") as caught:
+        compare(record)
+    return str(caught.value)
+
+
+def test_runs_that_differ_in_the_switch_and_their_paths_are_compared():
+    record = full_steps(repeats=2, steps=4)
+    compare(record)
+    configs = [repeat.config for repeat in record.sides[BASELINE] + record.sides[RL_KERNEL]]
+    assert (
+        len({config["logging"]["run_dir"] for config in configs}) == 4
+    )  # the case does differ in what is excepted
+    assert len({config["checkpoint"]["load"] for config in configs}) == 4
+    compare(an_operator(rounds=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (configured("train", "lr", 2e-6), "train.lr: 1e-06 in baseline-0, 2e-06 in rl_kernel-1"),
+        (configured("train", "seed", 7), "train.seed: 1234 in baseline-1, 7 in rl_kernel-1"),
+        (configured("train", "more", 1), "train.more: (absent) in baseline-0, 1 in rl_kernel-1"),
+        (
+            configured("logging", "dump_details", "/runs/shared"),
+            "logging.dump_details: '<run_dir>/details' in baseline-0, '/runs/shared' in rl_kernel-1",
+        ),
+        (
+            configured("checkpoint", "load", "/elsewhere"),
+            "checkpoint.load: '<save>' in baseline-0, '/elsewhere'",
+        ),
+        (
+            configured("checkpoint", "save", None),
+            "checkpoint.save: '<save>' in baseline-0, None in rl_kernel-1",
+        ),
+        (
+            configured("kernels", "rlk_fast", "strict"),
+            "rlk_fast: 'strict' in rl_kernel-1, 'auto' is the switch's",
+        ),
+        (
+            configured("kernels", "rl_kernel_ops", ["logp"]),
+            "rl_kernel_ops: ['logp', 'grpo_loss'] in baseline-0, ['logp']",
+        ),
+        (placed("gpus", 0, value={"name": "H100"}), "gpus.0.name: 'NVIDIA H200' in baseline-0, 'H100'"),
+        (placed("gpus", value=None), "gpus.1.driver: '580.1' in baseline-0, (absent)"),
+        (
+            placed("gpus", 1, "driver", value="575"),
+            "gpus.1.driver: '580.1' in baseline-0, '575' in rl_kernel-1",
+        ),
+        (
+            placed("packages", "torch", value="2.8"),
+            "packages.torch: '2.9.0' in baseline-0, '2.8' in rl_kernel-1",
+        ),
+        (placed("git", "commit", value="fedc"), "git.commit: '0123456789abcdef' in baseline-0, 'fedc'"),
+        (placed("cpu", "usable_cores", value=2), "cpu.usable_cores: 64 in baseline-0, 2"),
+        (
+            placed("variables", "NCCL_DEBUG", value="INFO"),
+            "variables.NCCL_DEBUG: (absent) in baseline-0, 'INFO'",
+        ),
+        (
+            lambda repeat: replace(repeat, environment={}),
+            "no environment (hardware, versions) of rl_kernel-1",
+        ),
+    ],
+)
+def test_any_other_difference_is_refused_by_name(change, told):
+    record = changed(full_steps(repeats=2, steps=4), RL_KERNEL, 1, change)
+    assert told in refusal(record)
+
+
+def test_every_difference_is_listed_at_once():
+    record = changed(full_steps(repeats=2, steps=4), RL_KERNEL, 0, configured("train", "lr", 1.0))
+    text = refusal(changed(record, BASELINE, 1, placed("gpus", 0, "driver", value="1")))
+    assert (
+        "train.lr" in text
+        and "gpus.0.driver" in text
+        and text.startswith("qwen3-4b-grpo: runs must differ in")
+    )
+
+
+def test_a_switch_that_switches_nothing_or_is_not_known_is_refused():
+    record = full_steps(repeats=1, steps=4)
+    same = {**record.switch, RL_KERNEL: "off"}
+    assert "rlk_fast: 'off' on both sides" in refusal(replace(record, switch=same))
+    assert "no_such: (absent) in baseline-0" in refusal(
+        replace(record, switch={**record.switch, "field": "no_such"})
+    )
+    sides = {side: [replace(repeats[0], config={})] for side, repeats in record.sides.items()}
+    assert "no configuration at all" in refusal(a_record(sides))
+
+
+def test_what_is_excepted_and_no_more():
+    record = full_steps(repeats=2, steps=4)
+    for name in ("run_dir", "weight_dir", "save"):
+        assert name in {field for field, _ in EXCEPTED} and all(why for _, why in EXCEPTED)
+    for change in (
+        placed("time", value="later"),
+        placed("command", value=["other"]),
+        placed("host", "name", value="host-b"),
+        placed("variables", "VIME_RL_KERNEL", value="1"),
+        configured("weight_update", "weight_dir", "/other"),
+    ):
+        compare(changed(record, RL_KERNEL, 1, change))
+    seeded = changed(record, BASELINE, 1, configured("train", "seed", 9))
+    assert "train.seed" in refusal(seeded)
+    compare(changed(seeded, RL_KERNEL, 1, configured("train", "seed", 9)))  # a pair of its own seed
+
+
+def test_runs_that_cannot_count_are_named_and_their_partners_with_them():
+    record = full_steps(repeats=3, steps=4)
+    record = changed(record, RL_KERNEL, 0, lambda r: replace(r, finished=False, steps=r.steps[:2]))
+    record = changed(record, BASELINE, 2, lambda r: replace(r, steps=r.steps[:1]))
+    pairs, left_out = pairs_of(record)
+    assert [[repeat.run for repeat in pair] for pair in pairs] == [["baseline-1", "rl_kernel-1"]]
+    assert left_out == [
+        "rl_kernel-0 did not finish (2 steps): the pair baseline-0, rl_kernel-0 does not count",
+        "baseline-2 has no step after its warm-up (1 steps, 1 warm-up): "
+        "the pair baseline-2, rl_kernel-2 does not count",
+    ]
+
+
+def test_a_run_that_was_never_started_is_left_out_and_not_compared():
+    """The runner writes the record after each run: what is not there yet has no configuration and no environment."""
+    record = full_steps(repeats=2, steps=4)
+    record = changed(
+        record,
+        RL_KERNEL,
+        1,
+        lambda r: replace(r, finished=False, steps=[], config={}, environment={}),
+    )
+    compare(record)
+    assert pairs_of(record)[1] == [
+        "rl_kernel-1 did not finish (0 steps): the pair baseline-1, rl_kernel-1 does not count"
+    ]
+
+
+def test_a_run_without_partner_or_of_other_length_does_not_count():
+    record = full_steps(repeats=3, steps=4)
+    record = changed(record, RL_KERNEL, 1, lambda r: replace(r, steps=r.steps[:3]))
+    record = replace(record, sides={**record.sides, RL_KERNEL: record.sides[RL_KERNEL][:2]})
+    pairs, left_out = pairs_of(record)
+    assert len(pairs) == 1 and "got 4 (baseline-1) and 3 (rl_kernel-1)" in left_out[0]
+    assert left_out[1] == "baseline-2 has no partner and does not count"
+
+
+def test_no_pair_at_all_is_refused():
+    record = changed(full_steps(repeats=1, steps=4), BASELINE, 0, lambda r: replace(r, finished=False))
+    with pytest.raises(
+        ValueError, match="must have one pair of finished runs, got none: baseline-0 did not finish"
+    ):
+        pairs_of(record)
+
+
+def told(record) -> str:
+    return " ".join(cautions(record, pairs_of(record)[0]))
+
+
+def test_what_has_to_be_known_is_said():
+    record = full_steps(repeats=2, steps=4)
+    assert told(record) == ""
+    swapped = {1: 2, 2: 1}
+    sides = {
+        s: [replace(r, order=swapped.get(r.order, r.order)) for r in rs] for s, rs in record.sides.items()
+    }
+    assert "did not take turns (AABB" in told(replace(record, sides=sides))
+    assert "several hosts of the same kind: host-a, host-b" in told(
+        changed(record, BASELINE, 1, placed("host", "name", value="host-b"))
+    )
+    assert "in no commit" in told(changed(record, BASELINE, 0, placed("git", "modified", value=True)))
+    assert "Which commit" in told(changed(record, BASELINE, 0, placed("git", value=None)))
+    fell = changed(record, RL_KERNEL, 1, lambda r: replace(r, fallbacks={"logp": 3, "ratio_kl": 0}))
+    assert "ran no kernel: logp fell back" in told(fell)
+
+
+def test_a_benchmark_without_kernels_says_so():
+    def no_kernel(repeat):
+        return replace(repeat, steps=[{**step, "rl_kernel/fast": 0.0} for step in repeat.steps])
+
+    assert "nothing here is about kernels" in told(
+        changed(full_steps(repeats=1, steps=4), RL_KERNEL, 0, no_kernel)
+    )

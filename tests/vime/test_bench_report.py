@@ -1,0 +1,255 @@
+"""`vime bench report` on records with known truth: what it says, what it draws, what it keeps apart."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from bench_cases import an_operator, changed, full_steps
+from matplotlib.image import imread
+from matplotlib.patches import Rectangle
+
+from vime.bench import pictures, report
+from vime.bench.compare import pairs_of
+from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, SIDES
+from vime.bench.verdicts import PASS_TIME, compared
+
+E2E_PICTURES = {
+    "differences",
+    "step_time",
+    "step_time_steps",
+    "time_breakdown",
+    "peak_memory",
+    "raw_reward",
+    "logprob_diff",
+}
+
+
+def reported(tmp_path, *benchmarks) -> str:
+    report.write_report(benchmarks, tmp_path / "report")
+    return (tmp_path / "report" / report.REPORT_FILE).read_text()
+
+
+def rows(text: str, label: str) -> list[list[str]]:
+    """The cells of each table row that begins with `label`."""
+    lines = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def sections(text: str) -> dict[str, str]:
+    title, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
+    return {"": title, **{part.partition("\n")[0]: part for part in parts}}
+
+
+def drop(record, side: str, *names: str):
+    """`record` whose `side` never reported these metrics."""
+    for i in range(len(record.sides[side])):
+        record = changed(record, side, i, lambda r: replace(r, steps=[_without(s, names) for s in r.steps]))
+    return record
+
+
+def _without(step, names):
+    return {name: value for name, value in step.items() if not name.startswith(names)}
+
+
+def test_the_command_writes_a_report_with_its_pictures(tmp_path, capsys):
+    full_steps(repeats=1, steps=6).write(tmp_path)
+    assert report.main([str(tmp_path)]) == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    printed = capsys.readouterr().out.split()
+    named = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert {name.removeprefix("1-e2e-qwen3-4b-grpo-").removesuffix(".png") for name in named} == E2E_PICTURES
+    assert printed == [str(tmp_path / "report" / name) for name in ("report.md", *named)]
+    for name in named:
+        image = imread(tmp_path / "report" / name)
+        assert image.shape[1] > 900 and image[..., :3].std() > 0.02
+
+
+def test_a_difference_of_3_percent_is_found_and_equal_things_are_not_called_different(tmp_path):
+    text = reported(tmp_path, full_steps(repeats=4, gain=0.03))
+    step = rows(text, "step")[0]
+    assert step[-1] == "**faster**" and -4.5 < float(step[3].removesuffix(" %")) < -1.5
+    assert rows(text, "loss, peak memory")[0][3:] == [
+        "-8.0 %",
+        "-8.0 to -8.0 %",
+        "-8.0, -8.0, -8.0, -8.0 %",
+        "**less memory**",
+    ]
+    assert rows(text, "forward, peak memory")[0][-1] == "equal"
+    assert rows(text, "raw_reward")[0][-1].startswith("no difference shown (within 0.0")
+    assert "- **Counted** 4 pairs of repeats, 24 steps each, after 1 of warm-up" in text
+
+
+def test_the_numbers_are_those_of_the_steps(tmp_path):
+    record = full_steps(repeats=3)
+    step = rows(reported(tmp_path, record), "step")[0]
+    means = [np.mean([s["perf/step_time"] for s in r.steps[1:]]) for r in record.sides[BASELINE]]
+    assert step[1] == f"{np.mean(means):.4g} ± {np.std(means, ddof=1):.2g} s"
+    others = [np.mean([s["perf/step_time"] for s in r.steps[1:]]) for r in record.sides[RL_KERNEL]]
+    each = [
+        f"{100 * (b / a - 1):+.{1 if abs(b / a - 1) >= 0.01 else 2}f}"
+        for a, b in zip(means, others, strict=True)
+    ]
+    assert step[5] == ", ".join(each) + " %"
+
+
+def test_operators_and_full_steps_stand_apart(tmp_path):
+    module = full_steps(repeats=1, steps=6, tier="module", claim="the trainer alone")
+    text = reported(tmp_path, full_steps(repeats=1, steps=6), an_operator(), module)
+    parts = sections(text)
+    assert list(parts) == ["", "Operators", "Modules", "Full steps"]
+    assert "native against linear_token_loss" in parts["Operators"] and "| step |" not in parts["Operators"]
+    assert rows(parts["Operators"], "16k/ms")[0][-1] == "**faster**" and not rows(
+        parts["Full steps"], "16k/ms"
+    )
+    assert "Nothing here says how much faster a training step is" in parts["Operators"]
+    assert "### the trainer alone" in parts["Modules"] and "### the trainer alone" not in parts["Full steps"]
+    assert parts[""].count("|") == 0  # no table above the sections
+
+
+def test_a_claim_of_experts_is_the_title_and_claims_no_more(tmp_path):
+    title = "R3 against R3 + rl_kernel"
+    text = reported(tmp_path, full_steps(repeats=1, steps=6, claim=title))
+    assert f"### {title}\n\n{report.MOE_LIMIT}" in text
+    assert report.MOE_LIMIT not in reported(tmp_path, full_steps(repeats=1, steps=6))
+    record = full_steps(repeats=1, steps=6)
+    for repeat in (r for side in SIDES for r in record.sides[side]):
+        repeat.config["train"]["num_experts"] = 128
+    assert report.MOE_LIMIT in reported(tmp_path, record)
+
+
+def test_a_metric_of_one_side_is_named_and_neither_compared_nor_drawn(tmp_path):
+    record = drop(full_steps(repeats=3, steps=6), RL_KERNEL, "rollout/raw_reward", "perf/step_time")
+    text = reported(tmp_path, record)
+    assert not rows(text, "raw_reward") and not rows(text, "step")
+    assert re.search(
+        r"^- raw_reward: baseline [\d.]+ ± [\d.]+; rl_kernel did not record it$", text, re.MULTILINE
+    )
+    assert "- raw_reward: not drawn, as rollout/raw_reward was not recorded by rl_kernel" in text
+    drawn = {path.name.removeprefix("1-e2e-qwen3-4b-grpo-") for path in (tmp_path / "report").glob("*.png")}
+    assert drawn == {f"{name}.png" for name in E2E_PICTURES - {"raw_reward", "step_time", "step_time_steps"}}
+    assert re.search(r"^Recorded by neither side: .*`train/kl_loss`", text, re.MULTILINE)
+
+
+def test_parts_that_one_side_never_timed_are_no_bar(tmp_path):
+    record = drop(full_steps(repeats=1, steps=6), BASELINE, "perf/")
+    text = reported(tmp_path, record)
+    assert (
+        "Where the time of a step goes: not drawn, as the parts of a step were not recorded by baseline"
+        in text
+    )
+    assert "Peak memory by phase: not drawn, as no peak of a phase was recorded by both sides" in text
+
+
+def test_percentiles_say_from_how_many_steps(tmp_path):
+    few, many = full_steps(repeats=1, steps=9), full_steps(repeats=2, steps=61)
+    short = rows(reported(tmp_path, few), "step")[1]
+    assert short[1:3] == [BASELINE, "8"] and short[3].endswith(" s")
+    assert short[4:] == ["too few steps", "too few steps"]
+    found = rows(reported(tmp_path, many), "step")[1]
+    times = [s["perf/step_time"] for r in many.sides[BASELINE] for s in r.steps[1:]]
+    assert found[2:] == ["120", *(f"{np.percentile(times, p):.4g} s" for p in (50, 90, 99))]
+
+
+def test_what_was_left_out_and_what_fell_back_is_said(tmp_path):
+    record = changed(
+        full_steps(repeats=2, steps=6), BASELINE, 0, lambda r: replace(r, finished=False, steps=r.steps[:3])
+    )
+    record = changed(record, RL_KERNEL, 1, lambda r: replace(r, fallbacks={"logp": 1234}))
+    text = reported(tmp_path, record)
+    assert "- **Left out** baseline-0 did not finish (3 steps)" in text and "- **Counted** 1 pair of" in text
+    assert (
+        "| logp | 0 | 1,234 |" in text
+        and "- **Mind** Part of rl_kernel ran no kernel: logp fell back" in text
+    )
+    assert "ran anything else" in reported(tmp_path, full_steps(repeats=1, steps=6))
+
+
+def test_where_and_what_ran_is_said_in_full(tmp_path):
+    text = reported(tmp_path, full_steps(repeats=1, steps=6, notes=["4 of 36 layers"]))
+    for told in (
+        "2 x NVIDIA H200, 143771 MiB, driver 580.1",
+        "Python 3.11.9, torch 2.9.0, triton 3.5.0, vllm 0.12.0",
+        "- **Commit** 0123456789abcdef",
+        "- **Note** 4 of 36 layers",
+        "vime bench e2e qwen3-4b.yaml --repeats 3",
+        "train.lr: 1e-06",
+        "packages.unrelated",
+    ):
+        assert told in text, told
+
+
+def test_runs_that_differ_are_refused_before_anything_is_written(tmp_path):
+    record = full_steps(repeats=1, steps=6)
+    record.sides[RL_KERNEL][0].config["train"]["lr"] = 1.0
+    (tmp_path / "good").mkdir()
+    (tmp_path / "bad").mkdir()
+    full_steps(repeats=1, steps=6).write(tmp_path / "good")
+    record.write(tmp_path / "bad")
+    arguments = [str(tmp_path / "good"), str(tmp_path / "bad"), "--out", str(tmp_path / "report")]
+    with pytest.raises(ValueError, match=r"train\.lr: 1e-06 in baseline-0, 1\.0 in rl_kernel-0"):
+        report.main(arguments)
+    assert not (tmp_path / "report").exists()
+    with pytest.raises(ValueError, match="--out must be given for several DIRs, got 2"):
+        report.main(arguments[:2])
+    with pytest.raises(ValueError, match=f"must hold {RECORD_FILE}, got none"):
+        report.main([str(tmp_path)])
+
+
+def test_bars_begin_at_zero_and_steps_without_a_value_are_gaps(tmp_path):
+    record = full_steps(repeats=2, steps=6)
+    record = changed(record, RL_KERNEL, 0, lambda r: replace(r, steps=[*r.steps[:3], {}, *r.steps[4:]]))
+    record = changed(record, RL_KERNEL, 1, lambda r: replace(r, steps=[*r.steps[:3], {}, *r.steps[4:]]))
+    pairs, _ = pairs_of(record)
+    both = {c.metric.name: c for c in compared(record, pairs)}
+    for figure in (
+        pictures._bars([both["perf/step_time"]]),
+        pictures._peaks(both),
+        pictures._breakdown(record, pairs),
+    ):
+        (axes,) = figure.axes
+        bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+        assert axes.get_xlim()[0] == 0 and min(bar.get_x() for bar in bars) == 0 and len(bars) >= 2
+    (axes,) = pictures._steps(record, pairs, "perf/step_time", "s").axes
+    bold = {line.get_color(): line.get_ydata() for line in axes.lines if line.get_linewidth() > 1}
+    gaps = {side: np.flatnonzero(np.isnan(bold[colour])) for side, colour in pictures.SIDE_COLOURS.items()}
+    assert gaps[RL_KERNEL].tolist() == [0, 3] and gaps[BASELINE].tolist() == [
+        0
+    ]  # 0: the warm-up, off the axis
+    assert axes.get_ylim()[0] > 5
+
+
+def test_forward_loss_and_backward_are_compared_as_one(tmp_path):
+    record = full_steps(repeats=3, steps=6)
+    (found,) = (c for c in compared(record, pairs_of(record)[0]) if c.metric.name == PASS_TIME)
+    parts = ("forward", "policy_loss", "backward")
+    steps = [sum(s[f"perf/{p}_time"] for p in parts) for s in record.sides[BASELINE][0].steps[1:]]
+    assert found.sides[BASELINE].repeats[0] == pytest.approx(np.mean(steps))
+
+
+def test_small_parts_are_named_and_not_listed(tmp_path):
+    text = reported(tmp_path, full_steps(repeats=1, steps=6))
+    assert "Under 1 % of a step on both sides, not listed: sleep time, handover time." in text
+    assert not rows(text, "sleep time") and rows(text, "optimizer")
+
+
+def test_a_difference_beyond_the_axis_is_a_number_with_an_arrow():
+    record = full_steps(repeats=3, steps=6)
+    for repeat in record.sides[RL_KERNEL]:
+        for step in repeat.steps:
+            step["perf/optimizer_time"] *= 5
+    found = compared(record, pairs_of(record)[0])
+    (value,) = (c.difference.value for c in found if c.metric.name == "perf/optimizer_time")
+    (axes,) = pictures._differences(found).axes
+    (text,) = (text.get_text() for text in axes.texts)
+    assert value > 3.5 and text == f"{100 * value:+.0f} % →" and axes.get_xlim()[1] < 50
+
+
+def test_a_record_survives_the_file(tmp_path):
+    record = full_steps(repeats=1, steps=3)
+    record.write(tmp_path)
+    assert report.records.read(tmp_path) == record
+    assert json.loads((tmp_path / RECORD_FILE).read_text())["schema"] == 1

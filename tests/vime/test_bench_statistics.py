@@ -1,0 +1,201 @@
+"""vime.bench.statistics against numbers whose truth is known: by hand, from tables, or drawn with a seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from bench_cases import correlated
+
+from vime.bench.record import METRICS
+from vime.bench.statistics import (
+    OVER_REPEATS,
+    OVER_STEPS,
+    Difference,
+    block_error,
+    block_variance,
+    paired_difference,
+    student_quantile,
+    summarise,
+)
+from vime.bench.verdicts import Metric, amount, metric_of, number, verdict
+
+TRIALS = 500
+STEP_TIME = metric_of("perf/step_time")
+
+
+def runs(
+    rng, pairs: int, steps: int, *, gain: float = 0.0, run_sd: float, step_sd: float = 0.02, rho: float = 0.5
+):
+    """Pairs of step times around 8 s; a run's own level varies by `run_sd`, its correlated steps by `step_sd`."""
+
+    def run(level: float) -> np.ndarray:
+        return 8 * level * (1 + run_sd * rng.normal()) * (1 + step_sd * correlated(rng, steps, rho))
+
+    return [(run(1.0), run(1.0 - gain)) for _ in range(pairs)]
+
+
+def shown(seed: int, pairs: int, steps: int, **known: float) -> float:
+    """Share of trials in which a difference is shown."""
+    rng = np.random.default_rng(seed)
+    found = [paired_difference(runs(rng, pairs, steps, **known), relative=True) for _ in range(TRIALS)]
+    return sum(d is not None and d.shown for d in found) / TRIALS
+
+
+@pytest.mark.parametrize(
+    ("freedom", "expected"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (10, 2.228), (30, 2.042), (1000, 1.962)],
+)
+def test_student_quantiles_are_those_of_the_tables(freedom, expected):
+    assert student_quantile(freedom) == pytest.approx(expected, abs=1e-3)
+    assert student_quantile(5, 0.99) == pytest.approx(4.032, abs=1e-3)
+
+
+def test_interval_over_repeats_by_hand():
+    pairs = [(np.array([10.0, 12.0]), np.array([12.0, 12.0])), (np.array([5.0]), np.array([7.0]))]
+    pairs.append((np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 6.0])))
+    d = paired_difference(pairs, relative=False)  # 1, 2, 3: mean 2, standard deviation 1
+    assert d.pairs == (1.0, 2.0, 3.0) and d.value == 2.0 and d.over == OVER_REPEATS and d.steps == 6
+    half = 4.303 / np.sqrt(3)
+    assert (d.low, d.high) == (pytest.approx(2 - half, abs=1e-3), pytest.approx(2 + half, abs=1e-3))
+    assert not d.shown and d.within == pytest.approx(2 + half, abs=1e-3)
+
+
+def test_relative_differences_are_of_means_and_geometric():
+    pairs = [
+        (np.array([4.0, 6.0]), np.array([5.0, 5.0])),
+        (np.array([2.0]), np.array([1.0])),
+        (np.ones(1), 2 * np.ones(1)),
+    ]
+    d = paired_difference(pairs, relative=True)
+    assert d.pairs == pytest.approx((0.0, -0.5, 1.0)) and d.value == pytest.approx(0.0)
+    assert (1 + d.low) * (1 + d.high) == pytest.approx(1.0)  # of logs, so it is symmetric for ratios
+
+
+def test_repeats_without_a_difference_are_called_different_as_often_as_the_level_says():
+    assert 0.03 <= shown(1, 3, 20, run_sd=0.01) <= 0.07
+    assert 0.03 <= shown(2, 5, 20, run_sd=0.01) <= 0.07
+
+
+def test_a_difference_of_3_percent_is_found():
+    assert shown(3, 5, 20, gain=0.03, run_sd=0.005) > 0.95
+    assert shown(4, 3, 20, gain=0.03, run_sd=0.002, step_sd=0.01) > 0.9
+    assert shown(5, 1, 40, gain=0.03, run_sd=0.0) > 0.8
+
+
+def test_steps_of_one_pair_speak_of_these_runs_only():
+    """Within two runs the interval holds; the level of a run itself it cannot know, and the verdict says so."""
+    assert shown(6, 1, 40, run_sd=0.0) <= 0.07
+    assert shown(7, 1, 40, run_sd=0.02) > 0.3
+    pairs = runs(np.random.default_rng(0), 2, 40, gain=0.05, run_sd=0.0)
+    d = paired_difference(pairs, relative=True)
+    assert d.over == OVER_STEPS and verdict(STEP_TIME, d) == "faster, in these runs"
+
+
+def missed(values: np.ndarray, error: float, freedom: float) -> bool:
+    """Whether the interval of the mean does not hold the truth, 0."""
+    return abs(values.mean()) > student_quantile(round(freedom, 6)) * error
+
+
+def test_neighbours_that_resemble_each_other_widen_the_interval():
+    rng = np.random.default_rng(8)
+    drawn = [correlated(rng, 60, 0.5) for _ in range(TRIALS)]
+    alone = [missed(values, values.std(ddof=1) / np.sqrt(60), 59) for values in drawn]
+    assert np.mean([missed(values, *block_error(values)) for values in drawn]) <= 0.07 < 0.20 < np.mean(alone)
+
+
+def test_few_steps_that_resemble_each_other_much_need_both_estimates():
+    rng = np.random.default_rng(11)
+    drawn = [correlated(rng, 20, 0.7) for _ in range(3 * TRIALS)]
+    found = [block_error(values) for values in drawn]
+    blocks = [np.sqrt(block_variance(v, round(20 / (f + 1)))) for v, (_, f) in zip(drawn, found, strict=True)]
+    both = np.mean([missed(v, *f) for v, f in zip(drawn, found, strict=True)])
+    alone = np.mean([missed(v, e, f) for v, e, (_, f) in zip(drawn, blocks, found, strict=True)])
+    assert both <= 0.11 < alone
+
+
+def test_block_variance_is_that_of_draws():
+    """The closed form is the variance of means over blocks that are really drawn."""
+    rng = np.random.default_rng(9)
+    values, block = correlated(rng, 64, 0.6), 4
+    starts = rng.integers(0, 64 - block + 1, size=(20_000, 64 // block))
+    drawn = values[starts[..., None] + np.arange(block)].reshape(20_000, -1)
+    spread = np.mean((drawn.mean(axis=1) - values.mean()) ** 2) / (1 - block / 64)
+    centre = drawn.mean() - values.mean()  # edges are in fewer blocks
+    assert block_variance(values, block) == pytest.approx(spread - centre**2, rel=0.05)
+
+
+def test_what_was_not_reported_is_left_out_of_both_sides():
+    a, b = np.array([1.0, np.nan, 3.0, 100.0]), np.array([2.0, 50.0, 4.0, np.nan])
+    d = paired_difference([(a, b)] * 3, relative=False)
+    assert d.value == 1.0 and d.pairs == (1.0, 1.0, 1.0) and d.steps == 6
+    assert paired_difference([(np.array([1.0, np.nan]), np.array([np.nan, 1.0]))], relative=False) is None
+    assert summarise([np.array([np.nan, np.nan])]) is None
+    assert summarise([np.array([np.nan, 4.0]), np.array([2.0])]).mean == 3.0
+
+
+def test_too_few_steps_of_too_few_pairs_give_no_interval():
+    rng = np.random.default_rng(10)
+    d = paired_difference(runs(rng, 2, 19, run_sd=0), relative=True)
+    assert d.low is None and d.high is None and not d.shown and d.within is None
+    assert verdict(STEP_TIME, d).startswith("too few repeats and steps for a verdict")
+    assert paired_difference(runs(rng, 2, 20, run_sd=0), relative=True).low is not None
+
+
+def test_steps_that_are_all_equal_need_no_interval():
+    values = np.array([0.5, 0.7, 0.2])
+    d = paired_difference([(values, values.copy())], relative=False)
+    assert verdict(metric_of("rollout/raw_reward"), d) == "equal, in these runs"
+    other = paired_difference([(values, values[::-1])], relative=False)  # the same mean of other steps
+    assert verdict(metric_of("rollout/raw_reward"), other).startswith("too few")
+
+
+def test_percentiles_are_given_from_enough_steps_on():
+    assert set(summarise([np.arange(8.0)]).percentiles) == {50}
+    assert set(summarise([np.arange(5.0), np.arange(5.0)]).percentiles) == {50, 90}
+    assert set(summarise([np.arange(99.0)]).percentiles) == {50, 90}
+    hundred = summarise([np.arange(1.0, 101.0)])
+    assert hundred.percentiles == pytest.approx({50: 50.5, 90: 90.1, 99: 99.01})
+    assert hundred.spread is None and summarise([np.ones(2), 3 * np.ones(2)]).spread == pytest.approx(
+        np.sqrt(2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "words"),
+    [
+        ("perf/step_time", -0.05, -0.01, "faster"),
+        ("perf/step_time", 0.01, 0.05, "slower"),
+        ("perf/step_time", -0.05, 0.01, "no difference shown (within 5.0 %)"),
+        ("perf/step_tokens_per_sec", 0.01, 0.05, "faster"),
+        ("perf/step_tokens_per_sec", -0.05, -0.01, "slower"),
+        ("perf/trainer_peak_gib", -0.05, -0.01, "less memory"),
+        ("perf/trainer_peak_gib", 0.0, 0.0, "equal"),
+        ("rollout/raw_reward", 0.01, 0.05, "higher"),
+        ("train/train_rollout_logprob_abs_diff", -0.05, -0.01, "lower"),
+        ("train/ppo_kl", -0.05, 0.01, "same within 5.0 %"),
+        ("train/grad_norm", 0.01, 0.05, "differs"),
+    ],
+)
+def test_verdicts(name, low, high, words):
+    assert (
+        verdict(metric_of(name), Difference(True, (low + high) / 2, (), 60, low, high, OVER_REPEATS)) == words
+    )
+
+
+def test_metrics_are_known_by_name_or_by_their_ending():
+    assert metric_of("perf/step_time") == Metric("perf/step_time", *METRICS["perf/step_time"])
+    assert metric_of("16k/ms") == Metric("16k/ms", "16k/ms", "ms", False)
+    assert metric_of("4k/extra_mib").unit == "MiB" and metric_of("copy_gbs").better is True
+    assert metric_of("perf/sleep_time").unit == "s" and metric_of("something").better is None
+
+
+def test_numbers_as_a_reader_wants_them():
+    told = [number(x) for x in (0, 12345.6, 1234.5, 12.3456, 0.12345, 1.2345e-5, -7.829)]
+    assert told == ["0", "12,346", "1,234", "12.35", "0.1235", "1.23e-05", "-7.829"]
+    assert number(26.07, digits=2) == "26" and number(0.0123, "+") == "+0.0123"
+    relative, absolute = (Difference(r, 0.03, (), 1, None, None, OVER_STEPS) for r in (True, False))
+    assert (
+        amount(STEP_TIME, relative, -0.0314, "+") == "-3.1 %"
+        and amount(STEP_TIME, relative, 0.0005) == "0.05 %"
+    )
+    assert amount(STEP_TIME, absolute, 0.25, "+") == "+0.25 s"

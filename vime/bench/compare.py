@@ -1,0 +1,240 @@
+"""May the runs of a record be compared? Configurations, environments, and which repeats make pairs.
+
+Refuses (ValueError, every difference listed) runs that differ in anything but the switch, or ran on other hardware,
+drivers, versions or code. What may differ without a word is EXCEPTED and MEASURED, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
+
+# Configuration: where a run writes, and names. A value may differ; that there is one at all may not.
+EXCEPTED: tuple[tuple[str, str], ...] = (
+    ("run_dir", "each run has records of its own"),
+    (
+        "weight_dir",
+        "made up per run where it is not given, so that two runs do not load each other's weights",
+    ),
+    ("save", "each run saves its own checkpoint"),
+    ("save_hf", "each run exports its own checkpoint"),
+    ("save_debug_rollout_data", "each run saves its own rollouts"),
+    ("tb_experiment_name", "a name of the run in a dashboard"),
+    ("wandb_dir", "each run logs beside its records"),
+    ("wandb_run_id", "a name of the run in a dashboard"),
+    ("notes", "remarks for a person on fields that are compared themselves"),
+)
+# Configuration: what one pair of repeats may have otherwise than the next, both of its runs alike.
+PER_PAIR = ("seed", "rollout_seed")
+# Environment: what is another by itself from run to run, or only names the run.
+MEASURED: tuple[tuple[str, str], ...] = (
+    ("time", "of the start"),
+    ("date", "of the start"),
+    ("command", "holds the switch and the directories; what it means is the configuration"),
+    ("directory", "where the command was typed"),
+    ("host.name", "said in the report; its processors, GPUs and system are compared"),
+    ("clocks.sm", "a reading of the moment"),
+    ("power.draw", "a reading of the moment"),
+    ("temperature.gpu", "a reading of the moment"),
+    ("VIME_RL_KERNEL", "the switch as a variable; what it means is the configuration"),
+    ("VIME_RLK_FAST", "the switch as a variable; what it means is the configuration"),
+)
+MOST_LISTED = 20
+
+Pair = tuple[Repeat, Repeat]
+_ABSENT = "(absent)"
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of each leaf of nested dicts, and of lists that hold dicts."""
+    if isinstance(value, Mapping) and (value or not prefix):
+        for key, item in value.items():
+            yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for i, item in enumerate(value):
+            yield from flatten(item, f"{prefix}.{i}")
+    else:
+        yield prefix, value
+
+
+def refuse_unlike(record: Record, pairs: Sequence[Pair]) -> None:
+    """ValueError, naming every difference, unless the runs of `pairs` (`pairs_of`) differ in the switch alone."""
+    problems = [
+        *_switch_problems(record, pairs),
+        *_config_problems(record, pairs),
+        *_environment_problems(pairs),
+    ]
+    if not problems:
+        return
+    listed = "; ".join(problems[:MOST_LISTED])
+    more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
+    raise ValueError(
+        f"{record.name}: runs must differ in {record.switch['field']} alone to be compared, got {listed}{more}; "
+        "measure both sides again with one configuration on one machine"
+    )
+
+
+def pairs_of(record: Record) -> tuple[list[Pair], list[str]]:
+    """(pairs of finished repeats, repeat i of a side with i of the other; what was left out and why).
+
+    ValueError when no pair is left.
+    """
+    pairs: list[Pair] = []
+    left_out = []
+    sides = [sorted(record.sides[side], key=lambda repeat: repeat.order) for side in SIDES]
+    for pair in zip(*sides, strict=False):
+        reasons = [reason for repeat in pair if (reason := _unusable(repeat, record.warm_up))]
+        if reasons:
+            left_out.append(f"{' and '.join(reasons)}: the pair {pair[0].run}, {pair[1].run} does not count")
+        elif len(pair[0].steps) != len(pair[1].steps):
+            sizes = " and ".join(f"{len(repeat.steps)} ({repeat.run})" for repeat in pair)
+            left_out.append(f"a pair must have as many steps on both sides, got {sizes}: it does not count")
+        else:
+            pairs.append(pair)
+    fewest = min(map(len, sides))
+    left_out += [
+        f"{repeat.run} has no partner and does not count" for side in sides for repeat in side[fewest:]
+    ]
+    if not pairs:
+        raise ValueError(
+            f"{record.name}: a comparison must have one pair of finished runs, got none: {'; '.join(left_out)}; "
+            "measure again"
+        )
+    return pairs, left_out
+
+
+def in_order(pairs: Sequence[Pair]) -> list[Repeat]:
+    """The runs of `pairs` as they ran."""
+    return sorted((repeat for pair in pairs for repeat in pair), key=lambda repeat: repeat.order)
+
+
+def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
+    """What does not forbid the comparison and yet has to be known to read it."""
+    found = []
+    runs = in_order(pairs)
+    first = {id(repeat) for repeat, _ in pairs}
+    order = "".join("A" if id(repeat) in first else "B" for repeat in runs)
+    if any(order[i] == order[i + 1] for i in range(0, len(order), 2)):
+        found.append(
+            f"The sides did not take turns ({order}, A is {BASELINE}): what drifted over time is in the differences."
+        )
+    hosts = {_leaf(repeat.environment, "host.name") for repeat in runs} - {None}
+    if len(hosts) > 1:
+        found.append(f"The runs are of several hosts of the same kind: {', '.join(sorted(hosts))}.")
+    commits = [leaf for repeat in runs if (leaf := _commit(repeat.environment)) is not None]
+    if len(commits) < len(runs):
+        found.append("Which commit was measured is not known for all runs.")
+    if any(_leaf(repeat.environment, key) for repeat in runs for key in ("git.modified", "dirty")):
+        found.append("The checkout had changes that are in no commit.")
+    return found + _kernel_cautions(record, pairs)
+
+
+def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
+    """Whether the side named for the kernels ran them."""
+    steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
+    shares = [step["rl_kernel/fast"] for step in steps if "rl_kernel/fast" in step]
+    if shares and max(shares) == 0:
+        return [f"No kernel ran in {RL_KERNEL}: both sides are PyTorch, and nothing here is about kernels."]
+    fell_back = {op for _, repeat in pairs for op, calls in repeat.fallbacks.items() if calls}
+    if fell_back:
+        return [
+            f"Part of {RL_KERNEL} ran no kernel: {', '.join(sorted(fell_back))} fell back (below, how often)."
+        ]
+    return []
+
+
+def _unusable(repeat: Repeat, warm_up: int) -> str | None:
+    if not repeat.finished:
+        return f"{repeat.run} did not finish ({len(repeat.steps)} steps)"
+    if len(repeat.steps) <= warm_up:
+        return f"{repeat.run} has no step after its warm-up ({len(repeat.steps)} steps, {warm_up} warm-up)"
+    return None
+
+
+def _switch_problems(record: Record, pairs: Sequence[Pair]) -> list[str]:
+    field = record.switch["field"]
+    if record.switch[BASELINE] == record.switch[RL_KERNEL]:
+        return [f"{field}: {record.switch[BASELINE]!r} on both sides"]
+    if not any(repeat.config for pair in pairs for repeat in pair):
+        return [] if record.tier == "op" else ["no configuration at all"]
+    found = []
+    for side, repeat in ((side, repeat) for pair in pairs for side, repeat in zip(SIDES, pair, strict=True)):
+        values = [value for path, value in flatten(repeat.config) if _is(path, field)]
+        if values != [record.switch[side]]:
+            told = repr(values[0]) if len(values) == 1 else _ABSENT
+            found.append(f"{field}: {told} in {repeat.run}, {record.switch[side]!r} is the switch's")
+    return found
+
+
+def _config_problems(record: Record, pairs: Sequence[Pair]) -> list[str]:
+    """Each run against the first of all; what only a pair must share, against its partner."""
+    reference, field = pairs[0][0], record.switch["field"]
+    first = _comparable_config(reference.config)
+    found = []
+    for repeat in in_order(pairs):
+        own = _comparable_config(repeat.config)
+        for path in _unequal(first, own):
+            if not _is(path, field) and path.rpartition(".")[2] not in PER_PAIR:
+                found.append(_told(path, first, reference, own, repeat))
+    for one, other in pairs:
+        a, b = _comparable_config(one.config), _comparable_config(other.config)
+        unequal = [path for path in _unequal(a, b) if path.rpartition(".")[2] in PER_PAIR]
+        found += [_told(path, a, one, b, other) for path in unequal]
+    return found
+
+
+def _environment_problems(pairs: Sequence[Pair]) -> list[str]:
+    repeats = in_order(pairs)
+    unknown = [repeat.run for repeat in repeats if not repeat.environment]
+    if unknown:
+        return [f"no environment (hardware, versions) of {', '.join(unknown)}"]
+    leaves = [dict(flatten(repeat.environment)) for repeat in repeats]
+    return [
+        _told(path, leaves[0], repeats[0], own, repeat)
+        for repeat, own in zip(repeats[1:], leaves[1:], strict=True)
+        for path in _unequal(leaves[0], own)
+        if not any(_is(path, name) for name, _ in MEASURED)
+    ]
+
+
+def _comparable_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves, with directories of the run itself by what they are: a load that equals save is a run that resumes."""
+    leaves = dict(flatten(config))
+    own = {path.rpartition(".")[2]: value for path, value in leaves.items()}
+    run_dir, save = own.get("run_dir"), own.get("save")
+    written = {name for name, _ in EXCEPTED}
+
+    def told(path: str, value: Any) -> Any:
+        name = path.rpartition(".")[2]
+        if name in written:
+            return value if value is None else f"<{name}>"
+        if name == "load" and value is not None and value == save:
+            return "<save>"
+        inside = isinstance(value, str) and run_dir and (value == run_dir or value.startswith(f"{run_dir}/"))
+        return "<run_dir>" + value[len(run_dir) :] if inside else value
+
+    return {path: told(path, value) for path, value in leaves.items()}
+
+
+def _unequal(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [path for path in {**one, **other} if one.get(path, _ABSENT) != other.get(path, _ABSENT)]
+
+
+def _told(path: str, one: Mapping[str, Any], of: Repeat, other: Mapping[str, Any], of_other: Repeat) -> str:
+    values = [leaves.get(path, _ABSENT) for leaves in (one, other)]
+    texts = [value if value is _ABSENT else repr(value) for value in values]
+    return f"{path}: {texts[0]} in {of.run}, {texts[1]} in {of_other.run}"
+
+
+def _is(path: str, field: str) -> bool:
+    return path == field or path.endswith(f".{field}")
+
+
+def _leaf(values: Mapping[str, Any], path: str) -> Any:
+    return dict(flatten(values)).get(path)
+
+
+def _commit(environment: Mapping[str, Any]) -> str | None:
+    return _leaf(environment, "git.commit") or _leaf(environment, "commit")

@@ -1,0 +1,184 @@
+"""What repeats of two sides say about a difference: summaries, paired intervals, verdicts. numpy only; owns no files.
+
+Runs go A B A B, so repeat i of a side pairs with repeat i of the other: what drifts over hours (clocks, heat, other
+work) is in both. What is independent is the repeat. The steps of a run share its start, its machine and the samples its
+policy drew, and step k depends on k - 1; counted as independent they make any two runs "differ".
+
+Legend: P pairs of repeats, S steps of a repeat after warm-up. A value that a step did not report is NaN, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+LEVEL = 0.95
+MIN_PAIRS = 3
+"""Pairs from which on the interval is over repeats; below, it is over the steps of those that are there."""
+MIN_STEPS = 20
+"""Paired steps a pair, below which an interval over steps is not given: its error could not be estimated."""
+PERCENTILES = {50: 3, 90: 10, 99: 100}
+"""pNN -> the steps from which on it is given: one of them lies beyond it on average (p50: one each side)."""
+OVER_REPEATS, OVER_STEPS = "repeats", "steps"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One metric of one side. `repeats`: the mean of each; `spread`: their standard deviation, None of one."""
+
+    steps: int
+    repeats: tuple[float, ...]
+    spread: float | None
+    percentiles: dict[int, float]
+
+    @property
+    def mean(self) -> float:
+        """Every repeat weighs the same."""
+        return float(np.mean(self.repeats))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Second side less the first. `relative`: as a share of the first (0.03 is 3 % more), else in the metric's unit.
+
+    `pairs`: of each pair, `steps` the steps in all of them. `low`, `high`: the interval at LEVEL, None where there is
+    too little for one; `over` says what it was taken over.
+    """
+
+    relative: bool
+    value: float
+    pairs: tuple[float, ...]
+    steps: int
+    low: float | None
+    high: float | None
+    over: str
+
+    @property
+    def within(self) -> float | None:
+        """The largest difference, either way, that the interval allows."""
+        return None if self.low is None or self.high is None else max(abs(self.low), abs(self.high))
+
+    @property
+    def shown(self) -> bool:
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def summarise(repeats: Sequence[np.ndarray]) -> Summary | None:
+    """Of each repeat's values [S]; None when none of them is a number. Percentiles are of all steps together."""
+    finite = [values[np.isfinite(values)] for values in repeats]
+    finite = [values for values in finite if len(values)]
+    if not finite:
+        return None
+    steps = np.concatenate(finite)
+    means = np.array([values.mean() for values in finite])
+    return Summary(
+        steps=len(steps),
+        repeats=tuple(map(float, means)),
+        spread=float(means.std(ddof=1)) if len(means) > 1 else None,
+        percentiles={
+            p: float(np.percentile(steps, p)) for p, least in PERCENTILES.items() if len(steps) >= least
+        },
+    )
+
+
+def paired_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, relative: bool) -> Difference | None:
+    """The difference of P pairs of [S] values; None when no step of a pair was reported by both sides.
+
+    Step k pairs with step k; one that a side did not report is left out of both. Of at least MIN_PAIRS pairs the
+    interval is Student's over the P differences, P - 1 degrees of freedom: it holds for another pair of runs. Of fewer
+    it is over their steps (`block_error`): it holds for these runs only, as how much two runs of one side differ was
+    not measured. With `relative`, differences are logs of the ratio of means, and values must be positive.
+    """
+    kept = [both for pair in pairs if len((both := _reported_by_both(*pair))[0])]
+    if not kept:
+        return None
+    means = np.array([[side.mean() for side in pair] for pair in kept])  # [P, 2]
+    each = np.log(means[:, 1] / means[:, 0]) if relative else means[:, 1] - means[:, 0]
+    value, half = float(each.mean()), None
+    if over_repeats := len(kept) >= MIN_PAIRS:
+        half = _half_width(float(each.std(ddof=1)) / math.sqrt(len(each)), len(each) - 1)
+    elif all(np.array_equal(first, second) for first, second in kept):
+        half = 0.0  # nothing to estimate: every step is equal
+    elif min(len(first) for first, _ in kept) >= MIN_STEPS:
+        found = [block_error(_step_differences(*pair, relative=relative)) for pair in kept]
+        errors, freedoms = np.array(found).T
+        half = _half_width(float(np.sqrt((errors**2).sum())) / len(kept), float(freedoms.sum()))
+
+    def told(x: float) -> float:
+        return math.expm1(x) if relative else x
+
+    return Difference(
+        relative=relative,
+        value=told(value),
+        pairs=tuple(told(float(x)) for x in each),
+        steps=sum(len(first) for first, _ in kept),
+        low=None if half is None else told(value - half),
+        high=None if half is None else told(value + half),
+        over=OVER_REPEATS if over_repeats else OVER_STEPS,
+    )
+
+
+def _reported_by_both(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    steps = min(len(first), len(second))
+    both = np.isfinite(first[:steps]) & np.isfinite(second[:steps])
+    return first[:steps][both], second[:steps][both]
+
+
+def _step_differences(first: np.ndarray, second: np.ndarray, *, relative: bool) -> np.ndarray:
+    """[S] values whose mean varies as the pair's difference does: B - A, or the linear part of log(mean B / mean A)."""
+    return second / second.mean() - first / first.mean() if relative else second - first
+
+
+def block_error(values: np.ndarray) -> tuple[float, float]:
+    """(standard error of the mean of [S] correlated values, its degrees of freedom).
+
+    The larger of two estimates, since each is too small in its own way when steps are few: `block_variance`, which
+    assumes no model, and s^2 / S (1 + r) / (1 - r), that of an autoregression of the first order with the correlation r
+    of neighbours. Blocks are of L = max(1, (2 r / (1 - r^2))^(2/3)) S^(1/3) steps (Carlstein 1986), at most S / 4; the
+    freedom is that of S / L blocks. r is estimated (1 + 3 r) / S too low, which is put right. By simulation at 0.95 a
+    null is called a difference in 2 to 6 % of cases up to r = 0.5, in 9 % at r = 0.7 and 20 to 40 steps.
+    """
+    count, centred = len(values), values - values.mean()
+    square = float(centred @ centred)
+    if square <= (1e-12 * np.abs(values).max()) ** 2 * count:  # the same in every step
+        return 0.0, count - 1.0
+    r = float(centred[1:] @ centred[:-1]) / square
+    r = min(max(r + (1 + 3 * r) / count, 0.0), 0.95)
+    length = max(1.0, (2 * r / (1 - r * r)) ** (2 / 3)) * count ** (1 / 3)
+    block = min(math.ceil(length), count // 4)
+    autoregressive = square / (count - 1) / count * (1 + r) / (1 - r)
+    return math.sqrt(max(block_variance(values, block), autoregressive)), count / block - 1
+
+
+def block_variance(values: np.ndarray, block: int) -> float:
+    """Variance of the mean of [S] values over moving-block bootstraps (Kuensch 1989), in closed form.
+
+    Blocks of `block` neighbours, drawn with replacement, carry the correlation of neighbours along. Over all such draws
+    the variance of a mean is that of the S - block + 1 block means, by S / block; divided by 1 - block / S, as blocks
+    are compared with a mean that they are part of.
+    """
+    count = len(values)
+    sums = np.concatenate([[0.0], (values - values.mean()).cumsum()])
+    means = (sums[block:] - sums[:-block]) / block
+    return float(np.mean(means**2)) * block / count / (1 - block / count)
+
+
+@cache
+def student_quantile(freedom: float, level: float = LEVEL) -> float:
+    """t with P(|T| <= t) = `level` for `freedom` degrees of freedom.
+
+    With t = sqrt(f) tan(a) the density is cos(a)^(f - 1) up to a constant: its integral over a in [0, pi/2), by the
+    trapezoid rule, is scaled to 1 and read backwards. Relative error below 1e-4 for `freedom` >= 1 at 0.95.
+    """
+    angle = np.linspace(0.0, math.pi / 2, 100_001)
+    density = np.cos(angle) ** (freedom - 1)
+    area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return math.sqrt(freedom) * math.tan(float(np.interp(level, area / area[-1], angle)))
+
+
+def _half_width(error: float, freedom: float) -> float:
+    return 0.0 if error == 0 else student_quantile(freedom) * error

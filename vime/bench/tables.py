@@ -1,0 +1,185 @@
+"""The tables of a benchmark report, each as lines of Markdown. Owns which metrics stand together, and no number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from vime.bench.compare import Pair
+from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
+from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
+from vime.bench.verdicts import (
+    SIZES,
+    SMALL,
+    SPEEDS,
+    TIMES,
+    Comparison,
+    amount,
+    bare,
+    number,
+    verdict,
+    with_unit,
+)
+
+INTERVAL = f"{100 * LEVEL:.0f} % interval"
+HEADLINES = (
+    "perf/step_time",
+    "perf/trainer_peak_gib",
+    "rollout/raw_reward",
+    "train/train_rollout_logprob_abs_diff",
+)
+HEAD_NOTE = (
+    "The LM head's log-probs may be in the forward of one path and in the loss of the other: of forward, loss and "
+    "backward only the sum compares like with like."
+)
+PERCENTILES_OF = ("perf/step_time",)
+MOST_PAIRS = 6
+"""Pairs that a row lists; of more it says the least and the largest difference."""
+
+
+def in_short(found: Sequence[Comparison]) -> Iterator[str]:
+    """The metrics that a benchmark of runs is made for, a line each."""
+    members = [c for c in found if c.metric.name in HEADLINES and c.difference is not None]
+    if members:
+        yield ""
+    for c in members:
+        d = c.difference
+        assert d is not None
+        interval = f" ({INTERVAL}: {_interval(c, d)})" if d.low is not None else ""
+        yield f"- **{c.metric.label}** {amount(c.metric, d, d.value, '+')}{interval}: {verdict(c.metric, d)}"
+
+
+def verdicts(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
+    """A table a group of metrics; then what one side or both did not record."""
+    both = [c for c in found if not c.missing and not c.small]
+    for title, members in _groups(both).items():
+        if members:
+            yield from ("", f"#### {title}", "")
+            yield from _table(members)
+            if title == "Time" and record.tier != "op":
+                yield from ("", HEAD_NOTE)
+                if small := [c.metric.label for c in found if c.small]:
+                    yield from (
+                        "",
+                        f"Under {100 * SMALL:.0f} % of a step on both sides, not listed: {', '.join(small)}.",
+                    )
+    single = [c for c in found if c.missing]
+    if single:
+        yield from ("", "#### Recorded by one side only: nothing to compare", "")
+    for c in single:
+        ((side, summary),) = ((side, summary) for side, summary in c.sides.items() if summary is not None)
+        yield f"- {_label(c)}: {side} {_value(c, summary)}; {c.missing[0]} did not record it"
+    if record.tier != "op":
+        recorded = {c.metric.name for c in found}
+        absent = [f"`{name}`" for name in METRICS if name not in recorded]
+        if absent:
+            yield from ("", f"Recorded by neither side: {', '.join(absent)}.")
+
+
+def _groups(both: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    groups: dict[str, list[Comparison]] = {
+        name: [] for name in ("Time", "Throughput", "Peak memory", "Learning and agreement")
+    }
+    for c in both:
+        kinds = (("Time", TIMES), ("Throughput", SPEEDS), ("Peak memory", SIZES))
+        name = next((name for name, units in kinds if c.metric.unit in units), "Learning and agreement")
+        groups[name].append(c)
+    return groups
+
+
+def _table(members: Sequence[Comparison]) -> Iterator[str]:
+    yield f"| metric | {BASELINE} | {RL_KERNEL} | difference | {INTERVAL} | of each pair | verdict |"
+    yield "| --- | ---: | ---: | ---: | --- | --- | --- |"
+    for c in members:
+        sides = [_value(c, c.sides[side]) for side in SIDES]
+        yield f"| {' | '.join([_label(c), *sides, *_judged(c)])} |"
+
+
+def _judged(c: Comparison) -> list[str]:
+    """Cells: difference, interval, pairs, verdict (bold where a difference is shown)."""
+    d, metric = c.difference, c.metric
+    if d is None:
+        return ["none", "none", "none", "no step in which both sides recorded it"]
+    words = verdict(metric, d)
+    return [
+        amount(metric, d, d.value, "+"),
+        _interval(c, d),
+        _pairs(c, d),
+        f"**{words}**" if d.shown else words,
+    ]
+
+
+def _interval(c: Comparison, d: Difference) -> str:
+    if d.low is None or d.high is None:
+        return "none"
+    return f"{bare(d, d.low, '+')} to {amount(c.metric, d, d.high, '+')}"
+
+
+def _pairs(c: Comparison, d: Difference) -> str:
+    if len(d.pairs) > MOST_PAIRS:
+        low, high = min(d.pairs), max(d.pairs)
+        return f"{bare(d, low, '+')} to {amount(c.metric, d, high, '+')} ({len(d.pairs)} pairs)"
+    *others, last = d.pairs
+    return ", ".join([*(bare(d, x, "+") for x in others), amount(c.metric, d, last, "+")])
+
+
+def _label(c: Comparison) -> str:
+    return c.metric.label.replace("|", "\\|")
+
+
+def _value(c: Comparison, summary: Summary | None) -> str:
+    """Mean and spread, and in how many steps it was recorded where that is not all."""
+    if summary is None:
+        return "not recorded"
+    spread = "" if summary.spread is None else f" ± {number(summary.spread, digits=2)}"
+    steps = "" if summary.steps == c.steps else f" (in {summary.steps} of {c.steps} steps)"
+    return with_unit(number(summary.mean) + spread, c.metric) + steps
+
+
+def percentiles(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
+    """Of the step time, and of an operator's times; a percentile that so few steps cannot have is said to be none."""
+    wanted = [
+        c
+        for c in found
+        if not c.missing
+        and (c.metric.name in PERCENTILES_OF or (record.tier == "op" and c.metric.unit in TIMES))
+    ]
+    if not wanted:
+        return
+    least = ", ".join(f"p{p} from {steps}" for p, steps in PERCENTILES.items())
+    yield from (
+        "",
+        "#### Percentiles",
+        "",
+        f"Over the steps of all repeats together. Given {least} steps on.",
+        "",
+    )
+    yield "| metric | side | steps | " + " | ".join(f"p{p}" for p in PERCENTILES) + " |"
+    yield "| --- | --- | ---: | " + " | ".join("---:" for _ in PERCENTILES) + " |"
+    for c in wanted:
+        for side, summary in c.sides.items():
+            assert summary is not None, "wanted are those of both sides"
+            cells = [
+                with_unit(number(summary.percentiles[p]), c.metric)
+                if p in summary.percentiles
+                else "too few steps"
+                for p in PERCENTILES
+            ]
+            yield f"| {c.metric.label} | {side} | {summary.steps} | {' | '.join(cells)} |"
+
+
+def fallbacks(pairs: Sequence[Pair]) -> Iterator[str]:
+    yield from ("", "#### Fallbacks", "")
+    totals: dict[str, dict[str, int]] = {}
+    for i, side in enumerate(SIDES):
+        for pair in pairs:
+            for operator, calls in pair[i].fallbacks.items():
+                totals.setdefault(operator, dict.fromkeys(SIDES, 0))[side] += calls
+    if not any(calls for counts in totals.values() for calls in counts.values()):
+        yield "No operator that was asked to run a kernel ran anything else."
+        return
+    yield "Calls of operators that ran no kernel, all steps and repeats together:"
+    yield from ("", f"| operator | {BASELINE} | {RL_KERNEL} |", "| --- | ---: | ---: |")
+    yield from (
+        f"| {name} | {counts[BASELINE]:,} | {counts[RL_KERNEL]:,} |"
+        for name, counts in sorted(totals.items())
+    )

@@ -1,0 +1,172 @@
+"""Metric by metric: what both sides recorded, the difference, and the words for it. Owns names, units and wording."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vime.bench.compare import Pair
+from vime.bench.record import METRICS, SIDES, Record, Repeat
+from vime.bench.statistics import OVER_STEPS, Difference, Summary, paired_difference, summarise
+from vime.run_metrics import TIME_METRICS
+
+PASS_TIME = "perf/pass_time"
+PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time")
+"""The head's log-probs are in the forward of one path and in the loss of the other: only their sum is like and like."""
+DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
+
+SMALL = 0.01
+TIMES, SPEEDS, SIZES = ("s", "ms", "us"), ("tokens/s", "GB/s", "TFLOP/s"), ("GiB", "MiB", "bytes")
+# a metric that METRICS does not name -> its unit and whether more is better, by how its name ends
+ENDINGS: tuple[tuple[str, str, bool], ...] = (
+    ("_us", "us", False),
+    ("_ms", "ms", False),
+    ("/ms", "ms", False),
+    ("_s", "s", False),
+    ("_time", "s", False),
+    ("_gib", "GiB", False),
+    ("_mib", "MiB", False),
+    ("_bytes", "bytes", False),
+    ("tok_per_s", "tokens/s", True),
+    ("tokens_per_sec", "tokens/s", True),
+    ("tokens_per_s", "tokens/s", True),
+    ("_gbs", "GB/s", True),
+    ("tflops", "TFLOP/s", True),
+)
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    label: str
+    unit: str
+    better: bool | None  # whether more is better; None where neither is
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric. `sides`: None for one that did not record it. `difference`: None unless both did."""
+
+    metric: Metric
+    sides: dict[str, Summary | None]
+    difference: Difference | None
+    steps: int  # that either side could have reported
+    small: bool = False  # a part of a step that METRICS does not name, and under SMALL of it on both sides
+
+    @property
+    def missing(self) -> list[str]:
+        return [side for side, summary in self.sides.items() if summary is None]
+
+
+def metric_of(name: str) -> Metric:
+    known = {**METRICS, **DERIVED}
+    if name in known:
+        return Metric(name, *known[name])
+    label = name.removeprefix("perf/").replace("_", " ")
+    found = [(unit, better) for ending, unit, better in ENDINGS if name.endswith(ending)]
+    unit, better = max(found, key=lambda each: len(each[0])) if found else ("", None)
+    return Metric(name, label, unit, better)
+
+
+def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
+    """[S] of the steps after warm-up, NaN where a step did not report it; derived metrics where all parts did."""
+    steps = repeat.steps[warm_up:]
+    if name == PASS_TIME:
+        return np.sum([values_of(repeat, part, warm_up) for part in PASS_PARTS], axis=0)
+    return np.array([step.get(name, np.nan) for step in steps], dtype=np.float64)
+
+
+def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
+    """Every metric that a step of either side reported: those of METRICS in its order, then the others by name.
+
+    Of runs only METRICS and the parts of a step count: the rest of what a run logs is no measurement.
+    """
+    reported = {
+        name for pair in pairs for repeat in pair for step in repeat.steps[record.warm_up :] for name in step
+    }
+    if all(part in reported for part in PASS_PARTS):
+        reported.add(PASS_TIME)
+    order = list(METRICS)
+    after = order.index(PASS_PARTS[-1]) + 1
+    order = [*order[:after], *DERIVED, *order[after:], *TIME_METRICS]
+    others = sorted(reported - set(order)) if record.tier == "op" else []
+    names = [name for name in dict.fromkeys([*order, *others]) if name in reported]
+    found = [_compare(record, pairs, name) for name in names]
+    step = next((c for c in found if c.metric.name == "perf/step_time"), None)
+    return [replace(c, small=step is not None and _is_small(c, step)) for c in found]
+
+
+def _is_small(c: Comparison, step: Comparison) -> bool:
+    if c.metric.name in METRICS or c.metric.name not in TIME_METRICS or c.missing:
+        return False
+    pairs = [(c.sides[side], step.sides[side]) for side in SIDES]
+    return all(
+        part is not None and whole is not None and part.mean < SMALL * whole.mean for part, whole in pairs
+    )
+
+
+def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:
+    metric = metric_of(name)
+    values = [tuple(values_of(repeat, name, record.warm_up) for repeat in pair) for pair in pairs]
+    sides = {side: summarise([pair[i] for pair in values]) for i, side in enumerate(SIDES)}
+    flat = np.concatenate([side for pair in values for side in pair])
+    relative = metric.unit in (*TIMES, *SPEEDS, *SIZES) and bool((flat[np.isfinite(flat)] > 0).all())
+    difference = None
+    if all(sides.values()):
+        difference = paired_difference([(a, b) for a, b in values], relative=relative)
+    return Comparison(metric, sides, difference, len(flat) // 2)
+
+
+def verdict(metric: Metric, difference: Difference) -> str:
+    """In words what the interval allows to say, no more."""
+    if difference.low is None or difference.high is None or difference.within is None:
+        return "too few repeats and steps for a verdict"
+    bound = amount(metric, difference, difference.within)
+    if difference.within == 0:
+        words = "equal"
+    elif not difference.shown:
+        words = f"same within {bound}" if metric.better is None else f"no difference shown (within {bound})"
+    elif metric.better is None:
+        words = "differs"
+    else:
+        words = _direction(metric, difference.value > 0)
+    return f"{words}, in these runs" if difference.over == OVER_STEPS else words
+
+
+def _direction(metric: Metric, more: bool) -> str:
+    if metric.unit in TIMES:
+        return "slower" if more else "faster"
+    if metric.unit in SPEEDS:
+        return "faster" if more else "slower"
+    if metric.unit in SIZES:
+        return "more memory" if more else "less memory"
+    return "higher" if more else "lower"
+
+
+def amount(metric: Metric, difference: Difference, value: float, sign: str = "") -> str:
+    """A difference as a reader wants it: a share in percent, anything else in its unit. `sign`: "+" or ""."""
+    text = bare(difference, value, sign)
+    return f"{text} %" if difference.relative else with_unit(text, metric)
+
+
+def bare(difference: Difference, value: float, sign: str = "") -> str:
+    """`amount` without its unit."""
+    if not difference.relative or value == 0:
+        return number(value, sign)
+    percent = 100 * value
+    return f"{percent:{sign},.{1 if abs(percent) >= 1 else 2}f}"
+
+
+def number(value: float, sign: str = "", *, digits: int = 4) -> str:
+    """So many significant digits: 12,345; 12.35; 0.1235; 1.23e-05. Integers keep all of theirs."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:{sign},.0f}"
+    return f"{value:{sign}.{min(digits, 3) - 1}e}" if abs(value) < 1e-3 else f"{value:{sign}.{digits}g}"
+
+
+def with_unit(text: str, metric: Metric) -> str:
+    return f"{text} {metric.unit}" if metric.unit else text
