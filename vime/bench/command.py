@@ -22,11 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.config.fields import nearest
+from vime.bench.operators import OPERATORS_FILE
 from vime.bench.planning import Plan, make_plan, resolved
 from vime.bench.running import execute
 from vime.bench.settings import Benchmark, read_settings
 
-OPERATORS_FILE = "operators.json"
 RUN_TIERS = ("module", "e2e")
 
 

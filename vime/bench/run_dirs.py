@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from vime.engine.process import tail
 
 COUNTERS = ("rollout/step", "train/step")
 FALLBACKS = ("rl_kernel/", "/fallbacks")
+NOT_OF_A_TRAINER = ("perf/rollout_time", "perf/update_weights_time")
+"""A run on saved rollouts times the reading of a file, and a transfer to nobody, under these names."""
 MADE_FILE = "make_model.json"
 """What scripts/make_model.py says of a model that it made."""
 
@@ -125,7 +127,11 @@ def collect(plan: Plan, command: str) -> Record:
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
     for order, run in enumerate(plan.runs):
         assert run.side is not None
-        sides[run.side].append(read_repeat(run, order, plan.out))
+        repeat = read_repeat(run, order, plan.out)
+        if plan.tier == "module":
+            steps = [{k: v for k, v in step.items() if k not in NOT_OF_A_TRAINER} for step in repeat.steps]
+            repeat = replace(repeat, steps=steps)
+        sides[run.side].append(repeat)
     benchmark = plan.benchmark
     return Record(
         tier=plan.tier,
