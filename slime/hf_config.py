@@ -27,10 +27,25 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     return content
 
 
+def expert_count(hf_config: dict[str, Any]) -> int:
+    """Routed experts of a layer, 0 of a dense model. transformers 5 writes num_local_experts where Qwen's files have
+    num_experts."""
+    return hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0
+
+
+def sparse_layers(hf_config: dict[str, Any]) -> tuple[bool, ...]:
+    """Whether each layer has experts in place of one MLP: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    step, dense = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
+    experts = expert_count(hf_config) > 0
+    return tuple(
+        experts and i not in dense and (i + 1) % step == 0 for i in range(hf_config["num_hidden_layers"])
+    )
+
+
 def check_dense(hf_config: dict[str, Any]) -> None:
     """ValueError for a model with experts: what else would be found wrong with its config.json misleads."""
     model_type = str(hf_config.get("model_type"))
-    experts = hf_config.get("num_experts") or hf_config.get("num_local_experts")
+    experts = expert_count(hf_config)
     if experts or model_type.endswith("_moe"):
         raise ValueError(
             "mixture-of-experts models are not supported yet; config.json must be of a dense model, got model_type "

@@ -51,6 +51,7 @@ _SHAPE = (
     "num_key_value_heads",
     "vocab_size",
     "tie_word_embeddings",
+    "moe_intermediate_size",
 )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import rl_kernel
 from slime.megatron_backend.attention import PackedAttention
+from slime.megatron_backend.experts import experts_spec
 
 
 class RMSNorm(nn.RMSNorm):
@@ -76,7 +77,10 @@ class Layer(TransformerLayer):
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
         if config.recompute_granularity != "full":
             defer(self.input_layernorm, self.self_attention.linear_qkv)
-            defer(self.pre_mlp_layernorm, self.mlp.linear_fc1)
+            if (
+                not self.is_moe_layer
+            ):  # the router and every expert read that norm: no one product to hand it to
+                defer(self.pre_mlp_layernorm, self.mlp.linear_fc1)
 
 
 def defer(norm: RMSNorm, linear: NormedLinear) -> None:
@@ -117,8 +121,8 @@ def without_keeping(
     return output
 
 
-def layer_spec(core: TransformerConfig) -> ModuleSpec:
-    """One layer, of Megatron's local modules where they are not replaced."""
+def layer_spec(core: TransformerConfig, *, sparse: bool = False) -> ModuleSpec:
+    """One layer, of Megatron's local modules where they are not replaced; with experts if `sparse`."""
     spec = get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, normalization=core.normalization)
     modules, attention = spec.submodules, spec.submodules.self_attention.submodules
     spec.module = Layer
@@ -126,5 +130,5 @@ def layer_spec(core: TransformerConfig) -> ModuleSpec:
     attention.core_attention, attention.linear_qkv = PackedAttention, NormedLinear
     if core.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    modules.mlp = GatedMLP
+    modules.mlp = experts_spec() if sparse else GatedMLP
     return spec

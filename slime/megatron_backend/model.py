@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from slime.megatron_backend import transformer_engine
@@ -75,7 +76,9 @@ class HiddenGPTModel(GPTModel):
 def _block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
     if core.transformer_impl == "transformer_engine":
         return transformer_engine.block_spec(core)
-    layers = [layer_spec(core)] * get_num_layers_to_build(core)
+    first, count = get_transformer_layer_offset(core), get_num_layers_to_build(core)
+    sparse = core.moe_layer_freq if core.num_moe_experts else [0] * core.num_layers
+    layers = [layer_spec(core, sparse=bool(sparse[i])) for i in range(first, first + count)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 

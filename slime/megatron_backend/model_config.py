@@ -9,7 +9,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
-from slime.hf_config import read_hf_config
+from slime.hf_config import check_dense, expert_count, read_hf_config
+from slime.megatron_backend.experts import expert_fields
 from slime.megatron_backend.hf_weights import family_for
 
 _SHAPE_KEYS = (
@@ -34,7 +35,13 @@ def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 
 def check_hf_config(hf_config: dict[str, Any]) -> None:
-    """Raise ValueError for an architecture this backend does not compute faithfully."""
+    """Raise ValueError for an architecture this backend does not compute faithfully, or is not known to yet."""
+    check_dense(hf_config)
+    check_decoder(hf_config)
+
+
+def check_decoder(hf_config: dict[str, Any]) -> None:
+    """The part of `check_hf_config` that holds for dense models and for those with experts."""
     family = family_for(hf_config)
     for key in _SHAPE_KEYS:
         if key not in hf_config:
@@ -142,5 +149,8 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
         "output_layer_init_method": _leave_as_is,
         "embedding_init_method": _leave_as_is,
     }
-    fields |= config.megatron.core_overrides(TransformerConfig) | {"calculate_per_token_loss": True}
+    overrides = config.megatron.core_overrides(TransformerConfig)
+    if expert_count(hf_config):
+        fields |= expert_fields(hf_config, fields, overrides)
+    fields |= overrides | {"calculate_per_token_loss": True}
     return TransformerConfig(**fields)

@@ -50,6 +50,10 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
     if kind == "qwen3":
         values.setdefault("head_dim", 32)  # not hidden / heads, as in the real Qwen3-0.6B
         config, model_class = transformers.Qwen3Config(**values), transformers.Qwen3ForCausalLM
+    elif kind == "qwen3_moe":
+        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        values = {"head_dim": 32, "norm_topk_prob": True, **experts, **values}
+        config, model_class = transformers.Qwen3MoeConfig(**values), transformers.Qwen3MoeForCausalLM
     else:
         config, model_class = transformers.Qwen2Config(**values), transformers.Qwen2ForCausalLM
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_co
 from slime.config.model_args import READERS, check_model_args
 from slime.config.schema import own_flags
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
-from slime.megatron_backend.hf_weights import family_for
+from slime.megatron_backend.model_config import check_hf_config
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_experts_are_refused_before_anything_else(argv, tmp_path):
         ):
             parse_args(argv)
         with pytest.raises(ValueError, match="^mixture-of-experts models are not supported yet"):
-            family_for(HF_CONFIG | changes)
+            check_hf_config(HF_CONFIG | changes)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,8 @@ class GateUp:
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter and the HF tensors it is made of; "{i}" in the names stands for the layer, from 0."""
+    """One Megatron parameter and the HF tensors it is made of; "{i}" in the names stands for the layer, "{e}" for the
+    expert, both from 0."""
 
     megatron: str
     hf: tuple[str, ...]
@@ -137,12 +138,13 @@ class Family:
     ignored: tuple[str, ...] = ()
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
-        """The row of a Megatron parameter and its HF names with the layer filled in. KeyError when there is none."""
+        """The row of a Megatron parameter and its HF names with the numbers filled in. KeyError when there is none."""
         for row in self.rows:
-            pattern = re.escape(row.megatron).replace(re.escape("{i}"), r"(\d+)")
+            pattern = re.escape(row.megatron)
+            for letter in "ie":
+                pattern = pattern.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
             if match := re.fullmatch(pattern, parameter):
-                layer = match.group(1) if match.groups() else ""
-                return row, tuple(name.replace("{i}", layer) for name in row.hf)
+                return row, tuple(name.format(**match.groupdict()) for name in row.hf)
         raise KeyError(f"{parameter} has no row in the {self.name} table")
 
     def ignores(self, hf_name: str) -> bool:
