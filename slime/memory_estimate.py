@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.cluster import PARTS
+from slime.hf_config import check_dense
 from slime.operators import loss_head
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,6 +43,8 @@ class Shape:
 
     @classmethod
     def of(cls, hf: dict[str, Any]) -> Shape:
+        """ValueError for a model with experts: how many tokens an expert gets is not known from shapes."""
+        check_dense(hf)
         heads = hf["num_attention_heads"]
         head = hf.get("head_dim") or hf["hidden_size"] // heads
         return cls(

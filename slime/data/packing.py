@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from slime.data.token_slice import TokenSlice, token_slice
+from slime.hf_config import expert_count, sparse_layers
 from slime.types import TrainData
 
 
@@ -28,10 +29,11 @@ class Schedule:
 
 
 def sample_flops(length: float, response_length: float, hf_config: dict[str, Any]) -> float:
-    """FLOPs of one forward pass over a sample of a dense model with gated MLPs: what its result needs, no more.
+    """FLOPs of one forward pass over a sample of a model with gated MLPs: what its result needs, no more.
 
     Two per weight and token in the layers; in attention two per head dimension for each product, `q @ k` and `p @ v`,
-    over the L (L + 1) / 2 pairs of a causal mask. The head counts for the response tokens only: the loss and the
+    over the L (L + 1) / 2 pairs of a causal mask. Of a layer with experts: those that a token goes to, and the router.
+    The head counts for the response tokens only: the loss and the
     log-probs need no other logits, and the trainer computes no others (--rlk-fast off does, and throws them away).
     slime's count has the head over all tokens: more where prompts are long. Norms, rotations, biases and the
     embedding's look-up are left out, as is what a checkpointed backward computes again.
@@ -41,9 +43,14 @@ def sample_flops(length: float, response_length: float, hf_config: dict[str, Any
     head_dim = hf_config.get("head_dim") or hidden // heads
     kv_heads = hf_config.get("num_key_value_heads") or heads
     projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    layer = 2 * (projections + 3 * hidden * hf_config["intermediate_size"]) * length
     attention = 2 * heads * head_dim * length * (length + 1)
-    return float(layers * (layer + attention) + 2 * hidden * hf_config["vocab_size"] * response_length)
+    sparse = sum(sparse_layers(hf_config))
+    mlps = 3 * hidden * hf_config["intermediate_size"] * (layers - sparse)
+    if sparse:
+        mlps += hidden * expert_count(hf_config) * sparse
+        mlps += 3 * hidden * hf_config["moe_intermediate_size"] * hf_config["num_experts_per_tok"] * sparse
+    body = 2 * (layers * projections + mlps) * length
+    return float(body + layers * attention + 2 * hidden * hf_config["vocab_size"] * response_length)
 
 
 def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[list[int]]:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, sample_flops
 
@@ -48,6 +48,22 @@ def test_flops_of_a_sample_are_those_of_a_real_model():
         model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
     in_vain = 2 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)  # layers, heads, products, 2 x head_dim, pairs
     assert counter.get_total_flops() - in_vain == sample_flops(length, response, HF)
+
+
+def test_flops_of_experts_are_those_a_token_goes_to():
+    """Three layers, the last without experts: what PyTorch counts of transformers' Qwen3-MoE."""
+    length, response = 12, 5
+    experts = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 6}
+    hf = HF | experts | {"num_hidden_layers": 3, "mlp_only_layers": [2]}
+    settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**hf, **settings))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
+    in_vain = 3 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)
+    assert counter.get_total_flops() - in_vain == sample_flops(length, response, hf)
+    # Qwen's spelling and that of transformers are one
+    renamed = {k: v for k, v in hf.items() if k != "num_experts"} | {"num_local_experts": 7}
+    assert sample_flops(length, response, renamed) == sample_flops(length, response, hf)
 
 
 def test_first_fit_then_stride():
