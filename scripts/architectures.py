@@ -1,8 +1,9 @@
 """Shapes of the models that scripts/make_model.py can make: one row each, with where the figures come from.
 
 The named Qwen models have the shape fields of the config.json published with them; `published` gives the parameter
-counts of the model card, all and without embeddings, in billions and with the card's digits. The other two are our own,
-for learning curves: a vocabulary of bytes leaves the parameters to the body.
+counts of the model card, all and without embeddings, in billions and with the card's digits. The others are our own,
+for learning curves and tests: a vocabulary of bytes leaves the parameters to the body. Those with experts can be made,
+and not yet trained: `vime train` refuses them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row. `vocab` is (rows of the embedding, id of the first special token); `heads` is (query, key/value)."""
+    """One row. `vocab` is (rows of the embedding, id of the first special token); `heads` is (query, key/value);
+    `experts` is (routed experts, those of a token, width of one) of every layer, whose weights are normalised."""
 
     family: str
     hidden: int
@@ -28,10 +30,13 @@ class Architecture:
     dtype: str
     source: str
     published: tuple[str, str] | None = None
+    experts: tuple[int, int, int] | None = None
 
     def config_fields(self) -> dict[str, Any]:
         """The fields of config.json. Three special tokens stand together: end of text, start and end of a turn."""
         rows, first_special = self.vocab
+        keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        routed = dict(zip(keys, self.experts, strict=True)) | {"norm_topk_prob": True} if self.experts else {}
         return {
             "vocab_size": rows,
             "hidden_size": self.hidden,
@@ -49,6 +54,7 @@ class Architecture:
             "eos_token_id": first_special + 2,
             "pad_token_id": first_special,
             "dtype": self.dtype,
+            **routed,
         }
 
 
@@ -74,6 +80,10 @@ ARCHITECTURES = {
         *("qwen3", 4096, 12288, 36, (32, 8), 128, QWEN_VOCAB, 1e6, 40960, False),
         *("bfloat16", HUB.format("Qwen3-8B"), ("8.2", "6.95")),
     ),
+    "qwen3-30b-a3b": Architecture(
+        *("qwen3_moe", 2048, 6144, 48, (32, 4), 128, QWEN_VOCAB, 1e6, 40960, False),
+        *("bfloat16", HUB.format("Qwen3-30B-A3B"), ("30.5", "29.9"), (128, 8, 768)),
+    ),
     "qwen2.5-0.5b": Architecture(
         *("qwen2", 896, 4864, 24, (14, 2), 64, QWEN_VOCAB, 1e6, 32768, True),
         *("bfloat16", HUB.format("Qwen2.5-0.5B-Instruct"), ("0.49", "0.36")),
@@ -85,5 +95,9 @@ ARCHITECTURES = {
     "qwen3-tiny": Architecture(
         *("qwen3", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, True),
         *("float32", "our own: the model of scripts/run-tiny-grpo.sh, trained on two CPU cores"),
+    ),
+    "qwen3-moe-tiny": Architecture(
+        *("qwen3_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, True),
+        *("float32", "our own: qwen3-tiny with eight experts a layer, for tests", None, (8, 2, 128)),
     ),
 }

@@ -22,6 +22,7 @@ import os
 import shutil
 import string
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -112,6 +113,19 @@ def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedM
     return model
 
 
+def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters as checkpoints have them: experts one by one, where transformers has a layer's in one tensor."""
+    for name, parameter in model.named_parameters():
+        layer, fused, kind = name.rpartition(".experts.")
+        if not fused:
+            yield name, parameter
+            continue
+        parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+        for expert, weight in enumerate(parameter):
+            for part, piece in zip(parts, weight.chunk(len(parts)), strict=True):
+                yield f"{layer}.experts.{expert}.{part}_proj.weight", piece
+
+
 def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> int:
     """The weights, in the model's order, in files of at most `max_file_bytes` (more where one tensor is larger).
 
@@ -120,7 +134,7 @@ def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_F
     """
     files: list[dict[str, torch.Tensor]] = [{}]
     room = max_file_bytes
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored_tensors(model):
         if files[-1] and parameter.nbytes > room:
             files.append({})
             room = max_file_bytes

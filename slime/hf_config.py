@@ -72,7 +72,7 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -
     for file in files:
         with safe_open(file, framework="np") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                layers |= {part for part in name.split(".") if part.isdigit()}
+                layers |= set(re.findall(r"\blayers\.(\d+)\.", name))
                 for suffix, shape in expected.items():
                     got = list(tensors.get_slice(name).get_shape()) if name.endswith(suffix) else shape
                     if got != shape:

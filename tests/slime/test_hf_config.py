@@ -42,6 +42,12 @@ def test_a_wrong_number_of_layers(tmp_path):
         check_checkpoint_shapes(tmp_path, {**CONFIG, "num_hidden_layers": 3})
 
 
+def test_numbers_of_experts_are_not_layers(tmp_path):
+    names = [f"model.layers.1.mlp.experts.{i}.down_proj.weight" for i in range(5)]
+    write(tmp_path, **{name: torch.zeros(4, 2) for name in names})
+    check_checkpoint_shapes(tmp_path, CONFIG)
+
+
 def test_config_json_is_read_or_named(tmp_path):
     with pytest.raises(ValueError, match=r"--hf-checkpoint must be a directory with a config\.json"):
         read_hf_config(tmp_path)

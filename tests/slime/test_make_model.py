@@ -19,8 +19,9 @@ from slime.config.megatron_flags import MODEL_ARGS
 from slime.config.model_args import check_model_args
 from slime.config.parser import split_argv
 from slime.config.validate import largest_token_id
-from slime.hf_config import check_checkpoint_shapes, read_hf_config
-from slime.megatron_backend.model_config import check_hf_config
+from slime.data.packing import sample_flops
+from slime.hf_config import check_checkpoint_shapes, expert_count, read_hf_config, sparse_layers
+from slime.megatron_backend.model_config import check_decoder, check_hf_config
 
 ROOT = Path(__file__).resolve().parents[2]
 # Elements of all tensors of the published checkpoints, a tied head counted once.
@@ -30,7 +31,9 @@ EXACT = {
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
     "qwen2.5-0.5b": 494_032_768,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
+SPARSE = ("qwen3-30b-a3b", "qwen3-moe-tiny")
 
 
 def make(folder: Path, *flags: str, arch: str = "qwen3-tiny") -> Path:
@@ -67,15 +70,48 @@ def test_parameters_are_as_published(arch):
 
 
 def test_our_own_are_mostly_body():
-    for arch, low, high in (("qwen3-50m", 30e6, 60e6), ("qwen3-tiny", 1e6, 2e6)):
+    sizes = (("qwen3-50m", 30e6, 60e6), ("qwen3-tiny", 1e6, 2e6), ("qwen3-moe-tiny", 1e6, 3e6))
+    for arch, low, high in sizes:
         model = build_model(build_config(arch), 0, "meta")
         assert low < model.num_parameters() < high
         assert model.get_input_embeddings().weight.numel() < 0.06 * model.num_parameters()
-    assert set(ARCHITECTURES) == {*EXACT, "qwen3-50m", "qwen3-tiny"}
+    assert set(ARCHITECTURES) == {*EXACT, *(arch for arch, _, _ in sizes)}
     assert all(row.source for row in ARCHITECTURES.values())
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", SPARSE)
+def test_experts_are_known_and_no_run_takes_them(arch):
+    config = json.loads(build_config(arch).to_json_string(use_diff=False))
+    check_decoder(config)
+    assert expert_count(config) == ARCHITECTURES[arch].experts[0] and all(sparse_layers(config))
+    with pytest.raises(ValueError, match="^mixture-of-experts models are not supported yet"):
+        check_hf_config(config)
+
+
+def test_what_a_token_uses_is_as_published():
+    """3.35 billion, of which the card says 3.3: FLOPs over 2 of one token, less its pair of attention, and the
+    embedding."""
+    config = json.loads(build_config("qwen3-30b-a3b").to_json_string(use_diff=False))
+    pair = 48 * 4 * 32 * 128
+    assert f"{((sample_flops(1, 1, config) - pair) / 2 + 151936 * 2048) / 1e9:.2f}" == "3.35"
+
+
+def test_experts_are_written_one_by_one(tmp_path):
+    model = build_model(build_config("qwen3-moe-tiny"), 5, "cpu")
+    save_settings(model, tmp_path)
+    assert save_model(model, tmp_path, max_file_bytes=2**20) > 5
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    experts = [name for name in index["weight_map"] if ".experts." in name]
+    assert len(experts) == 2 * 8 * 3 and "model.layers.1.mlp.experts.7.down_proj.weight" in experts
+    assert index["metadata"]["total_size"] == 4 * model.num_parameters()
+    check_checkpoint_shapes(tmp_path, read_hf_config(tmp_path))
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch not in SPARSE])
 def test_the_trainer_and_model_args_know_the_shape(arch):
     """scripts/models/ has MODEL_ARGS of each architecture, and they say what its config.json says."""
     (script,) = [p for p in (ROOT / "scripts" / "models").glob("*.sh") if p.stem.lower() == arch]
