@@ -56,7 +56,20 @@ def work(rank: int, root: Path) -> None:
         out[name]["shapes"] = [tuple(x.weight.shape) for x in (expert.linear_fc1, expert.linear_fc2)]
         save_checkpoint(root / f"from-{name}", 2, *parts)
         destroy_parallel()
+    out["pp"] = stages(rank, root)
     torch.save(out, root / f"rank{rank}.pt")
+
+
+def stages(rank: int, root: Path) -> dict[str, Any]:
+    """Layer 0 is dense and on the first stage, layer 1 has experts and is on the second."""
+    config = make_config(pipeline_model_parallel_size=2)
+    init_parallel(rank, 2, config, init_method=f"file://{root}/store-pp", local_rank=rank)
+    model = build_model(read_hf_config(root / "moe"), config, ddp=False)
+    load_hf(model, root / "moe")
+    kinds = [type(layer.mlp).__name__ for layer in unwrap(model).decoder.layers]
+    found = {"before": exported(model), "kinds": kinds}
+    destroy_parallel()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +117,13 @@ def test_shards_are_put_together_bitwise(one, two, layout):
     for rank in two:
         assert rank[layout]["before"].keys() == one["before"].keys()
         assert all(torch.equal(t, one["before"][n]) for n, t in rank[layout]["before"].items())
+
+
+def test_pipeline_stages_have_the_layers_of_their_numbers(one, two):
+    assert [rank["pp"]["kinds"] for rank in two] == [["GatedMLP"], ["MoELayer"]]
+    for rank in two:
+        assert rank["pp"]["before"].keys() == one["before"].keys()
+        assert all(torch.equal(t, one["before"][n]) for n, t in rank["pp"]["before"].items())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
