@@ -101,10 +101,24 @@ def repack_tied_weights(model: nn.Module) -> None:
                 module.quant_method.process_weights_after_loading(module)
 
 
+def repack_experts(model: nn.Module) -> None:
+    """Bring experts into the layout that vLLM's CPU kernel reads.
+
+    vLLM 0.32 does so at the first load only: a reload copies plain weights to where the kernel expects packed ones, and
+    the engine goes on with wrong log-probs and no error.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        backend, kernel = getattr(method, "unquantized_backend", None), getattr(method, "moe_kernel", None)
+        if getattr(backend, "name", None) == "CPU" and kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
 def _packed_matrix(module: nn.Module) -> torch.Tensor:
     """The matrix inside `module.cpu_linear`, [out, in]: what it makes of the identity. Products with 1 and sums
     with 0 are exact, so the values are those of the packed copy to the bit (but for the sign of zeros)."""
-    size = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+    names = ("input_size_per_partition", "input_size", "embedding_dim")  # of a shard, a router, an embedding
+    size = next(getattr(module, name) for name in names if getattr(module, name, None))
     identity = torch.eye(
         size, dtype=module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype
     )

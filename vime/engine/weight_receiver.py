@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from slime.weight_sync.group import GivenUp
 from vime.engine.buckets import SentBuckets, SharedBuckets, views
-from vime.engine.live_weights import differing_tensors, repack_tied_weights
+from vime.engine.live_weights import differing_tensors, repack_experts, repack_tied_weights
 from vime.engine.plugin import WEIGHT_DIR_VARIABLE
 from vime.engine.vllm_versions import ReceivesOnly
 
@@ -155,6 +155,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self.finished = True
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_weights(self.model)
+        repack_experts(self.model)
         self._require_checkpoint(self.loaded, "the update")
 
     def _require_checkpoint(self, given: dict[str, list[int]], where: str) -> None:
@@ -181,6 +182,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
                 self.model.load_weights((name, file.get_tensor(name)) for name in names)
                 finalize_layerwise_reload(self.model, self.model_config)
                 repack_tied_weights(self.model)
+                repack_experts(self.model)
             if update_info.checksums is not None:
                 wrong = differing_tensors(self.model, names, file.get_tensor)
                 if wrong:
