@@ -195,7 +195,7 @@ def told(record) -> str:
 
 def test_what_has_to_be_known_is_said():
     record = full_steps(repeats=2, steps=4)
-    assert told(record) == ""
+    assert told(record).startswith("baseline ran first in every pair") and "." not in told(record)[:-1]
     swapped = {1: 2, 2: 1}
     sides = {
         s: [replace(r, order=swapped.get(r.order, r.order)) for r in rs] for s, rs in record.sides.items()

@@ -83,6 +83,35 @@ def test_a_difference_of_3_percent_is_found_and_equal_things_are_not_called_diff
     assert "- **Counted** 4 pairs of repeats, 24 steps each, after 1 of warm-up" in text
 
 
+def test_a_sum_whose_parts_no_side_has_whole_is_no_row(tmp_path):
+    record = drop(full_steps(repeats=1, steps=6), BASELINE, "perf/forward_time")
+    text = reported(tmp_path, drop(record, RL_KERNEL, "perf/policy_loss_time"))
+    assert not rows(text, "forward + loss + backward")
+    assert "- forward: rl_kernel" in text and "- log-probs, ratio, KL and loss: baseline" in text
+
+
+def test_copies_of_one_run_are_one_sample(tmp_path):
+    record = full_steps(repeats=1, steps=6)
+    for side, (only,) in record.sides.items():
+        step = {"rollout/raw_reward": 0.5 if side == BASELINE else 0.500001}
+        record.sides[side][:] = [
+            replace(
+                only, order=only.order + 2 * i, run=f"{side}-{i}", steps=[{**s, **step} for s in only.steps]
+            )
+            for i in range(4)
+        ]
+    assert (
+        rows(reported(tmp_path, record), "raw_reward")[0][-1]
+        == "the same in every repeat: one sample, no verdict"
+    )
+
+
+def test_peak_memory_is_the_largest_of_all_steps(tmp_path):
+    record = full_steps(repeats=1, steps=6)
+    record.sides[BASELINE][0].steps[0]["perf/trainer_peak_gib"] = 139.0  # in the warm-up
+    assert rows(reported(tmp_path, record), "trainer, peak memory")[0][1] == "139 GiB"
+
+
 def test_the_numbers_are_those_of_the_steps(tmp_path):
     record = full_steps(repeats=3)
     step = rows(reported(tmp_path, record), "step")[0]

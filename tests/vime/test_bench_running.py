@@ -117,6 +117,16 @@ def test_both_sides_in_turn_a_failure_and_going_on(bench, capfd):
     assert "runs/rl_kernel-1 is of a call with more repeats and is left out" in bench.record().notes
 
 
+def test_a_whole_run_that_ended_badly_is_no_success_the_second_time_either(bench):
+    bench.order(baseline_0={"exit": 3})
+    assert bench.run(repeats=1) == 1 and bench.started() == ["baseline-0", "rl_kernel-0"]
+    bench.order()
+    assert bench.run(repeats=1) == 1 and bench.started() == []
+    assert any(
+        "baseline-0 ended with exit status 3 after 3 of 3 steps" in note for note in bench.record().notes
+    )
+
+
 def test_steps_as_they_were_logged(bench):
     assert bench.run(repeats=1) == 0
     record = bench.record()

@@ -143,6 +143,12 @@ def flag(argv: tuple[str, ...], name: str) -> str:
     return [value for word, value in itertools.pairwise(argv) if word == name][-1]
 
 
+def test_a_plan_shows_no_secret(tmp_path):
+    benchmark = read_settings(write(tmp_path), None).with_line(flags=["--wandb-key", "hush"])
+    plan = make_plan("e2e", benchmark, tmp_path / "out")
+    assert "hush" in plan.runs[0].command and "hush" not in "\n".join(plan.lines())
+
+
 def test_whole_steps_are_the_sides_in_turn_that_differ_in_the_switch(tmp_path):
     plan = make_plan("e2e", read_settings(write(tmp_path), "long"), tmp_path / "out")
     names = ["baseline-0", "rl_kernel-0", "baseline-1", "rl_kernel-1", "baseline-2", "rl_kernel-2"]
@@ -151,10 +157,11 @@ def test_whole_steps_are_the_sides_in_turn_that_differ_in_the_switch(tmp_path):
         assert run.command[:4] == [sys.executable, "-m", "vime", "train"]
         assert flag(run.argv, "--rlk-fast") == {"baseline": "off", "rl_kernel": "strict"}[run.side]
         assert flag(run.argv, "--run-dir") == str(tmp_path / "out" / "runs" / run.name)
-        own = {"off", "strict", str(run.run_dir)}
-        assert [w for w in run.argv if w not in own] == [
-            w for w in plan.runs[0].argv if w not in {"off", str(plan.runs[0].run_dir)}
-        ]
+    for i, (baseline, fast) in enumerate(zip(plan.runs[::2], plan.runs[1::2], strict=True)):
+        own = {"off", "strict", str(baseline.run_dir), str(fast.run_dir)}
+        assert [w for w in fast.argv if w not in own] == [w for w in baseline.argv if w not in own]
+        seeds = ["--seed", str(1234 + i), "--rollout-seed", str(42 + i)] if i else []
+        assert [w for w in fast.argv[-len(seeds) - 4 :] if w in seeds] == seeds
     assert flag(run.argv, "--num-rollout") == "40" and flag(run.argv, "--lr") == "1e-4"
     model = tmp_path / "out" / "model-qwen3-tiny-1-layers"
     assert flag(run.argv, "--hf-checkpoint") == str(model)

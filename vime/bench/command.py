@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.config.fields import nearest
+from slime.tracking.environment import mask_command
 from vime.bench.operators import OPERATORS_FILE
 from vime.bench.planning import Plan, make_plan, resolved
 from vime.bench.running import execute
@@ -61,7 +62,7 @@ def _runs(tier: str, argv: list[str]) -> int:
     plan = make_plan(tier, benchmark, _out(arguments, benchmark, tier))
     if arguments.dry_run:
         return _show([plan])
-    return execute(plan, shlex.join(["vime", "bench", tier, *argv]))
+    return execute(plan, shlex.join(mask_command(["vime", "bench", tier, *argv])))
 
 
 def _plan(tier: str, argv: list[str]) -> int:
@@ -70,7 +71,8 @@ def _plan(tier: str, argv: list[str]) -> int:
 
 
 def _out(arguments: argparse.Namespace, benchmark: Benchmark, tier: str) -> Path:
-    return arguments.out or Path("runs/bench") / f"{benchmark.name}-{tier}"
+    parts = (benchmark.name, benchmark.preset, tier)
+    return arguments.out or Path("runs/bench") / "-".join(part for part in parts if part)
 
 
 def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
@@ -82,7 +84,7 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
         prog=f"vime bench {tier}", allow_abbrev=False, epilog="what stands after -- are flags of `vime train`"
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, see examples/bench")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench/NAME-TIER")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench/NAME[-PRESET]-TIER")
     parser.add_argument("--preset", metavar="NAME", help="one of the file's presets")
     parser.add_argument("--steps", type=int, metavar="N", help="of each run, the warm-up included")
     parser.add_argument("--repeats", type=int, metavar="N", help="runs a side")

@@ -120,6 +120,10 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
         found.append(
             f"The sides did not take turns ({order}, A is {BASELINE}): what drifted over time is in the differences."
         )
+    elif set(order[::2]) == {"A"}:
+        found.append(
+            f"{BASELINE} ran first in every pair: a drift of 1 % from run to run is 1 % of each difference."
+        )
     hosts = {_leaf(repeat.environment, "host.name") for repeat in runs} - {None}
     if len(hosts) > 1:
         found.append(f"The runs are of several hosts of the same kind: {', '.join(sorted(hosts))}.")

@@ -20,13 +20,12 @@ from slime.tracking.metrics import LOGPROB_DIFF
 from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, OVER_REPEATS, OVER_STEPS, Difference
-from vime.bench.verdicts import SIZES, TIMES, Comparison, number
+from vime.bench.verdicts import PEAK, SIZES, TIMES, Comparison, number
 from vime.plot import COLOURS, LONG, PART_COLOURS, decades, dress, legend, save
 from vime.run_metrics import Run, Series, running_mean, smoothing_window, step_times
 
 SIDE_COLOURS = {BASELINE: COLOURS[0], RL_KERNEL: COLOURS[1]}
 STEP_TIME, REWARD = "perf/step_time", "rollout/raw_reward"
-PEAK = "_peak_gib"
 WIDTH = 7.5  # inches
 LEVEL_TEXT = f"{100 * LEVEL:.0f} %"
 

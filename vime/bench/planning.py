@@ -2,7 +2,10 @@
 
 OUT/model-ARCH                        random weights, where the file asks for them
 OUT/runs/rollouts, OUT/rollouts/      module: one run that generates only, and the samples it saves
-OUT/runs/baseline-0, rl_kernel-0, baseline-1, ...     the sides in turn, so that what drifts meets both
+OUT/runs/baseline-0, rl_kernel-0, baseline-1, ...     the sides in turn
+
+Repeat i of whole steps has seeds of its own, alike on both sides: runs of one seed are one sample of what a policy
+draws and learns, however often they are made. A module's repeats train on the same rollouts: they repeat times alone.
 """
 
 from __future__ import annotations
@@ -12,15 +15,18 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.config.schema import own_flags
+from slime.tracking.environment import mask_command
 from vime.bench.record import BASELINE, SIDES
 from vime.bench.settings import ARITHMETIC, Benchmark
 from vime.engine.flags import parse_config
 
+SEEDS = ("seed", "rollout_seed")
 ENTRY = (sys.executable, "-m", "vime", "train")
 ROOT = Path(__file__).resolve().parents[2]
 MAKE_MODEL = ROOT / "scripts" / "make_model.py"
@@ -91,11 +97,11 @@ class Plan:
         return [*([] if self.rollouts is None else [self.rollouts]), *self.runs]
 
     def lines(self) -> Iterator[str]:
-        """Every command in order, as a shell takes it."""
+        """Every command in order, as a shell takes it, secrets masked."""
         yield f"export PYTHONPATH={shlex.quote(self.python_path)}"
         commands = [self.model_command] if self.model_command else []
         for command in [*commands, *(run.command for run in self.all_runs())]:
-            yield shlex.join(command)
+            yield shlex.join(mask_command(command))
 
 
 def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None = None) -> Plan:
@@ -122,8 +128,22 @@ def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None 
         quiet = ("--rlk-consistency", "off")  # it compares with a trainer, and there is none
         rollouts = run("rollouts", None, *quiet, "--debug-rollout-only", "--save-debug-rollout-data", saved)
         loads = ["--load-debug-rollout-data", saved]
-    runs = [run(f"{side}-{i}", side, *loads) for i in range(benchmark.repeats) for side in SIDES]
+    runs = []
+    for i in range(benchmark.repeats):
+        seeds = _seeds(benchmark.flags, i) if tier == "e2e" else ()
+        runs += [run(f"{side}-{i}", side, *loads, *seeds) for side in SIDES]
     return Plan(tier, benchmark, out, model, rollouts, tuple(runs))
+
+
+def _seeds(flags: Sequence[str], repeat: int) -> tuple[str, ...]:
+    """Flags of the seeds of a repeat: those of the file, or the usual ones, plus its number."""
+    found: list[str] = []
+    for name in SEEDS if repeat else ():
+        flag = f"--{name.replace('_', '-')}"
+        given = [flags[i + 1] for i, word in enumerate(flags[:-1]) if word.replace("_", "-") == flag]
+        given += [word.partition("=")[2] for word in flags if word.replace("_", "-").startswith(f"{flag}=")]
+        found += [flag, str(int(given[-1] if given else own_flags()[name].default) + repeat)]
+    return tuple(found)
 
 
 def resolved(run: Planned) -> dict[str, Any]:

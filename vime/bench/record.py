@@ -42,6 +42,7 @@ METRICS: dict[str, tuple[str, str, bool | None]] = {
     "perf/backward_peak_gib": ("backward, peak memory", "GiB", False),
     "perf/optimizer_peak_gib": ("optimizer, peak memory", "GiB", False),
     "rollout/raw_reward": ("raw_reward", "", True),
+    "rollout/response_len/mean": ("response length", "tokens", None),
     "train/train_rollout_logprob_abs_diff": ("train_rollout_logprob_abs_diff", "nats", False),
     "train/ppo_kl": ("KL to the policy that sampled", "nats", None),
     "train/kl_loss": ("KL to the reference", "nats", None),

@@ -91,6 +91,11 @@ def is_whole(run: Planned, plan: Plan) -> bool:
     return len(read_steps(run.run_dir, trained=run.side is not None).values) >= run.steps
 
 
+def ended_well(run: Planned) -> bool:
+    """Whether a run's exit status was 0, or is not known, as where this process was killed."""
+    return not run.status.exists() or run.status.read_text().strip() == "0"
+
+
 def how_it_ended(run: Planned) -> str:
     """One line on how far a run got and why no further."""
     steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
@@ -157,8 +162,7 @@ def _switch(switch: Switch, sides: Mapping[str, Sequence[Repeat]]) -> dict[str, 
 def _remarks(plan: Plan) -> Iterator[str]:
     """Whatever of the runs is not in the numbers."""
     for run in plan.all_runs():
-        ended_well = not run.status.exists() or run.status.read_text().strip() == "0"
-        if not is_whole(run, plan) or not ended_well:
+        if not is_whole(run, plan) or not ended_well(run):
             yield how_it_ended(run)
         for step, name, word in read_steps(run.run_dir, trained=run.side is not None).broken:
             yield f"{run.name}: {name} was {word} in step {step}"

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from vime.bench.planning import UNFINISHED, Plan, Planned, flat, resolved
-from vime.bench.run_dirs import collect, how_it_ended, is_whole, read_json, read_steps
+from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_json, read_steps
 from vime.engine.process import SupervisedProcess, tail
 
 GRACE_S = 120.0
@@ -94,6 +94,7 @@ def _run_all(plan: Plan, missing: Sequence[Planned], command: str) -> bool:
         title = f"[{number}/{len(runs)}] {run.name}"
         if run not in missing:
             print(f"{title}: kept, {run.steps} steps", flush=True)
+            good = good and ended_well(run)
             continue
         _set_aside(run)
         print(f"{title}: {run.steps} steps, log {run.log}", flush=True)

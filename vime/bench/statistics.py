@@ -1,8 +1,9 @@
 """What repeats of two sides say about a difference: summaries, paired intervals, verdicts. numpy only; owns no files.
 
 Runs go A B A B, so repeat i of a side pairs with repeat i of the other: what drifts over hours (clocks, heat, other
-work) is in both. What is independent is the repeat. The steps of a run share its start, its machine and the samples its
-policy drew, and step k depends on k - 1; counted as independent they make any two runs "differ".
+work) is in both, but for its change from one run to the next. What is independent is the repeat. The steps of a run
+share its start, its machine and the samples its policy drew, and step k depends on k - 1; counted as independent they
+make any two runs "differ".
 
 Legend: P pairs of repeats, S steps of a repeat after warm-up. A value that a step did not report is NaN, never 0.
 """

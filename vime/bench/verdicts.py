@@ -17,6 +17,7 @@ PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time"
 """The head's log-probs are in the forward of one path and in the loss of the other: only their sum is like and like."""
 DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
 
+PEAK = "_peak_gib"
 SMALL = 0.01
 TIMES, SPEEDS, SIZES = ("s", "ms", "us"), ("tokens/s", "GB/s", "TFLOP/s"), ("GiB", "MiB", "bytes")
 # a metric that METRICS does not name -> its unit and whether more is better, by how its name ends
@@ -71,7 +72,12 @@ def metric_of(name: str) -> Metric:
 
 
 def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
-    """[S] of the steps after warm-up, NaN where a step did not report it; derived metrics where all parts did."""
+    """[S] of the steps after warm-up, NaN where a step did not report it; derived metrics where all parts did.
+
+    Of peak memory [1], the largest of all steps, the warm-up's too: what runs out of memory is not the mean.
+    """
+    if name.endswith(PEAK):
+        return np.array([max((step[name] for step in repeat.steps if name in step), default=np.nan)])
     steps = repeat.steps[warm_up:]
     if name == PASS_TIME:
         return np.sum([values_of(repeat, part, warm_up) for part in PASS_PARTS], axis=0)
@@ -94,6 +100,9 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     others = sorted(reported - set(order)) if record.tier == "op" else []
     names = [name for name in dict.fromkeys([*order, *others]) if name in reported]
     found = [_compare(record, pairs, name) for name in names]
+    found = [
+        c for c in found if len(c.missing) < len(SIDES)
+    ]  # a sum of parts of which each side lacks another one
     step = next((c for c in found if c.metric.name == "perf/step_time"), None)
     return [replace(c, small=step is not None and _is_small(c, step)) for c in found]
 
@@ -116,11 +125,20 @@ def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:
     difference = None
     if all(sides.values()):
         difference = paired_difference([(a, b) for a, b in values], relative=relative)
+    if difference is not None and not relative and _copies(difference):
+        difference = replace(difference, low=None, high=None)
     return Comparison(metric, sides, difference, len(flat) // 2)
+
+
+def _copies(difference: Difference) -> bool:
+    """Whether pairs that differ all differ alike, as runs of one seed do: a sample of one, without an interval."""
+    return len(difference.pairs) > 1 and len(set(difference.pairs)) == 1 and difference.value != 0
 
 
 def verdict(metric: Metric, difference: Difference) -> str:
     """In words what the interval allows to say, no more."""
+    if difference.low is None and _copies(difference):
+        return "the same in every repeat: one sample, no verdict"
     if difference.low is None or difference.high is None or difference.within is None:
         return "too few repeats and steps for a verdict"
     bound = amount(metric, difference, difference.within)
