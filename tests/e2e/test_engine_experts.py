@@ -70,7 +70,9 @@ def check_each_live_tensor(worker: Any, update: Any) -> None:
     for name, place in places.items():
         before = place.clone()
         place.copy_(torch.nextafter(before, torch.tensor(9.0)))
-        with pytest.raises(RuntimeError, match=rf"got 1 that differ: model\.layers\.1\.mlp\.experts\.{name}_proj"):
+        with pytest.raises(
+            RuntimeError, match=rf"got 1 that differ: model\.layers\.1\.mlp\.experts\.{name}_proj"
+        ):
             push(worker, update, load=False)
         place.copy_(before)
     push(worker, update, load=False)
