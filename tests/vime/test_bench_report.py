@@ -144,10 +144,11 @@ def test_a_claim_of_experts_is_the_title_and_claims_no_more(tmp_path):
     text = reported(tmp_path, full_steps(repeats=1, steps=6, claim=title))
     assert f"### {title}\n\n{report.MOE_LIMIT}" in text
     assert report.MOE_LIMIT not in reported(tmp_path, full_steps(repeats=1, steps=6))
-    record = full_steps(repeats=1, steps=6)
-    for repeat in (r for side in SIDES for r in record.sides[side]):
-        repeat.config["train"]["num_experts"] = 128
-    assert report.MOE_LIMIT in reported(tmp_path, record)
+    for name in ("num_experts", "num_local_experts"):
+        record = full_steps(repeats=1, steps=6)
+        for repeat in (r for side in SIDES for r in record.sides[side]):
+            repeat.config["train"][name] = 128
+        assert report.MOE_LIMIT in reported(tmp_path, record)
 
 
 def test_a_metric_of_one_side_is_named_and_neither_compared_nor_drawn(tmp_path):

@@ -195,7 +195,7 @@ def _full(record: Record, repeat: Repeat) -> Iterator[str]:
 
 
 def _is_moe(claim: str, repeat: Repeat) -> bool:
-    names = ("num_experts", "num_moe_experts")
+    names = ("num_experts", "num_moe_experts", "num_local_experts")  # the last is transformers'
     experts = [value for path, value in flatten(repeat.config) if path.rpartition(".")[2] in names]
     return any(experts) or re.search(r"\b(R3|MoE|experts?)\b", claim, re.IGNORECASE) is not None
 
