@@ -55,7 +55,7 @@ def run_elementwise(
                 row["skipped"] = timings.failed[stream.name]
             if stream.name in timings.contenders:
                 samples = timings.contenders[stream.name]
-                row["ms"] = samples.as_json()
+                row["ms"] = samples.each_as_json()
                 row |= share(stream.moved_bytes, samples.median, bandwidth, plan.judged and stream.has_target)
             rows.append(row)
         del streams, runnable

@@ -161,7 +161,7 @@ def timed(samples: Samples, products: int, product_ms: float) -> dict[str, Any]:
     """Time of a row, and as a multiple of `products` matrix products: median, least, largest."""
     ratio, least, largest = samples.over(products * product_ms)
     return {
-        "ms": samples.as_json(),
+        "ms": samples.each_as_json(),
         "products": products,
         "ratio": round(ratio, 4),
         "ratio_min": round(least, 4),

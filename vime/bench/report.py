@@ -15,7 +15,8 @@ from typing import Any
 
 from vime.bench import record as records
 from vime.bench.compare import EXCEPTED, Pair, cautions, flatten, in_order, pairs_of, refuse_unlike
-from vime.bench.operators import OPERATORS_FILE, has_operators, operator_lines, read_operators
+from vime.bench.operator_tables import operator_lines
+from vime.bench.operators import OPERATORS_FILE, has_operators, read_operators
 from vime.bench.pictures import Picture, draw_pictures
 from vime.bench.record import BASELINE, RL_KERNEL, Record, Repeat
 from vime.bench.statistics import LEVEL, MIN_PAIRS, MIN_STEPS

@@ -24,7 +24,7 @@ MIN_STEPS = 20
 """Paired steps a pair, below which an interval over steps is not given: its error could not be estimated."""
 PERCENTILES = {50: 3, 90: 10, 99: 100}
 """pNN -> the steps from which on it is given: one of them lies beyond it on average (p50: one each side)."""
-OVER_REPEATS, OVER_STEPS = "repeats", "steps"
+OVER_REPEATS, OVER_STEPS, OVER_ROUNDS = "repeats", "steps", "rounds"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Difference:
     """Second side less the first. `relative`: as a share of the first (0.03 is 3 % more), else in the metric's unit.
 
     `pairs`: of each pair, `steps` the steps in all of them. `low`, `high`: the interval at LEVEL, None where there is
-    too little for one; `over` says what it was taken over.
+    too little for one; `over` says what it was taken over. Over rounds `value` is a median, else a mean.
     """
 
     relative: bool
@@ -121,6 +121,45 @@ def paired_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, relativ
         high=None if half is None else told(value + half),
         over=OVER_REPEATS if over_repeats else OVER_STEPS,
     )
+
+
+def median_ratio(first: np.ndarray, second: np.ndarray) -> Difference | None:
+    """The median over rounds of `second` / `first` ([R] times of two that take turns), less 1; None without a round.
+
+    Round k of one pairs with round k of the other: clocks and heat are those of both. The interval is the sign test's,
+    between two of the sorted ratios (`sign_rank`): it supposes no shape, so a call that was held up once moves it by
+    one rank at most. It holds for this process: another start may be given other memory and other clocks.
+    """
+    rounds = min(len(first), len(second))
+    if rounds == 0:
+        return None
+    ratios = np.sort(second[:rounds] / first[:rounds])
+    rank = sign_rank(rounds)
+    return Difference(
+        relative=True,
+        value=float(np.median(ratios)) - 1,
+        pairs=tuple(float(ratio) - 1 for ratio in second[:rounds] / first[:rounds]),
+        steps=rounds,
+        low=None if rank is None else float(ratios[rank - 1]) - 1,
+        high=None if rank is None else float(ratios[-rank]) - 1,
+        over=OVER_ROUNDS,
+    )
+
+
+@cache
+def sign_rank(rounds: int) -> int | None:
+    """The largest k for which the k-th smallest and the k-th largest of so many values hold their median with LEVEL.
+
+    The median lies below the k-th smallest when fewer than k values fall below it: P(Binomial(R, 1/2) < k). None under 6
+    values, whose least and largest do not hold it so surely.
+    """
+    below, rank = 0.0, None
+    for k in range(1, rounds // 2 + 1):
+        below += math.comb(rounds, k - 1) / 2**rounds
+        if 2 * below > 1 - LEVEL:
+            break
+        rank = k
+    return rank
 
 
 def _reported_by_both(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
