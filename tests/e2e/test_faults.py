@@ -45,8 +45,11 @@ def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: Worl
     with launched(vime("train", *flags), world.root / "broadcast.out") as launch:
         launch.wait_for((run_dir / "config.json").exists, "a configuration", 60)
         launch.wait_for(lambda: [*published_weights(run_dir).glob("group-*[0-9a-f]")], "a group", 240)
-        time.sleep(0.5)  # into the buckets
-        os.kill(launch.find(r"^\S+ -m vllm\.entrypoints")[0], signal.SIGKILL)
+        time.sleep(0.1)  # into the buckets
+        victim = launch.find(r"^\S+ -m vllm\.entrypoints")[0]
+        os.kill(victim, signal.SIGSTOP)  # the update cannot end without it, however fast the machine is
+        time.sleep(0.4)
+        os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         again = "the update begins again for the 1 that are left"
         launch.wait_for(lambda: again in launch.output, "the update of the other", 20)

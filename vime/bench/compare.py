@@ -162,7 +162,7 @@ def _switch_problems(record: Record, pairs: Sequence[Pair]) -> list[str]:
     if record.switch[BASELINE] == record.switch[RL_KERNEL]:
         return [f"{field}: {record.switch[BASELINE]!r} on both sides"]
     if not any(repeat.config for pair in pairs for repeat in pair):
-        return [] if record.tier == "op" else ["no configuration at all"]
+        return ["no configuration at all"]
     found = []
     for side, repeat in ((side, repeat) for pair in pairs for side, repeat in zip(SIDES, pair, strict=True)):
         values = [value for path, value in flatten(repeat.config) if _is(path, field)]

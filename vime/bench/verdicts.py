@@ -19,23 +19,7 @@ DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
 
 PEAK = "_peak_gib"
 SMALL = 0.01
-TIMES, SPEEDS, SIZES = ("s", "ms", "us"), ("tokens/s", "GB/s", "TFLOP/s"), ("GiB", "MiB", "bytes")
-# a metric that METRICS does not name -> its unit and whether more is better, by how its name ends
-ENDINGS: tuple[tuple[str, str, bool], ...] = (
-    ("_us", "us", False),
-    ("_ms", "ms", False),
-    ("/ms", "ms", False),
-    ("_s", "s", False),
-    ("_time", "s", False),
-    ("_gib", "GiB", False),
-    ("_mib", "MiB", False),
-    ("_bytes", "bytes", False),
-    ("tok_per_s", "tokens/s", True),
-    ("tokens_per_sec", "tokens/s", True),
-    ("tokens_per_s", "tokens/s", True),
-    ("_gbs", "GB/s", True),
-    ("tflops", "TFLOP/s", True),
-)
+TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
 
 
 @dataclass(frozen=True)
@@ -66,9 +50,7 @@ def metric_of(name: str) -> Metric:
     if name in known:
         return Metric(name, *known[name])
     label = name.removeprefix("perf/").replace("_", " ")
-    found = [(unit, better) for ending, unit, better in ENDINGS if name.endswith(ending)]
-    unit, better = max(found, key=lambda each: len(each[0])) if found else ("", None)
-    return Metric(name, label, unit, better)
+    return Metric(name, label, "s", False)  # of TIME_METRICS
 
 
 def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
@@ -97,8 +79,7 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     order = list(METRICS)
     after = order.index(PASS_PARTS[-1]) + 1
     order = [*order[:after], *DERIVED, *order[after:], *TIME_METRICS]
-    others = sorted(reported - set(order)) if record.tier == "op" else []
-    names = [name for name in dict.fromkeys([*order, *others]) if name in reported]
+    names = [name for name in dict.fromkeys(order) if name in reported]
     found = [_compare(record, pairs, name) for name in names]
     found = [
         c for c in found if len(c.missing) < len(SIDES)
