@@ -77,9 +77,7 @@ def case_picture(case: Case) -> Figure:
     figure = Figure(figsize=(7.5, 1.3 + 0.5 * LINE * count), layout="constrained")
     axes = figure.subplots()
     bars = [bar for group in groups for bar in group.bars]
-    cut = min(
-        MOST_BAR * max(bar.median for bar in bars if bar.ours), 1.45 * max(bar.most for bar in bars)
-    )
+    cut = min(MOST_BAR * max(bar.median for bar in bars if bar.ours), 1.45 * max(bar.most for bar in bars))
     y, places = 0.0, []
     for group in groups:
         start = y
@@ -98,7 +96,9 @@ def case_picture(case: Case) -> Figure:
     dress(axes, case.name)
     handles: list[Any] = [Patch(color=OURS, label=RL_KERNEL), Patch(color=OTHERS, label="others")]
     if any(group.floor_ms is not None for group in groups):
-        handles.append(Line2D([], [], color="black", linestyle="--", linewidth=1, label="matrix products alone"))
+        handles.append(
+            Line2D([], [], color="black", linestyle="--", linewidth=1, label="matrix products alone")
+        )
     legend(axes, handles, columns=3)
     told = "whiskers: least to largest call; beside a bar its median"
     told += ", its memory beyond inputs and gradients" if any(bar.mib is not None for bar in bars) else ""

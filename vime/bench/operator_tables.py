@@ -23,9 +23,7 @@ HEAD = (RL_KERNEL, "beside", f"{RL_KERNEL}, ms", "ms", "ratio", INTERVAL, "extra
 NO_GPU = "No GPU: these times show that the benchmark works, and nothing of a GPU."
 
 
-def operator_lines(
-    content: Mapping[str, Any], out: Path, prefix: str, written: list[Path]
-) -> Iterator[str]:
+def operator_lines(content: Mapping[str, Any], out: Path, prefix: str, written: list[Path]) -> Iterator[str]:
     """The part of the report of one file; pictures go to `out`, and their paths to `written`."""
     machine, cases = content["machine"], cases_of(content)
     yield from ("", f"### rl_kernel.bench: {RL_KERNEL} beside other implementations", "")
@@ -63,12 +61,13 @@ def how_to_read(cases: Sequence[Case]) -> Iterator[str]:
     """What ratio and interval are; said of old files, too, that they have none."""
     rounds = sorted({match.ratio.steps for case in cases for match in case.matches if match.ratio})
     yield (
-        f"**Ratio** is the time of {RL_KERNEL} by that of the other: below 1 {RL_KERNEL} is faster. Both took turns in one "
-        f"process; it is the median over the rounds, each time call k by call k. The {INTERVAL} is the sign test's, and "
-        "holds for this process: another start may find other memory and clocks. A difference is shown when it does not "
-        f"hold 1. {RL_KERNEL} has the workspace that a run has by default, where it was measured. Rows that end in "
-        "`main_grad` add their weight gradient to a float32 buffer, as a run does; all others write bfloat16. **Extra MiB** "
-        "is the peak of a call beyond inputs and gradients: who is slower may need less."
+        f"**Ratio** is the time of {RL_KERNEL} by that of the other: below 1 {RL_KERNEL} is faster. Both took turns in "
+        "one process; it is the median over the rounds, each time call k by call k. The "
+        f"{INTERVAL} is the sign test's, and holds for this process: another start may find other memory and clocks. A "
+        f"difference is shown when it does not hold 1. {RL_KERNEL} has the workspace that a run has by default, where "
+        "it was measured. `main_grad` in a row: it adds its weight gradient to a float32 buffer, as a run does; all "
+        "others write bfloat16. **Extra MiB** is the peak of a call beyond inputs and gradients: who is slower may "
+        "need less."
     )
     if rounds:
         few = [each for each in rounds if sign_rank(each) is None]
@@ -129,12 +128,17 @@ def memory(row: Mapping[str, Any]) -> str:
 def stream_lines(streams: Mapping[str, Any]) -> Iterator[str]:
     """rl_kernel's rows against a copy on the same device: the bytes that any implementation has to move."""
     yield f"Held against a device copy, {streams['copy_gbs']:,} GB/s: the fewest bytes an implementation has to move."
-    yield from ("", "| row | ms | GB/s | of a copy | extra MiB |", "| --- | ---: | ---: | ---: | ---: |")
+    head = "row", "ms", "GB/s", "of a copy", "target", "extra MiB"
+    yield from ("", f"| {' | '.join(head)} |", "| --- | ---: | ---: | ---: | ---: | ---: |")
     for row in (row for row in streams["rows"] if row["operator"] != "rival"):
         if "ms" not in row:
-            yield f"| {row['name']} | {row['skipped']} | | | |"
+            yield f"| {row['name']} | {row['skipped']} | | | | |"
             continue
-        yield f"| {row['name']} | {times(row)} | {row['gbs']:,.0f} | {row['share']:.2f} | {memory(row)} |"
+        target = "none"
+        if "target" in row:
+            target = f"{row['target']['limit']:g}, {'met' if row['met'] else '**missed**'}"
+        cells = [times(row), f"{row['gbs']:,.0f}", f"{row['share']:.2f}", target, memory(row)]
+        yield f"| {row['name']} | {' | '.join(cells)} |"
 
 
 def fallback_lines(content: Mapping[str, Any]) -> Iterator[str]:

@@ -150,8 +150,8 @@ def median_ratio(first: np.ndarray, second: np.ndarray) -> Difference | None:
 def sign_rank(rounds: int) -> int | None:
     """The largest k for which the k-th smallest and the k-th largest of so many values hold their median with LEVEL.
 
-    The median lies below the k-th smallest when fewer than k values fall below it: P(Binomial(R, 1/2) < k). None under 6
-    values, whose least and largest do not hold it so surely.
+    The median lies below the k-th smallest when fewer than k values fall below it: P(Binomial(R, 1/2) < k). None under
+    6 values, whose least and largest do not hold it so surely.
     """
     below, rank = 0.0, None
     for k in range(1, rounds // 2 + 1):
