@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench_runs import rows_of, run
 
 from rl_kernel import bench
 from rl_kernel.benchmarks import report, rivals
@@ -25,18 +25,6 @@ CPU = torch.device("cpu")
 TINY = LinearCase("tiny", 37, 16, 101)
 BIG = LinearCase("big", 4096, 2560, 151936)
 INF = float("inf")
-
-
-def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    out = tmp_path / "result.json"
-    assert bench.main([*arguments, "--device", "cpu", "--out", str(out)]) == 0
-    return json.loads(
-        out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not standard JSON")
-    )
-
-
-def rows_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in result["rows"]}
 
 
 def test_linear_operators_and_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,9 +42,12 @@ class Group:
 
 
 def groups_of(case: Case) -> list[Group]:
-    """All that a picture of the case is drawn from: the rows of rl_kernel first, then the others, fastest first."""
+    """All that a picture of the case is drawn from: rows of rl_kernel first, then the others, fastest first."""
     work: dict[Any, list[Match]] = {}
+    names = {match.ours["name"] for match in case.matches}
     for match in case.matches:
+        if f"{match.ours['name']}+backward" in names:
+            continue  # a forward stands in the table; its bars beside those of both passes would be twice the page
         what = (match.rival["phase"], match.rival["entropy"]) if case.floor_ms else match.ours["name"]
         work.setdefault(what, []).append(match)
     found = []
@@ -65,7 +68,8 @@ def _median(row: dict[str, Any]) -> float:
 
 
 def _bar(row: dict[str, Any], ours: bool) -> Bar:
-    name = row["name"] if not ours or ran_kernel(row) else f"{row['name']} (no kernel)"
+    name = row["name"].removeprefix(f"{row.get('against')}: ")
+    name = name if not ours or ran_kernel(row) else f"{name} (no kernel)"
     ms = row["ms"]
     return Bar(name, ours, ms["median"], ms["min"], ms["max"], row.get("extra_mib"))
 
@@ -93,7 +97,7 @@ def case_picture(case: Case) -> Figure:
     axes.set_ylim(y - GAP - 0.4, -0.6)
     axes.set_xlim(0, cut)
     axes.set_xlabel("time of a call (ms)")
-    dress(axes, case.name)
+    dress(axes, case.shape if case.floor_ms is None else case.name)
     handles: list[Any] = [Patch(color=OURS, label=RL_KERNEL), Patch(color=OTHERS, label="others")]
     if any(group.floor_ms is not None for group in groups):
         handles.append(

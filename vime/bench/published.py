@@ -155,6 +155,12 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     unmeasured = [target.what for target, value, _ in figures if value is None]
     if unmeasured:
         yield f"- **In no file** {'; '.join(unmeasured)}"
+    tiers = {result.content.tier for result in results if isinstance(result.content, Record)}
+    if untold := [title for tier, title in TIERS.items() if tier not in tiers]:
+        yield (
+            f"- **Nobody has measured yet** {BASELINE} against {RL_KERNEL} in: {', '.join(untold).lower()}. What "
+            "operators gain is no claim about these"
+        )
     for result in results:
         if isinstance(result.content, Record):
             yield f"- **{result.content.claim}** ({result.content.tier}): [below](#{_anchor(result.section)})"
