@@ -26,14 +26,14 @@ from rl_kernel.benchmarks.own import own_contenders
 from rl_kernel.benchmarks.problem import LinearCase, select_cases
 from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders, rival_families
 from rl_kernel.benchmarks.streams import STREAMS
-from rl_kernel.benchmarks.timing import reason_of
+from rl_kernel.benchmarks.timing import LEAST_CALLS, reason_of
 from rl_kernel.benchmarks.trace import trace
 from rl_kernel.checks import invalid
 
 LINEAR = ("linear_logp", "linear_token_loss")
 OPERATORS = (*LINEAR, *STREAMS)
 SCHEMA = 1
-FULL, QUICK, HOST = Plan(11, 1.0), Plan(7, 0.7), Plan(7, 0.0, judged=False)
+FULL, QUICK, HOST = Plan(11, 1.0), Plan(7, 0.7), Plan(LEAST_CALLS, 0.0, judged=False)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ that a plain kernel reaches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,7 +97,8 @@ def _check(stream: Stream, clock: Clock) -> dict[str, Any]:
         clock.finish()
         row |= what_ran()
         if stream.truth is not None:
-            row["error"] = max(_largest(actual, truth) for actual, truth in stream.truth(outputs))
+            errors = [_largest(actual, truth) for actual, truth in stream.truth(outputs)]
+            row["error"] = max(errors) if all(map(math.isfinite, errors)) else None
         returned = sum(
             out.untyped_storage().nbytes() for out in {out.data_ptr(): out for out in outputs}.values()
         )

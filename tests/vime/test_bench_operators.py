@@ -149,6 +149,24 @@ def test_each_operator_stands_beside_what_does_the_same():
     ]
 
 
+def test_operators_that_move_bytes_stand_beside_their_own_rivals():
+    ours = a_row("swiglu forward", calls(*[1.0] * 7), "swiglu", implementation={"swiglu": "triton"})
+    reference = a_row("swiglu forward: reference", calls(*[3.0] * 7), against="swiglu forward")
+    broken = a_row("swiglu forward: compile", calls(*[0.1] * 7), against="swiglu forward", error=None)
+    alone = {"name": "rotary forward: reference", "operator": "rival", "against": "rotary forward"}
+    rotary = {"name": "rotary forward", "operator": "rotary", "skipped": "out of memory"}
+    rows = [ours, reference, broken, rotary, alone | {"skipped": "RuntimeError: no"}]
+    (case,) = cases_of({"linear": [], "elementwise": {"copy_gbs": 1.0, "rows": rows}})
+    assert [(m.operator, m.ours["name"], m.rival["name"], m.words) for m in case.matches] == [
+        ("swiglu", "swiglu forward", "swiglu forward: reference", "faster")
+    ]
+    assert case.unmatched == [
+        ("swiglu forward: compile", "its results are not finite"),
+        ("rotary forward", "out of memory"),
+        ("rotary forward: reference", "RuntimeError: no"),
+    ]
+
+
 def test_a_run_on_a_cpu_becomes_a_report(tmp_path, capsys):
     out = tmp_path / "op"
     line = [
@@ -178,9 +196,9 @@ def test_a_run_on_a_cpu_becomes_a_report(tmp_path, capsys):
     assert "ran the PyTorch reference (the tensors are on cpu and the kernels need a CUDA device)" in shown
     assert "linear_logp forward bf16, " in shown and "swiglu forward, swiglu forward+backward" in shown
     beside = [
-        line.split(" | ")[1] for line in shown.splitlines() if line.startswith("| swiglu forward | swi")
+        line.split(" | ")[1] for line in shown.splitlines() if line.startswith("| swiglu forward | ref")
     ]
-    assert beside == ["swiglu forward: reference"]
+    assert beside == ["reference"]
     own = [line for line in shown.splitlines() if "linear_logp reference" in line]
     assert len(own) == 1 and own[0].startswith("| linear_logp 1.5GiB bf16 | linear_logp reference |")
     assert (out / "report" / "operators-1-tiny.png").stat().st_size > 10_000

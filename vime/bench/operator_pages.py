@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vime.bench.operator_tables import NO_GPU, case_lines, fallback_lines, how_to_read, stream_lines
-from vime.bench.operators import Case, Match, all_rows, cases_of
+from vime.bench.operators import Case, Match, all_rows, cases_of, short_name
 from vime.bench.published_tables import told
 from vime.bench.verdicts import number
 
@@ -48,7 +48,7 @@ def in_short(contents: Sequence[Content]) -> Iterator[str]:
         for case in cases_of(content):
             for match in (match for match in case.matches if match.words == "slower"):
                 what = f"`{match.ours['name']}` {match.value:.2f} ({case.name})"
-                slower.setdefault(match.rival["name"], []).append(what)
+                slower.setdefault(short_name(match.rival), []).append(what)
     if slower:
         lost = "; ".join(f"to {rival}: {', '.join(what)}" for rival, what in slower.items())
         yield f"- **Slower than others**, ratio of the times {lost}"

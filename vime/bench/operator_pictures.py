@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from vime.bench.operators import Case, Match, ran_kernel
+from vime.bench.operators import Case, Match, ran_kernel, short_name
 from vime.bench.record import RL_KERNEL
 from vime.bench.verdicts import number
 from vime.plot import COLOURS, dress, legend
@@ -68,8 +68,7 @@ def _median(row: dict[str, Any]) -> float:
 
 
 def _bar(row: dict[str, Any], ours: bool) -> Bar:
-    name = row["name"].removeprefix(f"{row.get('against')}: ")
-    name = name if not ours or ran_kernel(row) else f"{name} (no kernel)"
+    name = short_name(row) if not ours or ran_kernel(row) else f"{row['name']} (no kernel)"
     ms = row["ms"]
     return Bar(name, ours, ms["median"], ms["min"], ms["max"], row.get("extra_mib"))
 

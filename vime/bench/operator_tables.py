@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.bench.operator_pictures import case_picture
-from vime.bench.operators import Case, Match, all_rows, cases_of, ran_kernel
+from vime.bench.operators import Case, Match, all_rows, cases_of, ran_kernel, short_name
 from vime.bench.record import RL_KERNEL
 from vime.bench.statistics import LEVEL, sign_rank
 from vime.bench.verdicts import number
@@ -102,7 +102,7 @@ def _cells(match: Match) -> list[str]:
     shown = ratio is not None and ratio.low is not None and ratio.high is not None
     return [
         match.ours["name"],
-        match.rival["name"],
+        short_name(match.rival),
         times(match.ours),
         times(match.rival),
         f"{match.value:.3f}",

@@ -85,6 +85,11 @@ class Case:
     floor_ms: float | None = None
 
 
+def short_name(row: Mapping[str, Any]) -> str:
+    """Of a rival that stands beside one row alone, what sets it apart: "reference", "compile"."""
+    return row["name"].removeprefix(f"{row.get('against')}: ")
+
+
 def _too_few(rounds: int) -> str:
     return f"none: {rounds} rounds are too few"
 
@@ -161,13 +166,13 @@ def _linear_case(result: Mapping[str, Any]) -> Case:
 
 def _stream_case(rows: Sequence[dict[str, Any]]) -> Case:
     ours, rivals = _parted(rows)
-    by_name = {row["name"]: row for row in ours}
+    unmatched = [(row["name"], why) for row in rows if (why := _without_numbers(row))]
+    by_name = {row["name"]: row for row in ours if not _without_numbers(row)}
     matches = [
         Match(by_name[rival["against"]]["operator"], by_name[rival["against"]], rival)
         for rival in rivals
-        if "ms" in rival and "ms" in by_name.get(rival["against"], {})
+        if rival["against"] in by_name and not _without_numbers(rival)
     ]
-    unmatched = [(row["name"], row["skipped"]) for row in rows if "skipped" in row]
     return Case("bytes", "operators that move bytes", matches, unmatched)
 
 
@@ -190,6 +195,11 @@ def _unfit(row: Mapping[str, Any]) -> str | None:
         if name in errors and (errors[name] is None or errors[name] > bound)
     ]
     return f"its results are off: {'; '.join(off)}" if off else "nothing of its results was checked"
+
+
+def _without_numbers(row: Mapping[str, Any]) -> str | None:
+    """Why a row of an operator that moves bytes is held against nothing."""
+    return row.get("skipped") or ("its results are not finite" if row.get("error", 0.0) is None else None)
 
 
 def _same_work(ours: Sequence[dict[str, Any]], rival: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -149,9 +149,10 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
             yield from parallel_in_short(result.content)
     found = [row for row in figures if row[1] is not None]
     missed = [row for row in found if verdict(*row[:2]) != "met"]
-    yield f"- **Targets of runs** {len(found) - len(missed)} met, **{len(missed)} missed**" + (
-        f": {'; '.join(_figure_text(*row) for row in missed)}" if missed else ""
-    )
+    if found:
+        yield f"- **Targets of runs** {len(found) - len(missed)} met, **{len(missed)} missed**" + (
+            f": {'; '.join(_figure_text(*row) for row in missed)}" if missed else ""
+        )
     unmeasured = [target.what for target, value, _ in figures if value is None]
     if unmeasured:
         yield f"- **In no file** {'; '.join(unmeasured)}"
