@@ -1,6 +1,6 @@
 """Faults that tests/e2e causes on CPUs and tests/gpu on GPUs: the same runs, the same proofs.
 
-An engine takes up to a minute to start, so one run has several faults, one after the other.
+An engine takes up to a minute to start, so a run has several faults, one after the other.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def server(launch: Launch) -> int:
     return found
 
 
-def engine_killed_twice_then_trainer(run: FaultyRun) -> None:
+def engines_killed(run: FaultyRun) -> None:
     """An engine that dies in a weight update and one that dies in a rollout are replaced, with the weights of the
-    trainer; a trainer that dies ends the run, which names it."""
+    trainer."""
     deadly = [sys.executable, str(HERE / "deadly_update.py"), str(run.kind.part), *run.flags]
     with launched(deadly, run.output) as launch:
         launch.wait_for(lambda: 1 in run.steps(), "a step after the engine died in an update", 360)
@@ -111,7 +111,13 @@ def engine_killed_twice_then_trainer(run: FaultyRun) -> None:
         launch.wait_for(lambda: hit + 1 in run.steps(), "a step after the engine died in a rollout", 360)
         assert launch.output.count("died during a control call") == 1
         assert launch.output.count("serves again") == 2
-        launch.wait_for(lambda: run.saved() > hit, "a checkpoint", 120)
+    run.assert_right_weights()
+
+
+def trainer_killed(run: FaultyRun) -> None:
+    """A trainer that dies ends the run, which names it and leaves its checkpoint."""
+    with launched(vime("train", *run.flags), run.output) as launch:
+        launch.wait_for(lambda: run.saved() >= 0, "a checkpoint", 240)
         with ends_with_its_trainer(launch) as trainer:
             run.strike(launch, trainer, signal.SIGKILL)  # nobody calls the trainer amid a rollout
     assert not published_weights(run.run_dir).exists()
@@ -141,9 +147,9 @@ def rank_killed(world: World, name: str, *, ranks: int) -> None:
             os.kill(trainer, signal.SIGKILL)
 
 
-def slow_engine_then_interrupt(run: FaultyRun) -> None:
-    """The same command goes on after the checkpoint. An engine that does not answer within the deadline costs the
-    groups that waited for it, which are counted; Ctrl-C ends everything."""
+def resumed_with_a_slow_engine_then_interrupted(run: FaultyRun) -> None:
+    """The command of `trainer_killed` goes on after the checkpoint. An engine that does not answer within the deadline
+    costs the groups that waited for it, which are counted; Ctrl-C ends everything."""
     saved, deadline_s = run.saved(), run.kind.deadline_s
     # Who does not answer for long is dead otherwise.
     patience = ("--rollout-health-check-timeout", "300")

@@ -8,7 +8,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fault_cases import FaultyRun, engine_killed_twice_then_trainer, rank_killed, slow_engine_then_interrupt
+from fault_cases import (
+    FaultyRun,
+    engines_killed,
+    rank_killed,
+    resumed_with_a_slow_engine_then_interrupted,
+    trainer_killed,
+)
 from train_fixtures import World, launched, make_world, published_weights, rows, samples, vime
 
 pytestmark = pytest.mark.e2e
@@ -28,10 +34,14 @@ def fail(world: World, name: str, flags: list[str], *, timeout_s: float = 180) -
         return code, launch.output
 
 
-def test_killed_engines_are_replaced_and_a_killed_trainer_is_resumed(world: World) -> None:
-    run = FaultyRun(world, "faulty")
-    engine_killed_twice_then_trainer(run)
-    slow_engine_then_interrupt(run)
+def test_killed_engines_are_replaced(world: World) -> None:
+    engines_killed(FaultyRun(world, "engines"))
+
+
+def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
+    run = FaultyRun(world, "trainer")
+    trainer_killed(run)
+    resumed_with_a_slow_engine_then_interrupted(run)
 
 
 def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: World) -> None:

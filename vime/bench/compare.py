@@ -72,7 +72,7 @@ def refuse_unlike(record: Record, pairs: Sequence[Pair]) -> None:
     more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
     raise ValueError(
         f"{record.name}: runs must differ in {record.switch['field']} alone to be compared, got {listed}{more}; "
-        "measure both sides again with one configuration on one machine"
+        "give both sides one configuration, on one machine, of one version"
     )
 
 

@@ -115,9 +115,11 @@ def _lines(found: Sequence[Findings], benched: Sequence[str]) -> Iterator[str]:
 def _how_to_read() -> Iterator[str]:
     level = f"{100 * LEVEL:.0f} %"
     yield (
-        f"**Difference** is {RL_KERNEL} less {BASELINE}, of means after the warm-up: in percent of {BASELINE} for "
-        "times, speeds and memory (geometric means of the pairs), in the metric's unit otherwise. Repeat i of a side "
-        "pairs with repeat i of the other, step k with step k. **±** is the standard deviation of the repeats' means."
+        f"**Difference** is {RL_KERNEL} less {BASELINE}, of means over the steps after the warm-up (a speed: all "
+        "tokens by all seconds; memory: the highest peak of all steps). Times, speeds and memory are averaged over "
+        f"repeats geometrically and compared in percent of {BASELINE}, other metrics in their unit. Repeat i of a side "
+        "pairs with repeat i of the other; a step that one of them did not report counts in neither. **±** is the "
+        "standard deviation of the repeats' means."
     )
     yield ""
     yield (

@@ -17,6 +17,14 @@ PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time"
 """The head's log-probs are in the forward of one path and in the loss of the other: only their sum is like and like."""
 DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
 
+SPEED_OVER = {
+    "perf/step_tokens_per_sec": "perf/step_time",
+    "perf/step_tokens_per_gpu_per_sec": "perf/step_time",
+    "perf/tokens_per_gpu_per_sec": "perf/rollout_time",
+    "perf/actor_train_tok_per_s": "perf/actor_train_time",
+}
+"""A speed -> the time it was measured over. Its mean is all tokens by all seconds: a step weighs as its time does."""
+
 PEAK = "_peak_gib"
 SMALL = 0.01
 TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
@@ -66,6 +74,12 @@ def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
     return np.array([step.get(name, np.nan) for step in steps], dtype=np.float64)
 
 
+def weights_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
+    """[S], like `values_of`: what share of the metric's mean a step is; NaN where that is not known."""
+    values = values_of(repeat, name, warm_up)
+    return values_of(repeat, SPEED_OVER[name], warm_up) if name in SPEED_OVER else np.ones(len(values))
+
+
 def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     """Every metric that a step of either side reported: those of METRICS in its order, then the others by name.
 
@@ -99,13 +113,17 @@ def _is_small(c: Comparison, step: Comparison) -> bool:
 
 def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:
     metric = metric_of(name)
-    values = [tuple(values_of(repeat, name, record.warm_up) for repeat in pair) for pair in pairs]
-    sides = {side: summarise([pair[i] for pair in values]) for i, side in enumerate(SIDES)}
+    values, weights = (
+        [(of(a, name, record.warm_up), of(b, name, record.warm_up)) for a, b in pairs]
+        for of in (values_of, weights_of)
+    )
     flat = np.concatenate([side for pair in values for side in pair])
     relative = metric.unit in (*TIMES, *SPEEDS, *SIZES) and bool((flat[np.isfinite(flat)] > 0).all())
-    difference = None
-    if all(sides.values()):
-        difference = paired_difference([(a, b) for a, b in values], relative=relative)
+    sides = {
+        side: summarise([pair[i] for pair in values], [pair[i] for pair in weights], geometric=relative)
+        for i, side in enumerate(SIDES)
+    }
+    difference = paired_difference(values, weights, relative=relative) if all(sides.values()) else None
     if difference is not None and not relative and _copies(difference):
         difference = replace(difference, low=None, high=None)
     return Comparison(metric, sides, difference, len(flat) // 2)
