@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from bench_cases import full_steps
 
-from vime.bench import published
+from vime.bench import published, report
 from vime.bench.published import COMMAND, IMAGES, PAGE, RESULTS, ROOT, page, read_results, stale, write
 
 
@@ -119,6 +119,12 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
     )
     assert record.command in text and "95 % interval" in text
     assert f"- **{record.claim}** (e2e): [below](#full-steps)" in text
+    assert "baseline against rl_kernel in: a trainer alone. What" in text and "#### Fallbacks" in text
+    assert "report.md" not in text
+    report.main([str(folder)])
+    assert f"with pictures: [report](../{RESULTS}/grpo_both_sides/report/report.md)" in page(
+        read_results(tmp_path)
+    )
 
 
 def test_a_file_of_no_known_kind_is_told_in_full(tmp_path: Path):

@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from vime.bench import record as records
-from vime.bench.compare import pairs_of, refuse_unlike
+from vime.bench.compare import cautions, pairs_of, refuse_unlike
 from vime.bench.gpu_numbers import Target, rows, verdict
 from vime.bench.gpu_runs import Sources
 from vime.bench.operator_pages import in_short, missed_targets, operator_page, pictured
@@ -35,9 +35,9 @@ from vime.bench.published_tables import (
     rollout_lines,
 )
 from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, SIDES, Record
-from vime.bench.report import TIER_LIMITS
+from vime.bench.report import MOE_LIMIT, REPORT_FILE, TIER_LIMITS, is_moe
+from vime.bench.tables import fallbacks, verdicts
 from vime.bench.tables import in_short as record_in_short
-from vime.bench.tables import verdicts
 from vime.bench.verdicts import compared, number
 from vime.bench.where import facts
 from vime.plot import save
@@ -68,6 +68,7 @@ class Result:
     path: Path
     content: Record | dict[str, Any]
     digest: str
+    report: Path | None = None  # what `vime bench report` wrote beside it
 
     @property
     def name(self) -> str:
@@ -98,7 +99,9 @@ def read_results(root: Path) -> list[Result]:
         if path.parent.name != RESULTS.name and path.name not in (RECORD_FILE, OPERATORS_FILE):
             continue
         content: Any = records.read(path.parent) if path.name == RECORD_FILE else _object(path, place)
-        found.append(Result(place, content, hashlib.sha256(path.read_bytes()).hexdigest()[:16]))
+        report = path.parent / "report" / REPORT_FILE
+        beside = report.relative_to(root) if path.parent.name != RESULTS.name and report.is_file() else None
+        found.append(Result(place, content, hashlib.sha256(path.read_bytes()).hexdigest()[:16], beside))
         if found[-1].is_operators:
             check(content, place)
     return found
@@ -134,7 +137,8 @@ def _lines(results: Sequence[Result]) -> Iterator[str]:
         for result in members:
             yield from ("", f"### {result.name.replace('_', ' ')}", "")
             yield from _part(result)
-            yield from ("", f"File: [{result.path}](../{result.path})")
+            more = f"; with pictures: [report](../{result.report})" if result.report else ""
+            yield from ("", f"File: [{result.path}](../{result.path}){more}")
 
 
 def _in_short(results: Sequence[Result]) -> Iterator[str]:
@@ -233,7 +237,7 @@ def _part(result: Result) -> Iterator[str]:
 
 
 def _record_lines(record: Record) -> Iterator[str]:
-    """Both sides of the switch: what `vime bench report` shows, without its pictures."""
+    """Both sides of the switch: what `vime bench report` shows, without its pictures and configuration."""
     pairs, left_out = pairs_of(record)
     refuse_unlike(record, pairs)
     found = compared(record, pairs)
@@ -244,13 +248,17 @@ def _record_lines(record: Record) -> Iterator[str]:
         + "."
     )
     yield ""
+    if is_moe(record.claim, pairs[0][0]):
+        yield from (MOE_LIMIT, "")
     yield from (f"- **{name}** {text}" for name, text in facts(pairs[0][0].environment))
     yield f"- **Difference** {RL_KERNEL} less {BASELINE}, {len(pairs)} pair(s) of repeats"
     yield from (f"- **Note** {note}" for note in record.notes)
+    yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
     yield from (f"- **Left out** {text}" for text in left_out)
     yield from ("", "```bash", record.command, "```")
     yield from record_in_short(found)
     yield from verdicts(record, found)
+    yield from fallbacks(pairs)
 
 
 def _picture_name(result: Result, case: str) -> str:

@@ -140,7 +140,7 @@ def _part(found: Findings) -> Iterator[str]:
     """One record, from its title to its configuration."""
     record = found.record
     yield from ("", f"### {record.claim}", "")
-    if _is_moe(record.claim, found.pairs[0][0]):
+    if is_moe(record.claim, found.pairs[0][0]):
         yield from (MOE_LIMIT, "")
     yield from _what_ran(found)
     yield from in_short(found.comparisons)
@@ -197,7 +197,7 @@ def _full(record: Record, repeat: Repeat) -> Iterator[str]:
     yield from folded(f"Environment of {repeat.run}", repeat.environment)
 
 
-def _is_moe(claim: str, repeat: Repeat) -> bool:
+def is_moe(claim: str, repeat: Repeat) -> bool:
     names = ("num_experts", "num_moe_experts")
     experts = [value for path, value in flatten(repeat.config) if path.rpartition(".")[2] in names]
     return any(experts) or re.search(r"\b(R3|MoE|experts?)\b", claim, re.IGNORECASE) is not None
