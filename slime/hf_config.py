@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,12 @@ def prediction_layers(hf_config: dict[str, Any]) -> range:
     """
     depth = hf_config["num_hidden_layers"]
     return range(depth, depth + (hf_config.get("num_nextn_predict_layers") or 0))
+
+
+def prediction_names(names: Iterable[str], hf_config: dict[str, Any]) -> list[str]:
+    """Those of `names`, of tensors of a checkpoint, that belong to its `prediction_layers`."""
+    prefixes = tuple(f"model.layers.{number}." for number in prediction_layers(hf_config))
+    return [name for name in names if name.startswith(prefixes)]
 
 
 def check_dense(hf_config: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from slime.hf_config import prediction_layers
+from slime.hf_config import prediction_layers, prediction_names
 from slime.megatron_backend.checkpoint import latest, load_checkpoint
 from slime.megatron_backend.hf_weights import family_for
 from slime.megatron_backend.hf_weights.base import Row
@@ -82,7 +82,7 @@ def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
 def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, checkpoint_dir: Path) -> None:
     family = family_for(inner.hf_config)
     extra = {name for name in found - expected if not family.ignores(name)}
-    extra -= set(_prediction_names(found, inner))
+    extra -= set(prediction_names(found, inner.hf_config))
     if inner.share_embeddings_and_output_weights:
         extra.discard("lm_head.weight")  # some tied checkpoints store the head again; HF ignores it too
     for names, kind in ((expected - found, "missing from"), (extra, "unexpected in")):
@@ -92,12 +92,6 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
                 f"the tensors of a checkpoint must match its config.json, got {len(names)} {kind} {checkpoint_dir}: "
                 f"{listed}; check model_type, num_hidden_layers and tie_word_embeddings"
             )
-
-
-def _prediction_names(names: Iterable[str], inner: HiddenGPTModel) -> list[str]:
-    """Those of layers of multi-token prediction."""
-    prefixes = tuple(f"model.layers.{number}." for number in prediction_layers(inner.hf_config))
-    return [name for name in names if name.startswith(prefixes)]
 
 
 def _names_of_all_stages(rows: list[tuple[Tensor, Row, tuple[str, ...]]]) -> set[str]:
@@ -249,7 +243,7 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
     if not prediction_layers(inner.hf_config):
         return iter(())
     files = _files_of(source_dir)
-    names = _prediction_names(files, inner)
+    names = prediction_names(files, inner.hf_config)
     handles = {file: safe_open(file, framework="pt") for file in {files[name] for name in names}}
     return ((name, handles[files[name]].get_tensor(name)) for name in names)
 
