@@ -16,6 +16,7 @@ from slime.protocols import WeightUpdate
 class OfflineEngine:
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self.worker = llm.llm_engine.model_executor.driver_worker.worker
 
     def log_probs(self, tokens: list[int]) -> torch.Tensor:
         """Of each token but the first, given those before it."""
@@ -27,11 +28,11 @@ class OfflineEngine:
         pairs = zip(tokens[1:], out.prompt_logprobs[1:], strict=True)
         return torch.tensor([found[token].logprob for token, found in pairs])
 
-    def take(self, update: WeightUpdate) -> None:
-        worker = self._llm.llm_engine.model_executor.driver_worker.worker
-        worker.start_weight_update()
-        worker.update_weights({**update.info, "load": True})
-        worker.finish_weight_update()
+    def take(self, update: WeightUpdate, *, load: bool = True) -> None:
+        """Load, and with checksums compare every live tensor; RuntimeError when one differs."""
+        self.worker.start_weight_update()
+        self.worker.update_weights({**update.info, "checksums": update.checksums, "load": load})
+        self.worker.finish_weight_update()
 
 
 @contextmanager

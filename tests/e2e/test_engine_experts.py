@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine_fixtures import publish_checkpoint
-from offline_engine import offline_engine
+from offline_engine import OfflineEngine, offline_engine
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from slime.protocols import WeightUpdate
 
 pytestmark = pytest.mark.e2e
 
@@ -44,6 +46,28 @@ def of_transformers(model: nn.Module) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
 
 
+def check_each_live_tensor(engine: OfflineEngine, update: WeightUpdate) -> None:
+    """One changed element of the router or of an expert, as the kernel reads it, is found under its name."""
+    layer = engine.worker.model_runner.model.model.layers[1].mlp
+    w13, w2 = layer.experts.routed_experts.w13_weight.data, layer.experts.routed_experts.w2_weight.data
+    # the kernel's own order: element 2 of an expert is in row 2 of the gate, and from its middle on it has rows of up
+    places = {"2.gate": w13[2].flatten()[2:3], "0.up": w13[0].flatten()[-1:], "3.down": w2[3].flatten()[:1]}
+    for name, place in places.items():
+        before = place.clone()
+        place.copy_(torch.nextafter(before, torch.tensor(9.0)))
+        with pytest.raises(
+            RuntimeError, match=rf"got 1 that differ: model\.layers\.1\.mlp\.experts\.{name}_proj"
+        ):
+            engine.take(update, load=False)
+        place.copy_(before)
+    engine.take(update, load=False)
+    packed = layer.gate.cpu_linear
+    layer.gate.cpu_linear = lambda x, weight, bias: packed(x, weight, bias) + 1
+    with pytest.raises(RuntimeError, match=r"got 1 that differ: model\.layers\.1\.mlp\.gate\.weight"):
+        engine.take(update, load=False)
+    layer.gate.cpu_linear = packed
+
+
 def test_published_experts_are_computed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [make_experts(tmp_path / str(seed), seed) for seed in (0, 1)]
     expected = [of_transformers(model) for model in models]
@@ -51,7 +75,7 @@ def test_published_experts_are_computed_with(tmp_path: Path, monkeypatch: pytest
     with offline_engine(tmp_path / "0", tmp_path / "weights", monkeypatch) as engine:
         torch.testing.assert_close(engine.log_probs(TOKENS), expected[0], rtol=0, atol=1e-5)
         for version, model in ((1, 1), (2, 0)):
-            engine.take(
-                publish_checkpoint(tmp_path / str(model), tmp_path / "weights", version, checksums=False)
-            )
+            update = publish_checkpoint(tmp_path / str(model), tmp_path / "weights", version, checksums=True)
+            engine.take(update)
             torch.testing.assert_close(engine.log_probs(TOKENS), expected[model], rtol=0, atol=1e-5)
+        check_each_live_tensor(engine, update)

@@ -81,22 +81,20 @@ def train(_: int, root: Path) -> None:
             for parameter in unwrap(model).parameters():
                 parameter.data.add_(0.01 * parameter.main_grad)
         found[seed] = log_probs(model).detach()
-        updates[seed] = FileChannel(root / "weights").publish(export_hf(model), version).info
+        updates[seed] = FileChannel(root / "weights").publish(export_hf(model), version, checksums=True)
     torch.save((found, updates), root / "trained.pt")
 
 
 def test_trainer_and_engine_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.protocols import WeightUpdate
-
     for seed in (0, 1):
         make_glm(tmp_path / str(seed), seed)
     spawn(train, args=(tmp_path,))
-    expected, infos = torch.load(tmp_path / "trained.pt")
+    expected, updates = torch.load(tmp_path / "trained.pt", weights_only=False)
     assert (expected[0] - expected[1]).abs().max() > 0.1
-    published = load_file(infos[1]["path"])
+    published = load_file(updates[1].info["path"])
     assert published[BIAS].dtype == torch.float32 and "model.layers.3.eh_proj.weight" not in published
     with offline_engine(tmp_path / "0", tmp_path / "weights", monkeypatch) as engine:
         torch.testing.assert_close(engine.log_probs(TOKENS), expected[0], rtol=0, atol=1e-5)
-        for version, seed in ((1, 1), (2, 0)):
-            engine.take(WeightUpdate(version, infos[seed]))
+        for seed in (1, 0):
+            engine.take(updates[seed])
             torch.testing.assert_close(engine.log_probs(TOKENS), expected[seed], rtol=0, atol=1e-5)

@@ -21,7 +21,7 @@ from slime.hf_config import check_checkpoint_shapes, prediction_layers, read_hf_
 from slime.megatron_backend.attention import packed_layout, rotated
 from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
 from slime.megatron_backend.model import build_model, unwrap
-from slime.megatron_backend.model_config import check_decoder, rotary_size, transformer_config
+from slime.megatron_backend.model_config import check_hf_config, rotary_size, transformer_config
 from slime.megatron_backend.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
@@ -43,7 +43,7 @@ def checkpoint(tmp_path):
 
 def loaded(directory, *, ddp=True, **config):
     hf_config = read_hf_config(directory)
-    check_decoder(hf_config)
+    check_hf_config(hf_config)
     model = build_model(hf_config, make_config(**config), ddp=ddp)
     load_hf(model, directory)
     return model
@@ -152,7 +152,7 @@ def test_published_config_of_glm_is_understood(checkpoint):
     with pytest.raises(
         ValueError, match="must leave an even part of a head to rotate, got 0.1 of head_dim 32"
     ):
-        check_decoder(top | {"partial_rotary_factor": 0.1})
+        check_hf_config(top | {"partial_rotary_factor": 0.1})
     for hf in (written, top):
         core = transformer_config(hf, make_config())
         assert core.add_qkv_bias and not core.qk_layernorm and core.moe_layer_freq == [0, 1]
@@ -225,7 +225,7 @@ def test_other_layers_are_not_taken_for_it(checkpoint):
         (
             {},
             {"moe_shared_expert_intermediate_size": 64},
-            "--moe-shared-expert-intermediate-size must be left out, got 64; the checkpoint has no such expert",
+            "--moe-shared-expert-intermediate-size must be 48, as the checkpoint has it, got 64",
         ),
         ({}, {"moe_router_score_function": "softmax"}, "--moe-router-score-function must be sigmoid"),
     ],
