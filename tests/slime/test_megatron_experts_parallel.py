@@ -1,4 +1,4 @@
-"""Two processes with experts against one: tensor (and sequence) parallel, data parallel, and their checkpoints."""
+"""Two processes with experts against one: tensor (and sequence), data and expert parallel, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ LR = 1e-3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "dp": {},
+    "ep": {"expert_model_parallel_size": 2},
+    "ep-sp": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    },
 }
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [0]},
@@ -56,7 +63,7 @@ def work(rank: int, root: Path) -> None:
         parts = trainer(root / "moe", config)
         before = exported(parts[0])
         out[name] = two_steps(parts, info) | {"before": before}
-        expert = unwrap(parts[0]).decoder.layers[1].mlp.experts.local_experts[5]
+        expert = unwrap(parts[0]).decoder.layers[1].mlp.experts.local_experts[-1]
         out[name]["shapes"] = [tuple(x.weight.shape) for x in (expert.linear_fc1, expert.linear_fc2)]
         save_checkpoint(root / f"from-{name}", 2, *parts)
         destroy_parallel()
@@ -108,7 +115,7 @@ def two(root, one):
 def test_two_ranks_train_as_one(one, two, layout):
     wanted, norms = torch.tensor(one["logs"]).unbind(-1)
     got = torch.tensor([rank[layout]["logs"] for rank in two])  # [rank, step, (loss, norm)]
-    losses = got[..., 0].sum(0) if layout == "dp" else got[0, :, 0]
+    losses = got[..., 0].sum(0) if layout in ("dp", "ep") else got[0, :, 0]
     torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=0)
     torch.testing.assert_close(got[..., 1], norms.expand(2, 2), rtol=1e-4, atol=0)
     for name, tensor in one["weights"].items():
