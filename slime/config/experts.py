@@ -118,8 +118,8 @@ def check_expert_stages(c: Any, sparse: Sequence[bool]) -> None:
     for stage, (end, count) in enumerate(zip(ends, counts, strict=True)):
         if c.expert_model_parallel_size > 1 and not any(sparse[end - count : end]):
             raise ValueError(
-                "each pipeline stage must have a layer with experts with --expert-model-parallel-size above 1, got none "
-                f"on stage {stage} of {len(counts)}; take fewer stages, or give it more layers "
+                "each pipeline stage must have a layer with experts with --expert-model-parallel-size above 1, got "
+                f"none on stage {stage} of {len(counts)}; take fewer stages, or give it more layers "
                 "(--decoder-first-pipeline-num-layers)"
             )
 

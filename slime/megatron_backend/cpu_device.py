@@ -81,8 +81,8 @@ def _answer(value: Any) -> Callable[..., Any]:
 
 
 def _with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_to_all_single` that takes its split sizes as tensors: Megatron makes numbers of them when it brings them from
-    a GPU, and only then. Not a matter of the mode above, which is off in a backward."""
+    """`all_to_all_single` that takes its split sizes as tensors, of which Megatron makes numbers only when it brings
+    them from a GPU. Not a matter of the mode above, which is off in a backward."""
 
     def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
         sizes = ("output_split_sizes", "input_split_sizes")

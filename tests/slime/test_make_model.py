@@ -136,7 +136,7 @@ def test_experts_are_written_one_by_one(tmp_path, arch, layers):
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("arch", [*(arch for arch in ARCHITECTURES if arch not in SPARSE), "glm-4.5-air"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_trainer_and_model_args_know_the_shape(arch):
     """scripts/models/ has MODEL_ARGS of each architecture, and they say what its config.json says."""
     (script,) = [p for p in (ROOT / "scripts" / "models").glob("*.sh") if p.stem.lower() == arch]
@@ -160,7 +160,12 @@ def test_the_trainer_and_model_args_know_the_shape(arch):
     )
     assert {*shape, "rotary_base", "norm_epsilon"} <= set(given)
     assert ("untie_embeddings_and_output_weights" in given) != ARCHITECTURES[arch].tied
-    assert ("qk_layernorm" in given) == ("add_qkv_bias" not in given) == (config["model_type"] == "qwen3")
+    assert (
+        ("qk_layernorm" in given) == ("add_qkv_bias" not in given) == config["model_type"].startswith("qwen3")
+    )
+    routed = {"num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq"}
+    assert routed & set(given) == (routed if arch in SPARSE else set())
+    assert ("moe_shared_expert_intermediate_size" in given) == (config["model_type"] == "glm4_moe")
     check_model_args(given, config)
     check_hf_config(config)
     with pytest.raises(ValueError, match="--num-layers is 3"):

@@ -24,6 +24,21 @@ from slime.memory_estimate import (
 )
 from slime.model_shape import Shape
 
+GLM_AIR = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 QWEN3_4B = HF_CONFIG | {
     "num_hidden_layers": 36,
@@ -36,6 +51,17 @@ QWEN3_4B = HF_CONFIG | {
     "tie_word_embeddings": True,
 }
 PARAMS = 4_022_272_000
+QWEN3_30B_A3B = QWEN3_4B | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 H200 = 140.4 * GIB
 
@@ -58,8 +84,8 @@ def config(**flags: Any) -> Config:
     return resolve(given | flags)
 
 
-def items(c: Config) -> dict[str, float]:
-    e = estimate(c, QWEN3_4B)
+def items(c: Config, hf: dict[str, Any] = QWEN3_4B) -> dict[str, float]:
+    e = estimate(c, hf)
     return {item.name: item.bytes for item in (*e.kept, *e.work)}
 
 
@@ -115,6 +141,55 @@ def test_widths_of_a_layer():
 
     assert width() == 2 * 2560 + attention + 2 * 9728
     assert width(rlk_fast="off") == width(rl_kernel_ops=["logp"]) == 2 * 2560 + attention + 3 * 9728
+
+
+def test_experts_by_hand():
+    """Qwen3-30B-A3B on eight GPUs as slime's script has it: a rank has 16 whole experts a layer, a quarter of the rest,
+    whole routers; of its 8 copies of a token sequence parallelism leaves it a quarter."""
+    layout = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "actor_num_gpus_per_node": 8}
+    shared = layout | {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
+    shape, found = Shape.of(QWEN3_30B_A3B), items(config(**shared), QWEN3_30B_A3B)
+    attention, expert = 48 * 2048 * (2 * 4096 + 2 * 512), 3 * 2048 * 768
+    rest, routers = attention + 2 * 151936 * 2048, 48 * 2048 * 128
+    assert (
+        shape.params
+        == rest + routers + 48 * 128 * expert
+        == 30_532_122_624 - 48 * (2 * 2048 + 2 * 128) - 2048
+    )
+    assert shape.active == attention + routers + 48 * 8 * expert
+    assert found["weights"] == (rest / 4 + routers) * 2 and found["expert weights"] == 48 * 16 * expert * 2
+    assert found["optimizer"] == (rest / 4 + routers) * 12 / 2  # two data-parallel ranks
+    assert found["expert optimizer"] == 48 * 16 * expert * 12  # nobody else has these experts
+    one = 4 * 2048 / 4 + (4 * 4096 + 4 * 512) / 4 + 2 * (2048 + 4 * 768)
+    back = 2 * (4 * 768 + 2 * 2048) + 2 * 2048 / 4
+    assert found["layers, backward"] == 2 * 9216 * (48 * 2048 / 4 + one + back)
+    plain = items(config(**layout), QWEN3_30B_A3B)  # each expert cut like all else
+    assert plain["expert weights"] == 48 * 128 * expert / 4 * 2
+    assert plain["expert optimizer"] == 48 * 128 * expert / 4 * 12 / 2
+    kept = items(config(overrides={}), QWEN3_30B_A3B)["head and loss"]
+    width = 3 * 2048 + 4 * 4096 + 4 * 512 + 8 * (2048 + 4 * 768)
+    assert kept == 2 * 9216 * 48 * width + 1536 * 2**20 + 2 * 9216 * 2048 * 2
+
+
+def test_a_shared_expert_by_hand():
+    """GLM-4.5-Air: a dense layer, then 45 with a shared expert, which tensor parallelism cuts like an MLP."""
+    shape = Shape.of(GLM_AIR)
+    attention, expert, dense = 4096 * 128 * (2 * 96 + 2 * 8), 3 * 4096 * 1408, 3 * 4096 * 10944
+    sparse = attention + 4096 * 128 + 129 * expert
+    assert shape.params == 46 * attention + dense + 45 * (sparse - attention) + 2 * 151552 * 4096
+    biases_and_norms = 46 * (112 * 128 + 2 * 4096) + 4096 + 45 * 128
+    assert shape.params == 106_852_251_264 - biases_and_norms
+    assert shape.active == 46 * attention + dense + 45 * (4096 * 128 + 9 * expert)
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "actor_num_gpus_per_node": 8}
+    found = items(config(**layout), GLM_AIR)
+    rest = 46 * attention + dense + 45 * expert + 2 * 151552 * 4096
+    assert found["weights"] == (rest / 2 + 45 * 4096 * 128) * 2
+    assert found["expert weights"] == 45 * 128 * expert / 2 * 2
+    kept = items(config(overrides={}), GLM_AIR)["head and loss"]
+    heads = 4 * 96 * 128 + 4 * 8 * 128
+    one = 3 * 4096 + heads + 2 * 1408 + 8 * (4096 + 4 * 1408)
+    first = 2 * 4096 + heads + 2 * 10944
+    assert kept == pytest.approx(2 * 9216 * (45 * one + first) + 1536 * 2**20 + 2 * 9216 * 4096 * 2)
 
 
 def test_splits():
