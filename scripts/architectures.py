@@ -1,20 +1,21 @@
 """Shapes of the models that scripts/make_model.py can make: one row each, with where the figures come from.
 
-The named Qwen models have the shape fields of the config.json published with them; `published` gives the parameter
+The named models have the shape fields of the config.json published with them; `published` gives the parameter
 counts of the model card, all and without embeddings, in billions and with the card's digits. The others are our own,
 for learning curves and tests: a vocabulary of bytes leaves the parameters to the body.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Architecture:
     """One row. `vocab` is (rows of the embedding, id of the first special token); `heads` is (query, key/value);
-    `experts` is (routed experts, those of a token, width of one) of every layer, whose weights are normalised."""
+    `experts` is (routed experts, those of a token, width of one) of every sparse layer, whose weights are normalised;
+    `more` are fields of config.json that come before all others."""
 
     family: str
     hidden: int
@@ -30,11 +31,13 @@ class Architecture:
     source: str
     published: tuple[str, str] | None = None
     experts: tuple[int, int, int] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
 
     def config_fields(self) -> dict[str, Any]:
         """The fields of config.json. Three special tokens stand together: end of text, start and end of a turn."""
         rows, first_special = self.vocab
-        keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        number = "n_routed_experts" if self.family == "glm4_moe" else "num_experts"
+        keys = (number, "num_experts_per_tok", "moe_intermediate_size")
         routed = dict(zip(keys, self.experts, strict=True)) | {"norm_topk_prob": True} if self.experts else {}
         return {
             "vocab_size": rows,
@@ -45,7 +48,7 @@ class Architecture:
             "num_key_value_heads": self.heads[1],
             "head_dim": self.head_dim,
             "max_position_embeddings": self.context,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta} | self.rotary,
             "rms_norm_eps": 1e-6,
             "initializer_range": 0.02,
             "tie_word_embeddings": self.tied,
@@ -54,8 +57,27 @@ class Architecture:
             "pad_token_id": first_special,
             "dtype": self.dtype,
             **routed,
+            **self.more,
         }
 
+    @property
+    def rotary(self) -> dict[str, float]:
+        """What else is said of the rotation: GLM's is of half a head."""
+        return {"partial_rotary_factor": 0.5} if self.family == "glm4_moe" else {}
+
+
+GLM = {
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "rms_norm_eps": 1e-5,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 0,  # the published ones have one such layer, which nothing here trains
+}
+"""What GLM-4.5-Air says that the columns do not."""
 
 QWEN_VOCAB = (151936, 151643)  # all Qwen2, 2.5 and 3: 151643 byte pairs, special tokens, unused rows
 BYTES_VOCAB = (512, 256)
@@ -94,6 +116,14 @@ ARCHITECTURES = {
     "qwen3-tiny": Architecture(
         *("qwen3", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, True),
         *("float32", "our own: the model of scripts/run-tiny-grpo.sh, trained on two CPU cores"),
+    ),
+    "glm-4.5-air": Architecture(
+        *("glm4_moe", 4096, 10944, 46, (96, 8), 128, (151552, 151329), 1e6, 131072, False, "bfloat16"),
+        *("config.json of zai-org/GLM-4.5-Air on the Hugging Face hub", None, (128, 8, 1408), GLM),
+    ),
+    "glm-moe-tiny": Architecture(
+        *("glm4_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, False, "float32"),
+        *("our own: GLM-4.5-Air in small, for tests", None, (8, 2, 128), GLM),
     ),
     "qwen3-moe-tiny": Architecture(
         *("qwen3_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, True),

@@ -114,8 +114,11 @@ def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedM
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters as checkpoints have them: experts one by one, where transformers has a layer's in one tensor."""
-    for name, parameter in model.named_parameters():
+    """Parameters as checkpoints have them: experts one by one, where transformers has a layer's in one tensor. Behind
+    them the buffers that are stored (the biases of GLM's routers)."""
+    stored = model.state_dict()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    for name, parameter in [*model.named_parameters(), *buffers]:
         layer, fused, kind = name.rpartition(".experts.")
         if not fused:
             yield name, parameter
@@ -144,7 +147,7 @@ def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_F
     if len(files) > 1:
         names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
         places = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
-        total = sum(parameter.nbytes for parameter in model.parameters())
+        total = sum(tensor.nbytes for file in files for tensor in file.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     for name, file in zip(names, files, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,51 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
 
 def expert_count(hf_config: dict[str, Any]) -> int:
     """Routed experts of a layer, 0 of a dense model. transformers 5 writes num_local_experts where Qwen's files have
-    num_experts."""
-    return hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0
+    num_experts; GLM's have n_routed_experts."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((hf_config[key] for key in keys if hf_config.get(key)), 0)
 
 
 def sparse_layers(hf_config: dict[str, Any]) -> tuple[bool, ...]:
-    """Whether each layer has experts in place of one MLP: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    """Whether each layer has experts in place of one MLP: every `decoder_sparse_step`-th, but for `mlp_only_layers` and
+    the first `first_k_dense_replace`."""
     step, dense = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
+    first = hf_config.get("first_k_dense_replace", 0)
     experts = expert_count(hf_config) > 0
     return tuple(
-        experts and i not in dense and (i + 1) % step == 0 for i in range(hf_config["num_hidden_layers"])
+        experts and i >= first and i not in dense and (i + 1) % step == 0
+        for i in range(hf_config["num_hidden_layers"])
     )
 
 
-EXPERT_MODELS = ("qwen3_moe",)
+def shared_expert_width(hf_config: dict[str, Any]) -> int:
+    """Width of what every token of a sparse layer goes through beside its routed experts, 0 where there is none: the
+    `n_shared_experts` of a layer are one MLP as wide as all of them."""
+    return (hf_config.get("n_shared_experts") or 0) * hf_config.get("moe_intermediate_size", 0)
+
+
+def prediction_layers(hf_config: dict[str, Any]) -> range:
+    """Numbers, in a checkpoint, of the layers behind the last one that predict further tokens (multi-token prediction).
+
+    They have no part in a token's log-prob: the trainer does not build them, nor does an engine that does not
+    speculate.
+    """
+    depth = hf_config["num_hidden_layers"]
+    return range(depth, depth + (hf_config.get("num_nextn_predict_layers") or 0))
+
+
+def prediction_names(names: Iterable[str], hf_config: dict[str, Any]) -> list[str]:
+    """Those of `names`, of tensors of a checkpoint, that belong to its `prediction_layers`."""
+    prefixes = tuple(f"model.layers.{number}." for number in prediction_layers(hf_config))
+    return [name for name in names if name.startswith(prefixes)]
+
+
+def sigmoid_scores(hf_config: dict[str, Any]) -> bool:
+    """Whether a router scores each expert by itself and chooses with a correction bias; else by a softmax over all."""
+    return hf_config.get("model_type") == "glm4_moe"
+
+
+EXPERT_MODELS = ("qwen3_moe", "glm4_moe")
 """`model_type` of the models with experts that are trained. (Dense ones: slime.megatron_backend.hf_weights.)"""
 
 
@@ -87,6 +119,8 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -
                             f"{name} in {file} must have shape {shape}, as config.json says, got {got}; "
                             "the weights and the config of --hf-checkpoint are not of one model"
                         )
+    if "num_hidden_layers" in hf_config:
+        layers -= {str(number) for number in prediction_layers(hf_config)}
     if files and len(layers) != hf_config.get("num_hidden_layers"):
         raise ValueError(
             f"--hf-checkpoint must hold {hf_config.get('num_hidden_layers')} layers, as its config.json says, got "

@@ -189,11 +189,11 @@ def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
     for silu(gate) where rl_kernel's kernel does not compute it. The last two are split over tensor parallelism, the
     first too with --sequence-parallel. Outputs of norms and of the MLP's activation are made again
     (slime.megatron_backend.layers): but by Transformer Engine, and in the layer that full recomputation runs again.
-    A sparse layer keeps the second norm's output, and of each copy of a token that goes to an expert: the copy, H; gate
-    and up, the activation, and that weighted, 4 F or 5 F of an expert's. With full recomputation only the layer inputs
-    stay. The first of P pipeline stages keeps P micro-batches of its layers. Of C context-parallel ranks each keeps the
-    keys and values that its two runs of a sequence see: together all of the sequence and, on average, half a rank's
-    share more.
+    A sparse layer keeps the second norm's output, of a shared expert what an MLP keeps, and of each copy of a token
+    that goes to an expert: the copy, H; gate and up, the activation, and that weighted, 4 F or 5 F of an expert's. With
+    full recomputation only the layer inputs stay. The first of P pipeline stages keeps P micro-batches of its layers.
+    Of C context-parallel ranks each keeps the keys and values that its two runs of a sequence see: together all of the
+    sequence and, on average, half a rank's share more.
     """
     size, split = BYTES[c.params_dtype], c.tensor_model_parallel_size if c.sequence_parallel else 1
     first = stage_layers(c, shape)[0]
@@ -217,9 +217,10 @@ def layer_width(c: Any, shape: Shape, sparse: bool) -> float:
     kernel = c.device == "cuda" and c.rlk_fast != "off" and "swiglu" in c.rl_kernel_ops
     attention = (4 * shape.q + 4 * shape.kv + gathered) / tp
     if sparse:
+        shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
         norms = 4 if keeps_outputs else 3
         expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / expert_tensor_parallel(c)
-        return norms * shape.hidden / split + attention + expert_copies(c, shape) * expert
+        return norms * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
     norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
     return norms * shape.hidden / split + attention + mlp * shape.ffn / tp
 

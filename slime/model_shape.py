@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.hf_config import check_experts, expert_count, sparse_layers
+from slime.hf_config import check_experts, expert_count, shared_expert_width, sparse_layers
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Params:
 @dataclass(frozen=True)
 class Shape:
     """A decoder. `q` and `kv` are heads times head size; `sparse` says of each layer whether `experts` of width
-    `expert_ffn`, of which a token goes to `topk`, stand in place of its MLP of width `ffn`."""
+    `expert_ffn`, of which a token goes to `topk`, stand in place of its MLP of width `ffn`, with one of width
+    `shared_ffn` that all tokens go to."""
 
     layers: int
     hidden: int
@@ -41,6 +42,7 @@ class Shape:
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
+    shared_ffn: int = 0
     sparse: tuple[bool, ...] = ()
 
     @classmethod
@@ -61,6 +63,7 @@ class Shape:
             experts=experts,
             topk=hf["num_experts_per_tok"] if experts else 0,
             expert_ffn=hf["moe_intermediate_size"] if experts else 0,
+            shared_ffn=shared_expert_width(hf),
             sparse=sparse_layers(hf),
         )
 
@@ -70,7 +73,8 @@ class Shape:
         if not sparse:
             return Params(split=attention + 3 * self.hidden * self.ffn)
         experts = 3 * self.experts * self.hidden * self.expert_ffn
-        return Params(split=attention, whole=self.hidden * self.experts, experts=experts)
+        attention_and_shared = attention + 3 * self.hidden * self.shared_ffn
+        return Params(split=attention_and_shared, whole=self.hidden * self.experts, experts=experts)
 
     def params_of(self, layers: Sequence[bool], ends: int) -> Params:
         """Of layers, given whether each is sparse, and as many matrices [vocab, hidden] as `ends`."""

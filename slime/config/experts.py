@@ -25,7 +25,9 @@ REFUSED = {
     "moe_router_force_load_balancing": "tokens would go to random experts",
     "moe_router_force_biased": "tokens would go to random experts",
     "moe_grouped_gemm": "the weight table has no rows for weights of all experts in one",
-    "moe_shared_expert_intermediate_size": _ROWS,
+    "moe_router_bias_update_rate": "the engine's choice of experts would move without a gradient",
+    "moe_shared_expert_gate": _ROWS,
+    "moe_shared_expert_overlap": "the shared expert is computed before the routed ones",
     "moe_latent_size": _ROWS,
     "moe_enable_deepep": "tokens travel by --moe-token-dispatcher-type alltoall alone",
 }

@@ -71,6 +71,12 @@ MODEL_ARGS = {
         FlagSpec(
             "moe_router_pre_softmax", bool, False, "softmax over all experts, before the best are taken"
         ),
+        FlagSpec("moe_router_enable_expert_bias", bool, False, "experts are chosen by score + bias"),
+        FlagSpec("moe_router_num_groups", int, None, "groups of experts"),
+        FlagSpec("moe_router_group_topk", int, None, "groups of a token"),
+        FlagSpec(
+            "moe_router_topk_scaling_factor", float, None, "what the weights of a token's experts sum to"
+        ),
         FlagSpec("moe_shared_expert_intermediate_size", int, None, "width of the shared expert"),
     )
 }

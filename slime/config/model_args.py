@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.config.fields import spelled
-from slime.hf_config import expert_count, sparse_layers
+from slime.hf_config import expert_count, shared_expert_width, sigmoid_scores, sparse_layers
 
 Reader = Callable[[dict[str, Any]], Any]
 
@@ -25,6 +25,12 @@ def _has_qkv_bias(hf: dict[str, Any]) -> bool:
     return hf.get("attention_bias", hf.get("model_type") in ("qwen2", "qwen2_moe"))
 
 
+def _scores(hf: dict[str, Any]) -> str | None:
+    if not expert_count(hf):
+        return None
+    return "sigmoid" if sigmoid_scores(hf) else hf.get("scoring_func", "softmax")
+
+
 READERS: dict[str, Reader] = {
     "num_layers": lambda hf: hf.get("num_hidden_layers"),
     "hidden_size": lambda hf: hf.get("hidden_size"),
@@ -33,7 +39,7 @@ READERS: dict[str, Reader] = {
     "group_query_attention": lambda hf: hf.get("num_key_value_heads") != hf.get("num_attention_heads"),
     "num_query_groups": lambda hf: hf.get("num_key_value_heads", hf.get("num_attention_heads")),
     "kv_channels": lambda hf: hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-    "qk_layernorm": lambda hf: str(hf.get("model_type")).startswith("qwen3"),
+    "qk_layernorm": lambda hf: hf.get("use_qk_norm", str(hf.get("model_type")).startswith("qwen3")),
     "swiglu": lambda hf: hf.get("hidden_act") == "silu",
     "disable_bias_linear": lambda hf: not hf.get("mlp_bias", False),
     "add_qkv_bias": _has_qkv_bias,
@@ -50,9 +56,16 @@ READERS: dict[str, Reader] = {
     "moe_ffn_hidden_size": lambda hf: hf.get("moe_intermediate_size"),
     "moe_router_topk": lambda hf: hf.get("num_experts_per_tok"),
     "moe_layer_freq": lambda hf: [int(sparse) for sparse in sparse_layers(hf)],
-    "moe_router_score_function": lambda hf: hf.get("scoring_func", "softmax" if expert_count(hf) else None),
-    "moe_router_pre_softmax": lambda hf: expert_count(hf) > 0 and not hf.get("norm_topk_prob", False),
-    "moe_shared_expert_intermediate_size": lambda hf: hf.get("shared_expert_intermediate_size"),
+    "moe_router_score_function": _scores,
+    # of sigmoids it says nothing, and slime's scripts have it
+    "moe_router_pre_softmax": lambda hf: (
+        sigmoid_scores(hf) or (expert_count(hf) > 0 and not hf.get("norm_topk_prob", False))
+    ),
+    "moe_router_enable_expert_bias": sigmoid_scores,
+    "moe_router_num_groups": lambda hf: hf.get("n_group"),
+    "moe_router_group_topk": lambda hf: hf.get("topk_group"),
+    "moe_router_topk_scaling_factor": lambda hf: hf.get("routed_scaling_factor"),
+    "moe_shared_expert_intermediate_size": lambda hf: shared_expert_width(hf) or None,
 }
 """MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary)."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from slime.data.token_slice import TokenSlice, token_slice
-from slime.hf_config import expert_count, sparse_layers
+from slime.hf_config import expert_count, shared_expert_width, sparse_layers
 from slime.types import TrainData
 
 
@@ -32,11 +32,11 @@ def sample_flops(length: float, response_length: float, hf_config: dict[str, Any
     """FLOPs of one forward pass over a sample of a model with gated MLPs: what its result needs, no more.
 
     Two per weight and token in the layers; in attention two per head dimension for each product, `q @ k` and `p @ v`,
-    over the L (L + 1) / 2 pairs of a causal mask. Of a layer with experts: those that a token goes to, and the router.
-    The head counts for the response tokens only: the loss and the
-    log-probs need no other logits, and the trainer computes no others (--rlk-fast off does, and throws them away).
-    slime's count has the head over all tokens: more where prompts are long. Norms, rotations, biases and the
-    embedding's look-up are left out, as is what a checkpointed backward computes again.
+    over the L (L + 1) / 2 pairs of a causal mask. Of a layer with experts: those that a token goes to, the shared ones
+    and the router. The head counts for the response tokens only: the loss and the log-probs need no other logits, and
+    the trainer computes no others (--rlk-fast off does, and throws them away). slime's count has the head over all
+    tokens: more where prompts are long. Norms, rotations, biases and the embedding's look-up are left out, as is what
+    a checkpointed backward computes again.
     """
     hidden, layers = hf_config["hidden_size"], hf_config["num_hidden_layers"]
     heads = hf_config["num_attention_heads"]
@@ -48,7 +48,8 @@ def sample_flops(length: float, response_length: float, hf_config: dict[str, Any
     mlps = 3 * hidden * hf_config["intermediate_size"] * (layers - sparse)
     if sparse:
         mlps += hidden * expert_count(hf_config) * sparse
-        mlps += 3 * hidden * hf_config["moe_intermediate_size"] * hf_config["num_experts_per_tok"] * sparse
+        width = hf_config["moe_intermediate_size"] * hf_config["num_experts_per_tok"]
+        mlps += 3 * hidden * (width + shared_expert_width(hf_config)) * sparse
     body = 2 * (layers * projections + mlps) * length
     return float(body + layers * attention + 2 * hidden * hf_config["vocab_size"] * response_length)
 

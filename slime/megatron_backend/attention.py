@@ -4,7 +4,7 @@ Rotary embedding is applied here rather than by Megatron: its packed form slices
 and layer, which for a thousand short sequences costs more than the attention itself.
 
 Shapes: T packed tokens, n of them this rank's, P rows that it computes (n and padding), S sequences, A query heads,
-G key/value heads, D head size, L padded length of a bucket.
+G key/value heads, D head size, R the part of it that is rotated, L padded length of a bucket.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PackedLayout(PackedSeqParams):
     `packed_layout`; shared by all layers.
 
     `positions` [P] int64 are the places of this rank's tokens in their sequences; its last P - `own` rows are padding,
-    0. `rotary` is the (cos, sin) pair [P, 1, D/2] that the model fills in before its layers run. `cu_seqlens_q` bounds
+    0. `rotary` is the (cos, sin) pair [P, 1, R/2] that the model fills in before its layers run. `cu_seqlens_q` bounds
     the rank's runs of queries, `cu_seqlens_kv` the keys that each run may see. `buckets` lists (S, L) of padded batches
     that follow each other in one buffer of `padded_tokens` rows; `slots` [T] and `query_slots` [n] int64 are the rows
     of the packed tokens and of this rank's in it.
@@ -133,6 +133,14 @@ def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
     return pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
 
 
+def rotated(x: Tensor, layout: PackedLayout) -> Tensor:
+    """x [P, heads, D] with the first R dimensions of every head rotated by the position of its token."""
+    size = 2 * layout.rotary[0].shape[-1]
+    if size == x.shape[-1]:
+        return rotary(x, *layout.rotary)
+    return torch.cat((rotary(x[..., :size], *layout.rotary), x[..., size:]), dim=-1)
+
+
 def padded_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
     """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket.
 
@@ -199,7 +207,7 @@ class PackedAttention(nn.Module):
         """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows. `packed_seq_params` must be a
         PackedLayout."""
         layout = packed_seq_params
-        query, key = rotary(query, *layout.rotary), rotary(key, *layout.rotary)
+        query, key = rotated(query, layout), rotated(key, layout)
         query, key, value = (x[: layout.own] for x in (query, key, value))
         flash = query.is_cuda and query.dtype != torch.float32
         key, value = gather_keys(key, value, layout, layout.keys if flash else layout.gathered)

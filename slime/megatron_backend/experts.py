@@ -1,6 +1,10 @@
 """Layers with routed experts: what config.json says of them in Megatron's words, and their part of the layer spec.
 
-    tokens -> router -> top-k experts of each token -> sum over them of weight x expert(token)
+    tokens -> router -> top-k experts of each token -> sum over them of weight x expert(token) [+ shared expert(token)]
+
+Scores are a softmax over the experts (Qwen) or a sigmoid of each (GLM; DeepSeek-V3, 2412.19437, part 2.1.2). GLM adds
+a correction bias to the scores for choosing, and not for weighing. It stays frozen: no gradient reaches it, and moved
+by load, as in pre-training, it would change the policy that the engine sampled from for no reason in the loss.
 
 The router computes in fp32 whatever the model's dtype. Every token reaches its experts: none are dropped, and there is
 no auxiliary loss, as reinforcement learning must train the policy that the engine sampled from.
@@ -10,6 +14,7 @@ Shapes: T tokens, H hidden, F width of an expert, C pairs of a token and one of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +29,19 @@ from torch import Tensor
 import rl_kernel
 from slime.config.experts import check_expert_layout, check_expert_settings
 from slime.config.fields import spelled
-from slime.hf_config import expert_count, sparse_layers
+from slime.hf_config import expert_count, shared_expert_width, sigmoid_scores, sparse_layers
 
 _KEYS = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+_SIGMOID_KEYS = ("n_shared_experts", "n_group", "topk_group", "routed_scaling_factor")
+
+_SOFTMAX = {
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_intermediate_size": None,
+}
 
 _FREE = {"moe_token_dispatcher_type", "moe_router_load_balancing_type"}
 """Settings of `expert_fields` that a flag may change."""
@@ -40,7 +55,8 @@ def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, A
     all, normalised), or the softmax over all as it is. ValueError for a key that is missing, a shape that Megatron
     cannot compute, and an override that would make it another model.
     """
-    for key in _KEYS:
+    sigmoid = sigmoid_scores(hf_config)
+    for key in _KEYS + _SIGMOID_KEYS * sigmoid:
         if key not in hf_config:
             raise ValueError(f"config.json must give {key}, got none; the checkpoint is incomplete")
     experts, topk = expert_count(hf_config), hf_config["num_experts_per_tok"]
@@ -60,8 +76,6 @@ def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, A
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
         "moe_layer_freq": [int(sparse) for sparse in sparse_layers(hf_config)],
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": not normalised,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
@@ -69,6 +83,10 @@ def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, A
         "expert_tensor_parallel_size": config.expert_tensor_parallel_size
         or config.tensor_model_parallel_size,
     }
+    if sigmoid:
+        fields |= _sigmoid_fields(hf_config)
+    else:
+        fields |= _SOFTMAX | {"moe_router_pre_softmax": not normalised}
     check_expert_settings(overrides)
     for name, value in overrides.items():
         if name in fields and name not in _FREE and value != fields[name]:
@@ -76,6 +94,37 @@ def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, A
                 f"{spelled(name)} must be {fields[name]}, as the checkpoint has it, got {value}; leave it out"
             )
     return fields
+
+
+def _sigmoid_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Sigmoid scores: the best by score + bias within `topk_group` of `n_group` groups, weighed by their scores over
+    the sum of these, times `routed_scaling_factor`; and the shared experts."""
+    topk, groups, of_token = (hf_config[k] for k in ("num_experts_per_tok", "n_group", "topk_group"))
+    if topk > 1 and not hf_config["norm_topk_prob"]:
+        raise ValueError(
+            "norm_topk_prob in config.json must be True with sigmoid scores, got False; megatron-core always "
+            "normalises them"
+        )
+    if groups > 1 and topk != 2 * of_token:
+        raise ValueError(
+            f"num_experts_per_tok in config.json must be twice topk_group where n_group is above 1, got {topk} and "
+            f"{of_token}; megatron-core ranks a group by its best {topk // of_token} experts, the checkpoint by 2"
+        )
+    if hf_config["routed_scaling_factor"] <= 0:
+        raise ValueError(
+            f"routed_scaling_factor in config.json must be above 0, got {hf_config['routed_scaling_factor']}; "
+            "the checkpoint is incomplete"
+        )
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_pre_softmax": True,  # read for softmax only; what launch scripts say of these models
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": of_token if groups > 1 else None,
+        "moe_router_topk_scaling_factor": float(hf_config["routed_scaling_factor"]),
+        "moe_shared_expert_intermediate_size": shared_expert_width(hf_config) or None,
+    }
 
 
 class RouterLogits(torch.autograd.Function):
@@ -94,14 +143,22 @@ class RouterLogits(torch.autograd.Function):
 
 class Router(TopKRouter):
     """Megatron's router, without the two parts of it that megatron-core 0.16 cannot run here: its product names a
-    function of Transformer Engine that is not defined where that is not installed, and its count for an expert bias
-    that Qwen does not have is compiled at the first token."""
+    function of Transformer Engine that is not defined where that is not installed, and its count for a bias that moves
+    by load, which none does here, is compiled at the first token."""
 
     def gating(self, input: Tensor) -> Tensor:
         """[..., H] -> fp32 logits [..., E]."""
         return RouterLogits.apply(input.flatten(0, -2), self.weight).unflatten(0, input.shape[:-1])
 
     def _apply_expert_bias(self, *unused: Any, **also_unused: Any) -> None: ...
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """A cast of the model leaves the bias in fp32: rounded, it would choose other experts."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
 
 
 class GatedExperts(SequentialMLP):
@@ -129,10 +186,13 @@ class GatedExperts(SequentialMLP):
         return torch.cat(outputs), None
 
 
-def experts_spec() -> ModuleSpec:
-    """The MLP slot of a layer with experts: Megatron's layer and dispatcher, `Router` and `GatedExperts`."""
+def experts_spec(shared: type) -> ModuleSpec:
+    """The MLP slot of a layer with experts: Megatron's layer and dispatcher, `Router` and `GatedExperts`, and `shared`
+    for the expert of all tokens where a model has one."""
     products = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=MoELayer,
-        submodules=MoESubmodules(experts=ModuleSpec(module=GatedExperts, submodules=products), router=Router),
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=GatedExperts, submodules=products), router=Router, shared_experts=shared
+        ),
     )

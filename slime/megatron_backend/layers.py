@@ -8,6 +8,7 @@ and filled again when the backward arrives: 2 H + F elements a token and layer l
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -66,6 +67,19 @@ class GatedMLP(MLP):
         if self.config.recompute_granularity == "full":
             return self.linear_fc2(rl_kernel.swiglu(gate_and_up))
         return without_keeping(rl_kernel.swiglu, gate_and_up, self.linear_fc2)
+
+
+class SharedExpert(GatedMLP):
+    """The expert of a sparse layer that every token goes to, as Megatron's layer builds and calls it."""
+
+    def __init__(self, config: TransformerConfig, *, gate: bool, **unused: Any) -> None:
+        assert not gate  # slime.megatron_backend.experts refuses it
+        narrow = copy(config)
+        narrow.ffn_hidden_size = config.moe_shared_expert_intermediate_size
+        super().__init__(narrow)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states)[0]
 
 
 class Layer(TransformerLayer):
@@ -130,5 +144,5 @@ def layer_spec(core: TransformerConfig, *, sparse: bool = False) -> ModuleSpec:
     attention.core_attention, attention.linear_qkv = PackedAttention, NormedLinear
     if core.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    modules.mlp = experts_spec() if sparse else GatedMLP
+    modules.mlp = experts_spec(SharedExpert) if sparse else GatedMLP
     return spec

@@ -24,7 +24,7 @@ from slime.megatron_backend import transformer_engine
 from slime.megatron_backend.attention import PackedLayout
 from slime.megatron_backend.hf_weights.base import Sizes
 from slime.megatron_backend.layers import RMSNorm, layer_spec
-from slime.megatron_backend.model_config import padded_vocab_size, rope_theta, transformer_config
+from slime.megatron_backend.model_config import padded_vocab_size, rope_theta, rotary_size, transformer_config
 
 
 class HiddenGPTModel(GPTModel):
@@ -45,7 +45,7 @@ class HiddenGPTModel(GPTModel):
             position_embedding_type="none",  # PackedAttention applies it
         )
         self.hf_config, self.sizes = hf_config, sizes
-        self.rope_theta = rope_theta(hf_config)
+        self.rope_theta, self.rotary_size = rope_theta(hf_config), rotary_size(hf_config)
         # Megatron puts its matrices where they belong itself; torch's norms it leaves on the host, in fp32
         self.to(torch.cuda.current_device(), core.params_dtype)
 
@@ -66,8 +66,9 @@ class HiddenGPTModel(GPTModel):
         return hidden_states
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `position * theta ** (-2 k / D)`: two fp32 tensors [P, 1, D/2], computed as HF does."""
-        size = self.config.kv_channels
+        """cos and sin of `position * theta ** (-2 k / R)`: two fp32 tensors [P, 1, R/2], computed as HF does, of the R
+        dimensions of a head that are rotated."""
+        size = self.rotary_size
         steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
         angles = positions.float()[:, None, None] * (1.0 / self.rope_theta**steps)
         return angles.cos(), angles.sin()

@@ -42,39 +42,54 @@ def check_hf_config(hf_config: dict[str, Any]) -> None:
         if key not in hf_config:
             raise ValueError(f"config.json must give {key}, got none; the checkpoint is incomplete")
     supported = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False}
-    if not family.qkv_bias:
+    if family.qkv_bias is False:
         supported["attention_bias"] = False
     for key, wanted in supported.items():
         value = hf_config.get(key, wanted)
         if value != wanted:
             raise ValueError(f"{key} in config.json must be {wanted}, got {value}; it is not supported")
     rope_theta(hf_config)
+    rotary_size(hf_config)
 
 
 def rope_theta(hf_config: dict[str, Any]) -> float:
     """Base of the rotary frequencies, from either place config.json may keep it.
 
-    Older files have `rope_theta` and `rope_scaling` at the top, newer ones one record `rope_parameters`. Only unscaled
-    rotary embeddings over the whole head are supported; anything else is a ValueError.
+    Only unscaled rotary embeddings are supported; anything else is a ValueError.
     """
-    record = {
-        **hf_config,
-        **(hf_config.get("rope_scaling") or {}),
-        **(hf_config.get("rope_parameters") or {}),
-    }
+    record = _rope_record(hf_config)
     kind = record.get("rope_type", record.get("type", "default"))
     if kind != "default":
         raise ValueError(
             f"rope_type in config.json must be default, got {kind!r}; rotary scaling is not supported"
         )
-    fraction = record.get("partial_rotary_factor", 1.0)
-    if fraction != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor in config.json must be 1, got {fraction}; it is not supported"
-        )
     if "rope_theta" not in record:
         raise ValueError("config.json must give rope_theta, got none; the checkpoint is incomplete")
     return float(record["rope_theta"])
+
+
+def rotary_size(hf_config: dict[str, Any]) -> int:
+    """Dimensions of a head that are rotated, R: the first `partial_rotary_factor` of them, halves of those R paired.
+    ValueError where that is not an even number of them, or a part in a family that rotates whole heads."""
+    default, size = family_for(hf_config).rotary_fraction, head_dim(hf_config)
+    fraction = _rope_record(hf_config).get("partial_rotary_factor", default)
+    if default == 1.0 and fraction != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor in config.json must be 1, got {fraction}; it is not supported"
+        )
+    rotated = int(size * fraction)
+    if rotated % 2 or not 0 < rotated <= size:
+        raise ValueError(
+            "partial_rotary_factor in config.json must leave an even part of a head to rotate, got "
+            f"{fraction} of head_dim {size}"
+        )
+    return rotated
+
+
+def _rope_record(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Older files have the rotary settings and `rope_scaling` at the top, newer ones one record `rope_parameters`."""
+    scaling, parameters = hf_config.get("rope_scaling") or {}, hf_config.get("rope_parameters") or {}
+    return {**hf_config, **scaling, **parameters}
 
 
 def head_dim(hf_config: dict[str, Any]) -> int:
@@ -96,6 +111,10 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
     """Vocabulary rows incl. padding: `vocab_size` rounded up to a multiple of `divisible_by * tp_size`."""
     multiple = divisible_by * tp_size
     return -(-vocab_size // multiple) * multiple
+
+
+def _said(switch: bool | str, hf_config: dict[str, Any]) -> bool:
+    return hf_config.get(switch, False) if isinstance(switch, str) else switch
 
 
 def _leave_as_is(weight: torch.Tensor) -> None: ...
@@ -123,8 +142,8 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
         "gated_linear_unit": True,
         "activation_func": silu,
         "add_bias_linear": False,
-        "add_qkv_bias": family.qkv_bias,
-        "qk_layernorm": family.qk_norm,
+        "add_qkv_bias": _said(family.qkv_bias, hf_config),
+        "qk_layernorm": _said(family.qk_norm, hf_config),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bf16": dtype == torch.bfloat16,

@@ -23,8 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rl_kernel import rotary
-from slime.megatron_backend.attention import PackedLayout
+from slime.megatron_backend.attention import PackedLayout, rotated
 
 
 def packed_attention(
@@ -35,7 +34,7 @@ def packed_attention(
 
     It gets this rank's own rows only: `cu_seqlens` end there, and what a kernel leaves behind their end is not defined.
     """
-    query, key = rotary(query, *layout.rotary), rotary(key, *layout.rotary)
+    query, key = rotated(query, layout), rotated(key, layout)
     q, k, v = (x[: layout.own].contiguous() for x in (query, key, value))
     out = kernel(q, k, v, None, mask, packed_seq_params=layout).reshape(layout.own, -1)
     return pad(out, (0, 0, 0, query.shape[0] - layout.own))

@@ -1,7 +1,8 @@
 """HF safetensors <-> the live Megatron model, through the family's table. Owns reading, writing and gathering.
 
 Every tensor of a checkpoint is accounted for: one that is missing, left over or of the wrong shape is an error that
-names it. Loading and export are bitwise inverses when the dtypes agree.
+names it. Loading and export are bitwise inverses when the dtypes agree. Layers of multi-token prediction are neither
+loaded, trained nor published to engines; a directory that is written has them as the source has.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from slime.hf_config import prediction_layers, prediction_names
 from slime.megatron_backend.checkpoint import latest, load_checkpoint
 from slime.megatron_backend.hf_weights import family_for
 from slime.megatron_backend.hf_weights.base import Row
@@ -32,10 +35,10 @@ _EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
-Read = Callable[[nn.Parameter], Tensor]
+Read = Callable[[Tensor], Tensor]
 
 
-def _live(parameter: nn.Parameter) -> Tensor:
+def _live(parameter: Tensor) -> Tensor:
     return parameter.data
 
 
@@ -43,10 +46,19 @@ _TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
 """A tied head is the embedding; on a last stage that has no embedding it is a copy of its own."""
 
 
+def _named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and behind a router's weight its frozen bias, which is a buffer."""
+    for name, parameter in inner.named_parameters():
+        yield name, parameter
+        path, router, _ = name.rpartition(".router.weight")
+        if router and (bias := inner.get_submodule(f"{path}.router").expert_bias) is not None:
+            yield f"{path}.router.expert_bias", bias
+
+
 def _parameters(
     inner: HiddenGPTModel, expert_rank: int | None = None
-) -> Iterator[tuple[nn.Parameter, Row, tuple[str, ...]]]:
-    """Every parameter of this stage with its row of the family's table and its HF names, in model order; the names that
+) -> Iterator[tuple[Tensor, Row, tuple[str, ...]]]:
+    """Every tensor of this stage with its row of the family's table and its HF names, in model order; the names that
     experts have on another expert-parallel rank, where one is given."""
     rank, ranks = _rank_and_size(parallel_state.get_expert_model_parallel_group())
     experts_before = (
@@ -57,7 +69,7 @@ def _parameters(
     before = (
         layers[0].layer_number - 1 if len(layers) else 0
     )  # layers of earlier stages; Megatron counts from 1
-    for name, parameter in inner.named_parameters():
+    for name, parameter in _named(inner):
         if name == _TIED[0] and inner.share_embeddings_and_output_weights:
             name = _TIED[1]
         name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
@@ -80,6 +92,7 @@ def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
 def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, checkpoint_dir: Path) -> None:
     family = family_for(inner.hf_config)
     extra = {name for name in found - expected if not family.ignores(name)}
+    extra -= set(prediction_names(found, inner.hf_config))
     if inner.share_embeddings_and_output_weights:
         extra.discard("lm_head.weight")  # some tied checkpoints store the head again; HF ignores it too
     for names, kind in ((expected - found, "missing from"), (extra, "unexpected in")):
@@ -148,7 +161,7 @@ def load_weights(model: Any, directory: str) -> None:
 
 @torch.no_grad()
 def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tensor]]:
-    """All weights under their HF names: full tensors on every rank, in the model's dtype.
+    """All weights under their HF names: full tensors on every rank, in the model's dtype (a router's bias in fp32).
 
     `read` gives the values of a parameter, on any device (slime.megatron_backend.residence); a rank alone passes them
     on where they are, several exchange them on theirs.
@@ -165,20 +178,18 @@ def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tenso
         mine = _export_stage(inner, read) if stage == group.rank() else None
         box = [_shapes_of_stage(inner) if mine else []]
         dist.broadcast_object_list(box, group=group, group_src=stage)
-        for name, shape in box[0]:
+        for name, shape, dtype in box[0]:
             if mine:
                 tensor = next(mine)[1].contiguous().to(torch.cuda.current_device())
             else:
-                tensor = torch.empty(
-                    shape, dtype=inner.config.params_dtype, device=torch.cuda.current_device()
-                )
+                tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
             dist.broadcast(tensor, group=group, group_src=stage)
             yield name, tensor
 
 
 def _with_all_experts(
     inner: HiddenGPTModel,
-) -> Iterator[tuple[nn.Parameter, Row, list[tuple[str, ...]]]]:
+) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
     """Every parameter of this stage with its HF names: of an expert's those of all expert-parallel ranks, in order."""
     _, ranks = _rank_and_size(parallel_state.get_expert_model_parallel_group())
     for of_ranks in zip(*(_parameters(inner, rank) for rank in range(ranks)), strict=True):
@@ -186,7 +197,7 @@ def _with_all_experts(
         yield parameter, row, [names for _, _, names in of_ranks[: ranks if row.of_expert else 1]]
 
 
-def _exported(inner: HiddenGPTModel) -> Iterator[tuple[nn.Parameter, Row, list[tuple[str, ...]]]]:
+def _exported(inner: HiddenGPTModel) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
     """What this stage has, without the copy of the embedding that a tied head is."""
     for parameter, row, names in _with_all_experts(inner):
         if not getattr(parameter, "shared", False):  # Megatron's mark of that copy
@@ -214,17 +225,17 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return tensors
 
 
-def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size]]:
-    """Names and shapes that `_export_stage` gives."""
+def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Names, shapes and dtypes that `_export_stage` gives."""
     return [
-        (name, part.shape)
+        (name, part.shape, part.dtype)
         for parameter, row, names_of_ranks in _exported(inner)
         for names in names_of_ranks
         for name, part in zip(names, _hf_parts(parameter, row, inner), strict=True)
     ]
 
 
-def _hf_parts(parameter: nn.Parameter, row: Row, inner: HiddenGPTModel) -> list[Tensor]:
+def _hf_parts(parameter: Tensor, row: Row, inner: HiddenGPTModel) -> list[Tensor]:
     """The HF tensors that a parameter is made of as config.json has them: shapes, found by cutting an empty tensor of
     the full size."""
     _, size = _rank_and_size(_shard_group(row))
@@ -237,8 +248,9 @@ def save_hf(
     """Write an HF directory that transformers loads with the same logits. Collective; rank 0 writes.
 
     Tokenizer and other small files, and config.json with the dtype set to the saved one, come from `source_dir`.
-    Weights go to safetensors files of at most `max_shard_bytes` each (one tensor may exceed it). Weights are written
-    before config.json, so a directory with a config.json is complete.
+    Weights go to safetensors files of at most `max_shard_bytes` each (one tensor may exceed it), with the layers of
+    multi-token prediction that `source_dir` has, unchanged. Weights are written before config.json, so a directory
+    with a config.json is complete.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
     tensors = export_hf(model)
@@ -248,9 +260,21 @@ def save_hf(
     else:
         out_dir.mkdir(parents=True, exist_ok=True)
         (out_dir / "config.json").unlink(missing_ok=True)
-        _write_shards(tensors, out_dir, max_shard_bytes)
+        carried = _prediction_tensors(unwrap(model), source_dir)
+        _write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
         _copy_config(unwrap(model), source_dir, out_dir)
     dist.barrier()
+
+
+def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the layers of multi-token prediction in `source_dir`. Its files are open when this returns: they may
+    be replaced before the tensors are read."""
+    if not prediction_layers(inner.hf_config):
+        return iter(())
+    files = _files_of(source_dir)
+    names = prediction_names(files, inner.hf_config)
+    handles = {file: safe_open(file, framework="pt") for file in {files[name] for name in names}}
+    return ((name, handles[files[name]].get_tensor(name)) for name in names)
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:

@@ -54,6 +54,10 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
         values = {"head_dim": 32, "norm_topk_prob": True, **experts, **values}
         config, model_class = transformers.Qwen3MoeConfig(**values), transformers.Qwen3MoeForCausalLM
+    elif kind == "glm4_moe":
+        experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        values = {"head_dim": 32, "attention_bias": True, **experts, **values}
+        config, model_class = transformers.Glm4MoeConfig(**values), transformers.Glm4MoeForCausalLM
     else:
         config, model_class = transformers.Qwen2Config(**values), transformers.Qwen2ForCausalLM
     torch.manual_seed(0)
@@ -61,6 +65,9 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # scores spread by less: it decides many a choice
+                buffer.normal_(std=0.04)
     model.save_pretrained(directory)
     return model
 

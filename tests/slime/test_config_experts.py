@@ -48,6 +48,47 @@ def test_flags_of_the_script_are_taken_and_change_nothing_but_how(argv: list[str
     assert len([note for note in c.notes if "has no effect" in note and note.startswith("--moe-")]) == 3
 
 
+GLM = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "attention_bias": True,
+    "use_qk_norm": False,
+}
+SLIME_GLM = (
+    "--num-experts 8 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 96 --moe-router-topk 2 "
+    "--moe-layer-freq [0]*1+[1]*3 --moe-router-score-function sigmoid --moe-router-pre-softmax "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0 --moe-router-topk-scaling-factor 1.0 "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
+    "--moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0 --add-qkv-bias"
+)
+"""What slime's script of GLM-4.5-Air says of experts, with the numbers of this model."""
+
+
+def test_flags_of_the_script_of_glm_are_taken(argv: list[str], tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **GLM)
+    c = parse_args([*argv, *SLIME_GLM.split()])
+    assert c.megatron.overrides["moe_router_bias_update_rate"] == 0 and len(c.megatron.model_args) == 10
+    for flags, message in (
+        ("--moe-router-score-function softmax", "is softmax, config.json says sigmoid"),
+        ("--moe-router-topk-scaling-factor 2.5", "is 2.5, config.json says 1.0"),
+        ("--moe-shared-expert-intermediate-size 192", "is 192, config.json says 96"),
+        ("--moe-layer-freq 1", "is [1, 1, 1, 1], config.json says [0, 1, 1, 1]"),
+        ("--qk-layernorm", "is True, config.json says False"),
+        ("--moe-router-num-groups 2", "is 2, config.json says 1"),
+    ):
+        with pytest.raises(ValueError) as error:
+            parse_args([*argv, *flags.split()])
+        assert message in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -62,7 +103,13 @@ def test_flags_of_the_script_are_taken_and_change_nothing_but_how(argv: list[str
         ("--moe-router-load-balancing-type sinkhorn", "must be none or aux_loss or seq_aux_loss or global"),
         ("--moe-aux-loss-coeff 0.001", "--moe-aux-loss-coeff must be left out, got 0.001; the padding of"),
         ("--moe-expert-capacity-factor 1.5", "must be left out, got 1.5; a dropped token is not what the"),
-        ("--moe-router-enable-expert-bias", "must be left out, got True; it was never run here with experts"),
+        ("--moe-router-enable-expert-bias", "is True, config.json says False; correct or leave out"),
+        ("--moe-shared-expert-intermediate-size 96", "-size is 96, config.json says None"),
+        (
+            "--moe-router-bias-update-rate 0.001",
+            "must be left out, got 0.001; the engine's choice of experts",
+        ),
+        ("--moe-pad-expert-input-to-capacity", "got True; it was never run here with experts"),
         ("--moe-enable-deepep", "must be left out, got True; tokens travel by"),
         ("--tensor-model-parallel-size 2", "--sequence-parallel must be given for experts with"),
         ("--expert-model-parallel-size 3", "must divide the 8 experts of a layer, got 3"),
@@ -101,7 +148,7 @@ def test_a_stage_without_experts_cannot_share_them(argv: list[str], tmp_path: Pa
 def test_checkpoints_whose_experts_are_not_known(argv: list[str], tmp_path: Path) -> None:
     write_model(tmp_path / "model", **{**MOE, "model_type": "qwen2_moe"})
     with pytest.raises(
-        ValueError, match="^model_type in config.json must be one of qwen3_moe for a model with"
+        ValueError, match="^model_type in config.json must be one of qwen3_moe, glm4_moe for a model with"
     ):
         parse_args(argv)
     write_model(tmp_path / "model", model_type="qwen3_moe")

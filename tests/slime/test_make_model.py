@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from make_model import build_config, build_model, build_tokenizer, main, save_model, save_settings, word
+from make_model import (
+    build_config,
+    build_model,
+    build_tokenizer,
+    main,
+    save_model,
+    save_settings,
+    stored_tensors,
+    word,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from slime.config.megatron_flags import MODEL_ARGS
@@ -33,7 +42,7 @@ EXACT = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-30b-a3b": 30_532_122_624,
 }
-SPARSE = ("qwen3-30b-a3b", "qwen3-moe-tiny")
+SPARSE = ("qwen3-30b-a3b", "qwen3-moe-tiny", "glm-4.5-air", "glm-moe-tiny")
 
 
 def make(folder: Path, *flags: str, arch: str = "qwen3-tiny") -> Path:
@@ -70,19 +79,32 @@ def test_parameters_are_as_published(arch):
 
 
 def test_our_own_are_mostly_body():
-    sizes = (("qwen3-50m", 30e6, 60e6), ("qwen3-tiny", 1e6, 2e6), ("qwen3-moe-tiny", 1e6, 3e6))
+    sizes = [("qwen3-50m", 30e6, 60e6), ("qwen3-tiny", 1e6, 2e6)]
+    sizes += [(arch, 1e6, 3e6) for arch in ("qwen3-moe-tiny", "glm-moe-tiny")]
     for arch, low, high in sizes:
         model = build_model(build_config(arch), 0, "meta")
         assert low < model.num_parameters() < high
         assert model.get_input_embeddings().weight.numel() < 0.06 * model.num_parameters()
-    assert set(ARCHITECTURES) == {*EXACT, *(arch for arch, _, _ in sizes)}
+    assert set(ARCHITECTURES) == {*EXACT, "glm-4.5-air", *(arch for arch, _, _ in sizes)}
     assert all(row.source for row in ARCHITECTURES.values())
 
 
 @pytest.mark.parametrize("arch", SPARSE)
 def test_experts_are_known(arch):
     config = json.loads(build_config(arch).to_json_string(use_diff=False))
-    assert expert_count(config) == ARCHITECTURES[arch].experts[0] and all(sparse_layers(config))
+    check_hf_config(config)
+    assert expert_count(config) == ARCHITECTURES[arch].experts[0]
+    assert all(sparse_layers(config)[1:]) and sparse_layers(config)[0] == arch.startswith("qwen3")
+
+
+def test_glm_has_the_tensors_of_the_published_one():
+    """Of its 110,468,824,832 elements those are not ours that predict further tokens: a layer, an embedding, a head,
+    three norms and what joins the two inputs."""
+    model = build_model(build_config("glm-4.5-air"), 0, "meta")
+    count = {name: tensor.numel() for name, tensor in stored_tensors(model)}
+    layer = sum(number for name, number in count.items() if name.startswith("model.layers.45."))
+    further = layer + 2 * 151552 * 4096 + 3 * 4096 + 2 * 4096 * 4096
+    assert sum(count.values()) + further == 110_468_824_832
 
 
 def test_what_a_token_uses_is_as_published():
@@ -91,16 +113,22 @@ def test_what_a_token_uses_is_as_published():
     config = json.loads(build_config("qwen3-30b-a3b").to_json_string(use_diff=False))
     pair = 48 * 4 * 32 * 128
     assert f"{((sample_flops(1, 1, config) - pair) / 2 + 151936 * 2048) / 1e9:.2f}" == "3.35"
+    config = json.loads(build_config("glm-4.5-air").to_json_string(use_diff=False))
+    pair = 46 * 4 * 96 * 128  # 12.2 without the head and the embedding; the card says 12
+    assert f"{(sample_flops(1, 0, config) - pair) / 2e9:.1f}" == "12.2"
 
 
-def test_experts_are_written_one_by_one(tmp_path):
-    model = build_model(build_config("qwen3-moe-tiny"), 5, "cpu")
+@pytest.mark.parametrize(("arch", "layers"), [("qwen3-moe-tiny", 2), ("glm-moe-tiny", 1)])
+def test_experts_are_written_one_by_one(tmp_path, arch, layers):
+    model = build_model(build_config(arch), 5, "cpu")
     save_settings(model, tmp_path)
     assert save_model(model, tmp_path, max_file_bytes=2**20) > 5
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     experts = [name for name in index["weight_map"] if ".experts." in name]
-    assert len(experts) == 2 * 8 * 3 and "model.layers.1.mlp.experts.7.down_proj.weight" in experts
-    assert index["metadata"]["total_size"] == 4 * model.num_parameters()
+    assert len(experts) == layers * 8 * 3 and "model.layers.1.mlp.experts.7.down_proj.weight" in experts
+    biases = [name for name in index["weight_map"] if name.endswith("gate.e_score_correction_bias")]
+    assert len(biases) == (arch == "glm-moe-tiny")
+    assert index["metadata"]["total_size"] == 4 * (model.num_parameters() + 8 * len(biases))
     check_checkpoint_shapes(tmp_path, read_hf_config(tmp_path))
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
@@ -132,9 +160,12 @@ def test_the_trainer_and_model_args_know_the_shape(arch):
     )
     assert {*shape, "rotary_base", "norm_epsilon"} <= set(given)
     assert ("untie_embeddings_and_output_weights" in given) != ARCHITECTURES[arch].tied
-    assert ("qk_layernorm" in given) == ("add_qkv_bias" not in given) == (config["model_type"] != "qwen2")
+    assert (
+        ("qk_layernorm" in given) == ("add_qkv_bias" not in given) == config["model_type"].startswith("qwen3")
+    )
     routed = {"num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq"}
     assert routed & set(given) == (routed if arch in SPARSE else set())
+    assert ("moe_shared_expert_intermediate_size" in given) == (config["model_type"] == "glm4_moe")
     check_model_args(given, config)
     check_hf_config(config)
     with pytest.raises(ValueError, match="--num-layers is 3"):

@@ -24,6 +24,21 @@ from slime.memory_estimate import (
 )
 from slime.model_shape import Shape
 
+GLM_AIR = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+}
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 QWEN3_4B = HF_CONFIG | {
     "num_hidden_layers": 36,
@@ -154,6 +169,27 @@ def test_experts_by_hand():
     kept = items(config(overrides={}), QWEN3_30B_A3B)["head and loss"]
     width = 3 * 2048 + 4 * 4096 + 4 * 512 + 8 * (2048 + 4 * 768)
     assert kept == 2 * 9216 * 48 * width + 1536 * 2**20 + 2 * 9216 * 2048 * 2
+
+
+def test_a_shared_expert_by_hand():
+    """GLM-4.5-Air: a dense layer, then 45 with a shared expert, which tensor parallelism cuts like an MLP."""
+    shape = Shape.of(GLM_AIR)
+    attention, expert, dense = 4096 * 128 * (2 * 96 + 2 * 8), 3 * 4096 * 1408, 3 * 4096 * 10944
+    sparse = attention + 4096 * 128 + 129 * expert
+    assert shape.params == 46 * attention + dense + 45 * (sparse - attention) + 2 * 151552 * 4096
+    biases_and_norms = 46 * (112 * 128 + 2 * 4096) + 4096 + 45 * 128
+    assert shape.params == 106_852_251_264 - biases_and_norms
+    assert shape.active == 46 * attention + dense + 45 * (4096 * 128 + 9 * expert)
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "actor_num_gpus_per_node": 8}
+    found = items(config(**layout), GLM_AIR)
+    rest = 46 * attention + dense + 45 * expert + 2 * 151552 * 4096
+    assert found["weights"] == (rest / 2 + 45 * 4096 * 128) * 2
+    assert found["expert weights"] == 45 * 128 * expert / 2 * 2
+    kept = items(config(overrides={}), GLM_AIR)["head and loss"]
+    heads = 4 * 96 * 128 + 4 * 8 * 128
+    one = 3 * 4096 + heads + 2 * 1408 + 8 * (4096 + 4 * 1408)
+    first = 2 * 4096 + heads + 2 * 10944
+    assert kept == pytest.approx(2 * 9216 * (45 * one + first) + 1536 * 2**20 + 2 * 9216 * 4096 * 2)
 
 
 def test_splits():

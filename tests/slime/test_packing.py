@@ -5,7 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, sample_flops
 
@@ -64,6 +71,25 @@ def test_flops_of_experts_are_those_a_token_goes_to():
     # Qwen's spelling and that of transformers are one
     renamed = {k: v for k, v in hf.items() if k != "num_experts"} | {"num_local_experts": 7}
     assert sample_flops(length, response, renamed) == sample_flops(length, response, hf)
+
+
+def test_flops_of_shared_experts_are_counted():
+    """The first layer dense, two with experts and a shared one twice as wide: what PyTorch counts of transformers'
+    GLM."""
+    length, response = 12, 5
+    experts = {
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 6,
+        "n_shared_experts": 2,
+    }
+    hf = HF | experts | {"num_hidden_layers": 3, "first_k_dense_replace": 1}
+    settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**hf, **settings))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
+    in_vain = 3 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)
+    assert counter.get_total_flops() - in_vain == sample_flops(length, response, hf)
 
 
 def test_first_fit_then_stride():

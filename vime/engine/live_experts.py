@@ -25,8 +25,10 @@ def has_experts(module: nn.Module) -> bool:
 
 
 def hf_path(path: str) -> str:
-    """A module's path in the checkpoint: the router is a part of vLLM's experts, too, under a second name."""
-    return re.sub(r"\.experts\.gate$", ".gate", path)
+    """A module's path in the checkpoint: the router and the shared expert are parts of vLLM's experts, too, under a
+    second name."""
+    path = re.sub(r"\.experts\.gate$", ".gate", path)
+    return re.sub(r"\.experts\._shared_experts\._layer(?=\.|$)", ".shared_experts", path)
 
 
 def expert_tensors(path: str, module: nn.Module) -> Iterator[tuple[str, object, torch.Tensor]]:

@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from slime.hf_config import prediction_names, read_hf_config
 from slime.weight_sync.group import GivenUp
 from vime.engine.buckets import SentBuckets, SharedBuckets, views
 from vime.engine.live_experts import repack_experts
@@ -203,12 +204,17 @@ def allowed_path(path: str) -> str:
 
 
 def checkpoint_shapes(model_path: str) -> dict[str, list[int]] | None:
-    """HF name -> shape of every tensor of the served checkpoint; None when it holds no safetensors files."""
+    """HF name -> shape of every tensor of the served checkpoint that an update brings: all but those of layers that
+    predict further tokens. None when it holds no safetensors files."""
     shapes = {}
     for shard in _shards(model_path):
         with safe_open(shard, framework="pt") as file:
             shapes.update({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
-    return shapes or None
+    if not shapes:
+        return None
+    for name in prediction_names(shapes, read_hf_config(model_path)):
+        del shapes[name]
+    return shapes
 
 
 def _shards(model_path: str) -> Iterator[Path]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from slime.megatron_backend.hf_weights.base import Family
+from slime.megatron_backend.hf_weights.glm_moe import GLM4_MOE
 from slime.megatron_backend.hf_weights.qwen import QWEN2, QWEN3
 from slime.megatron_backend.hf_weights.qwen_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {"qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+FAMILIES: dict[str, Family] = {"qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "glm4_moe": GLM4_MOE}
 """`model_type` of config.json -> family."""
 
 

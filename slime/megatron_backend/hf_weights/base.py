@@ -133,14 +133,17 @@ class Row:
 class Family:
     """A model family: its table, and the architecture switches that config.json does not spell out.
 
+    `qkv_bias` and `qk_norm` are the key of config.json where a family has models of both kinds. `rotary_fraction` is
+    the part of a head that is rotated where config.json does not say; families with 1 rotate whole heads only.
     `ignored` are HF names that may be in a checkpoint but hold nothing the model uses.
     """
 
     name: str
     rows: tuple[Row, ...]
-    qkv_bias: bool
-    qk_norm: bool
+    qkv_bias: bool | str
+    qk_norm: bool | str
     ignored: tuple[str, ...] = ()
+    rotary_fraction: float = 1.0
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
         """The row of a Megatron parameter and its HF names with the numbers filled in. KeyError when there is none."""

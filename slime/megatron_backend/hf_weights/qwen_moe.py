@@ -11,7 +11,7 @@ from slime.megatron_backend.hf_weights.qwen import HF, IGNORED, MG, ROWS
 
 _MG_EXPERT, _HF_EXPERT = MG + "mlp.experts.local_experts.{e}.", HF + "mlp.experts.{e}."
 
-_EXPERTS = (
+EXPERT_ROWS = (
     Row(MG + "mlp.router.weight", (HF + "mlp.gate.weight",)),
     Row(
         _MG_EXPERT + "linear_fc1.weight",
@@ -21,4 +21,4 @@ _EXPERTS = (
     Row(_MG_EXPERT + "linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",), Direct(axis=1)),
 )
 
-QWEN3_MOE = Family("qwen3_moe", ROWS + _EXPERTS, qkv_bias=False, qk_norm=True, ignored=IGNORED)
+QWEN3_MOE = Family("qwen3_moe", ROWS + EXPERT_ROWS, qkv_bias=False, qk_norm=True, ignored=IGNORED)

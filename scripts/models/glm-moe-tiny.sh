@@ -1,0 +1,18 @@
+# Shape of our own tiny GLM-4.5 (scripts/make_model.py --arch glm-moe-tiny). Source it, then pass "${MODEL_ARGS[@]}".
+source "$(dirname "${BASH_SOURCE[0]}")/glm.sh"
+MODEL_ARGS=(
+    "${GLM_ARGS[@]}"
+    --num-layers 2
+    --hidden-size 256
+    --ffn-hidden-size 512
+    --num-attention-heads 8
+    --num-query-groups 2
+    --kv-channels 32
+    --rotary-base 10000
+    --vocab-size 262
+    --num-experts 8
+    --moe-ffn-hidden-size 128
+    --moe-shared-expert-intermediate-size 128
+    --moe-router-topk 2
+    --moe-layer-freq "[0,1]"
+)

@@ -1,0 +1,64 @@
+"""A real vLLM in this process, which takes published weights as an engine does and tells log-probs of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slime.protocols import WeightUpdate
+
+
+class OfflineEngine:
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self.worker = llm.llm_engine.model_executor.driver_worker.worker
+
+    def log_probs(self, tokens: list[int]) -> torch.Tensor:
+        """Of each token but the first, given those before it."""
+        from vllm import SamplingParams
+
+        self._llm.reset_prefix_cache()
+        settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        (out,) = self._llm.generate({"prompt_token_ids": tokens}, settings, use_tqdm=False)
+        pairs = zip(tokens[1:], out.prompt_logprobs[1:], strict=True)
+        return torch.tensor([found[token].logprob for token, found in pairs])
+
+    def take(self, update: WeightUpdate, *, load: bool = True) -> None:
+        """Load, and with checksums compare every live tensor; RuntimeError when one differs."""
+        self.worker.start_weight_update()
+        self.worker.update_weights({**update.info, "checksums": update.checksums, "load": load})
+        self.worker.finish_weight_update()
+
+
+@contextmanager
+def offline_engine(
+    checkpoint: Path, weight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[OfflineEngine]:
+    """On CPUs, in fp32; updates lie in `weight_dir`."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    monkeypatch.setenv("VIME_WEIGHT_DIR", str(weight_dir))
+    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        str(checkpoint),
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 26,
+        weight_transfer_config={"backend": "vime"},
+        disable_log_stats=True,
+        skip_tokenizer_init=True,
+    )
+    try:
+        yield OfflineEngine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
