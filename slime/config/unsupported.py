@@ -87,8 +87,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "num_critic_only_steps": Unsupported(0, _CRITIC),
     "reset_optimizer_states": Unsupported(False, "the optimizer keeps its states"),
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
-    "use_routing_replay": Unsupported(False, _MOE),
-    "use_rollout_routing_replay": Unsupported(False, _MOE),
     "use_opd": Unsupported(False, _OPD),
     "opd_type": Unsupported(None, _OPD),
     "opd_kl_coef": Unsupported(1.0, _OPD),

@@ -16,7 +16,7 @@ from slime.config.fields import spelled
 from slime.config.kernels import check_kernels
 from slime.config.megatron_rules import check_local_layers
 from slime.config.model_args import check_model_args
-from slime.config.off_policy import check_off_policy
+from slime.config.off_policy import check_off_policy, check_routing_replay
 from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, check_dense, read_hf_config
 from slime.hooks import load_function
@@ -346,6 +346,7 @@ RULES = (
     check_group_size,
     check_kl,
     check_off_policy,
+    check_routing_replay,
     check_kernels,
     _rewards,
     _intervals,

@@ -279,6 +279,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "vllm_argv": tuple(config.engine.vllm_argv),
         "start_timeout_s": config.engine_start_timeout_s,
         "sleeps": gives_memory(config),
+        "tells_experts": config.use_rollout_routing_replay,
     }
 
 
