@@ -42,14 +42,21 @@ def sparse_layers(hf_config: dict[str, Any]) -> tuple[bool, ...]:
     )
 
 
-def check_dense(hf_config: dict[str, Any]) -> None:
-    """ValueError for a model with experts: what else would be found wrong with its config.json misleads."""
-    model_type = str(hf_config.get("model_type"))
-    experts = expert_count(hf_config)
-    if experts or model_type.endswith("_moe"):
+EXPERT_MODELS = ("qwen3_moe",)
+"""`model_type` of the models with experts that are trained. (Dense ones: slime.megatron_backend.hf_weights.)"""
+
+
+def check_experts(hf_config: dict[str, Any]) -> None:
+    """ValueError for a model whose experts are not known to be computed as its engine does, or are not told."""
+    model_type, experts = str(hf_config.get("model_type")), expert_count(hf_config)
+    if experts and model_type not in EXPERT_MODELS:
         raise ValueError(
-            "mixture-of-experts models are not supported yet; config.json must be of a dense model, got model_type "
-            f"{model_type} with {experts or 'its default of'} experts"
+            f"model_type in config.json must be one of {', '.join(EXPERT_MODELS)} for a model with experts, got "
+            f"{model_type} with {experts} experts; others are not supported yet"
+        )
+    if model_type.endswith("_moe") and not experts:
+        raise ValueError(
+            f"config.json must give num_experts for model_type {model_type}, got none; the checkpoint is incomplete"
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.cluster import PARTS
-from slime.hf_config import check_dense
+from slime.model_shape import Params, Shape
 from slime.operators import loss_head
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -27,45 +27,6 @@ caches. Of 132.4 GiB in use on an H200 the share was 0.4 x 140.4, state and buck
 
 BESIDES_TRAINING = 3.4 * GIB
 """What a sleeping engine keeps (1.9 GiB, measured), and the trainer's context and libraries."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The numbers of a dense decoder that memory depends on; `q` and `kv` are heads times head size."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    q: int
-    kv: int
-    vocab: int
-    tied: bool
-
-    @classmethod
-    def of(cls, hf: dict[str, Any]) -> Shape:
-        """ValueError for a model with experts: how many tokens an expert gets is not known from shapes."""
-        check_dense(hf)
-        heads = hf["num_attention_heads"]
-        head = hf.get("head_dim") or hf["hidden_size"] // heads
-        return cls(
-            layers=hf["num_hidden_layers"],
-            hidden=hf["hidden_size"],
-            ffn=hf["intermediate_size"],
-            q=heads * head,
-            kv=(hf.get("num_key_value_heads") or heads) * head,
-            vocab=hf["vocab_size"],
-            tied=hf.get("tie_word_embeddings", False),
-        )
-
-    @property
-    def layer_params(self) -> int:
-        """Matrices of one layer: q, k, v, o and the gated MLP. Norms and biases are about a thousandth."""
-        return self.hidden * (2 * self.q + 2 * self.kv) + 3 * self.hidden * self.ffn
-
-    @property
-    def params(self) -> int:
-        """Matrices of the whole model."""
-        return self.layers * self.layer_params + self.vocab * self.hidden * (1 if self.tied else 2)
 
 
 @dataclass(frozen=True)
@@ -113,16 +74,19 @@ def estimate(c: Any, hf_config: dict[str, Any]) -> Estimate:
 
 def kept_memory(c: Any, shape: Shape) -> Iterator[Item]:
     """Mixed precision keeps fp32 main weights beside Adam's two fp32 moments."""
-    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
-    params, share = stage_params(c, shape)
-    grad, shards = _grad_bytes(c), _shards(c)
+    size, grad = BYTES[c.params_dtype], _grad_bytes(c)
     main = 0 if c.params_dtype == "float32" else 4
-    yield Item("weights", params / tp * size, f"{share} x {size} B / TP {tp}", "parameters")
-    yield Item("gradients", params / tp * grad, f"{share} x {grad} B / TP {tp}", "gradients")
-    how = f"{share} x {main + 8} B / TP {tp} / {shards} shards"
-    yield Item("optimizer", params / tp * (main + 8) / shards, how, "optimizer")
+    kinds = list(rank_params(c, shape))
+    for kind, params, share, ranks, _ in kinds:
+        yield Item(f"{kind}weights", params * size, f"{share} x {size} B{ranks}", "parameters")
+    for kind, params, share, ranks, _ in kinds:
+        yield Item(f"{kind}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients")
+    for kind, params, share, ranks, shards in kinds:
+        how = f"{share} x {main + 8} B{ranks} / {shards} shards"
+        yield Item(f"{kind}optimizer", params * (main + 8) / shards, how, "optimizer")
     if c.needs_reference:
-        yield Item("reference", params / tp * size, f"{share} x {size} B / TP {tp}", "parameters")
+        for kind, params, share, ranks, _ in kinds:
+            yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
     if c.update_weight_transport in ("ipc", "nccl") and c.num_engines:
         largest = shape.vocab * shape.hidden * size
         bucket = max(c.update_weight_buffer_size, largest)
@@ -138,6 +102,10 @@ def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
         split = tp if c.sequence_parallel else 1
         # Back through the MLP: the gradients of its two halves and of the layer, and of one weight before it is added.
         flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
+        if any(shape.sparse):  # the same of a token's experts, whose weighted halves are in float32
+            copies, etp = expert_copies(c, shape), expert_tensor_parallel(c)
+            width = copies * (4 * shape.expert_ffn / etp + 2 * shape.hidden)
+            flight = max(flight * (not all(shape.sparse)), tokens * (width + 2 * shape.hidden / split))
         back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients"
         yield Item("layers, backward", kept.bytes + one + flight * size, back)
         head, how = head_memory(c, shape, tokens)
@@ -147,28 +115,60 @@ def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
     rows = shape.vocab * shape.hidden
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
     if _grad_bytes(c) < 4:
-        params, share = stage_params(c, shape)
-        how = f"{share} x 4 B / TP {tp} / {_shards(c)} shards, gradients in fp32"
-        yield Item("optimizer step", params / tp * 4 / _shards(c), how)
+        kinds = list(rank_params(c, shape))
+        how = " + ".join(f"{share} x 4 B{ranks} / {shards} shards" for _, _, share, ranks, shards in kinds)
+        step = sum(params * 4 / shards for _, params, _, _, shards in kinds)
+        yield Item("optimizer step", step, f"{how}, gradients in fp32")
 
 
 def _grad_bytes(c: Any) -> int:
     return 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else BYTES[c.params_dtype]
 
 
-def _shards(c: Any) -> int:
-    return c.data_parallel_size * c.context_parallel_size if c.use_distributed_optimizer else 1
+def expert_tensor_parallel(c: Any) -> int:
+    """Ranks that share one expert."""
+    return c.expert_tensor_parallel_size or c.tensor_model_parallel_size
 
 
-def stage_params(c: Any, shape: Shape) -> tuple[int, str]:
+def expert_copies(c: Any, shape: Shape) -> float:
+    """Pairs of a token and one of its experts that a rank computes, for each of its micro-batch's tokens, if tokens
+    spread evenly: a rank that shares no expert takes its part of the tokens to experts, as sequence parallelism cut it.
+    """
+    return shape.topk * expert_tensor_parallel(c) / c.tensor_model_parallel_size
+
+
+def rank_params(c: Any, shape: Shape) -> Iterator[tuple[str, float, str, str, int]]:
+    """Of the stage with the most parameters on a rank, first of what is not experts, then of these: (prefix of the
+    items' names, parameters on a rank, of how many, split how, ranks that share the optimizer's state of them)."""
+    params, stage = stage_params(c, shape)
+    tp, ep, etp = c.tensor_model_parallel_size, c.expert_model_parallel_size, expert_tensor_parallel(c)
+    replicas = c.data_parallel_size * c.context_parallel_size
+    whole = f" / TP {tp} (+ {count(params.whole)} of routers)" if params.whole else f" / TP {tp}"
+    shards = replicas if c.use_distributed_optimizer else 1
+    yield "", params.split / tp + params.whole, f"{count(params.split)}{stage}", whole, shards
+    if params.experts:
+        shards = replicas * tp // (ep * etp) if c.use_distributed_optimizer else 1
+        ranks = f" / EP {ep} / ETP {etp}"
+        yield "expert ", params.experts / (ep * etp), f"{count(params.experts)}{stage}", ranks, shards
+
+
+def stage_layers(c: Any, shape: Shape) -> list[tuple[bool, ...]]:
+    """Of each pipeline stage, whether each of its layers is sparse."""
+    counts = c.megatron.layers_of_stages(shape.layers)
+    ends = itertools.accumulate(counts)
+    return [shape.sparse[end - n : end] for n, end in zip(counts, ends, strict=True)]
+
+
+def stage_params(c: Any, shape: Shape) -> tuple[Params, str]:
     """Parameters of the largest pipeline stage, and how to say that. A tied head is a copy on the last stage."""
-    layers = c.megatron.layers_of_stages(shape.layers)
-    if len(layers) == 1:
-        return shape.params, count(shape.params)
-    at_ends = shape.vocab * shape.hidden
-    sizes = [n * shape.layer_params + at_ends * (i in (0, len(layers) - 1)) for i, n in enumerate(layers)]
-    largest = max(range(len(layers)), key=sizes.__getitem__)
-    return sizes[largest], f"{count(sizes[largest])} of stage {largest}"
+    stages = stage_layers(c, shape)
+    if len(stages) == 1:
+        return shape.params_of(shape.sparse, 1 if shape.tied else 2), ""
+    tp, experts = c.tensor_model_parallel_size, c.expert_model_parallel_size * expert_tensor_parallel(c)
+    sizes = [shape.params_of(layers, int(i in (0, len(stages) - 1))) for i, layers in enumerate(stages)]
+    on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]
+    largest = max(range(len(stages)), key=on_rank.__getitem__)
+    return sizes[largest], f" of stage {largest}"
 
 
 def micro_batch_tokens(c: Any) -> int | None:
@@ -187,23 +187,39 @@ def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
     for silu(gate) where rl_kernel's kernel does not compute it. The last two are split over tensor parallelism, the
     first too with --sequence-parallel. Outputs of norms and of the MLP's activation are made again
     (slime.megatron_backend.layers): but by Transformer Engine, and in the layer that full recomputation runs again.
-    With full recomputation only the layer inputs stay. The first of P pipeline stages keeps P micro-batches of its
-    layers. Of C context-parallel ranks each keeps the keys and values that its two runs of a sequence see: together all
-    of the sequence and, on average, half a rank's share more.
+    A sparse layer keeps the second norm's output, and of each copy of a token that goes to an expert: the copy, H; gate
+    and up, the activation, and that weighted, 4 F or 5 F of an expert's. With full recomputation only the layer inputs
+    stay. The first of P pipeline stages keeps P micro-batches of its layers. Of C context-parallel ranks each keeps the
+    keys and values that its two runs of a sequence see: together all of the sequence and, on average, half a rank's
+    share more.
     """
-    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
-    layers = c.megatron.layers_of_stages(shape.layers)[0] * c.pipeline_model_parallel_size
+    size, split = BYTES[c.params_dtype], c.tensor_model_parallel_size if c.sequence_parallel else 1
+    first = stage_layers(c, shape)[0]
+    full = c.megatron.overrides.get("recompute_granularity") == "full"
+    widths = [layer_width(c, shape, sparse) for sparse in first]
+    layers = len(first) * c.pipeline_model_parallel_size
+    width = shape.hidden / split if full else sum(widths) / len(widths)
+    how = f"{count(tokens)} tokens x {size} B x {layers} layers x {width:.0f}"
+    return Item("activations", tokens * size * layers * width, how), tokens * size * max(
+        widths
+    ) if full else 0.0
+
+
+def layer_width(c: Any, shape: Shape, sparse: bool) -> float:
+    """Elements that a layer keeps for a token of the micro-batch."""
+    tp, cp = c.tensor_model_parallel_size, c.context_parallel_size
     split = tp if c.sequence_parallel else 1
-    cp = c.context_parallel_size
     gathered = 2 * shape.kv * (cp + 0.5) if cp > 1 else 0
     full = c.megatron.overrides.get("recompute_granularity") == "full"
     keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
     kernel = c.device == "cuda" and c.rlk_fast != "off" and "swiglu" in c.rl_kernel_ops
+    attention = (4 * shape.q + 4 * shape.kv + gathered) / tp
+    if sparse:
+        norms = 4 if keeps_outputs else 3
+        expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / expert_tensor_parallel(c)
+        return norms * shape.hidden / split + attention + expert_copies(c, shape) * expert
     norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
-    layer = norms * shape.hidden / split + (4 * shape.q + 4 * shape.kv + gathered + mlp * shape.ffn) / tp
-    width = shape.hidden / split if full else layer
-    how = f"{count(tokens)} tokens x {size} B x {layers} layers x {width:.0f}"
-    return Item("activations", tokens * size * layers * width, how), tokens * size * layer if full else 0.0
+    return norms * shape.hidden / split + attention + mlp * shape.ffn / tp
 
 
 def head_memory(c: Any, shape: Shape, tokens: int) -> tuple[float, str]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from slime.config import Config
 from slime.hf_config import read_hf_config
-from slime.memory_estimate import BYTES, Item, Shape, amount, count, decide_residence, estimate
+from slime.memory_estimate import BYTES, Item, amount, count, decide_residence, estimate
+from slime.model_shape import Shape
 from slime.operators import decide, headline
 from vime.engine.flags import engine_settings, engine_tensor_parallel, parse_config
 from vime.engine.server import EngineServer, EngineSpec

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import json
+import re
 import types
 import typing
 import warnings
@@ -19,6 +20,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.fields import FlagSpec, spelled
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """Megatron's ways to say which layers have experts: "2", "[0, 1, 1]" and sums like "([0]*3+[1]*45)"."""
+    bare = re.sub(r"\s", "", text)
+    if bare.isdigit():
+        return int(bare)
+    layers: list[int] = []
+    for term in bare.removeprefix("(").removesuffix(")").split("+"):
+        match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d+))?", term)
+        if match is None:
+            raise ValueError(f"unknown pattern of layers {text!r}")
+        layers += [int(sparse) for sparse in match[1].split(",")] * int(match[2] or 1)
+    return layers
+
 
 MODEL_ARGS = {
     spec.name: spec
@@ -48,6 +64,13 @@ MODEL_ARGS = {
         FlagSpec("num_experts", int, None, "routed experts"),
         FlagSpec("moe_ffn_hidden_size", int, None, "width of an expert"),
         FlagSpec("moe_router_topk", int, None, "experts of a token"),
+        FlagSpec(
+            "moe_layer_freq", layer_pattern, None, "which layers have experts: [0]+[1]*47, or every how many"
+        ),
+        FlagSpec("moe_router_score_function", str, None, "scores of experts", choices=("softmax", "sigmoid")),
+        FlagSpec(
+            "moe_router_pre_softmax", bool, False, "softmax over all experts, before the best are taken"
+        ),
         FlagSpec("moe_shared_expert_intermediate_size", int, None, "width of the shared expert"),
     )
 }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.config.fields import spelled
+from slime.hf_config import expert_count, sparse_layers
 
 Reader = Callable[[dict[str, Any]], Any]
 
@@ -45,9 +46,12 @@ READERS: dict[str, Reader] = {
     "vocab_size": lambda hf: hf.get("vocab_size"),
     "max_position_embeddings": lambda hf: hf.get("max_position_embeddings"),
     "untie_embeddings_and_output_weights": lambda hf: not hf.get("tie_word_embeddings", False),
-    "num_experts": lambda hf: hf.get("num_experts", hf.get("num_local_experts")),
+    "num_experts": lambda hf: expert_count(hf) or None,
     "moe_ffn_hidden_size": lambda hf: hf.get("moe_intermediate_size"),
     "moe_router_topk": lambda hf: hf.get("num_experts_per_tok"),
+    "moe_layer_freq": lambda hf: [int(sparse) for sparse in sparse_layers(hf)],
+    "moe_router_score_function": lambda hf: hf.get("scoring_func", "softmax" if expert_count(hf) else None),
+    "moe_router_pre_softmax": lambda hf: expert_count(hf) > 0 and not hf.get("norm_topk_prob", False),
     "moe_shared_expert_intermediate_size": lambda hf: hf.get("shared_expert_intermediate_size"),
 }
 """MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary)."""
@@ -58,14 +62,11 @@ def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> N
 
     Only the flags that were given are compared; a bare flag that was left out claims nothing.
     """
-    if model_args.get("num_experts"):
-        raise ValueError(
-            "mixture-of-experts models are not supported yet; --num-experts must be left out, got "
-            f"{model_args['num_experts']}"
-        )
     wrong = []
     for name, value in model_args.items():
         actual = READERS[name](hf_config)
+        if name == "moe_layer_freq" and isinstance(value, int):
+            value = [int(layer % value == 0) for layer in range(len(actual))]
         if actual != value:
             wrong.append(f"{spelled(name)} is {value}, config.json says {actual}")
     if wrong:

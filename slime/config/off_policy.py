@@ -61,9 +61,8 @@ def check_off_policy(c: Any) -> None:
 
 def check_routing_replay(c: Any) -> None:
     """Somebody has chosen experts before the training pass, and that pass can be told of them layer by layer."""
-    if not (c.use_routing_replay or c.use_rollout_routing_replay):
+    if (flag_ := _replays(c)) is None:
         return
-    flag_ = "--use-rollout-routing-replay" if c.use_rollout_routing_replay else "--use-routing-replay"
     if c.loss_type == "sft_loss":
         raise ValueError(
             f"{flag_} must be left out with --loss-type sft_loss, got both; nobody chose experts before"
@@ -81,3 +80,15 @@ def check_routing_replay(c: Any) -> None:
             f"--recompute-modules must not name moe with {flag_}, got it; what is computed again would not know its "
             "micro-batch: use --recompute-granularity full"
         )
+
+
+def check_replayed_model(c: Any, experts: int) -> None:
+    """There are experts to choose from."""
+    if (flag_ := _replays(c)) is not None and not experts:
+        raise ValueError(f"{flag_} must be left out for a dense model, got it; no layer of it has experts")
+
+
+def _replays(c: Any) -> str | None:
+    if c.use_rollout_routing_replay:
+        return "--use-rollout-routing-replay"
+    return "--use-routing-replay" if c.use_routing_replay else None

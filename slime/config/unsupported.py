@@ -12,7 +12,8 @@ from typing import Any
 from slime.config.fields import FlagSpec, spelled
 
 _CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
-_MOE = "mixture-of-experts and latent-attention models are not supported yet"
+_LATENT = "latent-attention models are not supported yet"
+_DEEPGEMM = "DeepGEMM is not used by the trainer"
 _PIPELINE = "each rank has one stage of the pipeline; interleaved stages are not supported yet"
 _PIPELINE_LAYOUT = "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
@@ -44,10 +45,10 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "release_train": Unsupported(False, "the trainer stays loaded in this version"),
     "megatron_config_path": Unsupported(None, "give Megatron's settings as flags or in --custom-config-path"),
     "padded_vocab_size": Unsupported(None, "use --make-vocab-size-divisible-by"),
-    "megatron_deepgemm_forward_layers": Unsupported(None, _MOE),
-    "megatron_deepgemm_forward_modules": Unsupported(None, _MOE),
-    "megatron_deepgemm_moe_forward_layers": Unsupported(None, _MOE),
-    "megatron_deepgemm_moe_forward_modules": Unsupported(None, _MOE),
+    "megatron_deepgemm_forward_layers": Unsupported(None, _DEEPGEMM),
+    "megatron_deepgemm_forward_modules": Unsupported(None, _DEEPGEMM),
+    "megatron_deepgemm_moe_forward_layers": Unsupported(None, _DEEPGEMM),
+    "megatron_deepgemm_moe_forward_modules": Unsupported(None, _DEEPGEMM),
     # weight update
     "update_weight_mode": Unsupported("full", _DELTA),
     "update_weight_disk_keep_files": Unsupported(
@@ -118,15 +119,15 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "pipeline_model_parallel_layout": Unsupported(None, _PIPELINE_LAYOUT),
     "account_for_embedding_in_pipeline_split": Unsupported(False, _PIPELINE_LAYOUT),
     "account_for_loss_in_pipeline_split": Unsupported(False, _PIPELINE_LAYOUT),
-    "multi_latent_attention": Unsupported(False, _MOE),
-    "q_lora_rank": Unsupported(None, _MOE),
-    "kv_lora_rank": Unsupported(None, _MOE),
-    "qk_head_dim": Unsupported(None, _MOE),
-    "qk_pos_emb_head_dim": Unsupported(None, _MOE),
-    "v_head_dim": Unsupported(None, _MOE),
-    "rotary_scaling_factor": Unsupported(None, _MOE),
-    "mscale": Unsupported(None, _MOE),
-    "mscale_all_dim": Unsupported(None, _MOE),
+    "multi_latent_attention": Unsupported(False, _LATENT),
+    "q_lora_rank": Unsupported(None, _LATENT),
+    "kv_lora_rank": Unsupported(None, _LATENT),
+    "qk_head_dim": Unsupported(None, _LATENT),
+    "qk_pos_emb_head_dim": Unsupported(None, _LATENT),
+    "v_head_dim": Unsupported(None, _LATENT),
+    "rotary_scaling_factor": Unsupported(None, _LATENT),
+    "mscale": Unsupported(None, _LATENT),
+    "mscale_all_dim": Unsupported(None, _LATENT),
     "train_iters": Unsupported(None, "use --num-rollout"),
     "train_samples": Unsupported(None, "use --num-rollout"),
     "lr_warmup_fraction": Unsupported(None, "use --lr-warmup-iters"),
@@ -145,6 +146,7 @@ _TEXT = {
     "data_pad_size_multiplier": "packed micro-batches are padded only as far as tensor parallelism needs",
     "log_probs_max_tokens_per_gpu": "the log-prob passes run over the micro-batches of --max-tokens-per-gpu",
     "log_probs_chunk_size": "log-probs are computed from hidden states in bounded chunks",
+    "moe_token_drop_policy": "every token reaches its experts",
     "model_name": "the model family is read from the checkpoint's config.json",
     "seq_length": "sequences are packed at their own length",
     "vllm_router_request_timeout_secs": "one request may take --rollout-deadline-s",
@@ -157,6 +159,8 @@ _BARE = {
     "ckpt_fully_parallel_load": "checkpoints are always loaded in parallel",
     "ckpt_fully_parallel_save": "checkpoints are always saved in parallel",
     "use_mcore_models": "models are always megatron-core models",
+    "moe_grouped_gemm": "experts are computed one after the other, with the same result",
+    "moe_permute_fusion": "tokens are sorted by plain PyTorch, with the same result; fused it needs Transformer Engine",
 }
 NO_EFFECT = {
     **{name: FlagSpec(name, str, None, why) for name, why in _TEXT.items()},

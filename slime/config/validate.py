@@ -12,13 +12,14 @@ from pathlib import Path
 from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.cluster import check_offload
 from slime.config.debug import check_profile_steps
+from slime.config.experts import check_expert_flags
 from slime.config.fields import spelled
 from slime.config.kernels import check_kernels
 from slime.config.megatron_rules import check_local_layers
 from slime.config.model_args import check_model_args
-from slime.config.off_policy import check_off_policy, check_routing_replay
+from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
 from slime.config.schema import Config, own_flags
-from slime.hf_config import check_checkpoint_shapes, check_dense, read_hf_config
+from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
 from slime.hooks import load_function
 
 POSITIVE = (
@@ -169,11 +170,6 @@ def _dropout(c: Config) -> None:
 
 
 def _parallel_sizes(c: Config) -> None:
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if getattr(c, name) not in (None, 1):
-            raise ValueError(
-                f"{spelled(name)} must be 1 in this version, got {getattr(c, name)}; it is not supported yet"
-            )
     model = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
     if c.world_size % model:
         raise ValueError(
@@ -316,9 +312,11 @@ def _files(c: Config) -> None:
 
 def _checkpoint(c: Config) -> None:
     hf_config = read_hf_config(c.hf_checkpoint)
-    check_dense(hf_config)
+    check_experts(hf_config)
     check_checkpoint_shapes(c.hf_checkpoint, hf_config)
     check_model_args(c.model_args, hf_config)
+    check_replayed_model(c, expert_count(hf_config))
+    check_expert_flags(c, expert_count(hf_config))
     c.megatron.layers_of_stages(hf_config["num_hidden_layers"])
     largest, vocabulary = largest_token_id(c.hf_checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:

@@ -3,8 +3,7 @@
     tokens -> router -> top-k experts of each token -> sum over them of weight x expert(token)
 
 The router computes in fp32 whatever the model's dtype. Every token reaches its experts: none are dropped, and there is
-no auxiliary loss, as reinforcement learning must train the policy that the engine sampled from. Tests build it; no run
-may yet (slime.hf_config.check_dense).
+no auxiliary loss, as reinforcement learning must train the policy that the engine sampled from.
 
 Shapes: T tokens, H hidden, F width of an expert, C pairs of a token and one of its experts, sorted by expert.
 """
@@ -23,31 +22,19 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 import rl_kernel
+from slime.config.experts import check_expert_layout, check_expert_settings
+from slime.config.fields import spelled
 from slime.hf_config import expert_count, sparse_layers
 
 _KEYS = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 
-_REFUSED = {
-    "moe_aux_loss_coeff": "the padding of a packed row would count as tokens",
-    "moe_z_loss_coeff": "the padding of a packed row would count as tokens",
-    "moe_expert_capacity_factor": "a dropped token is not what the engine computed",
-    "moe_input_jitter_eps": "two passes over the same weights must be one policy",
-    "moe_router_force_load_balancing": "tokens would go to random experts",
-    "moe_grouped_gemm": "the weight table has no rows for weights of all experts in one",
-    "moe_shared_expert_intermediate_size": "the weight table has no row for it",
-    "moe_latent_size": "the weight table has no rows for it",
-}
-"""Settings that must be off, and why."""
-
-_FREE = {"moe_token_dispatcher_type", "ffn_hidden_size"}
+_FREE = {"moe_token_dispatcher_type", "moe_router_load_balancing_type"}
 """Settings of `expert_fields` that a flag may change."""
 
 
-def expert_fields(
-    hf_config: dict[str, Any], dense: dict[str, Any], overrides: dict[str, Any]
-) -> dict[str, Any]:
-    """Fields of TransformerConfig for the experts that config.json has. `dense` are those of the rest of the model,
-    `overrides` what the user set.
+def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Fields of TransformerConfig for the experts that config.json has. `config` has the ranks' layout, `overrides`
+    what the user set.
 
     `norm_topk_prob` chooses the weights of a token's experts: softmax over the logits of the chosen (their softmax over
     all, normalised), or the softmax over all as it is. ValueError for a key that is missing, a shape that Megatron
@@ -67,7 +54,7 @@ def expert_fields(
             "norm_topk_prob in config.json must be False with num_experts_per_tok 1, got True; one expert's weight "
             "would always be 1, which megatron-core does not compute"
         )
-    _check_parallel(dense, overrides)
+    check_expert_layout(config, experts)
     fields = {
         "num_moe_experts": experts,
         "moe_router_topk": topk,
@@ -78,29 +65,17 @@ def expert_fields(
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.expert_tensor_parallel_size
+        or config.tensor_model_parallel_size,
     }
+    check_expert_settings(overrides)
     for name, value in overrides.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name in _REFUSED and value:
-            raise ValueError(f"{flag} must be left out, got {value}; {_REFUSED[name]}")
         if name in fields and name not in _FREE and value != fields[name]:
             raise ValueError(
-                f"{flag} must be {fields[name]}, as the checkpoint has it, got {value}; leave it out"
+                f"{spelled(name)} must be {fields[name]}, as the checkpoint has it, got {value}; leave it out"
             )
     return fields
-
-
-def _check_parallel(dense: dict[str, Any], overrides: dict[str, Any]) -> None:
-    if dense["tensor_model_parallel_size"] > 1 and not dense["sequence_parallel"]:
-        raise ValueError(
-            "--sequence-parallel must be given for experts with --tensor-model-parallel-size above 1, got none; "
-            "megatron-core trains them no other way"
-        )
-    if overrides.get("transformer_impl", dense["transformer_impl"]) != "local":
-        raise ValueError(
-            "--transformer-impl must be local for a model with experts, got transformer_engine; the weight table has "
-            "no rows for its experts"
-        )
 
 
 class RouterLogits(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
-from slime.hf_config import check_dense, expert_count, read_hf_config
+from slime.hf_config import check_experts, expert_count, read_hf_config
 from slime.megatron_backend.experts import expert_fields
 from slime.megatron_backend.hf_weights import family_for
 
@@ -36,12 +36,7 @@ def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 def check_hf_config(hf_config: dict[str, Any]) -> None:
     """Raise ValueError for an architecture this backend does not compute faithfully, or is not known to yet."""
-    check_dense(hf_config)
-    check_decoder(hf_config)
-
-
-def check_decoder(hf_config: dict[str, Any]) -> None:
-    """The part of `check_hf_config` that holds for dense models and for those with experts."""
+    check_experts(hf_config)
     family = family_for(hf_config)
     for key in _SHAPE_KEYS:
         if key not in hf_config:
@@ -151,6 +146,6 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
     }
     overrides = config.megatron.core_overrides(TransformerConfig)
     if expert_count(hf_config):
-        fields |= expert_fields(hf_config, fields, overrides)
+        fields |= expert_fields(hf_config, config, overrides)
     fields |= overrides | {"calculate_per_token_loss": True}
     return TransformerConfig(**fields)

@@ -1,6 +1,7 @@
 """Starts torch.distributed and Megatron's process groups for one trainer rank.
 
-Tensor, context, data and pipeline parallelism. An expert-parallel size other than 1 is refused here.
+Tensor, context, data and pipeline parallelism, and for experts their own cut of the same ranks: of each pipeline stage
+EP x ETP ranks share the experts, and as many as are left over repeat them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from slime.config.experts import check_expert_ranks
 from slime.megatron_backend.cpu_device import install_cpu_redirect
 
 
@@ -52,10 +54,6 @@ class ParallelInfo:
 
 
 def _check(rank: int, world_size: int, config: Any) -> None:
-    if config.expert_model_parallel_size != 1:
-        raise ValueError(
-            f"--expert-model-parallel-size must be 1, got {config.expert_model_parallel_size}; dense models only so far"
-        )
     sizes = [
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
@@ -65,6 +63,7 @@ def _check(rank: int, world_size: int, config: Any) -> None:
         raise ValueError(
             f"TP * PP * CP must divide the number of trainer ranks, got {' * '.join(map(str, sizes))} for {world_size}"
         )
+    check_expert_ranks(config, world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must lie in [0, world_size), got {rank} of {world_size}")
 
@@ -94,6 +93,8 @@ def init_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         distributed_timeout_minutes=minutes,
         create_gloo_process_groups=False,
     )

@@ -28,6 +28,7 @@ from slime.megatron_backend.model import HiddenGPTModel, unwrap
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
+_EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -42,8 +43,15 @@ _TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
 """A tied head is the embedding; on a last stage that has no embedding it is a copy of its own."""
 
 
-def _parameters(inner: HiddenGPTModel) -> Iterator[tuple[nn.Parameter, Row, tuple[str, ...]]]:
-    """Every parameter of this stage with its row of the family's table and its HF names, in model order."""
+def _parameters(
+    inner: HiddenGPTModel, expert_rank: int | None = None
+) -> Iterator[tuple[nn.Parameter, Row, tuple[str, ...]]]:
+    """Every parameter of this stage with its row of the family's table and its HF names, in model order; the names that
+    experts have on another expert-parallel rank, where one is given."""
+    rank, ranks = _rank_and_size(parallel_state.get_expert_model_parallel_group())
+    experts_before = (
+        (inner.config.num_moe_experts or 0) // ranks * (rank if expert_rank is None else expert_rank)
+    )
     family = family_for(inner.hf_config)
     layers = inner.decoder.layers
     before = (
@@ -52,7 +60,9 @@ def _parameters(inner: HiddenGPTModel) -> Iterator[tuple[nn.Parameter, Row, tupl
     for name, parameter in inner.named_parameters():
         if name == _TIED[0] and inner.share_embeddings_and_output_weights:
             name = _TIED[1]
-        yield parameter, *family.find(_LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name))
+        name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
+        name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + experts_before}", name)
+        yield parameter, *family.find(name)
 
 
 def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
@@ -81,11 +91,12 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
             )
 
 
-def _names_of_all_stages(rows: list[tuple[nn.Parameter, Row, tuple[str, ...]]]) -> set[str]:
+def _names_of_all_stages(inner: HiddenGPTModel) -> set[str]:
     """Collective over the pipeline."""
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[list[str]] = [[]] * group.size()
-    dist.all_gather_object(stages, [name for _, _, names in rows for name in names], group=group)
+    mine = [name for _, _, of_ranks in _with_all_experts(inner) for names in of_ranks for name in names]
+    dist.all_gather_object(stages, mine, group=group)
     return {name for stage in stages for name in stage}
 
 
@@ -100,11 +111,10 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
     """
     inner, checkpoint_dir = unwrap(model), Path(checkpoint_dir)
     files = _files_of(checkpoint_dir)
-    rows = list(_parameters(inner))
-    _check_names(_names_of_all_stages(rows), set(files), inner, checkpoint_dir)
-    rank, size = _tp_rank_and_size()
+    _check_names(_names_of_all_stages(inner), set(files), inner, checkpoint_dir)
     handles: dict[Path, Any] = {}
-    for parameter, row, names in rows:
+    for parameter, row, names in _parameters(inner):
+        rank, size = _rank_and_size(_shard_group(row))
         parts = []
         for name in names:
             if files[name] not in handles:
@@ -166,31 +176,50 @@ def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tenso
             yield name, tensor
 
 
-def _exported(inner: HiddenGPTModel) -> Iterator[tuple[nn.Parameter, Row, tuple[str, ...]]]:
+def _with_all_experts(
+    inner: HiddenGPTModel,
+) -> Iterator[tuple[nn.Parameter, Row, list[tuple[str, ...]]]]:
+    """Every parameter of this stage with its HF names: of an expert's those of all expert-parallel ranks, in order."""
+    _, ranks = _rank_and_size(parallel_state.get_expert_model_parallel_group())
+    for of_ranks in zip(*(_parameters(inner, rank) for rank in range(ranks)), strict=True):
+        parameter, row, _ = of_ranks[0]
+        yield parameter, row, [names for _, _, names in of_ranks[: ranks if row.of_expert else 1]]
+
+
+def _exported(inner: HiddenGPTModel) -> Iterator[tuple[nn.Parameter, Row, list[tuple[str, ...]]]]:
     """What this stage has, without the copy of the embedding that a tied head is."""
-    for parameter, row, names in _parameters(inner):
+    for parameter, row, names in _with_all_experts(inner):
         if not getattr(parameter, "shared", False):  # Megatron's mark of that copy
             yield parameter, row, names
 
 
 def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """HF names and full tensors of this stage. Collective over tensor-parallel ranks."""
-    _, size = _tp_rank_and_size()
-    for parameter, row, names in _exported(inner):
-        full = read(parameter)
-        if size > 1 and getattr(parameter, "tensor_model_parallel", False):
-            full = full.to(torch.cuda.current_device())
-            shards = [torch.empty_like(full) for _ in range(size)]
-            dist.all_gather(shards, full.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-            full = row.layout.merge(shards)
-        yield from zip(names, row.layout.split(full, inner.sizes), strict=True)
+    """HF names and full tensors of this stage. Collective over tensor- and expert-parallel ranks."""
+    for parameter, row, names_of_ranks in _exported(inner):
+        full, shards = read(parameter), _shard_group(row)
+        if shards.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
+            full = row.layout.merge(_gathered(full, shards))
+        of_ranks = [full]
+        if len(names_of_ranks) > 1:
+            of_ranks = _gathered(full, parallel_state.get_expert_model_parallel_group())
+        for names, tensor in zip(names_of_ranks, of_ranks, strict=True):
+            yield from zip(names, row.layout.split(tensor, inner.sizes), strict=True)
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """What the ranks of `group` have, in order."""
+    mine = tensor.contiguous().to(torch.cuda.current_device())
+    tensors = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(tensors, mine, group=group)
+    return tensors
 
 
 def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size]]:
     """Names and shapes that `_export_stage` gives."""
     return [
         (name, part.shape)
-        for parameter, row, names in _exported(inner)
+        for parameter, row, names_of_ranks in _exported(inner)
+        for names in names_of_ranks
         for name, part in zip(names, _hf_parts(parameter, row, inner), strict=True)
     ]
 
@@ -198,7 +227,7 @@ def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size]]:
 def _hf_parts(parameter: nn.Parameter, row: Row, inner: HiddenGPTModel) -> list[Tensor]:
     """The HF tensors that a parameter is made of as config.json has them: shapes, found by cutting an empty tensor of
     the full size."""
-    _, size = _tp_rank_and_size()
+    _, size = _rank_and_size(_shard_group(row))
     return row.layout.split(row.layout.merge([parameter.data.to("meta")] * size), inner.sizes)
 
 
@@ -266,8 +295,12 @@ def _copy_config(inner: HiddenGPTModel, source_dir: Path, out_dir: Path) -> None
     (out_dir / "config.json").write_text(json.dumps({**inner.hf_config, key: dtype}, indent=2) + "\n")
 
 
-def _tp_rank_and_size() -> tuple[int, int]:
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+def _shard_group(row: Row) -> dist.ProcessGroup:
+    """The ranks that hold the shards of a row's parameter."""
+    if row.of_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _rank_and_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    return group.rank(), group.size()

@@ -54,6 +54,35 @@ def of_engine(llm: Any) -> torch.Tensor:
     return torch.tensor([found[token].logprob for token, found in pairs])
 
 
+def push(worker: Any, update: Any, *, load: bool) -> None:
+    """Load, and compare every live tensor; RuntimeError when one differs."""
+    worker.start_weight_update()
+    worker.update_weights({**update.info, "checksums": update.checksums, "load": load})
+    worker.finish_weight_update()
+
+
+def check_each_live_tensor(worker: Any, update: Any) -> None:
+    """One changed element of the router or of an expert, as the kernel reads it, is found under its name."""
+    layer = worker.model_runner.model.model.layers[1].mlp
+    w13, w2 = layer.experts.routed_experts.w13_weight.data, layer.experts.routed_experts.w2_weight.data
+    # the kernel's own order: element 2 of an expert is in row 2 of the gate, and from its middle on it has rows of up
+    places = {"2.gate": w13[2].flatten()[2:3], "0.up": w13[0].flatten()[-1:], "3.down": w2[3].flatten()[:1]}
+    for name, place in places.items():
+        before = place.clone()
+        place.copy_(torch.nextafter(before, torch.tensor(9.0)))
+        with pytest.raises(
+            RuntimeError, match=rf"got 1 that differ: model\.layers\.1\.mlp\.experts\.{name}_proj"
+        ):
+            push(worker, update, load=False)
+        place.copy_(before)
+    push(worker, update, load=False)
+    packed = layer.gate.cpu_linear
+    layer.gate.cpu_linear = lambda x, weight, bias: packed(x, weight, bias) + 1
+    with pytest.raises(RuntimeError, match=r"got 1 that differ: model\.layers\.1\.mlp\.gate\.weight"):
+        push(worker, update, load=False)
+    layer.gate.cpu_linear = packed
+
+
 def test_published_experts_are_computed_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [make_experts(tmp_path / str(seed), seed) for seed in (0, 1)]
     expected = [of_transformers(model) for model in models]
@@ -79,11 +108,10 @@ def test_published_experts_are_computed_with(tmp_path: Path, monkeypatch: pytest
         torch.testing.assert_close(of_engine(llm), expected[0], rtol=0, atol=1e-5)
         worker = llm.llm_engine.model_executor.driver_worker.worker
         for version, model in ((1, 1), (2, 0)):
-            update = publish_checkpoint(tmp_path / str(model), tmp_path / "weights", version, checksums=False)
-            worker.start_weight_update()
-            worker.update_weights({**update.info, "load": True})
-            worker.finish_weight_update()
+            update = publish_checkpoint(tmp_path / str(model), tmp_path / "weights", version, checksums=True)
+            push(worker, update, load=True)
             torch.testing.assert_close(of_engine(llm), expected[model], rtol=0, atol=1e-5)
+        check_each_live_tensor(worker, update)
     finally:
         llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()

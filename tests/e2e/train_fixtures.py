@@ -61,15 +61,16 @@ def script(name: str) -> ModuleType:
 class World:
     """A folder with the model, the prompt files and the runs made with them.
 
-    On a GPU the model has 48 M parameters in bf16: heads of 128 as real ones have, and kernels that compile.
+    `arch`: another model of scripts/architectures.py than the tiny one. On a GPU it has 48 M parameters in bf16: heads
+    of 128 as real ones have, and kernels that compile.
     """
 
-    def __init__(self, root: Path, device: str = "cpu") -> None:
+    def __init__(self, root: Path, device: str = "cpu", arch: str | None = None) -> None:
         self.root, self.device = root, device
-        if device == "cuda":
-            script("make_model").main(
-                ["--arch", "qwen3-50m", "--random", "--arithmetic", str(root / "model")]
-            )
+        if arch is None and device == "cuda":
+            arch = "qwen3-50m"
+        if arch is not None:
+            script("make_model").main(["--arch", arch, "--random", "--arithmetic", str(root / "model")])
             self.model, self.data = root / "model", root / "model" / "arithmetic"
         else:
             script("make_tiny_model").main([str(root / "tiny")])
@@ -261,10 +262,10 @@ def published_weights(run_dir: Path) -> Path:
     return Path(json.loads((run_dir / "config.json").read_text())["weight_update"]["weight_dir"])
 
 
-def make_world(device: str = "cpu") -> Iterator[World]:
+def make_world(device: str = "cpu", arch: str | None = None) -> Iterator[World]:
     """Body of a module's fixture: a world in a short path (Unix sockets are bounded), removed afterwards."""
     root = Path(tempfile.mkdtemp(prefix="vime-e2e-"))
     try:
-        yield World(root, device)
+        yield World(root, device, arch)
     finally:
         shutil.rmtree(root, ignore_errors=True)

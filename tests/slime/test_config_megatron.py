@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from config_cases import HF_CONFIG, good_argv, write_model
+from config_cases import HF_CONFIG, good_argv
 
 from slime.config import parse_args
 from slime.config.megatron import MegatronConfig
@@ -13,7 +13,6 @@ from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_co
 from slime.config.model_args import READERS, check_model_args
 from slime.config.schema import own_flags
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
-from slime.megatron_backend.model_config import check_hf_config
 
 
 @pytest.fixture
@@ -175,21 +174,6 @@ def test_model_args_that_disagree(name, value, shown):
     with pytest.raises(ValueError, match="MODEL_ARGS must agree with") as error:
         check_model_args({name: value, "hidden_size": 128}, HF_CONFIG)
     assert shown in str(error.value) and "--hidden-size" not in str(error.value)
-
-
-def test_experts_are_refused_before_anything_else(argv, tmp_path):
-    with pytest.raises(
-        ValueError, match="^mixture-of-experts models are not supported yet; --num-experts must be"
-    ):
-        parse_args([*argv, "--num-experts", "8"])
-    for changes in ({"model_type": "qwen3_moe"}, {"num_experts": 128}, {"num_local_experts": 8}):
-        write_model(tmp_path / "model", **changes)
-        with pytest.raises(
-            ValueError, match="^mixture-of-experts models are not supported yet; config.json must be"
-        ):
-            parse_args(argv)
-        with pytest.raises(ValueError, match="^mixture-of-experts models are not supported yet"):
-            check_hf_config(HF_CONFIG | changes)
 
 
 @pytest.mark.parametrize(

@@ -254,8 +254,8 @@ RULES = [
         "use --decoder-first-pipeline-num-layers",
     ),
     ("--context-parallel-size 4", "must be a multiple of TP * PP * CP, got 1 * 2 = 2 and 1 * 1 * 4 = 4"),
-    ("--expert-model-parallel-size 2", "--expert-model-parallel-size must be 1 in this version, got 2"),
-    ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size must be 1 in this version, got 2"),
+    ("--expert-model-parallel-size 2", "must be left out for a dense model, got 2 and None"),
+    ("--expert-tensor-parallel-size 2", "must be left out for a dense model, got 1 and 2"),
     ("--no-colocate", "--rollout-num-gpus must be given when --colocate is not, got none"),
     ("--no-colocate --rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "got 3 and 2"),
     (

@@ -25,7 +25,7 @@ from slime.hf_config import read_hf_config, sparse_layers
 from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
 from slime.megatron_backend.experts import GatedExperts
 from slime.megatron_backend.model import build_model, output_weight, unwrap, vocab_range
-from slime.megatron_backend.model_config import check_decoder, load_hf_config, transformer_config
+from slime.megatron_backend.model_config import load_hf_config, transformer_config
 from slime.megatron_backend.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
@@ -53,9 +53,7 @@ def checkpoint(request, tmp_path):
 
 
 def loaded(directory, *, ddp=True, **config):
-    """Past the refusal of `load_hf_config`, which holds for runs."""
-    hf_config = read_hf_config(directory)
-    check_decoder(hf_config)
+    hf_config = load_hf_config(directory)
     model = build_model(hf_config, make_config(**config), ddp=ddp)
     load_hf(model, directory)
     return model
@@ -163,12 +161,6 @@ def test_training_steps_lower_the_loss_and_a_checkpoint_goes_on_from_there(tmp_p
     assert [train_step(resumed, optimizer, scheduler, batch) for _ in range(2)] == losses[4:]
     for (name, got), (_, want) in zip(export_hf(resumed), export_hf(model), strict=True):
         assert torch.equal(got, want), name
-
-
-def test_a_run_may_not_take_it_yet(tmp_path):
-    tiny_checkpoint(tmp_path, "qwen3_moe")
-    with pytest.raises(ValueError, match="^mixture-of-experts models are not supported yet"):
-        load_hf_config(tmp_path)
 
 
 def test_published_and_transformers_spelling_are_one(tmp_path):

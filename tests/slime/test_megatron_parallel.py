@@ -205,7 +205,7 @@ def test_fewer_kv_heads_than_ranks(root, one, two):
 @pytest.mark.parametrize(
     ("values", "world", "message"),
     [
-        ({"expert_model_parallel_size": 2}, 2, "--expert-model-parallel-size must be 1, got 2"),
+        ({"expert_model_parallel_size": 4}, 2, "--expert-model-parallel-size times ETP"),
         ({"tensor_model_parallel_size": 2}, 3, r"TP \* PP \* CP must divide .* got 2 \* 1 \* 1 for 3"),
         (
             {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slime.hf_config import read_hf_config
-from slime.memory_estimate import Shape
+from slime.model_shape import Shape
 from slime.tracking.environment import ENVIRONMENT_FILE
 from vime.run_metrics import Run, load_run
 
@@ -58,11 +58,8 @@ class GpuRun:
 
     @property
     def layer_parameters(self) -> int:
-        """Matrices of the layers. 0 when the model is unknown."""
-        if not self.model:
-            return 0
-        shape = Shape.of(self.model)
-        return shape.layers * shape.layer_params
+        """Matrices of the layers that a token goes through. 0 when the model is unknown."""
+        return Shape.of(self.model).active if self.model else 0
 
     @property
     def gpu(self) -> str | None:

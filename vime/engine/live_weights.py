@@ -2,15 +2,18 @@
 
 vLLM fuses projections, pads the vocabulary, shards over tensor-parallel ranks, and on CPU replaces matrices by
 packed copies that no parameter shows. Owns the way back, for modules made of vLLM's linear and embedding layers and
-plain parameters. Fused expert weights are not covered: they are refused, not skipped.
+plain parameters; that of experts is in vime.engine.live_experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+
+from vime.engine.live_experts import expert_tensors, has_experts, hf_path
 
 
 def differing_tensors(
@@ -48,15 +51,19 @@ def differing_tensors(
     return sorted(wrong)
 
 
-def live_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
-    """(HF name, module, value on this rank) of every weight that the model computes with.
+def live_tensors(model: nn.Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """(HF name, module or what else knows its tensor-parallel rank, value on this rank) of every weight that the model
+    computes with.
 
     A matrix with a plain and a packed copy (CPU embeddings) is yielded once for each. Tied modules are all visited:
     each may have a packed copy of its own.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules(remove_duplicate=False):
-        parent, _, leaf = path.rpartition(".")
+        if has_experts(module):
+            yield from expert_tensors(path, module)
+            continue
+        parent, _, leaf = hf_path(path).rpartition(".")
         parts = packed.get(leaf, [leaf])
         for kind, parameter in module.named_parameters(recurse=False):
             values = [parameter.data] if parameter.numel() else []
@@ -67,7 +74,7 @@ def live_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tenso
                     yield ".".join(filter(None, [parent, part, kind])), module, piece
 
 
-def shard_of(full: torch.Tensor, module: nn.Module, shape: torch.Size) -> torch.Tensor:
+def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor:
     """The piece of `full` that belongs on this tensor-parallel rank of `module`, given the shape it has there.
 
     Rows or columns are dealt out in rank order; with fewer pieces than ranks (key/value heads), neighbours share one.
@@ -99,19 +106,6 @@ def repack_tied_weights(model: nn.Module) -> None:
         if len(modules) > 1:
             for module in modules:
                 module.quant_method.process_weights_after_loading(module)
-
-
-def repack_experts(model: nn.Module) -> None:
-    """Bring experts into the layout that vLLM's CPU kernel reads.
-
-    vLLM 0.32 does so at the first load only: a reload copies plain weights to where the kernel expects packed ones, and
-    the engine goes on with wrong log-probs and no error.
-    """
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        backend, kernel = getattr(method, "unquantized_backend", None), getattr(method, "moe_kernel", None)
-        if getattr(backend, "name", None) == "CPU" and kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def _packed_matrix(module: nn.Module) -> torch.Tensor:

@@ -28,7 +28,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from slime.weight_sync.group import GivenUp
 from vime.engine.buckets import SentBuckets, SharedBuckets, views
-from vime.engine.live_weights import differing_tensors, repack_experts, repack_tied_weights
+from vime.engine.live_experts import repack_experts
+from vime.engine.live_weights import differing_tensors, repack_tied_weights
 from vime.engine.plugin import WEIGHT_DIR_VARIABLE
 from vime.engine.vllm_versions import ReceivesOnly
 

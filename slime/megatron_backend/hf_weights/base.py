@@ -123,6 +123,11 @@ class Row:
     hf: tuple[str, ...]
     layout: Layout = Direct()
 
+    @property
+    def of_expert(self) -> bool:
+        """Whether expert-parallel ranks share the row's parameters, and which number the experts of a rank only."""
+        return "{e}" in self.megatron
+
 
 @dataclass(frozen=True)
 class Family:

@@ -1,0 +1,112 @@
+"""Flags of models with experts (--moe-*, expert parallelism): what may be set, and why the rest may not.
+
+What describes the checkpoint is a MODEL_ARG and compared with config.json (model_args.py). Here are settings of how it
+is computed. Whatever is accepted computes the same policy as the engine; the rest is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from slime.config.fields import spelled
+
+_PADDING = "the padding of a packed row would count as tokens"
+_ROWS = "the weight table has no row for it"
+
+REFUSED = {
+    "moe_aux_loss_coeff": _PADDING,
+    "moe_z_loss_coeff": _PADDING,
+    "moe_expert_capacity_factor": "a dropped token is not what the engine computed",
+    "moe_input_jitter_eps": "two passes over the same weights must be one policy",
+    "moe_router_force_load_balancing": "tokens would go to random experts",
+    "moe_router_force_biased": "tokens would go to random experts",
+    "moe_grouped_gemm": "the weight table has no rows for weights of all experts in one",
+    "moe_shared_expert_intermediate_size": _ROWS,
+    "moe_latent_size": _ROWS,
+    "moe_enable_deepep": "tokens travel by --moe-token-dispatcher-type alltoall alone",
+}
+"""Settings that must be off, and why."""
+
+ONLY = {
+    "moe_token_dispatcher_type": (("alltoall",), "others were never compared with a single rank"),
+    "moe_router_dtype": (("fp32",), "the engine's choice of experts follows from logits in fp32"),
+    "moe_router_load_balancing_type": (
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+        "others send tokens elsewhere than the engine does; these add to a loss of --moe-aux-loss-coeff 0",
+    ),
+}
+"""Settings with the values that they may have, and why no others."""
+
+
+def check_expert_flags(c: Any, experts: int) -> None:
+    """ValueError for flags that a model with `experts` routed experts a layer, 0 of a dense one, cannot have."""
+    if experts:
+        check_expert_settings(c.megatron.overrides)
+        check_untried(c.megatron.overrides)
+        check_expert_layout(c, experts)
+        check_expert_ranks(c, c.world_size)
+    elif c.expert_model_parallel_size != 1 or c.expert_tensor_parallel_size not in (None, 1):
+        raise ValueError(
+            "--expert-model-parallel-size and --expert-tensor-parallel-size must be left out for a dense model, got "
+            f"{c.expert_model_parallel_size} and {c.expert_tensor_parallel_size}; it has no experts to share"
+        )
+
+
+def check_expert_settings(overrides: dict[str, Any]) -> None:
+    """ValueError for a setting of Megatron under which a model with experts would be another policy, or that nothing
+    here ever ran. `overrides` by the names of megatron-core's fields."""
+    for name, value in overrides.items():
+        got = " ".join(map(str, value)) if isinstance(value, list) else value
+        if name in ONLY:
+            accepted, why = ONLY[name]
+            if any(kind not in accepted for kind in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"{spelled(name)} must be {' or '.join(accepted)}, got {got}; {why}")
+        elif name in REFUSED and (any(value) if isinstance(value, list) else value):
+            raise ValueError(f"{spelled(name)} must be left out, got {got}; {REFUSED[name]}")
+
+
+def check_untried(overrides: dict[str, Any]) -> None:
+    """ValueError for any other --moe-* setting: Megatron has some thirty, and none is in a test here."""
+    for name, value in overrides.items():
+        if re.match("moe_", name) and name not in ONLY and name not in REFUSED and value:
+            raise ValueError(
+                f"{spelled(name)} must be left out, got {value}; it was never run here with experts"
+            )
+
+
+def check_expert_layout(c: Any, experts: int) -> None:
+    """ValueError for ranks that cannot share the layers of a model with `experts` routed experts a layer."""
+    tp, ep = c.tensor_model_parallel_size, c.expert_model_parallel_size
+    etp = c.expert_tensor_parallel_size or tp
+    if tp > 1 and not c.sequence_parallel:
+        raise ValueError(
+            "--sequence-parallel must be given for experts with --tensor-model-parallel-size above 1, got none; "
+            "megatron-core trains them no other way"
+        )
+    if c.megatron.overrides.get("transformer_impl", "local") != "local":
+        raise ValueError(
+            "--transformer-impl must be local for a model with experts, got transformer_engine; the weight table has "
+            "no rows for its experts"
+        )
+    if ep < 1 or experts % ep:
+        raise ValueError(
+            f"--expert-model-parallel-size must divide the {experts} experts of a layer, got {ep}; "
+            "each rank has as many as any other"
+        )
+    if etp not in (1, tp) or (etp != tp and ep == 1):
+        raise ValueError(
+            f"--expert-tensor-parallel-size must be that of --tensor-model-parallel-size {tp}, or 1 with "
+            f"--expert-model-parallel-size above 1, got {etp} and {ep}; megatron-core sums no gradients of other shards"
+        )
+
+
+def check_expert_ranks(c: Any, world_size: int) -> None:
+    """ValueError when the trainer's ranks are no multiple of those that share a layer's experts."""
+    ep, pp = c.expert_model_parallel_size, c.pipeline_model_parallel_size
+    etp = c.expert_tensor_parallel_size or c.tensor_model_parallel_size
+    if ep < 1 or (ep > 1 and world_size % (etp * ep * pp)):
+        raise ValueError(
+            "--expert-model-parallel-size times ETP * PP must divide the number of trainer ranks, got "
+            f"{ep} * {etp} * {pp} for {world_size}"
+        )

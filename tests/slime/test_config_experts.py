@@ -1,0 +1,113 @@
+"""Flags of models with experts: what slime's scripts say of them, and what is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from config_cases import HF_CONFIG, good_argv, write_model
+
+from slime.config.megatron_flags import layer_pattern
+from slime.config.model_args import check_model_args
+from slime.config.parser import parse_args
+from slime.hf_config import check_experts
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+SLIME = (
+    "--num-experts 8 --moe-ffn-hidden-size 96 --moe-router-topk 2 --moe-layer-freq [1,1,1,1] "
+    "--moe-router-score-function softmax --moe-token-dispatcher-type alltoall --moe-grouped-gemm "
+    "--moe-token-drop-policy probs --moe-router-dtype fp32 --moe-permute-fusion --moe-aux-loss-coeff 0 "
+    "--moe-router-load-balancing-type none"
+)
+"""The MODEL_ARGS of slime's Qwen3-30B-A3B, with the numbers of this model; two ranks train it."""
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    flags = good_argv(tmp_path)
+    write_model(tmp_path / "model", **MOE)
+    return flags
+
+
+def test_flags_of_the_script_are_taken_and_change_nothing_but_how(argv: list[str]) -> None:
+    c = parse_args([*argv, *SLIME.split(), "--expert-model-parallel-size", "2"])
+    assert c.megatron.overrides == {
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none",
+    }
+    assert len(c.megatron.model_args) == 5 and c.expert_model_parallel_size == 2
+    assert len([note for note in c.notes if "has no effect" in note and note.startswith("--moe-")]) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-experts 16", "--num-experts is 16, config.json says 8"),
+        ("--moe-ffn-hidden-size 128", "--moe-ffn-hidden-size is 128, config.json says 96"),
+        ("--moe-router-topk 4", "--moe-router-topk is 4, config.json says 2"),
+        ("--moe-layer-freq 2", "--moe-layer-freq is [1, 0, 1, 0], config.json says [1, 1, 1, 1]"),
+        ("--moe-router-score-function sigmoid", "is sigmoid, config.json says softmax"),
+        ("--moe-router-pre-softmax", "--moe-router-pre-softmax is True, config.json says False"),
+        ("--moe-token-dispatcher-type flex", "must be alltoall, got flex; others were never compared"),
+        ("--moe-router-dtype fp64", "--moe-router-dtype must be fp32, got fp64"),
+        ("--moe-router-load-balancing-type sinkhorn", "must be none or aux_loss or seq_aux_loss or global"),
+        ("--moe-aux-loss-coeff 0.001", "--moe-aux-loss-coeff must be left out, got 0.001; the padding of"),
+        ("--moe-expert-capacity-factor 1.5", "must be left out, got 1.5; a dropped token is not what the"),
+        ("--moe-router-enable-expert-bias", "must be left out, got True; it was never run here with experts"),
+        ("--moe-enable-deepep", "must be left out, got True; tokens travel by"),
+        ("--tensor-model-parallel-size 2", "--sequence-parallel must be given for experts with"),
+        ("--expert-model-parallel-size 3", "must divide the 8 experts of a layer, got 3"),
+        (
+            "--expert-model-parallel-size 4",
+            "times ETP * PP must divide the number of trainer ranks, got 4 * 1 * 1 for 2",
+        ),
+        ("--expert-tensor-parallel-size 2", "must be that of --tensor-model-parallel-size 1, or 1 with"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            "must be that of --tensor-model-parallel-size 2, or 1 with --expert-model-parallel-size above 1, got 1",
+        ),
+    ],
+)
+def test_refused_with_the_reason(argv: list[str], flags: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_args([*argv, *flags.split()])
+    assert message in str(error.value)
+
+
+def test_checkpoints_whose_experts_are_not_known(argv: list[str], tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **{**MOE, "model_type": "qwen2_moe"})
+    with pytest.raises(
+        ValueError, match="^model_type in config.json must be one of qwen3_moe for a model with"
+    ):
+        parse_args(argv)
+    write_model(tmp_path / "model", model_type="qwen3_moe")
+    with pytest.raises(
+        ValueError, match="^config.json must give num_experts for model_type qwen3_moe, got none"
+    ):
+        parse_args(argv)
+    check_experts(HF_CONFIG)
+    check_experts(HF_CONFIG | {"model_type": "qwen3_moe", "num_local_experts": 8})
+
+
+def test_patterns_of_layers() -> None:
+    assert [layer_pattern(text) for text in ("2", "[0, 1]", "[1]*3", "([0]*2 + [1, 0])")] == [
+        2,
+        [0, 1],
+        [1, 1, 1],
+        [0, 0, 1, 0],
+    ]
+    for text in ("", "[2]", "[1]*x", "__import__('os')"):
+        with pytest.raises(ValueError, match="unknown pattern of layers"):
+            layer_pattern(text)
+    published = json.loads(json.dumps(HF_CONFIG | MOE | {"mlp_only_layers": [0]}))
+    check_model_args({"moe_layer_freq": [0, 1, 1, 1]}, published)
+    check_model_args({"moe_layer_freq": 1}, HF_CONFIG | MOE)

@@ -1,0 +1,101 @@
+"""Reads the experts of a live vLLM layer back into HF tensors, one of each expert and projection.
+
+vLLM keeps a layer's experts in two parameters, w13 [E, 2 F, H] (gate above up) and w2 [E, H, F], in an order of its
+kernel's own. Known are the plain order and that of the CPU kernels; any other is refused, not skipped, and so are
+experts that are spread over the ranks of an engine.
+
+Shapes: E experts, F width of an expert on this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+_PLAIN = ("TRITON", "BATCHED_TRITON")
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether the parameters of `module` are those of a layer's experts."""
+    return {"w13_weight", "w2_weight"} <= {name for name, _ in module.named_parameters(recurse=False)}
+
+
+def hf_path(path: str) -> str:
+    """A module's path in the checkpoint: the router is a part of vLLM's experts, too, under a second name."""
+    return re.sub(r"\.experts\.gate$", ".gate", path)
+
+
+def expert_tensors(path: str, module: nn.Module) -> Iterator[tuple[str, object, torch.Tensor]]:
+    """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`."""
+    if module.expert_map is not None:
+        raise ValueError(
+            "experts must be whole on each rank of an engine to be compared, got some of them; leave out "
+            "--vllm-enable-expert-parallel or --check-weight-update-equal"
+        )
+    w13, w2 = (_plain(module, getattr(module, name).data) for name in ("w13_weight", "w2_weight"))
+    width, padded = module.moe_config.intermediate_size_per_partition, w2.shape[2]
+    width = getattr(module.moe_config, "intermediate_size_per_partition_unpadded", None) or width
+    parent = path.removesuffix(".routed_experts")
+    for expert in range(len(w13)):
+        pieces = {
+            "gate": w13[expert, :width],
+            "up": w13[expert, padded : padded + width],
+            "down": w2[expert, :, :width],
+        }
+        for projection, piece in pieces.items():
+            name = f"{parent}.{expert}.{projection}_proj.weight"
+            yield name, module.moe_config.moe_parallel_config, piece
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Bring experts into the layout that vLLM's CPU kernel reads.
+
+    vLLM 0.32 does so at the first load only: a reload copies plain weights to where the kernel expects packed ones, and
+    the engine goes on with wrong log-probs and no error.
+    """
+    for module in model.modules():
+        if (kernel := _cpu_kernel(module)) is not None:
+            kernel.process_weights_after_loading(module)
+
+
+def _backend(module: nn.Module) -> str | None:
+    method = getattr(module, "quant_method", None)
+    return getattr(getattr(method, "unquantized_backend", None), "name", None)
+
+
+def _cpu_kernel(module: nn.Module) -> object | None:
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    return kernel.fused_experts if _backend(module) == "CPU" and kernel is not None else None
+
+
+def _plain(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """`weight` [E, rows, columns] in the order of its shape."""
+    kernel = _cpu_kernel(module)
+    if _backend(module) in _PLAIN or getattr(kernel, "_use_zentorch", False):
+        return weight
+    if kernel is None:
+        raise ValueError(
+            f"vLLM's kernel of experts must be one of {', '.join(_PLAIN)} and CPU to be compared, got "
+            f"{_backend(module)}; choose it with --vllm-moe-backend triton, or leave out --check-weight-update-equal"
+        )
+    plain = torch.empty_like(weight).flatten(1)
+    plain[:, _order(weight.shape[1:], weight.dtype, kernel.isa)] = weight.flatten(1)
+    return plain.view_as(weight)
+
+
+@functools.cache
+def _order(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """Where in a matrix each element of its packed form is from, [rows * columns] int64: vLLM's own packing of the
+    positions, a byte of them at a time, which every dtype holds exactly."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    positions = torch.arange(shape.numel()).view(1, *shape)
+    packed = torch.zeros_like(positions)
+    for shift in range(0, shape.numel().bit_length(), 8):
+        digits = ((positions >> shift) & 255).to(dtype)
+        packed += cpu_prepack_moe_weight(digits, isa).view(1, *shape).long() << shift
+    return packed.flatten()
