@@ -22,6 +22,7 @@ from torch import Tensor
 from slime.data.packing import MicroBatch
 from slime.data.routed_experts import OPEN
 from slime.megatron_backend.parallel import ParallelInfo
+from slime.tracking.metrics import EXPERTS_DIFFER
 
 OwnTopk = Callable[..., tuple[Tensor, Tensor]]
 
@@ -123,7 +124,7 @@ class Replay:
         self._step.clear()
         dist.all_reduce(counts)
         differing, given = counts.tolist()
-        return {"train/routed_experts_differ": differing / max(given, 1.0)}
+        return {EXPERTS_DIFFER: differing / max(given, 1.0)}
 
     def _own_rows(self, ids: Tensor) -> Tensor:
         """Sequence parallelism hands each tensor-parallel rank one run of the packed rows."""

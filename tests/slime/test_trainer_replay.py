@@ -12,7 +12,9 @@ from megatron_cases import tiny_checkpoint
 from trainer_cases import exported, make_config, make_samples, rank_data
 
 from slime import operators
+from slime.megatron_backend.replay import replay_log_probs
 from slime.megatron_backend.trainer import MegatronTrainer
+from slime.tracking.metrics import EXPERTS_DIFFER as DIFFER
 
 EXPERTS, TOPK, LAYERS = 4, 2, 2
 ENGINE = {"use_rollout_routing_replay": True}
@@ -26,7 +28,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp": {"pipeline_model_parallel_size": 2},
     "pp-full": {"pipeline_model_parallel_size": 2, "overrides": FULL},
 }
-DIFFER = "train/routed_experts_differ"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def routed_samples(share: float = 1.0) -> list[Any]:
+def routed_samples() -> list[Any]:
     """Samples with random experts for all tokens."""
     samples, generator = make_samples(), np.random.default_rng(0)
     for sample in samples:
@@ -61,6 +62,7 @@ def trained(root: Path, name: str, rank: int = 0, ranks: int = 1, **flags: Any) 
     data = rank_data(config, routed_samples(), trainer.info.dp_rank, trainer.info.dp_size)
     result = trainer.train(0, data)
     out = {"steps": result.steps, "weights": exported(trainer), "old": data.get("old_log_probs")}
+    out["places"] = data["sample_indices"]
     out["kept"] = len(trainer.replay._recorded)
     trainer.close()
     return out
@@ -92,6 +94,19 @@ def test_its_own_record_needs_the_pass_that_makes_it(root):
     replayed = trained(root, "own-one", **OWN)
     assert len(replayed["old"]) == 9 and replayed["steps"][0][DIFFER] == 0.0
     assert replayed["steps"][0]["train/ppo_kl"] == 0.0
+
+
+def test_saved_samples_are_looked_at_with_their_experts(root, one):
+    """What an audit computes of a file is what the trainer computed of the same samples."""
+    samples, config = routed_samples(), make_config(root, max_tokens_per_gpu=24, **ENGINE)
+    layouts = {"alone": [[i] for i in range(9)], "packed": [[8, 1, 2], [0, 3, 4, 5], [6, 7]]}
+    found = replay_log_probs(config, str(root / "policy"), samples, layouts)
+    for values in found.values():
+        for place, old in zip(one["engine"]["places"], one["engine"]["old"], strict=True):
+            torch.testing.assert_close(values[place], old, rtol=0, atol=1e-5)
+    samples[3].rollout_routed_experts = None
+    with pytest.raises(ValueError, match="got none for sample 3"):
+        replay_log_probs(config, str(root / "policy"), samples, layouts)
 
 
 def work(rank: int, root: Path) -> None:
