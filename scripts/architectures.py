@@ -2,8 +2,7 @@
 
 The named Qwen models have the shape fields of the config.json published with them; `published` gives the parameter
 counts of the model card, all and without embeddings, in billions and with the card's digits. The others are our own,
-for learning curves and tests: a vocabulary of bytes leaves the parameters to the body. Those with experts can be made,
-and not yet trained: `vime train` refuses them.
+for learning curves and tests: a vocabulary of bytes leaves the parameters to the body.
 """
 
 from __future__ import annotations

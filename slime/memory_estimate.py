@@ -102,11 +102,13 @@ def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
         split = tp if c.sequence_parallel else 1
         # Back through the MLP: the gradients of its two halves and of the layer, and of one weight before it is added.
         flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
+        evenly = ""
         if any(shape.sparse):  # the same of a token's experts, whose weighted halves are in float32
             copies, etp = expert_copies(c, shape), expert_tensor_parallel(c)
             width = copies * (4 * shape.expert_ffn / etp + 2 * shape.hidden)
             flight = max(flight * (not all(shape.sparse)), tokens * (width + 2 * shape.hidden / split))
-        back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients"
+            evenly = ", if tokens spread evenly over experts"
+        back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
         yield Item("layers, backward", kept.bytes + one + flight * size, back)
         head, how = head_memory(c, shape, tokens)
         # Layer by layer recomputation has not begun when the head runs.

@@ -37,6 +37,13 @@ def engine_memory(c: Config, shape: Shape) -> list[Item]:
     return items
 
 
+def routed(shape: Shape) -> str:
+    """What a model with experts adds to the number of its parameters."""
+    if not any(shape.sparse):
+        return ""
+    return f", of the layers' {count(shape.active)} for a token ({shape.topk} of {shape.experts} experts)"
+
+
 def topology(c: Config) -> Iterator[str]:
     """Who runs where, in how many processes."""
     trains, generates = not c.debug_rollout_only, c.num_engines > 0
@@ -47,11 +54,12 @@ def topology(c: Config) -> Iterator[str]:
             "data parallel": c.data_parallel_size,
             "pipeline parallel": c.pipeline_model_parallel_size,
         }
+        shared = c.expert_model_parallel_size
         usual = ("tensor parallel", "data parallel")
         ways = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name in usual)
         yield (
             f"trainer   {plural(c.actor_num_nodes, 'node')} x {c.actor_num_gpus_per_node} = "
-            f"{plural(c.world_size, 'rank')}: {ways}"
+            f"{plural(c.world_size, 'rank')}: {ways}{f', experts over {shared}' if shared > 1 else ''}"
         )
     if generates:
         each = c.rollout_num_gpus_per_engine
@@ -229,7 +237,7 @@ def describe(c: Config) -> str:
     shape = Shape.of(hf)
     parts: dict[str, list[str]] = {
         "Model": [
-            f"{hf.get('model_type')}, {count(shape.params)} parameters, {c.params_dtype} on {c.device}"
+            f"{hf.get('model_type')}, {count(shape.params)} parameters{routed(shape)}, {c.params_dtype} on {c.device}"
         ],
         "Topology": list(topology(c)),
         "Operators": list(kernels(c)),

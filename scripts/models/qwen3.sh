@@ -1,4 +1,4 @@
-# What all dense Qwen3 have in common; sourced by the files of their shapes, qwen3-*.sh.
+# What all Qwen3 have in common; sourced by the files of their shapes, qwen3-*.sh.
 # The shape itself comes from config.json of --hf-checkpoint; these flags are checked against it.
 QWEN3_ARGS=(
     --swiglu

@@ -6,10 +6,13 @@ is computed. Whatever is accepted computes the same policy as the engine; the re
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from slime.config.fields import spelled
+from slime.hf_config import expert_count, sparse_layers
 
 _PADDING = "the padding of a packed row would count as tokens"
 _ROWS = "the weight table has no row for it"
@@ -39,13 +42,14 @@ ONLY = {
 """Settings with the values that they may have, and why no others."""
 
 
-def check_expert_flags(c: Any, experts: int) -> None:
-    """ValueError for flags that a model with `experts` routed experts a layer, 0 of a dense one, cannot have."""
-    if experts:
+def check_expert_flags(c: Any, hf_config: dict[str, Any]) -> None:
+    """ValueError for flags that the model of this config.json, with experts or dense, cannot have."""
+    if experts := expert_count(hf_config):
         check_expert_settings(c.megatron.overrides)
         check_untried(c.megatron.overrides)
         check_expert_layout(c, experts)
         check_expert_ranks(c, c.world_size)
+        check_expert_stages(c, sparse_layers(hf_config))
     elif c.expert_model_parallel_size != 1 or c.expert_tensor_parallel_size not in (None, 1):
         raise ValueError(
             "--expert-model-parallel-size and --expert-tensor-parallel-size must be left out for a dense model, got "
@@ -94,11 +98,28 @@ def check_expert_layout(c: Any, experts: int) -> None:
             f"--expert-model-parallel-size must divide the {experts} experts of a layer, got {ep}; "
             "each rank has as many as any other"
         )
-    if etp not in (1, tp) or (etp != tp and ep == 1):
+    if etp != (1 if ep > 1 else tp):
         raise ValueError(
-            f"--expert-tensor-parallel-size must be that of --tensor-model-parallel-size {tp}, or 1 with "
-            f"--expert-model-parallel-size above 1, got {etp} and {ep}; megatron-core sums no gradients of other shards"
+            "--expert-tensor-parallel-size must be 1 with --expert-model-parallel-size above 1, else that of "
+            f"--tensor-model-parallel-size, got {etp} with EP {ep} and TP {tp}; "
+            + (
+                "both at once were never run"
+                if ep > 1
+                else "megatron-core would not sum the experts' gradients"
+            )
         )
+
+
+def check_expert_stages(c: Any, sparse: Sequence[bool]) -> None:
+    """ValueError when ranks share experts and a pipeline stage has none: megatron-core cannot save its optimizer."""
+    ends = itertools.accumulate(counts := c.megatron.layers_of_stages(len(sparse)))
+    for stage, (end, count) in enumerate(zip(ends, counts, strict=True)):
+        if c.expert_model_parallel_size > 1 and not any(sparse[end - count : end]):
+            raise ValueError(
+                "each pipeline stage must have a layer with experts with --expert-model-parallel-size above 1, got "
+                f"none on stage {stage} of {len(counts)}; take fewer stages, or give it more layers "
+                "(--decoder-first-pipeline-num-layers)"
+            )
 
 
 def check_expert_ranks(c: Any, world_size: int) -> None:

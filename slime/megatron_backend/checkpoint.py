@@ -228,29 +228,49 @@ def _sharded_state(
     return state
 
 
-def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Moments, masters and step counts from `state`; every other setting of the groups stays as it was built."""
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    """Moments, masters and step counts from `state`; every other setting of the groups stays as it was built.
+
+    Experts that ranks share have an optimizer of their own: `state` then has a numbered record of each. What is not
+    sharded, the step count, stands as it was when it was saved.
+    """
     settings = [
         {k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups
     ]
-    (only,) = optimizer.chained_optimizers
-    if isinstance(only, DistributedOptimizer):
-        _load_distributed(only, state)
-    else:
-        only.load_state_dict(state)
+    parts = optimizer.chained_optimizers
+    other_count = len({isinstance(key, int) for key in state}) > 1  # records of both kinds: saved and wanted
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    for part, of_part in zip(parts, states, strict=True):
+        if isinstance(part, DistributedOptimizer):
+            _load_distributed(part, of_part["param_state"], _saved_step(state))
+        elif other_count:
+            raise ValueError(
+                "--expert-model-parallel-size must be above 1 where it was when the optimizer of --load was saved, and "
+                f"only there, got {len(parts)} optimizers a rank; use --use-distributed-optimizer, whose state fits any"
+            )
+        else:
+            part.load_state_dict(of_part)
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group.update(kept)
     fuse_adam(optimizer)
 
 
-def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
+def _saved_step(state: dict[Any, Any]) -> float:
+    """Optimizer steps, which all groups of a distributed optimizer's state count alike."""
+    part = state if "optimizer" in state else state[0]
+    return part["optimizer"]["param_groups"][0]["step"]
+
+
+def _load_distributed(optimizer: DistributedOptimizer, tensors: dict[str, Any], step: float) -> None:
     """`DistributedOptimizer.load_state_dict` in two parts, around torch's per-parameter step count.
 
     megatron-core 0.16 looks for that count among the tensors of the reshardable format, which has none (its own
     fused optimizers keep the count per group), and gives all parameters one tensor to count in.
     """
-    tensors = state.pop("param_state")
-    optimizer.load_state_dict(state)
+    own = optimizer.state_dict()
+    for group in own["optimizer"]["param_groups"]:
+        group["step"] = step
+    optimizer.load_state_dict(own)
     inner = optimizer.optimizer
     for values in inner.state.values():
         values.pop("step", None)
@@ -258,7 +278,7 @@ def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) ->
     if isinstance(inner, torch.optim.Adam):
         for group in inner.param_groups:
             for p in group["params"]:
-                inner.state[p]["step"] = torch.tensor(float(group["step"]))
+                inner.state[p]["step"] = torch.tensor(float(step))
 
 
 def _shape(inner: HiddenGPTModel) -> dict[str, Any]:
@@ -275,12 +295,14 @@ def _check_shape(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> N
 
 
 def _ranks() -> list[int]:
-    return [
+    sizes = [
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_data_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
     ]
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    return sizes if experts == 1 else [*sizes, experts]
 
 
 def _rng_object(data: dict[str, Any] | None) -> ShardedObject:

@@ -1,7 +1,7 @@
 """Lets megatron-core run where there is no GPU: CUDA device requests are answered with the CPU device.
 
 megatron-core asks for `torch.cuda.current_device()`, `device="cuda"`, `.cuda()` and compares `Tensor.type()` with
-"torch.cuda.FloatTensor" throughout. Nothing in it needs a GPU for the dense path, so the requests are redirected
+"torch.cuda.FloatTensor" throughout. Nothing in it needs a GPU on the paths used here, so the requests are redirected
 instead of patching or copying the library. This is the only file of the project that knows about it; on a machine
 with a GPU it does nothing at all.
 """
@@ -80,6 +80,18 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
+def _with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_to_all_single` that takes its split sizes as tensors, of which Megatron makes numbers only when it brings
+    them from a GPU. Not a matter of the mode above, which is off in a backward."""
+
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        sizes = ("output_split_sizes", "input_split_sizes")
+        numbers = {k: v.tolist() for k in sizes if isinstance(v := kwargs.get(k), torch.Tensor)}
+        return exchange(*args, **kwargs | numbers)
+
+    return all_to_all_single
+
+
 def _replace_cuda_module() -> None:
     cuda = torch.cuda
     cuda.current_device = _answer(_CPU)
@@ -98,6 +110,7 @@ def _replace_cuda_module() -> None:
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
         module.manual_seed = lambda seed: torch.manual_seed(seed)
+    torch.distributed.all_to_all_single = _with_numbers(torch.distributed.all_to_all_single)
     torch._vime_cpu_redirect = True
 
 

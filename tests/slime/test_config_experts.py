@@ -70,10 +70,14 @@ def test_flags_of_the_script_are_taken_and_change_nothing_but_how(argv: list[str
             "--expert-model-parallel-size 4",
             "times ETP * PP must divide the number of trainer ranks, got 4 * 1 * 1 for 2",
         ),
-        ("--expert-tensor-parallel-size 2", "must be that of --tensor-model-parallel-size 1, or 1 with"),
+        ("--expert-tensor-parallel-size 2", "got 2 with EP 1 and TP 1; megatron-core would"),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
-            "must be that of --tensor-model-parallel-size 2, or 1 with --expert-model-parallel-size above 1, got 1",
+            "got 1 with EP 1 and TP 2; megatron-core would not sum",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+            "must be 1 with --expert-model-parallel-size above 1, else that of --tensor-model-parallel-size, got 2",
         ),
     ],
 )
@@ -81,6 +85,17 @@ def test_refused_with_the_reason(argv: list[str], flags: str, message: str) -> N
     with pytest.raises(ValueError) as error:
         parse_args([*argv, *flags.split()])
     assert message in str(error.value)
+
+
+def test_a_stage_without_experts_cannot_share_them(argv: list[str], tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **MOE, mlp_only_layers=[0, 1])
+    argv[argv.index("--actor-num-gpus-per-node") + 1] = "4"
+    argv += ["--pipeline-model-parallel-size", "2"]
+    parse_args(argv)
+    with pytest.raises(
+        ValueError, match="^each pipeline stage must have a layer with experts .* on stage 0 of 2"
+    ):
+        parse_args([*argv, "--expert-model-parallel-size", "2"])
 
 
 def test_checkpoints_whose_experts_are_not_known(argv: list[str], tmp_path: Path) -> None:

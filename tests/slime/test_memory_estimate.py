@@ -36,6 +36,17 @@ QWEN3_4B = HF_CONFIG | {
     "tie_word_embeddings": True,
 }
 PARAMS = 4_022_272_000
+QWEN3_30B_A3B = QWEN3_4B | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 H200 = 140.4 * GIB
 
@@ -58,8 +69,8 @@ def config(**flags: Any) -> Config:
     return resolve(given | flags)
 
 
-def items(c: Config) -> dict[str, float]:
-    e = estimate(c, QWEN3_4B)
+def items(c: Config, hf: dict[str, Any] = QWEN3_4B) -> dict[str, float]:
+    e = estimate(c, hf)
     return {item.name: item.bytes for item in (*e.kept, *e.work)}
 
 
@@ -115,6 +126,34 @@ def test_widths_of_a_layer():
 
     assert width() == 2 * 2560 + attention + 2 * 9728
     assert width(rlk_fast="off") == width(rl_kernel_ops=["logp"]) == 2 * 2560 + attention + 3 * 9728
+
+
+def test_experts_by_hand():
+    """Qwen3-30B-A3B on eight GPUs as slime's script has it: a rank has 16 whole experts a layer, a quarter of the rest,
+    whole routers; of its 8 copies of a token sequence parallelism leaves it a quarter."""
+    layout = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "actor_num_gpus_per_node": 8}
+    shared = layout | {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
+    shape, found = Shape.of(QWEN3_30B_A3B), items(config(**shared), QWEN3_30B_A3B)
+    attention, expert = 48 * 2048 * (2 * 4096 + 2 * 512), 3 * 2048 * 768
+    rest, routers = attention + 2 * 151936 * 2048, 48 * 2048 * 128
+    assert (
+        shape.params
+        == rest + routers + 48 * 128 * expert
+        == 30_532_122_624 - 48 * (2 * 2048 + 2 * 128) - 2048
+    )
+    assert shape.active == attention + routers + 48 * 8 * expert
+    assert found["weights"] == (rest / 4 + routers) * 2 and found["expert weights"] == 48 * 16 * expert * 2
+    assert found["optimizer"] == (rest / 4 + routers) * 12 / 2  # two data-parallel ranks
+    assert found["expert optimizer"] == 48 * 16 * expert * 12  # nobody else has these experts
+    one = 4 * 2048 / 4 + (4 * 4096 + 4 * 512) / 4 + 2 * (2048 + 4 * 768)
+    back = 2 * (4 * 768 + 2 * 2048) + 2 * 2048 / 4
+    assert found["layers, backward"] == 2 * 9216 * (48 * 2048 / 4 + one + back)
+    plain = items(config(**layout), QWEN3_30B_A3B)  # each expert cut like all else
+    assert plain["expert weights"] == 48 * 128 * expert / 4 * 2
+    assert plain["expert optimizer"] == 48 * 128 * expert / 4 * 12 / 2
+    kept = items(config(overrides={}), QWEN3_30B_A3B)["head and loss"]
+    width = 3 * 2048 + 4 * 4096 + 4 * 512 + 8 * (2048 + 4 * 768)
+    assert kept == 2 * 9216 * 48 * width + 1536 * 2**20 + 2 * 9216 * 2048 * 2
 
 
 def test_splits():

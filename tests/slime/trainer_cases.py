@@ -24,10 +24,10 @@ CALLS: list[tuple[Any, ...]] = []
 """What the recording hooks below were called with, in order."""
 
 
-def make_checkpoints(root: Path, **changes: Any) -> None:
+def make_checkpoints(root: Path, kind: str = "qwen3", **changes: Any) -> None:
     """root/policy, and root/reference: the same shape, every weight a little off."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16} | changes
-    policy = tiny_checkpoint(root / "policy", **shape)
+    policy = tiny_checkpoint(root / "policy", kind, **shape)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
