@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +24,16 @@ from rl_kernel.benchmarks.linear import Plan, build_steps, run_case
 from rl_kernel.benchmarks.machine import describe, gpu_facts
 from rl_kernel.benchmarks.own import own_contenders
 from rl_kernel.benchmarks.problem import LinearCase, select_cases
-from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders
+from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders, rival_families
 from rl_kernel.benchmarks.streams import STREAMS
-from rl_kernel.benchmarks.timing import reason_of
+from rl_kernel.benchmarks.timing import LEAST_CALLS, reason_of
 from rl_kernel.benchmarks.trace import trace
 from rl_kernel.checks import invalid
 
 LINEAR = ("linear_logp", "linear_token_loss")
 OPERATORS = (*LINEAR, *STREAMS)
 SCHEMA = 1
-FULL, QUICK, HOST = Plan(11, 1.0), Plan(7, 0.7), Plan(3, 0.0, judged=False)
+FULL, QUICK, HOST = Plan(11, 1.0), Plan(7, 0.7), Plan(LEAST_CALLS, 0.0, judged=False)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         release(device)
     streams = [name for name in operators if name in STREAMS]
     if streams:
-        results["elementwise"] = run_elementwise(streams, device, plan, only)
+        families = rival_families(arguments.rivals or default_rivals(arguments, device))
+        results["elementwise"] = run_elementwise(streams, device, plan, only, families)
         print("\n" + report.stream_text(results["elementwise"]), flush=True)
     if device.type == "cuda":
         results["machine"]["gpu_facts_after"] = gpu_facts()
@@ -122,10 +124,14 @@ def select_contenders(
     linear = [name for name in operators if name in LINEAR]
     if not linear:
         return []
-    few = arguments.quick or arguments.trace or device.type == "cpu"
-    rivals = rival_contenders(arguments.rivals or ("none" if few else "all"))
+    rivals = rival_contenders(arguments.rivals or default_rivals(arguments, device))
     rows = own_contenders(linear, parse_workspaces(arguments.workspace)) + rivals
     return [row for row in rows if not only or any(part in row.name for part in only)]
+
+
+def default_rivals(arguments: argparse.Namespace, device: torch.device) -> str:
+    few = arguments.quick or arguments.trace or device.type == "cpu"
+    return "none" if few else "all"
 
 
 def print_traces(cases: Sequence[LinearCase], contenders: Sequence[Contender], device: torch.device) -> None:
@@ -150,7 +156,9 @@ def write(path: Path | None, results: dict[str, Any]) -> None:
     """Standard JSON: what is not finite has been made null before."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(results, indent=1, allow_nan=False) + "\n"
+        # The calls of a row on one line: strings hold no line breaks, so this meets lists of numbers only.
+        path.write_text(re.sub(r"\[\n[-+\d.e,\s]+\]", lambda found: " ".join(found[0].split()), text))
 
 
 if __name__ == "__main__":

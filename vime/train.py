@@ -31,6 +31,7 @@ from slime import loop
 from slime.cluster import actors, placement
 from slime.cluster.guard import Guard
 from slime.config import Config
+from slime.data.prompts import prompt_file
 from slime.hooks import load_function
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
@@ -102,6 +103,12 @@ def with_data(config: Config) -> Config:
     return config.with_values(num_rollout=config.num_epoch * len(source) // config.rollout_batch_size)
 
 
+def _inputs(config: Config) -> list[Path]:
+    """The files whose content decides what a run learns, but for the weights, which are too large to read twice."""
+    data = [] if config.prompt_data is None else [prompt_file(config.prompt_data)]
+    return [*data, Path(config.hf_checkpoint) / "config.json"]
+
+
 def run(config: Config, argv: Sequence[str]) -> None:
     """Start everything, train, stop everything."""
     run_dir = Path(config.run_dir)
@@ -114,7 +121,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             config = config.with_values(weight_dir=str(private))
             stack.callback(shutil.rmtree, private, ignore_errors=True)
         config.save_json(run_dir / "config.json")
-        write_environment(run_dir, ["vime", "train", *argv])
+        write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
         placement.connect()
         stack.callback(ray.shutdown)
         signal.signal(

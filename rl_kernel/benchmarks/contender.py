@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from rl_kernel import telemetry
 from rl_kernel.benchmarks.problem import Outputs, Problem
 
 
@@ -19,6 +21,7 @@ class Contender:
     workspace_mib: the bound it was given; infinity for none; None where there is no such knob.
     main_grad: the weight gradient goes to `Problem.main_grad` instead of `.grad`.
     base: name of the row that differs only in the entropy.
+    against: the one operator of ours that a rival is held against; None: every one that does the same.
     """
 
     name: str
@@ -30,7 +33,19 @@ class Contender:
     workspace_mib: float | None = None
     main_grad: bool = False
     base: str | None = None
+    against: str | None = None
 
     @property
     def products(self) -> int:
         return 1 if self.phase == "forward" else 3
+
+
+def what_ran() -> dict[str, Any]:
+    """Of the calls since the last look: which implementation each operator ran, and why no kernel where none did."""
+    done = telemetry(reset=True)
+    found: dict[str, Any] = {
+        "implementation": {name: ", ".join(facts["implementations"]) for name, facts in done.items()}
+    }
+    if fallbacks := sorted({reason for facts in done.values() for reason in facts["fallbacks"]}):
+        found["fallbacks"] = fallbacks
+    return found

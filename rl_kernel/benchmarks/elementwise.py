@@ -7,22 +7,30 @@ that a plain kernel reaches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_kernel.benchmarks.contender import what_ran
 from rl_kernel.benchmarks.linear import Plan
+from rl_kernel.benchmarks.stream_rivals import with_rivals
 from rl_kernel.benchmarks.streams import CPU_SIZES, GPU_SIZES, STREAMS, Stream
 from rl_kernel.benchmarks.targets import COPY_SHARE
 from rl_kernel.benchmarks.timing import MIB, Clock, clock_of, heat, probe, reason_of, take_turns
 
 
 def run_elementwise(
-    operators: Sequence[str], device: torch.device, plan: Plan, only: Sequence[str]
+    operators: Sequence[str],
+    device: torch.device,
+    plan: Plan,
+    only: Sequence[str],
+    rivals: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Results of the named operators as plain data, with the copy bandwidth of the same run."""
+    """Results of the named operators as plain data, with the copy bandwidth of the same run. `rivals`: families of
+    which "reference" and "compile" are measured beside them."""
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     clock = clock_of(device)
     source = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device=device)
@@ -36,7 +44,9 @@ def run_elementwise(
     for build in (build for name, build in STREAMS.items() if name in operators):
         # One operator at a time: the inputs of all of them together are tens of gigabytes.
         streams = [
-            stream for stream in build(device, sizes) if not only or any(part in stream.name for part in only)
+            stream
+            for stream in with_rivals(build(device, sizes), rivals)
+            if not only or any(part in stream.name for part in only)
         ]
         found = {stream.name: _check(stream, clock) for stream in streams}
         runnable = {stream.name: stream.call for stream in streams if "skipped" not in found[stream.name]}
@@ -55,7 +65,7 @@ def run_elementwise(
                 row["skipped"] = timings.failed[stream.name]
             if stream.name in timings.contenders:
                 samples = timings.contenders[stream.name]
-                row["ms"] = samples.as_json()
+                row["ms"] = samples.each_as_json()
                 row |= share(stream.moved_bytes, samples.median, bandwidth, plan.judged and stream.has_target)
             rows.append(row)
         del streams, runnable
@@ -79,11 +89,16 @@ def _check(stream: Stream, clock: Clock) -> dict[str, Any]:
         "operator": stream.operator,
         "moved_bytes": stream.moved_bytes,
     }
+    if stream.against is not None:
+        row["against"] = stream.against
     try:
+        what_ran()
         outputs = stream.call()
         clock.finish()
+        row |= what_ran()
         if stream.truth is not None:
-            row["error"] = max(_largest(actual, truth) for actual, truth in stream.truth(outputs))
+            errors = [_largest(actual, truth) for actual, truth in stream.truth(outputs)]
+            row["error"] = max(errors) if all(map(math.isfinite, errors)) else None
         returned = sum(
             out.untyped_storage().nbytes() for out in {out.data_ptr(): out for out in outputs}.values()
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_kernel.benchmarks.contender import Contender
+from rl_kernel.benchmarks.contender import Contender, what_ran
 from rl_kernel.benchmarks.problem import LinearCase, Problem
 from rl_kernel.benchmarks.targets import comparisons, linear_target, verdict
 from rl_kernel.benchmarks.timing import (
@@ -79,7 +79,7 @@ def run_case(
 
 def _facts(contender: Contender) -> dict[str, Any]:
     mib = contender.workspace_mib
-    return {
+    facts = {
         "name": contender.name,
         "operator": contender.operator,
         "phase": contender.phase,
@@ -88,26 +88,21 @@ def _facts(contender: Contender) -> dict[str, Any]:
         "main_grad": contender.main_grad,
         "workspace_mib": "unlimited" if mib == float("inf") else mib,
     }
+    return facts | ({"against": contender.against} if contender.against else {})
 
 
 def _first_calls(
     contender: Contender, step: Step, problem: Problem, clock: Clock, row: dict[str, Any]
 ) -> float:
     """A checked call (which also compiles), then one whose memory and time are read; returns its milliseconds."""
-    from rl_kernel import telemetry
-
     held = allocated(problem.device)
     problem.clear()
     if contender.main_grad:
         problem.main_grad.zero_()
-    telemetry(reset=True)
+    what_ran()
     outputs = step()
     clock.finish()
-    done = telemetry(reset=True)
-    row["implementation"] = {name: ", ".join(facts["implementations"]) for name, facts in done.items()}
-    fallbacks = sorted({reason for facts in done.values() for reason in facts["fallbacks"]})
-    if fallbacks:
-        row["fallbacks"] = fallbacks
+    row |= what_ran()
     train = contender.phase == "train"
     d_weight = problem.main_grad if contender.main_grad else problem.weight.grad
     row["errors"] = problem.truth.errors(outputs, contender.upstream if train else None, d_weight)
@@ -161,7 +156,7 @@ def timed(samples: Samples, products: int, product_ms: float) -> dict[str, Any]:
     """Time of a row, and as a multiple of `products` matrix products: median, least, largest."""
     ratio, least, largest = samples.over(products * product_ms)
     return {
-        "ms": samples.as_json(),
+        "ms": samples.each_as_json(),
         "products": products,
         "ratio": round(ratio, 4),
         "ratio_min": round(least, 4),

@@ -62,7 +62,7 @@ def _logp_row(mib: float, rounding: str, entropy: str = "none") -> Contender:
     return Contender(
         plain + ON_TOP[entropy],
         "linear_logp",
-        _logp_train(mib, rounding, entropy),
+        logp_train(mib, rounding, entropy),
         upstream="entropy" if entropy == "gradient" else "plain",
         entropy=entropy,
         workspace_mib=mib,
@@ -87,7 +87,7 @@ def _token_loss_row(
     return Contender(
         plain + ON_TOP[entropy] + (" grpo_loss" if grpo else ""),
         "linear_token_loss",
-        _token_loss(mib, main_grad, rounding, entropy, grpo),
+        token_loss(mib, main_grad, rounding, entropy, grpo),
         upstream="grpo" if grpo else gradient,
         entropy=entropy,
         workspace_mib=mib,
@@ -129,7 +129,7 @@ def _forward(rounding: str, entropy: bool) -> Callable[[Problem], Callable[[], O
     return build
 
 
-def _logp_train(mib: float, rounding: str, entropy: str) -> Callable[[Problem], Callable[[], Outputs]]:
+def logp_train(mib: float, rounding: str, entropy: str) -> Callable[[Problem], Callable[[], Outputs]]:
     def build(problem: Problem) -> Callable[[], Outputs]:
         from rl_kernel import linear_logp
 
@@ -151,7 +151,7 @@ def _logp_train(mib: float, rounding: str, entropy: str) -> Callable[[Problem], 
     return build
 
 
-def _token_loss(
+def token_loss(
     mib: float, main_grad: bool, rounding: str, entropy: str, grpo: bool
 ) -> Callable[[Problem], Callable[[], Outputs]]:
     def build(problem: Problem) -> Callable[[], Outputs]:

@@ -61,14 +61,13 @@ def _linear_cells(row: dict[str, Any]) -> list[str]:
 def _stream_cells(row: dict[str, Any]) -> list[str]:
     if "ms" not in row:
         return [row["name"], "-", row["skipped"]]
-    error = f"{row['error']:.0e}" if "error" in row else "-"
     return [
         row["name"],
         *_times(row),
         f"{row['gbs']:.0f}",
         f"{row['share']:.2f}",
         _extra(row),
-        error,
+        _error(row, "error"),
         *_target(row),
     ]
 
@@ -82,7 +81,7 @@ def _extra(row: dict[str, Any]) -> str:
     return f"{row['extra_mib']:.0f}" if "extra_mib" in row else "-"
 
 
-def _error(errors: dict[str, float | None], name: str) -> str:
+def _error(errors: dict[str, Any], name: str) -> str:
     if name not in errors:
         return "-"
     value = errors[name]

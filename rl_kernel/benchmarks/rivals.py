@@ -15,14 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_kernel.benchmarks.contender import Contender
+from rl_kernel.benchmarks.own import DETAIL_WORKSPACE_MIB, logp_train, token_loss
 from rl_kernel.benchmarks.problem import Outputs, Problem
 from rl_kernel.checks import invalid
+from rl_kernel.mode import using
 
 LIGER_CHUNK_TOKENS = 512
 
 
 def rival_contenders(names: str) -> list[Contender]:
     """`all`, `none`, or a comma-separated list of families (keys of RIVALS)."""
+    return [contender for name in rival_families(names) for contender in RIVALS[name]]
+
+
+def rival_families(names: str) -> list[str]:
+    """Those that the text names; ValueError for one that is none."""
     if names == "none":
         return []
     wanted = list(RIVALS) if names == "all" else names.split(",")
@@ -30,7 +37,25 @@ def rival_contenders(names: str) -> list[Contender]:
         if name not in RIVALS:
             known = f"be all, none, or names of {', '.join(RIVALS)}"
             raise invalid("--rivals", known, repr(name), "separate names with commas")
-    return [contender for name in wanted for contender in RIVALS[name]]
+    return wanted
+
+
+def reference(operator: str) -> Callable[[Problem], Callable[[], Outputs]]:
+    """The PyTorch reference of one of our operators, as a run without kernels calls it."""
+
+    def build(problem: Problem) -> Callable[[], Outputs]:
+        if operator == "linear_logp":
+            call = logp_train(DETAIL_WORKSPACE_MIB, "bf16", "none")(problem)
+        else:
+            call = token_loss(DETAIL_WORKSPACE_MIB, False, "bf16", "none", False)(problem)
+
+        def step() -> Outputs:
+            with using("off"):
+                return call()
+
+        return step
+
+    return build
 
 
 def plain_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -234,6 +259,10 @@ def _rival(name: str, build: Callable[[Problem], Callable[[], Outputs]], **facts
 
 
 RIVALS: dict[str, list[Contender]] = {
+    "reference": [
+        _rival(f"{name} reference", reference(name), against=name)
+        for name in ("linear_logp", "linear_token_loss")
+    ],
     "torch": [_rival("torch fp32", torch_plain)],
     "compile": [_rival("torch compile", torch_compiled)],
     "native": [

@@ -43,7 +43,10 @@ CPU_SIZES = Sizes(2**12, 8, 512, 2**10, 2**20, 2**6, 96, (4, 2), 16)
 
 @dataclass
 class Stream:
-    """One row: the call, its fewest bytes, tensors whose `.grad` it leaves, and (actual, truth) pairs to check."""
+    """One row: the call, its fewest bytes, tensors whose `.grad` it leaves, and (actual, truth) pairs to check.
+
+    `against`: of a rival the name of our row. `repeats`: whether a later call sees the inputs of the first one.
+    """
 
     name: str
     operator: str
@@ -52,6 +55,8 @@ class Stream:
     leaves: list[Tensor] = field(default_factory=list)
     truth: Callable[[tuple[Tensor, ...]], Iterable[tuple[Tensor, Tensor]]] | None = None
     has_target: bool = True
+    against: str | None = None
+    repeats: bool = True
 
     def clear(self) -> None:
         for leaf in self.leaves:
@@ -113,7 +118,9 @@ def _logp(device: torch.device, sizes: Sizes) -> list[Stream]:
         Stream(plain, "logp", both(logits, "none"), three, [logits], truth),
         Stream(f"{plain} +entropy", "logp", both(logits, "metric"), three, [logits], truth),
         Stream(f"{plain} +entropy grad", "logp", both(logits, "gradient"), three, [logits], truth),
-        Stream(f"{plain} in place", "logp", both(own, "none", in_place=True), three, [own], truth),
+        Stream(
+            f"{plain} in place", "logp", both(own, "none", in_place=True), three, [own], truth, repeats=False
+        ),
     ]
 
 

@@ -24,7 +24,8 @@ Step = Callable[[], Any]
 FILL_MS = 3.0
 """Yardstick work queued before each timed call: hides the host's launches, as the model's forward does in training. A
 whole one-pass call takes the host 1.5 ms, the smallest case takes the GPU 1.3 ms."""
-LEAST_CALLS = 3
+LEAST_CALLS = 6
+"""As few as an interval at 95% of the ratio of two contenders takes (the sign test: 2 / 2^6)."""
 MIB = 2**20
 
 
@@ -87,6 +88,11 @@ class Samples:
     def as_json(self) -> dict[str, float | int]:
         values = {"median": self.median, "min": min(self.ms), "max": max(self.ms)}
         return {**{name: round(value, 5) for name, value in values.items()}, "calls": len(self.ms)}
+
+    def each_as_json(self) -> dict[str, Any]:
+        """`as_json` and every call in the order of the rounds, to five digits: call k of two contenders is of one
+        round, so the ratio of the two has a spread. For contenders, whose calls the rounds bound."""
+        return self.as_json() | {"each": [float(f"{ms:.5g}") for ms in self.ms]}
 
 
 @dataclass

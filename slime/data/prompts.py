@@ -52,6 +52,12 @@ def read_file(path: str, flag: str = "--prompt-data") -> Iterator[dict[str, Any]
     return (row for _, row in _read_rows(path, flag))
 
 
+def prompt_file(spec: str) -> Path:
+    """The file of `path` or `path@[a:b]`."""
+    match = _SLICE.match(spec)
+    return Path(match["path"] if match else spec)
+
+
 def load_prompts(
     path: str,
     columns: Columns,
@@ -221,8 +227,7 @@ def _parsed(value: Any, kind: type, key: str, flag: str, where: str) -> Any:
 
 def _read_rows(spec: str, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) pairs of a file or a slice of it, where place is "file:line" for messages."""
-    match = _SLICE.match(spec)
-    path = Path(match["path"] if match else spec)
+    match, path = _SLICE.match(spec), prompt_file(spec)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
     if path.suffix not in readers:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a run ran on: environment.json beside its metrics. Owns the masking of secrets in what is saved.
+"""What a run ran on, and which code and files: environment.json beside its metrics. Owns the masking of secrets.
 
 Starts no CUDA context (the GPUs are asked through nvidia-smi) and never fails a run: what cannot be found is
 null.
@@ -6,6 +6,7 @@ null.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -109,8 +110,11 @@ def mask_command(argv: Sequence[str]) -> list[str]:
     return out
 
 
-def collect_environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Plain JSON-able facts: time, command line, checkout, Python, packages, host, CPUs, GPUs, variables.
+def collect_environment(
+    argv: Sequence[str], environ: Mapping[str, str], files: Sequence[str | Path] = ()
+) -> dict[str, Any]:
+    """Plain JSON-able facts: time, command line, checkout, Python, packages, host, CPUs, GPUs, variables; of `files`
+    that exist, their sizes and SHA-256.
 
     The value of any secret variable in `environ` is masked wherever it turns up, under whatever name.
     """
@@ -130,19 +134,25 @@ def collect_environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict
         "cpu": _cpu(),
         "gpus": _gpus(),
         "variables": mask_secrets(variables),
+        "files": {str(path): _digest(Path(path)) for path in files if Path(path).is_file()},
     }
     secrets = [value for name, value in environ.items() if is_secret(name) and len(value) >= 8]
     return _without(facts, secrets)
 
 
-def write_environment(run_dir: Path, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Path:
+def write_environment(
+    run_dir: Path,
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    files: Sequence[str | Path] = (),
+) -> Path:
     """Write `run_dir`/environment.json, return its path; an earlier one becomes environment.N.json."""
     path = Path(run_dir) / ENVIRONMENT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         count = len(list(path.parent.glob("environment.*.json")))
         path.rename(path.with_name(f"environment.{count + 1}.json"))
-    facts = collect_environment(argv, os.environ if environ is None else environ)
+    facts = collect_environment(argv, os.environ if environ is None else environ, files)
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return path
 
@@ -170,7 +180,7 @@ def _run(*command: str) -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any] | None:
-    """Commit, and whether tracked files differ from it; None unless `root` is the top of a checkout."""
+    """Commit, whether tracked files differ from it, the SHA-256 of how; None unless `root` is the top of a checkout."""
     top = _run("git", "-C", str(root), "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:  # installed elsewhere, inside somebody else's repository
         return None
@@ -178,11 +188,25 @@ def _git(root: Path) -> dict[str, Any] | None:
     if commit is None:
         return None
     changes = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "modified": None if changes is None else bool(changes)}
+    found: dict[str, Any] = {"commit": commit, "modified": None if changes is None else bool(changes)}
+    if changes:
+        difference = _run("git", "-C", str(root), "diff", "HEAD") or ""
+        found["difference"] = hashlib.sha256(difference.encode()).hexdigest()
+    return found
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _packages() -> dict[str, str]:
-    found = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    # setuptools, once imported, adds what it carries along to the path: a run that imports it has no other packages
+    paths = [path for path in sys.path if Path(path).parts[-2:] != ("setuptools", "_vendor")]
+    distributions = [d for d in importlib.metadata.distributions(path=paths) if d.metadata["Name"]]
+    found = {
+        d.metadata["Name"]: d.version for d in reversed(distributions)
+    }  # the first on the path is imported
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 

@@ -1,15 +1,17 @@
 """Faults that tests/e2e causes on CPUs and tests/gpu on GPUs: the same runs, the same proofs.
 
-An engine takes up to a minute to start, so one run has several faults, one after the other.
+An engine takes up to a minute to start, so a run has several faults, one after the other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +56,7 @@ class FaultyRun:
         self.output = world.root / f"{name}.out"
         self.checkpoint = self.run_dir / "checkpoint"
         self.flags = [
-            *world.grpo(name, rollouts=500, reward="noted_reward"),
+            *world.grpo(name, rollouts=500, reward="striking_reward"),
             *("--colocate", "--actor-num-gpus-per-node", "1"),
             # Few at a time: a rollout takes long enough to strike inside one.
             *("--vllm-max-num-seqs", "8", *self.kind.flags),
@@ -69,18 +71,16 @@ class FaultyRun:
         newest = self.checkpoint / "latest_checkpointed_iteration.txt"
         return int(newest.read_text() or -1) if newest.exists() else -1
 
-    def scored(self) -> int:
-        notes = self.run_dir / "scored"
-        return notes.stat().st_size if notes.exists() else 0
-
-    def amid_rollout(self, launch: Launch) -> int:
-        """Return when a rollout is half done; its number."""
-        known = len(self.steps())
-        launch.wait_for(lambda: len(self.steps()) > known, "a step", 180)
-        known, last = self.scored(), max(self.steps())
-        launch.wait_for(lambda: self.scored() >= known + PROMPTS * SAMPLES // 2, "half a rollout", 60)
-        assert max(self.steps()) == last, "the rollout was over before it could be struck"
-        return last + 1
+    def strike(self, launch: Launch, pid: int, number: int) -> int:
+        """Have a signal sent amid the next rollout, by its reward; that rollout's number, when it has been sent."""
+        order, struck = self.run_dir / "strike", self.run_dir / "struck"
+        written = order.with_suffix(".written")
+        written.write_text(f"{pid} {int(number)}")
+        written.rename(order)
+        launch.wait_for(struck.exists, "a rollout to strike in", 180)
+        hit = int(struck.read_text())
+        struck.unlink()
+        return hit
 
     def assert_right_weights(self) -> None:
         """No step was trained on what other weights than the last published ones had sampled."""
@@ -98,31 +98,38 @@ def server(launch: Launch) -> int:
     return found
 
 
-def engine_killed_twice_then_trainer(run: FaultyRun) -> None:
+def engines_killed(run: FaultyRun) -> None:
     """An engine that dies in a weight update and one that dies in a rollout are replaced, with the weights of the
-    trainer; a trainer that dies ends the run, which names it."""
+    trainer."""
     deadly = [sys.executable, str(HERE / "deadly_update.py"), str(run.kind.part), *run.flags]
     with launched(deadly, run.output) as launch:
         launch.wait_for(lambda: 1 in run.steps(), "a step after the engine died in an update", 360)
         assert "deadly_update: SIGKILL" in launch.output
         assert launch.output.count("died during a control call") == 1
         assert launch.output.count("serves again") == 1
-        hit = run.amid_rollout(launch)
-        os.kill(server(launch), signal.SIGKILL)
+        hit = run.strike(launch, server(launch), signal.SIGKILL)
         launch.wait_for(lambda: hit + 1 in run.steps(), "a step after the engine died in a rollout", 360)
         assert launch.output.count("died during a control call") == 1
         assert launch.output.count("serves again") == 2
-        launch.wait_for(lambda: run.saved() > hit, "a checkpoint", 120)
-        run.amid_rollout(launch)  # nobody calls the trainer then
-        assert_ends_with_its_trainer(launch)
+    run.assert_right_weights()
+
+
+def trainer_killed(run: FaultyRun) -> None:
+    """A trainer that dies ends the run, which names it and leaves its checkpoint."""
+    with launched(vime("train", *run.flags), run.output) as launch:
+        launch.wait_for(lambda: run.saved() >= 0, "a checkpoint", 240)
+        with ends_with_its_trainer(launch) as trainer:
+            run.strike(launch, trainer, signal.SIGKILL)  # nobody calls the trainer amid a rollout
     assert not published_weights(run.run_dir).exists()
     run.assert_right_weights()
 
 
-def assert_ends_with_its_trainer(launch: Launch) -> None:
-    """SIGKILL to one trainer rank: the run ends in time, says which one it was, and shows its last log lines."""
+@contextlib.contextmanager
+def ends_with_its_trainer(launch: Launch) -> Iterator[int]:
+    """For a block that sends SIGKILL to the trainer rank it gets: the run ends in time, says which one it was, and
+    shows its last log lines."""
     before = len(launch.output)  # what engines that died had to say has tracebacks
-    os.kill(launch.find(r"^ray::TrainerActor")[-1], signal.SIGKILL)
+    yield launch.find(r"^ray::TrainerActor")[-1]
     assert launch.finish(STOP_S) == 1
     said = launch.output[before:]
     assert "Traceback" not in said, said
@@ -136,19 +143,20 @@ def rank_killed(world: World, name: str, *, ranks: int) -> None:
     with launched(vime("train", *flags), world.root / f"{name}.out") as launch:
         launch.wait_for(lambda: rows(world.root / name, "train/step"), "the first step", 180)
         assert len(launch.find(r"^ray::TrainerActor")) == ranks
-        assert_ends_with_its_trainer(launch)
+        with ends_with_its_trainer(launch) as trainer:
+            os.kill(trainer, signal.SIGKILL)
 
 
-def slow_engine_then_interrupt(run: FaultyRun) -> None:
-    """The same command goes on after the checkpoint. An engine that does not answer within the deadline costs the
-    groups that waited for it, which are counted; Ctrl-C ends everything."""
+def resumed_with_a_slow_engine_then_interrupted(run: FaultyRun) -> None:
+    """The command of `trainer_killed` goes on after the checkpoint. An engine that does not answer within the deadline
+    costs the groups that waited for it, which are counted; Ctrl-C ends everything."""
     saved, deadline_s = run.saved(), run.kind.deadline_s
     # Who does not answer for long is dead otherwise.
     patience = ("--rollout-health-check-timeout", "300")
     command = vime("train", *run.flags, "--rollout-deadline-s", str(deadline_s), *patience)
     with launched(command, run.output.with_suffix(".resumed")) as launch:
-        hit = run.amid_rollout(launch)
-        os.kill(slow := server(launch), signal.SIGSTOP)
+        launch.wait_for(lambda: max(run.steps()) > saved, "a step after the checkpoint", 180)
+        hit = run.strike(launch, slow := server(launch), signal.SIGSTOP)
         time.sleep(1.2 * deadline_s)
         os.kill(slow, signal.SIGCONT)
         launch.wait_for(lambda: hit + 1 in run.steps(), "a step after the engine was slow", 180)

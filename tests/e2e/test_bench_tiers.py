@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import tempfile
@@ -107,3 +108,24 @@ def test_whole_steps_after_an_interruption(folder: Path, module: Record) -> None
     assert fast.steps[0]["train/grad_norm"] == pytest.approx(baseline.steps[0]["train/grad_norm"], rel=1e-3)
     assert record.notes[0] == module.notes[0]  # the weights are random whoever made them
     assert "runs/unfinished/baseline-0.1 is an attempt that did not finish and was begun anew" in record.notes
+    read_report(folder)
+
+
+def read_report(folder: Path) -> None:
+    """One page on both: two steps are too few for any verdict, and their numbers and pictures are there."""
+    run(
+        vime(
+            "bench",
+            "report",
+            *(str(folder / tier) for tier in ("module", "e2e")),
+            "--out",
+            str(folder / "page"),
+        ),
+        folder / "report.out",
+    )
+    page = (folder / "page" / "report.md").read_text()
+    assert page.index("## Modules") < page.index("## Full steps")
+    assert "too few repeats and steps for a verdict" in page and "**faster**" not in page
+    pictures = re.findall(r"\]\((\S+\.png)\)", page)
+    assert len(pictures) >= 8 and all((folder / "page" / name).stat().st_size > 5000 for name in pictures)
+    assert "No kernel ran in rl_kernel: both sides are PyTorch" in page

@@ -8,7 +8,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fault_cases import FaultyRun, engine_killed_twice_then_trainer, rank_killed, slow_engine_then_interrupt
+from fault_cases import (
+    FaultyRun,
+    engines_killed,
+    rank_killed,
+    resumed_with_a_slow_engine_then_interrupted,
+    trainer_killed,
+)
 from train_fixtures import World, launched, make_world, published_weights, rows, samples, vime
 
 pytestmark = pytest.mark.e2e
@@ -28,10 +34,14 @@ def fail(world: World, name: str, flags: list[str], *, timeout_s: float = 180) -
         return code, launch.output
 
 
-def test_killed_engines_are_replaced_and_a_killed_trainer_is_resumed(world: World) -> None:
-    run = FaultyRun(world, "faulty")
-    engine_killed_twice_then_trainer(run)
-    slow_engine_then_interrupt(run)
+def test_killed_engines_are_replaced(world: World) -> None:
+    engines_killed(FaultyRun(world, "engines"))
+
+
+def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
+    run = FaultyRun(world, "trainer")
+    trainer_killed(run)
+    resumed_with_a_slow_engine_then_interrupted(run)
 
 
 def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: World) -> None:
@@ -45,8 +55,11 @@ def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: Worl
     with launched(vime("train", *flags), world.root / "broadcast.out") as launch:
         launch.wait_for((run_dir / "config.json").exists, "a configuration", 60)
         launch.wait_for(lambda: [*published_weights(run_dir).glob("group-*[0-9a-f]")], "a group", 240)
-        time.sleep(0.5)  # into the buckets
-        os.kill(launch.find(r"^\S+ -m vllm\.entrypoints")[0], signal.SIGKILL)
+        time.sleep(0.1)  # into the buckets
+        victim = launch.find(r"^\S+ -m vllm\.entrypoints")[0]
+        os.kill(victim, signal.SIGSTOP)  # the update cannot end without it, however fast the machine is
+        time.sleep(0.4)
+        os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         again = "the update begins again for the 1 that are left"
         launch.wait_for(lambda: again in launch.output, "the update of the other", 20)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SAMPLES = 8, 4
 _PR_SET_CHILD_SUBREAPER = 36
+_SCORED: Counter[int] = Counter()
+"""Samples of each weight version that striking_reward has seen; one process computes all rewards of a run."""
 
 
 def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
@@ -36,10 +39,19 @@ def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
     return float(sample.tokens[-sample.response_length] % 2)
 
 
-def noted_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """parity_reward that leaves a byte for each sample in a file: who reads its size knows that a rollout is on."""
-    with open(Path(args.run_dir) / "scored", "ab") as file:
-        file.write(b".")
+def striking_reward(args: Any, sample: Any, **kwargs: Any) -> float:
+    """parity_reward that carries out what a test has ordered in the file `strike` ("PID SIGNAL") when half of a rollout
+    is scored, and then calls the file `struck`, with the rollout's number inside.
+
+    From outside, a rollout of a tiny model can be over between looking and striking.
+    """
+    order, version = Path(args.run_dir) / "strike", sample.weight_versions[-1]
+    _SCORED[version] += 1
+    if _SCORED[version] == PROMPTS * SAMPLES // 2 and order.exists():
+        pid, number = map(int, order.read_text().split())
+        os.kill(pid, number)
+        order.write_text(str(version))
+        order.rename(order.with_name("struck"))
     return parity_reward(args, sample)
 
 

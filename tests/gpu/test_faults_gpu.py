@@ -7,7 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fault_cases import FaultyRun, engine_killed_twice_then_trainer, rank_killed, slow_engine_then_interrupt
+from fault_cases import (
+    FaultyRun,
+    engines_killed,
+    rank_killed,
+    resumed_with_a_slow_engine_then_interrupted,
+    trainer_killed,
+)
 from train_fixtures import World, make_world
 
 
@@ -17,10 +23,15 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.gpu
-def test_killed_engines_are_replaced_and_a_killed_trainer_is_resumed(world: World) -> None:
-    run = FaultyRun(world, "faulty")
-    engine_killed_twice_then_trainer(run)
-    slow_engine_then_interrupt(run)
+def test_killed_engines_are_replaced(world: World) -> None:
+    engines_killed(FaultyRun(world, "engines"))
+
+
+@pytest.mark.gpu
+def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
+    run = FaultyRun(world, "trainer")
+    trainer_killed(run)
+    resumed_with_a_slow_engine_then_interrupted(run)
 
 
 @pytest.mark.multi_gpu

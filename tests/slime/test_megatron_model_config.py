@@ -65,7 +65,10 @@ def test_rope_theta_from_old_and_new_files(places):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, r"model_type in config.json must be one of qwen2, qwen3, got 'mamba'"),
+        (
+            {"model_type": "mamba"},
+            r"model_type in config.json must be one of qwen2, qwen3, qwen3_moe, got 'mamba'",
+        ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4}},
             "rope_type in config.json must be default, got 'yarn'",

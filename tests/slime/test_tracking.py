@@ -170,7 +170,11 @@ def test_environment_file_has_facts_and_no_secret(tmp_path):
     assert facts["packages"]["numpy"] == np.__version__
     assert facts["python"]["version"] == ".".join(map(str, sys.version_info[:3]))
     assert facts["cpu"]["cores"] >= facts["cpu"]["usable_cores"] >= 1
-    write_environment(tmp_path, ["vime", "train"], environ)
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(b"abc")
+    write_environment(tmp_path, ["vime", "train"], environ, [data, tmp_path / "none"])
+    abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, appendix B.1
+    assert json.loads(path.read_text())["files"] == {str(data): {"bytes": 3, "sha256": abc}}
     assert json.loads((tmp_path / "environment.1.json").read_text()) == facts
     assert json.loads(path.read_text())["command"] == ["vime", "train"]
 
@@ -191,6 +195,9 @@ def test_environment_names_the_commit_only_of_its_own_checkout(tmp_path):
     commit = git("rev-parse", "HEAD")
     assert _git(tmp_path.resolve()) == {"commit": commit, "modified": False}
     (tmp_path / "file").write_text("2")
-    assert _git(tmp_path.resolve()) == {"commit": commit, "modified": True}
+    changed = _git(tmp_path.resolve())
+    assert changed == {"commit": commit, "modified": True, "difference": changed["difference"]}
+    (tmp_path / "file").write_text("3")
+    assert _git(tmp_path.resolve())["difference"] != changed["difference"]  # other code of the same commit
     assert _git((tmp_path / "inner").resolve()) is None
     assert collect_environment([], {})["variables"] == {}

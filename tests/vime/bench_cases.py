@@ -128,26 +128,6 @@ def full_steps(
     return a_record(sides, **changed)
 
 
-def an_operator(*, rounds: int = 7, seed: int = 0, speedup: float = 2.0) -> Record:
-    """Rounds of one operator: milliseconds and memory, no configuration."""
-    rng = np.random.default_rng(seed)
-    sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
-    for i in range(rounds):
-        for j, side in enumerate(SIDES):
-            ms = 28.8 / (speedup if j else 1) * (1 + 0.01 * rng.normal())
-            row = {"4k/ms": ms, "16k/ms": 4 * ms, "4k/extra_mib": 1200.0 if j else 3900.0}
-            sides[side].append(a_repeat(f"{side}-{i}", 2 * i + j, [row]))
-    switch = {"field": "implementation", BASELINE: "native", RL_KERNEL: "linear_token_loss"}
-    return a_record(
-        sides,
-        tier="op",
-        name="linear_token_loss",
-        claim="native against linear_token_loss",
-        switch=switch,
-        warm_up=0,
-    )
-
-
 def changed(record: Record, side: str, i: int, change: Callable[[Repeat], Repeat]) -> Record:
     """`record` with repeat i of a side put through `change`, which gets a copy."""
     sides = {name: list(repeats) for name, repeats in record.sides.items()}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from bench_cases import an_operator, changed, full_steps
+from bench_cases import changed, full_steps
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
@@ -125,16 +125,12 @@ def test_the_numbers_are_those_of_the_steps(tmp_path):
     assert step[5] == ", ".join(each) + " %"
 
 
-def test_operators_and_full_steps_stand_apart(tmp_path):
+def test_modules_and_full_steps_stand_apart(tmp_path):
+    """Operators have a section of their own too: test_bench_operators.py."""
     module = full_steps(repeats=1, steps=6, tier="module", claim="the trainer alone")
-    text = reported(tmp_path, full_steps(repeats=1, steps=6), an_operator(), module)
-    parts = sections(text)
-    assert list(parts) == ["", "Operators", "Modules", "Full steps"]
-    assert "native against linear_token_loss" in parts["Operators"] and "| step |" not in parts["Operators"]
-    assert rows(parts["Operators"], "16k/ms")[0][-1] == "**faster**" and not rows(
-        parts["Full steps"], "16k/ms"
-    )
-    assert "Nothing here says how much faster a training step is" in parts["Operators"]
+    parts = sections(reported(tmp_path, full_steps(repeats=1, steps=6), module))
+    assert list(parts) == ["", "Modules", "Full steps"]
+    assert "Nothing here says how much faster a whole step is" in parts["Modules"]
     assert "### the trainer alone" in parts["Modules"] and "### the trainer alone" not in parts["Full steps"]
     assert parts[""].count("|") == 0  # no table above the sections
 
@@ -144,10 +140,11 @@ def test_a_claim_of_experts_is_the_title_and_claims_no_more(tmp_path):
     text = reported(tmp_path, full_steps(repeats=1, steps=6, claim=title))
     assert f"### {title}\n\n{report.MOE_LIMIT}" in text
     assert report.MOE_LIMIT not in reported(tmp_path, full_steps(repeats=1, steps=6))
-    record = full_steps(repeats=1, steps=6)
-    for repeat in (r for side in SIDES for r in record.sides[side]):
-        repeat.config["train"]["num_experts"] = 128
-    assert report.MOE_LIMIT in reported(tmp_path, record)
+    for name in ("num_experts", "num_local_experts"):
+        record = full_steps(repeats=1, steps=6)
+        for repeat in (r for side in SIDES for r in record.sides[side]):
+            repeat.config["train"][name] = 128
+        assert report.MOE_LIMIT in reported(tmp_path, record)
 
 
 def test_a_metric_of_one_side_is_named_and_neither_compared_nor_drawn(tmp_path):

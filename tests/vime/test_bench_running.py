@@ -249,3 +249,29 @@ def test_a_step_is_whole_when_its_last_optimizer_step_is_there(bench):
     assert len(read_steps(run_dir).values) == 2
     assert len(read_steps(run_dir, trained=False).values) == 3
     assert read_steps(bench.out).values == []
+
+
+def test_what_no_report_would_compare_is_not_begun(bench, model, monkeypatch):
+    """A switch that moves a second field, and data that changed since the run that is kept."""
+    text = bench.file.read_text()
+    switch = "switch: {field: num_steps_per_rollout, baseline: 1, rl_kernel: 2}\n"
+    bench.file.write_text(text.replace("num-steps-per-rollout: 2, ", "") + switch)
+    with pytest.raises(
+        ValueError, match="differ in num_steps_per_rollout alone to be compared, got global_batch_size"
+    ):
+        bench.run()
+    assert bench.started() == []
+
+    data = bench.out.parent / "own.jsonl"
+    data.write_text((model / "arithmetic" / "train.jsonl").read_text())
+    bench.file.write_text(text)
+    bench.order(rl_kernel_0={"steps": 1})
+    assert bench.run(data=str(data), repeats=1) == 1
+    bench.order()
+    with data.open("a") as file:
+        file.write(data.read_text().splitlines()[0] + "\n")
+    with pytest.raises(
+        ValueError, match=r"files\.\S+own\.jsonl\.sha256: '\w+' in baseline-0, '\w+' in rl_kernel-0"
+    ):
+        bench.run(data=str(data), repeats=1)
+    assert bench.started() == ["baseline-0", "rl_kernel-0"]

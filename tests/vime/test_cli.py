@@ -1,6 +1,7 @@
 """The command line: exit codes, one-line errors, stock scripts, the plan's arithmetic."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from vime.cli import COMMANDS, main
 from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings, parse_config
 from vime.engine.server import EngineServer, EngineSpec
 from vime.engine.sglang_flags import MAPPED, RENAMED
-from vime.plan import engine_memory
+from vime.plan import describe, engine_memory
 
 ROOT = Path(__file__).parents[2]
 async_argv = runpy.run_path(str(ROOT / "train_async.py"))["async_argv"]
@@ -312,3 +313,35 @@ def test_slime_entry_points(stock):
             [sys.executable, script, "--lr", "abc", *stock], cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_plan_of_experts(tmp_path):
+    """The layout of slime's Qwen3-30B-A3B on eight GPUs: what a rank has of experts stands apart."""
+    routed = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    }
+    shape = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "intermediate_size": 6144,
+        "num_key_value_heads": 4,
+    }
+    model = QWEN3_4B | shape | routed | {"model_type": "qwen3_moe", "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    layout = "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8"
+    text = describe(
+        parse_config(
+            f"--hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1 --rollout-batch-size 8 "
+            "--n-samples-per-prompt 4 --rollout-max-response-len 64 --colocate --device cuda --moe-grouped-gemm "
+            f"--actor-num-gpus-per-node 8 {layout} --expert-tensor-parallel-size 1".split()
+        )
+    )
+    assert "30.5 G parameters, of the layers' 2.73 G for a token (8 of 128 experts)" in text
+    assert "8 ranks: tensor parallel 4 x data parallel 2, experts over 8" in text
+    assert re.search(r"expert weights +6\.75 GiB +29 G x 2 B / EP 8 / ETP 1\n", text)
+    assert re.search(r"expert optimizer +40\.50 GiB +29 G x 12 B / EP 8 / ETP 1 / 1 shards\n", text)
+    assert "--moe-grouped-gemm has no effect: experts are computed one after the other" in text

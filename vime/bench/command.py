@@ -24,7 +24,7 @@ from pathlib import Path
 from slime.config.fields import nearest
 from slime.tracking.environment import mask_command
 from vime.bench.operators import OPERATORS_FILE
-from vime.bench.planning import Plan, make_plan, resolved
+from vime.bench.planning import Plan, make_plan, refuse_unlike_runs, resolved
 from vime.bench.running import execute
 from vime.bench.settings import Benchmark, read_settings
 
@@ -107,11 +107,10 @@ def _show(plans: Sequence[Plan]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         stands_in = _without_weights(plans[0], Path(folder) / "model")
         for plan in plans:
-            benchmark = plan.benchmark
-            for run in make_plan(
-                plan.tier, replace(benchmark, repeats=1), plan.out, model=stands_in
-            ).all_runs():
-                resolved(run)
+            once = make_plan(plan.tier, replace(plan.benchmark, repeats=1), plan.out, model=stands_in)
+            if once.rollouts is not None:
+                resolved(once.rollouts)
+            refuse_unlike_runs(once)
     print("# the flags are good")
     return 0
 

@@ -72,7 +72,7 @@ def refuse_unlike(record: Record, pairs: Sequence[Pair]) -> None:
     more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
     raise ValueError(
         f"{record.name}: runs must differ in {record.switch['field']} alone to be compared, got {listed}{more}; "
-        "measure both sides again with one configuration on one machine"
+        "give both sides one configuration, on one machine, of one version"
     )
 
 
@@ -162,7 +162,7 @@ def _switch_problems(record: Record, pairs: Sequence[Pair]) -> list[str]:
     if record.switch[BASELINE] == record.switch[RL_KERNEL]:
         return [f"{field}: {record.switch[BASELINE]!r} on both sides"]
     if not any(repeat.config for pair in pairs for repeat in pair):
-        return [] if record.tier == "op" else ["no configuration at all"]
+        return ["no configuration at all"]
     found = []
     for side, repeat in ((side, repeat) for pair in pairs for side, repeat in zip(SIDES, pair, strict=True)):
         values = [value for path, value in flatten(repeat.config) if _is(path, field)]

@@ -1,55 +1,101 @@
-"""operators.json of `vime bench op` (rl_kernel.bench) as a section of the report: each implementation against ours.
+"""operators.json of `vime bench op` (rl_kernel.bench): which of its rows stand beside each other, and what may be said.
 
-The file has the median, least and largest time of a contender's calls, which took turns in one process, and not the
-calls: there is nothing to pair and no interval. A difference counts as shown when the ranges of the two lie apart.
+Owns the matching of contenders with rl_kernel and the words for a ratio; what a page shows of it is the business of
+vime.bench.operator_tables. Contenders took turns in one process: call k of one and call k of the other are of round k.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from vime.bench.record import BASELINE, RL_KERNEL, SIDES
-from vime.bench.verdicts import number
-from vime.bench.where import facts, folded
-from vime.plot import COLOURS, dress, legend, save
+from rl_kernel.benchmarks.targets import VALID, is_valid
+from vime.bench.statistics import Difference, median_ratio, sign_rank
+from vime.bench.verdicts import Metric, verdict
 
 OPERATORS_FILE = "operators.json"
 SCHEMA = 1
-MOST_BAR = 8.0
-"""A bar's length in shortest bars, at which it is cut: a slow one would flatten all others."""
+CALL = Metric("call", "time of a call", "s", False)
+DEFAULT_WORKSPACE_MIB = 1536
+"""Of a run that says nothing else (--rl-kernel-workspace-mib)."""
+NO_KERNEL = "none: rl_kernel ran no kernel"
+NO_CALLS = "none: ranges overlap, and single calls were not kept"
 
 
 @dataclass(frozen=True)
 class Match:
-    """Another implementation beside the fastest row of ours that does the same in no more memory."""
+    """A contender beside the row of one operator of rl_kernel that computes the same."""
 
-    rival: dict[str, Any]
+    operator: str
     ours: dict[str, Any]
+    rival: dict[str, Any]
 
     @property
-    def verdict(self) -> str:
-        rival, ours = self.rival["ms"], self.ours["ms"]
+    def ratio(self) -> Difference | None:
+        """Our time by the contender's, less 1, with its interval; None of a file that keeps medians alone."""
+        if "each" not in self.ours["ms"] or "each" not in self.rival["ms"]:
+            return None
+        return median_ratio(np.array(self.rival["ms"]["each"]), np.array(self.ours["ms"]["each"]))
+
+    @property
+    def value(self) -> float:
+        """Our time by the contender's: the median over rounds, without single calls that of the medians."""
+        ratio = self.ratio
+        return self.ours["ms"]["median"] / self.rival["ms"]["median"] if ratio is None else 1 + ratio.value
+
+    @property
+    def words(self) -> str:
+        """faster, slower, no difference shown; or "none" with the reason why nothing can be said."""
+        if not ran_kernel(self.ours):
+            return NO_KERNEL
+        ratio = self.ratio
+        if ratio is None:
+            return self._of_ranges()
+        if ratio.low is None:
+            return _too_few(ratio.steps)
+        return verdict(CALL, ratio)
+
+    def _of_ranges(self) -> str:
+        """Where every call of one took less than every call of the other, so did it in every round."""
+        ours, rival = self.ours["ms"], self.rival["ms"]
+        rounds = min(ours["calls"], rival["calls"])
+        if sign_rank(rounds) is None:
+            return _too_few(rounds)
         if ours["max"] < rival["min"]:
             return "faster"
-        return "slower" if ours["min"] > rival["max"] else "no difference shown (ranges overlap)"
+        return "slower" if ours["min"] > rival["max"] else NO_CALLS
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape. `unmatched`: (rival, why it is compared with nothing of ours)."""
+    """One shape, or the operators that move bytes. `unmatched`: (row, why it stands beside nothing).
+
+    `floor_ms`: what no implementation of forward and backward can beat; None where there is no such bound.
+    """
 
     name: str
     shape: str
     matches: list[Match]
     unmatched: list[tuple[str, str]]
+    floor_ms: float | None = None
+
+
+def short_name(row: Mapping[str, Any]) -> str:
+    """Of a rival that stands beside one row alone, what sets it apart: "reference", "compile"."""
+    return row["name"].removeprefix(f"{row.get('against')}: ")
+
+
+def _too_few(rounds: int) -> str:
+    return f"none: {rounds} rounds are too few"
+
+
+def has_operators(directory: Path) -> bool:
+    return (directory / OPERATORS_FILE).is_file()
 
 
 def read_operators(directory: Path) -> dict[str, Any]:
@@ -59,157 +105,121 @@ def read_operators(directory: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} must be JSON, got {error}; measure again") from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise ValueError(f"{path} must be of schema {SCHEMA}; measure again with this version")
+    check(content, path)
     return content
 
 
-def cases_of(content: dict[str, Any]) -> list[Case]:
-    """What rl_kernel.bench matched with each other, case by case; rows that failed or are not valid with the reason."""
-    found = []
+def check(content: Any, path: Path | str) -> None:
+    """ValueError for results that no page could show, naming the file and what is wrong with it."""
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"{path} must be of schema {SCHEMA}; measure again with this version")
+    if missing := {"machine", "linear", "elementwise"} - content.keys():
+        raise ValueError(f"{path} must say {', '.join(sorted(missing))}, got none; measure again")
+    for row in all_rows(content):
+        name, ms = row.get("name", "a row without a name"), row.get("ms")
+        if ms is None and "skipped" not in row:
+            raise ValueError(f"{path}: {name} must have a time or say why it has none; measure again")
+        times = [] if ms is None else [ms.get("median"), ms.get("min"), ms.get("max"), *ms.get("each", [])]
+        if bad := [each for each in times if not isinstance(each, int | float) or not each > 0]:
+            raise ValueError(f"{path}: {name}: times must be numbers > 0, got {bad}; measure again")
+
+
+def all_rows(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for result in content["linear"]:
-        rows = {row["name"]: row for row in result["rows"]}
-        case = result["case"]
-        shape = f"{case['tokens']:,} tokens, hidden {case['hidden']:,}, vocabulary {case['vocab']:,}"
-        pairs = dict.fromkeys((pair["rival"], pair["ours"]) for pair in result["comparisons"] if pair["ours"])
-        matches = [Match(rows[rival], rows[ours]) for rival, ours in pairs]
-        unmatched = [(pair["rival"], pair["note"]) for pair in result["comparisons"] if pair["ours"] is None]
-        compared = {pair["rival"] for pair in result["comparisons"]}
-        unmatched += [
-            (row["name"], row["skipped"])
-            for row in result["rows"]
-            if "skipped" in row and row["name"] not in compared
-        ]
-        found.append(Case(case["name"], shape, matches, unmatched))
+        yield from result["rows"]
+    yield from (content["elementwise"] or {"rows": []})["rows"]
+
+
+def ran_kernel(row: Mapping[str, Any]) -> bool:
+    """Whether the operator of a row ran its kernels. Old rows of operators that move bytes do not say: they did, as
+    they stand beside no contender."""
+    found = row.get("implementation")
+    return not row.get("fallbacks") and (found is None or found.get(row["operator"]) == "triton")
+
+
+def cases_of(content: Mapping[str, Any]) -> list[Case]:
+    """What can be held against each other, case by case; rows that failed or are not valid with the reason."""
+    found = [_linear_case(result) for result in content["linear"]]
+    if content["elementwise"]:
+        found.append(_stream_case(content["elementwise"]["rows"]))
     return found
 
 
-def operator_lines(content: dict[str, Any], out: Path, prefix: str, written: list[Path]) -> Iterator[str]:
-    """The part of the report of one file; pictures go to `out`, and their paths to `written`."""
-    machine = content["machine"]
-    yield from ("", f"### rl_kernel.bench: {BASELINE} is another implementation, {RL_KERNEL} ours", "")
-    yield from (f"- **{name}** {text}" for name, text in facts(machine))
-    yield "- **Times** median (least to largest) of calls that took turns in one process; no pairs, no interval"
-    yield from ("", "```bash", machine["command"], "```")
-    for case in cases_of(content):
-        yield from _case_lines(case)
-        if case.matches:
-            path = save(_picture(case), out / f"{prefix}-{case.name}.png")
-            written.append(path)
-            yield from ("", f"![{case.name}: time of a call]({path.name})")
-    if content["elementwise"]:
-        yield from _stream_lines(content["elementwise"])
-    yield from _fallback_lines(content)
-    yield from folded("Environment", machine)
+def _linear_case(result: Mapping[str, Any]) -> Case:
+    case = result["case"]
+    shape = f"{case['tokens']:,} tokens, hidden {case['hidden']:,}, vocabulary {case['vocab']:,}"
+    ours, rivals = _parted(result["rows"])
+    unmatched = [(row["name"], why) for row in [*ours, *rivals] if (why := _unfit(row))]
+    matches = []
+    for operator, main_grad in dict.fromkeys((row["operator"], row["main_grad"]) for row in ours):
+        form = operator, main_grad
+        of_it = [row for row in ours if (row["operator"], row["main_grad"]) == form and not _unfit(row)]
+        for rival in (row for row in rivals if row.get("against", operator) == operator and not _unfit(row)):
+            if (row := _same_work(of_it, rival)) is not None:
+                matches.append(Match(operator, row, rival))
+    beside = {match.rival["name"] for match in matches} | {name for name, _ in unmatched}
+    unmatched += [
+        (row["name"], "no row of rl_kernel did the same") for row in rivals if row["name"] not in beside
+    ]
+    return Case(case["name"], shape, matches, unmatched, result["floor_ms"])
 
 
-def _case_lines(case: Case) -> Iterator[str]:
-    yield from ("", f"#### {case.name}: {case.shape}", "")
-    if case.matches:
-        head = (
-            BASELINE,
-            RL_KERNEL,
-            f"{BASELINE}, ms",
-            f"{RL_KERNEL}, ms",
-            "difference",
-            "extra MiB of each",
-            "verdict",
-        )
-        yield f"| {' | '.join(head)} |"
-        yield "| --- | --- | ---: | ---: | ---: | ---: | --- |"
-    for match in case.matches:
-        rival, ours = match.rival, match.ours
-        difference = 100 * (ours["ms"]["median"] / rival["ms"]["median"] - 1)
-        memory = ", ".join(
-            f"{row['extra_mib']:,.0f}" if "extra_mib" in row else "none" for row in (rival, ours)
-        )
-        words = match.verdict if match.verdict.startswith("no") else f"**{match.verdict}**"
-        cells = [
-            rival["name"],
-            ours["name"],
-            _time(rival),
-            _time(ours),
-            f"{difference:+.1f} %",
-            memory,
-            words,
-        ]
-        yield f"| {' | '.join(cells)} |"
-    if not case.matches:
-        yield (
-            "No other implementation was measured beside ours."
-            if not case.unmatched
-            else "Nothing to compare:"
-        )
-    if case.unmatched:
-        yield ""
-    yield from (f"- {rival}: not compared, as {why}" for rival, why in case.unmatched)
+def _stream_case(rows: Sequence[dict[str, Any]]) -> Case:
+    ours, rivals = _parted(rows)
+    unmatched = [(row["name"], why) for row in rows if (why := _without_numbers(row))]
+    by_name = {row["name"]: row for row in ours if not _without_numbers(row)}
+    matches = [
+        Match(by_name[rival["against"]]["operator"], by_name[rival["against"]], rival)
+        for rival in rivals
+        if rival["against"] in by_name and not _without_numbers(rival)
+    ]
+    return Case("bytes", "operators that move bytes", matches, unmatched)
 
 
-def _time(row: dict[str, Any]) -> str:
-    ms = row["ms"]
-    return f"{number(ms['median'])} ({number(ms['min'])} to {number(ms['max'])})"
+def _parted(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(rows of rl_kernel, rows of the contenders)."""
+    ours = [row for row in rows if row["operator"] != "rival"]
+    return ours, [row for row in rows if row["operator"] == "rival"]
 
 
-def _stream_lines(streams: dict[str, Any]) -> Iterator[str]:
-    yield from ("", "#### Operators that move bytes", "")
-    yield f"No other implementation beside them: held against a device copy, {streams['copy_gbs']:,} GB/s."
-    yield from ("", "| row | ms | GB/s | of a copy | extra MiB |", "| --- | ---: | ---: | ---: | ---: |")
-    for row in streams["rows"]:
-        if "ms" not in row:
-            yield f"| {row['name']} | {row['skipped']} | | | |"
-            continue
-        memory = f"{row['extra_mib']:,.1f}" if "extra_mib" in row else "none"
-        yield f"| {row['name']} | {_time(row)} | {row['gbs']:,.0f} | {row['share']:.2f} | {memory} |"
+def _unfit(row: Mapping[str, Any]) -> str | None:
+    """Why a row is held against nothing: it failed, or it computes something else."""
+    if "skipped" in row:
+        return row["skipped"]
+    if is_valid(row):
+        return None
+    errors = row.get("errors", {})
+    off = [
+        f"{name} {'not finite' if errors[name] is None else format(errors[name], '.2g')}, allowed {bound:g}"
+        for name, bound in VALID.items()
+        if name in errors and (errors[name] is None or errors[name] > bound)
+    ]
+    return f"its results are off: {'; '.join(off)}" if off else "nothing of its results was checked"
 
 
-def _fallback_lines(content: dict[str, Any]) -> Iterator[str]:
-    rows = [row for result in content["linear"] for row in result["rows"]]
-    rows += content["elementwise"]["rows"] if content["elementwise"] else []
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        for reason in row.get("fallbacks", []):
-            reasons.setdefault(reason, []).append(row["name"])
-    yield from ("", "#### Fallbacks", "")
-    if not reasons:
-        yield "No row of ours ran the reference instead of a kernel."
-    for reason, names in reasons.items():
-        yield f"- {', '.join(dict.fromkeys(names))}: ran the PyTorch reference ({reason})"
+def _without_numbers(row: Mapping[str, Any]) -> str | None:
+    """Why a row of an operator that moves bytes is held against nothing."""
+    return row.get("skipped") or ("its results are not finite" if row.get("error", 0.0) is None else None)
 
 
-def _picture(case: Case) -> Figure:
-    """Medians from zero, whiskers from the least to the largest; slow ones are cut and say their number."""
-    figure = Figure(figsize=(7.5, 1.35 + 0.62 * len(case.matches)), layout="constrained")
-    axes = figure.subplots()
-    bars = [(m.rival["ms"], m.ours["ms"]) for m in case.matches]
-    cut = min(
-        MOST_BAR * min(ms["median"] for pair in bars for ms in pair),
-        1.3 * max(ms["max"] for pair in bars for ms in pair),
-    )
-    for row, pair in enumerate(bars):
-        for i, ms in enumerate(pair):
-            y, beyond = row + (i - 0.5) * 0.36, ms["max"] > 0.85 * cut
-            axes.barh(y, min(ms["median"], cut), 0.32, color=COLOURS[i])
-            text, place = f"{number(ms['median'])} ms", {"va": "center", "fontsize": 8}
-            if beyond and ms["median"] > 0.85 * cut:
-                axes.text(0.99 * cut, y, f"{text} →", ha="right", color="white", fontweight="bold", **place)
-                continue
-            whisker = np.array([[ms["median"] - ms["min"]], [ms["max"] - ms["median"]]])
-            axes.errorbar(ms["median"], y, xerr=whisker, color="black", capsize=3, linewidth=1)
-            axes.annotate(text, (ms["max"], y), (5, 0), textcoords="offset points", **place)
-    axes.set_yticks(
-        range(len(bars)), [f"{m.rival['name']}\n{m.ours['name']}" for m in case.matches], fontsize=7
-    )
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    axes.set_xlim(0, cut)
-    axes.set_xlabel("time of a call (ms)")
-    dress(axes, f"{case.name}: time of a call")
-    legend(axes, [Patch(color=COLOURS[i], label=side) for i, side in enumerate(SIDES)], columns=2)
-    figure.supxlabel(
-        "whiskers: least to largest call; an arrow: beyond the axis", fontsize=8, color="#555555"
-    )
-    return figure
+def _same_work(ours: Sequence[dict[str, Any]], rival: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Our row with the same phase and use of the entropy, its logits rounded to bfloat16, in the workspace that a run
+    has by default, or else in the largest that was measured.
+
+    The row is picked by what it was asked to do, never by how fast it was: the best of several rows beats an equal
+    contender by luck, and no interval knows.
+    """
+    level = [
+        row
+        for row in ours
+        if (row["phase"], row["entropy"]) == (rival["phase"], rival["entropy"])
+        and row["upstream"] != "grpo"
+        and " fp32" not in row["name"]
+    ]
+    return max(level, key=_preference, default=None)
 
 
-def has_operators(directory: Path) -> bool:
-    return (directory / OPERATORS_FILE).is_file()
+def _preference(row: Mapping[str, Any]) -> tuple[bool, float]:
+    mib = row["workspace_mib"]
+    size = 0.0 if mib is None else float("inf") if mib == "unlimited" else float(mib)
+    return size == DEFAULT_WORKSPACE_MIB, size

@@ -20,7 +20,7 @@ from slime.tracking.metrics import LOGPROB_DIFF
 from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, OVER_REPEATS, OVER_STEPS, Difference
-from vime.bench.verdicts import PEAK, SIZES, TIMES, Comparison, number
+from vime.bench.verdicts import PEAK, Comparison, number
 from vime.plot import COLOURS, LONG, PART_COLOURS, decades, dress, legend, save
 from vime.run_metrics import Run, Series, running_mean, smoothing_window, step_times
 
@@ -44,25 +44,21 @@ def draw_pictures(
     wanted: list[tuple[str, str, Figure | str]] = [
         ("differences", f"Differences with {LEVEL_TEXT} intervals", _differences(list(both.values())))
     ]
-    if record.tier == "op":
-        wanted.append(("times", "Mean times", _bars_of(both, TIMES)))
-        wanted.append(("memory", "Memory", _bars_of(both, SIZES)))
-    else:
-        missing = {c.metric.name: c.missing for c in found}
-        lines = ((STEP_TIME, "step time (s)"), (REWARD, "mean reward"), (LOGPROB_DIFF, "|difference| (nats)"))
-        steps = {
-            name: _steps(record, pairs, name, ylabel) if name in both else _absent(name, missing)
-            for name, ylabel in lines
-        }
-        bars = _bars([both[STEP_TIME]]) if STEP_TIME in both else _absent(STEP_TIME, missing)
-        wanted += [
-            ("step_time", "Mean time of a step", bars),
-            ("step_time_steps", "Time of a step, over the steps", steps[STEP_TIME]),
-            ("time_breakdown", "Where the time of a step goes", _breakdown(record, pairs)),
-            ("peak_memory", "Peak memory by phase", _peaks(both)),
-            ("raw_reward", "raw_reward", steps[REWARD]),
-            ("logprob_diff", "train_rollout_logprob_abs_diff", steps[LOGPROB_DIFF]),
-        ]
+    missing = {c.metric.name: c.missing for c in found}
+    lines = ((STEP_TIME, "step time (s)"), (REWARD, "mean reward"), (LOGPROB_DIFF, "|difference| (nats)"))
+    steps = {
+        name: _steps(record, pairs, name, ylabel) if name in both else _absent(name, missing)
+        for name, ylabel in lines
+    }
+    bars = _bars([both[STEP_TIME]]) if STEP_TIME in both else _absent(STEP_TIME, missing)
+    wanted += [
+        ("step_time", "Mean time of a step", bars),
+        ("step_time_steps", "Time of a step, over the steps", steps[STEP_TIME]),
+        ("time_breakdown", "Where the time of a step goes", _breakdown(record, pairs)),
+        ("peak_memory", "Peak memory by phase", _peaks(both)),
+        ("raw_reward", "raw_reward", steps[REWARD]),
+        ("logprob_diff", "train_rollout_logprob_abs_diff", steps[LOGPROB_DIFF]),
+    ]
     pictures, notes = [], []
     for name, caption, figure in wanted:
         if isinstance(figure, str):
@@ -124,15 +120,6 @@ def _bars(found: Sequence[Comparison]) -> Figure:
     _name_sides(axes)
     _say(figure, _repeats_text(max(len(s.repeats) for c in found for s in c.sides.values() if s)))
     return figure
-
-
-def _bars_of(both: dict[str, Comparison], units: Sequence[str]) -> Figure | str:
-    """Bars of the metrics of one kind; they share an axis, so the unit that most of them have is drawn."""
-    kinds = {unit: [c for c in both.values() if c.metric.unit == unit] for unit in units}
-    unit = max(kinds, key=lambda unit: len(kinds[unit]))
-    return (
-        _bars(kinds[unit]) if kinds[unit] else f"no metric in {', '.join(units)} was recorded by both sides"
-    )
 
 
 def _peaks(both: dict[str, Comparison]) -> Figure | str:

@@ -15,14 +15,16 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.config.schema import own_flags
-from slime.tracking.environment import mask_command
-from vime.bench.record import BASELINE, SIDES
+from slime.data.prompts import prompt_file
+from slime.tracking.environment import collect_environment, mask_command
+from vime.bench.compare import refuse_unlike
+from vime.bench.record import BASELINE, SIDES, Record, Repeat
 from vime.bench.settings import ARITHMETIC, Benchmark
 from vime.engine.flags import parse_config
 
@@ -68,6 +70,7 @@ class Plan:
     benchmark: Benchmark
     out: Path
     model: Path
+    data: str
     rollouts: Planned | None
     runs: tuple[Planned, ...]
 
@@ -132,7 +135,7 @@ def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None 
     for i in range(benchmark.repeats):
         seeds = _seeds(benchmark.flags, i) if tier == "e2e" else ()
         runs += [run(f"{side}-{i}", side, *loads, *seeds) for side in SIDES]
-    return Plan(tier, benchmark, out, model, rollouts, tuple(runs))
+    return Plan(tier, benchmark, out, model, data, rollouts, tuple(runs))
 
 
 def _seeds(flags: Sequence[str], repeat: int) -> tuple[str, ...]:
@@ -156,6 +159,28 @@ def resolved(run: Planned) -> dict[str, Any]:
         path = Path(folder) / "config.json"
         config.save_json(path)
         return flat(json.loads(path.read_text()))
+
+
+def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """ValueError where a report would refuse the runs of `plan`, before they take their hours: a switch that moves more
+    than its field, or another machine, code or data than of runs that are kept.
+
+    `environments`: of kept runs by name; the others would run in this one.
+    """
+    kept = environments or {}
+    files = [prompt_file(plan.data), plan.model / "config.json"]
+    now = collect_environment([], {**os.environ, "PYTHONPATH": plan.python_path}, files)
+    sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
+    told: dict[str, Any] = {"field": plan.benchmark.switch.field}
+    for order, run in enumerate(plan.runs):
+        assert run.side is not None
+        config = resolved(run)
+        told.setdefault(run.side, config[plan.benchmark.switch.field])
+        environment = dict(kept.get(run.name, now))
+        sides[run.side].append(Repeat(order, run.name, False, [], config, environment, {}))
+    benchmark = plan.benchmark
+    record = Record(plan.tier, benchmark.name, benchmark.claim, "", [], told, benchmark.warm_up, sides)
+    refuse_unlike(record, list(zip(*sides.values(), strict=True)))
 
 
 def flat(sections: dict[str, Any]) -> dict[str, Any]:

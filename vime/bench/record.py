@@ -1,4 +1,4 @@
-"""bench.json: what one benchmark measured, whichever of its tiers, baseline beside rl_kernel. Owns the schema.
+"""bench.json: what one benchmark of runs measured, baseline beside rl_kernel. Owns the schema.
 
 A benchmark directory holds bench.json and, for tiers of whole runs, the run directories it was read from. Every number
 is kept as it was measured, step by step; means and percentiles are the report's (vime.bench.report).
@@ -15,7 +15,7 @@ from typing import Any
 
 SCHEMA = 1
 RECORD_FILE = "bench.json"
-TIERS = ("op", "module", "e2e")
+TIERS = ("module", "e2e")
 BASELINE, RL_KERNEL = "baseline", "rl_kernel"
 SIDES = (BASELINE, RL_KERNEL)
 
@@ -54,10 +54,10 @@ METRICS: dict[str, tuple[str, str, bool | None]] = {
 
 @dataclass(frozen=True)
 class Repeat:
-    """One run of one side, or one round of the contenders of an operator.
+    """One run of one side.
 
     `order`: its place among all runs of the benchmark, from 0. `steps`: {metric: value} a step, the warm-up first;
-    a metric that a step did not report is not in it. `config`: what the run was resolved to, {} for operators.
+    a metric that a step did not report is not in it. `config`: what the run was resolved to.
     `fallbacks`: {operator: calls that ran no kernel}, all steps together. `finished`: every step asked for is there.
     """
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from vime.bench import record as records
 from vime.bench.compare import EXCEPTED, Pair, cautions, flatten, in_order, pairs_of, refuse_unlike
-from vime.bench.operators import OPERATORS_FILE, has_operators, operator_lines, read_operators
+from vime.bench.operator_tables import operator_lines
+from vime.bench.operators import OPERATORS_FILE, has_operators, read_operators
 from vime.bench.pictures import Picture, draw_pictures
 from vime.bench.record import BASELINE, RL_KERNEL, Record, Repeat
 from vime.bench.statistics import LEVEL, MIN_PAIRS, MIN_STEPS
@@ -114,9 +115,11 @@ def _lines(found: Sequence[Findings], benched: Sequence[str]) -> Iterator[str]:
 def _how_to_read() -> Iterator[str]:
     level = f"{100 * LEVEL:.0f} %"
     yield (
-        f"**Difference** is {RL_KERNEL} less {BASELINE}, of means after the warm-up: in percent of {BASELINE} for "
-        "times, speeds and memory (geometric means of the pairs), in the metric's unit otherwise. Repeat i of a side "
-        "pairs with repeat i of the other, step k with step k. **±** is the standard deviation of the repeats' means."
+        f"**Difference** is {RL_KERNEL} less {BASELINE}, of means over the steps after the warm-up (a speed: all "
+        "tokens by all seconds; memory: the highest peak of all steps). Times, speeds and memory are averaged over "
+        f"repeats geometrically and compared in percent of {BASELINE}, other metrics in their unit. Repeat i of a side "
+        "pairs with repeat i of the other; a step that one of them did not report counts in neither. **±** is the "
+        "standard deviation of the repeats' means."
     )
     yield ""
     yield (
@@ -137,7 +140,7 @@ def _part(found: Findings) -> Iterator[str]:
     """One record, from its title to its configuration."""
     record = found.record
     yield from ("", f"### {record.claim}", "")
-    if _is_moe(record.claim, found.pairs[0][0]):
+    if is_moe(record.claim, found.pairs[0][0]):
         yield from (MOE_LIMIT, "")
     yield from _what_ran(found)
     yield from in_short(found.comparisons)
@@ -194,8 +197,8 @@ def _full(record: Record, repeat: Repeat) -> Iterator[str]:
     yield from folded(f"Environment of {repeat.run}", repeat.environment)
 
 
-def _is_moe(claim: str, repeat: Repeat) -> bool:
-    names = ("num_experts", "num_moe_experts")
+def is_moe(claim: str, repeat: Repeat) -> bool:
+    names = ("num_experts", "num_moe_experts", "num_local_experts")  # the last is transformers'
     experts = [value for path, value in flatten(repeat.config) if path.rpartition(".")[2] in names]
     return any(experts) or re.search(r"\b(R3|MoE|experts?)\b", claim, re.IGNORECASE) is not None
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from vime.bench.planning import UNFINISHED, Plan, Planned, flat, resolved
+from slime.tracking.environment import ENVIRONMENT_FILE
+from vime.bench.planning import UNFINISHED, Plan, Planned, flat, refuse_unlike_runs, resolved
 from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_json, read_steps
 from vime.engine.process import SupervisedProcess, tail
 
@@ -45,7 +46,8 @@ def execute(plan: Plan, command: str) -> int:
 
 
 def whats_missing(plan: Plan) -> list[Planned]:
-    """The runs that are not whole, in order. ValueError for whole ones that were made with other flags."""
+    """The runs that are not whole, in order. ValueError for whole ones that were made with other flags, and for runs
+    that could not be compared."""
     missing = []
     for run in plan.all_runs():
         expected = resolved(run)  # of all: wrong flags show before the first run starts
@@ -56,6 +58,8 @@ def whats_missing(plan: Plan) -> list[Planned]:
         if not is_whole(run, plan):
             missing.append(run)
     kept = [run for run in plan.runs if run not in missing]
+    if missing:
+        refuse_unlike_runs(plan, {run.name: read_json(run.run_dir / ENVIRONMENT_FILE) for run in kept})
     if plan.rollouts in missing and kept:
         raise ValueError(
             f"the saved rollouts in {plan.out / 'rollouts'} must be those that {kept[0].run_dir} was trained on, got "

@@ -6,6 +6,7 @@ share its start, its machine and the samples its policy drew, and step k depends
 make any two runs "differ".
 
 Legend: P pairs of repeats, S steps of a repeat after warm-up. A value that a step did not report is NaN, never 0.
+Weights are how much of a mean a step is: a speed's are times, so that its mean is all tokens by all seconds.
 """
 
 from __future__ import annotations
@@ -24,22 +25,28 @@ MIN_STEPS = 20
 """Paired steps a pair, below which an interval over steps is not given: its error could not be estimated."""
 PERCENTILES = {50: 3, 90: 10, 99: 100}
 """pNN -> the steps from which on it is given: one of them lies beyond it on average (p50: one each side)."""
-OVER_REPEATS, OVER_STEPS = "repeats", "steps"
+OVER_REPEATS, OVER_STEPS, OVER_ROUNDS = "repeats", "steps", "rounds"
+
+Sides = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One metric of one side. `repeats`: the mean of each; `spread`: their standard deviation, None of one."""
+    """One metric of one side. `repeats`: the mean of each; `spread`: their standard deviation, None of one.
+
+    `geometric`: how repeats are averaged, as the relative difference of two sides does, so that it is that of `mean`s.
+    """
 
     steps: int
     repeats: tuple[float, ...]
     spread: float | None
     percentiles: dict[int, float]
+    geometric: bool = False
 
     @property
     def mean(self) -> float:
         """Every repeat weighs the same."""
-        return float(np.mean(self.repeats))
+        return float(np.exp(np.mean(np.log(self.repeats))) if self.geometric else np.mean(self.repeats))
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Difference:
     """Second side less the first. `relative`: as a share of the first (0.03 is 3 % more), else in the metric's unit.
 
     `pairs`: of each pair, `steps` the steps in all of them. `low`, `high`: the interval at LEVEL, None where there is
-    too little for one; `over` says what it was taken over.
+    too little for one; `over` says what it was taken over. Over rounds `value` is a median, else a mean.
     """
 
     relative: bool
@@ -68,14 +75,17 @@ class Difference:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
-def summarise(repeats: Sequence[np.ndarray]) -> Summary | None:
+def summarise(
+    repeats: Sequence[np.ndarray], weights: Sequence[np.ndarray] | None = None, *, geometric: bool = False
+) -> Summary | None:
     """Of each repeat's values [S]; None when none of them is a number. Percentiles are of all steps together."""
-    finite = [values[np.isfinite(values)] for values in repeats]
-    finite = [values for values in finite if len(values)]
-    if not finite:
+    weights = [np.ones(len(values)) for values in repeats] if weights is None else weights
+    known = [np.isfinite(values) & np.isfinite(w) for values, w in zip(repeats, weights, strict=True)]
+    kept = [(values[k], w[k]) for values, w, k in zip(repeats, weights, known, strict=True) if k.any()]
+    if not kept:
         return None
-    steps = np.concatenate(finite)
-    means = np.array([values.mean() for values in finite])
+    steps = np.concatenate([values for values, _ in kept])
+    means = np.array([np.average(values, weights=w) for values, w in kept])
     return Summary(
         steps=len(steps),
         repeats=tuple(map(float, means)),
@@ -83,10 +93,13 @@ def summarise(repeats: Sequence[np.ndarray]) -> Summary | None:
         percentiles={
             p: float(np.percentile(steps, p)) for p, least in PERCENTILES.items() if len(steps) >= least
         },
+        geometric=geometric,
     )
 
 
-def paired_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, relative: bool) -> Difference | None:
+def paired_difference(
+    pairs: Sequence[Sides], weights: Sequence[Sides] | None = None, *, relative: bool
+) -> Difference | None:
     """The difference of P pairs of [S] values; None when no step of a pair was reported by both sides.
 
     Step k pairs with step k; one that a side did not report is left out of both. Of at least MIN_PAIRS pairs the
@@ -94,7 +107,10 @@ def paired_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, relativ
     it is over their steps (`block_error`): it holds for these runs only, as how much two runs of one side differ was
     not measured. With `relative`, differences are logs of the ratio of means, and values must be positive.
     """
-    kept = [both for pair in pairs if len((both := _reported_by_both(*pair))[0])]
+    if weights is None:
+        weights = [(np.ones(len(first)), np.ones(len(second))) for first, second in pairs]
+    found = [_reported_by_both(pair, of_pair) for pair, of_pair in zip(pairs, weights, strict=True)]
+    kept = [both for both in found if len(both[0])]
     if not kept:
         return None
     means = np.array([[side.mean() for side in pair] for pair in kept])  # [P, 2]
@@ -105,8 +121,8 @@ def paired_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, relativ
     elif all(np.array_equal(first, second) for first, second in kept):
         half = 0.0  # nothing to estimate: every step is equal
     elif min(len(first) for first, _ in kept) >= MIN_STEPS:
-        found = [block_error(_step_differences(*pair, relative=relative)) for pair in kept]
-        errors, freedoms = np.array(found).T
+        estimates = [block_error(_step_differences(*pair, relative=relative)) for pair in kept]
+        errors, freedoms = np.array(estimates).T
         half = _half_width(float(np.sqrt((errors**2).sum())) / len(kept), float(freedoms.sum()))
 
     def told(x: float) -> float:
@@ -123,10 +139,62 @@ def paired_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, relativ
     )
 
 
-def _reported_by_both(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    steps = min(len(first), len(second))
-    both = np.isfinite(first[:steps]) & np.isfinite(second[:steps])
-    return first[:steps][both], second[:steps][both]
+def median_ratio(first: np.ndarray, second: np.ndarray) -> Difference | None:
+    """The median over rounds of `second` / `first` ([R] times of two that take turns), less 1; None without a round.
+
+    Round k of one pairs with round k of the other: clocks and heat are those of both. The interval is the sign test's,
+    between two of the sorted ratios (`sign_rank`): it supposes no shape, so a call that was held up once moves it by
+    one rank at most. It holds for this process: another start may be given other memory and other clocks.
+    """
+    rounds = min(len(first), len(second))
+    if rounds == 0:
+        return None
+    ratios = np.sort(second[:rounds] / first[:rounds])
+    rank = sign_rank(rounds)
+    return Difference(
+        relative=True,
+        value=float(np.median(ratios)) - 1,
+        pairs=tuple(float(ratio) - 1 for ratio in second[:rounds] / first[:rounds]),
+        steps=rounds,
+        low=None if rank is None else float(ratios[rank - 1]) - 1,
+        high=None if rank is None else float(ratios[-rank]) - 1,
+        over=OVER_ROUNDS,
+    )
+
+
+@cache
+def sign_rank(rounds: int) -> int | None:
+    """The largest k for which the k-th smallest and the k-th largest of so many values hold their median with LEVEL.
+
+    The median lies below the k-th smallest when fewer than k values fall below it: P(Binomial(R, 1/2) < k). None under
+    6 values, whose least and largest do not hold it so surely.
+    """
+    below, rank = 0.0, None
+    for k in range(1, rounds // 2 + 1):
+        below += math.comb(rounds, k - 1) / 2**rounds
+        if 2 * below > 1 - LEVEL:
+            break
+        rank = k
+    return rank
+
+
+def _reported_by_both(pair: Sides, weights: Sides) -> Sides:
+    """[S] of each side for the steps that both have, put so that their plain means are the weighted means.
+
+    A weighted mean is one of two means; the values vary as its linear part does, which is what errors are taken from.
+    """
+    steps = min(map(len, pair))
+    cut = [(values[:steps], w[:steps]) for values, w in zip(pair, weights, strict=True)]
+    both = np.logical_and.reduce([np.isfinite(values) & np.isfinite(w) for values, w in cut])
+    first, second = (_weighted(values[both], w[both]) for values, w in cut)
+    return first, second
+
+
+def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    if len(values) == 0 or (weights == weights[0]).all():
+        return values
+    mean = np.average(values, weights=weights)
+    return mean + (values - mean) * weights / weights.mean()
 
 
 def _step_differences(first: np.ndarray, second: np.ndarray, *, relative: bool) -> np.ndarray:

@@ -55,7 +55,7 @@ def verdicts(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
         if members:
             yield from ("", f"#### {title}", "")
             yield from _table(members)
-            if title == "Time" and record.tier != "op":
+            if title == "Time":
                 yield from ("", HEAD_NOTE)
                 if small := [c.metric.label for c in found if c.small]:
                     yield from (
@@ -68,11 +68,10 @@ def verdicts(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
     for c in single:
         ((side, summary),) = ((side, summary) for side, summary in c.sides.items() if summary is not None)
         yield f"- {_label(c)}: {side} {_value(c, summary)}; {c.missing[0]} did not record it"
-    if record.tier != "op":
-        recorded = {c.metric.name for c in found}
-        absent = [f"`{name}`" for name in METRICS if name not in recorded]
-        if absent:
-            yield from ("", f"Recorded by neither side: {', '.join(absent)}.")
+    recorded = {c.metric.name for c in found}
+    absent = [f"`{name}`" for name in METRICS if name not in recorded]
+    if absent:
+        yield from ("", f"Recorded by neither side: {', '.join(absent)}.")
 
 
 def _groups(both: Sequence[Comparison]) -> dict[str, list[Comparison]]:
@@ -136,13 +135,8 @@ def _value(c: Comparison, summary: Summary | None) -> str:
 
 
 def percentiles(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
-    """Of the step time, and of an operator's times; a percentile that so few steps cannot have is said to be none."""
-    wanted = [
-        c
-        for c in found
-        if not c.missing
-        and (c.metric.name in PERCENTILES_OF or (record.tier == "op" and c.metric.unit in TIMES))
-    ]
+    """Of the step time; a percentile that so few steps cannot have is said to be none."""
+    wanted = [c for c in found if not c.missing and c.metric.name in PERCENTILES_OF]
     if not wanted:
         return
     least = ", ".join(f"p{p} from {steps}" for p, steps in PERCENTILES.items())

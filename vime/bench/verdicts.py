@@ -17,25 +17,17 @@ PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time"
 """The head's log-probs are in the forward of one path and in the loss of the other: only their sum is like and like."""
 DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
 
+SPEED_OVER = {
+    "perf/step_tokens_per_sec": "perf/step_time",
+    "perf/step_tokens_per_gpu_per_sec": "perf/step_time",
+    "perf/tokens_per_gpu_per_sec": "perf/rollout_time",
+    "perf/actor_train_tok_per_s": "perf/actor_train_time",
+}
+"""A speed -> the time it was measured over. Its mean is all tokens by all seconds: a step weighs as its time does."""
+
 PEAK = "_peak_gib"
 SMALL = 0.01
-TIMES, SPEEDS, SIZES = ("s", "ms", "us"), ("tokens/s", "GB/s", "TFLOP/s"), ("GiB", "MiB", "bytes")
-# a metric that METRICS does not name -> its unit and whether more is better, by how its name ends
-ENDINGS: tuple[tuple[str, str, bool], ...] = (
-    ("_us", "us", False),
-    ("_ms", "ms", False),
-    ("/ms", "ms", False),
-    ("_s", "s", False),
-    ("_time", "s", False),
-    ("_gib", "GiB", False),
-    ("_mib", "MiB", False),
-    ("_bytes", "bytes", False),
-    ("tok_per_s", "tokens/s", True),
-    ("tokens_per_sec", "tokens/s", True),
-    ("tokens_per_s", "tokens/s", True),
-    ("_gbs", "GB/s", True),
-    ("tflops", "TFLOP/s", True),
-)
+TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
 
 
 @dataclass(frozen=True)
@@ -66,9 +58,7 @@ def metric_of(name: str) -> Metric:
     if name in known:
         return Metric(name, *known[name])
     label = name.removeprefix("perf/").replace("_", " ")
-    found = [(unit, better) for ending, unit, better in ENDINGS if name.endswith(ending)]
-    unit, better = max(found, key=lambda each: len(each[0])) if found else ("", None)
-    return Metric(name, label, unit, better)
+    return Metric(name, label, "s", False)  # of TIME_METRICS
 
 
 def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
@@ -84,6 +74,12 @@ def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
     return np.array([step.get(name, np.nan) for step in steps], dtype=np.float64)
 
 
+def weights_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
+    """[S], like `values_of`: what share of the metric's mean a step is; NaN where that is not known."""
+    values = values_of(repeat, name, warm_up)
+    return values_of(repeat, SPEED_OVER[name], warm_up) if name in SPEED_OVER else np.ones(len(values))
+
+
 def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     """Every metric that a step of either side reported: those of METRICS in its order, then the others by name.
 
@@ -97,8 +93,7 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     order = list(METRICS)
     after = order.index(PASS_PARTS[-1]) + 1
     order = [*order[:after], *DERIVED, *order[after:], *TIME_METRICS]
-    others = sorted(reported - set(order)) if record.tier == "op" else []
-    names = [name for name in dict.fromkeys([*order, *others]) if name in reported]
+    names = [name for name in dict.fromkeys(order) if name in reported]
     found = [_compare(record, pairs, name) for name in names]
     found = [
         c for c in found if len(c.missing) < len(SIDES)
@@ -118,13 +113,17 @@ def _is_small(c: Comparison, step: Comparison) -> bool:
 
 def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:
     metric = metric_of(name)
-    values = [tuple(values_of(repeat, name, record.warm_up) for repeat in pair) for pair in pairs]
-    sides = {side: summarise([pair[i] for pair in values]) for i, side in enumerate(SIDES)}
+    values, weights = (
+        [(of(a, name, record.warm_up), of(b, name, record.warm_up)) for a, b in pairs]
+        for of in (values_of, weights_of)
+    )
     flat = np.concatenate([side for pair in values for side in pair])
     relative = metric.unit in (*TIMES, *SPEEDS, *SIZES) and bool((flat[np.isfinite(flat)] > 0).all())
-    difference = None
-    if all(sides.values()):
-        difference = paired_difference([(a, b) for a, b in values], relative=relative)
+    sides = {
+        side: summarise([pair[i] for pair in values], [pair[i] for pair in weights], geometric=relative)
+        for i, side in enumerate(SIDES)
+    }
+    difference = paired_difference(values, weights, relative=relative) if all(sides.values()) else None
     if difference is not None and not relative and _copies(difference):
         difference = replace(difference, low=None, high=None)
     return Comparison(metric, sides, difference, len(flat) // 2)

@@ -1,0 +1,23 @@
+"""Runs of `python -m rl_kernel.bench` on tiny shapes of the CPU, as tests want their results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_kernel import bench
+
+
+def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    out = tmp_path / "result.json"
+    assert bench.main([*arguments, "--device", "cpu", "--out", str(out)]) == 0
+    return json.loads(
+        out.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not standard JSON")
+    )
+
+
+def rows_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in result["rows"]}

@@ -1,0 +1,178 @@
+"""docs/benchmarks.md: that it is what the measured files say, and that it says what a reader must know."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_cases import full_steps
+
+from vime.bench import published, report
+from vime.bench.published import COMMAND, IMAGES, PAGE, RESULTS, ROOT, page, read_results, stale, write
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A root with the measured files alone."""
+    shutil.copytree(ROOT / RESULTS, tmp_path / RESULTS)
+    return tmp_path
+
+
+def commands_of(content: Any) -> Iterator[str]:
+    if isinstance(content, dict):
+        yield from [content["command"]] if "command" in content else content.get("commands", [])
+    for part in (
+        content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    ):
+        yield from commands_of(part)
+
+
+def test_the_page_is_what_the_files_say():
+    found = stale(ROOT, read_results(ROOT))
+    assert not found, f"{'; '.join(found)}: run {COMMAND}"
+
+
+def test_a_reader_learns_in_the_first_screen_what_is_fast_what_is_missed_and_where():
+    screen = "\n".join((ROOT / PAGE).read_text().splitlines()[:14])
+    assert "Measured on **NVIDIA H200** (driver 580.159.04)." in screen
+    assert "- **Fast** `linear_token_loss 1.5GiB bf16 main_grad`" in screen
+    assert "0.50 to 0.69 of the time and 0.07 to 0.31 of the memory of native" in screen
+    assert "- **Slower than others**" in screen and "to liger grpo:" in screen
+    assert "- **Targets of operators** 151 met, **57 missed**" in screen
+    assert "1 missed**: rollout / raw vLLM, 256 requests 0.768 x (at least 0.9, missed by 15%)" in screen
+    assert "- **In no file** weights to engines, disaggregated" in screen
+
+
+def test_every_file_stands_with_its_commands():
+    text = (ROOT / PAGE).read_text()
+    files = sorted((ROOT / RESULTS).glob("*.json"))
+    assert len(files) >= 10
+    for file in files:
+        found = list(commands_of(json.loads(file.read_text())))
+        assert found, f"{file.name} must say the command that made it"
+        assert f"File: [{RESULTS / file.name}](../{RESULTS / file.name})" in text
+        assert [command for command in found if command not in text] == []
+
+
+def test_claims_of_the_tiers_stand_apart():
+    text = (ROOT / PAGE).read_text()
+    operators = text[text.index("## Operators") : text.index("## A trainer alone")]
+    alone = text[text.index("## A trainer alone") : text.index("## Full steps")]
+    assert "Nothing here says how much faster a training step is." in operators
+    assert "training_qwen3_4b" not in operators and "| `linear_logp`" not in alone
+    assert "![Q4B-16k: time of a call](images/operators-h200-Q4B-16k.png)" in operators
+    assert "there is **no interval**" in operators, "the file was measured before calls were kept"
+
+
+def test_a_changed_number_makes_page_and_picture_stale(copy: Path):
+    assert len(stale(copy, read_results(copy))) == 2
+    write(copy, read_results(copy))
+    assert stale(copy, read_results(copy)) == []
+    assert (copy / PAGE).read_text() == (ROOT / PAGE).read_text()
+
+    file = copy / RESULTS / "operators_h200.json"
+    content = json.loads(file.read_text())
+    row = next(row for row in content["linear"][4]["rows"] if row["name"] == "native")
+    row["ms"] |= {"median": 50.0, "min": 49.0, "max": 51.0}
+    file.write_text(json.dumps(content))
+    picture = IMAGES / "operators-h200-Q4B-16k.png"
+    assert stale(copy, read_results(copy)) == [
+        f"{PAGE} is not what {RESULTS} say",
+        f"{picture} was not drawn from its file as it is",
+    ]
+    write(copy, read_results(copy))
+    assert stale(copy, read_results(copy)) == []
+    (copy / picture).unlink()
+    assert stale(copy, read_results(copy)) == [f"{picture} was not drawn from its file as it is"]
+
+
+def test_a_missed_figure_is_said_first(copy: Path):
+    file = copy / RESULTS / "offload_qwen3_4b_h200.json"
+    content = json.loads(file.read_text())
+    content["figures"]["offload_s"] = 9.0
+    file.write_text(json.dumps(content))
+    lines = page(read_results(copy)).splitlines()
+    told = next(line for line in lines if line.startswith("- **Targets of runs**"))
+    assert (
+        "8 met, **2 missed**" in told
+        and "trainer's state out and back 9 s (at most 6, missed by 50%)" in told
+    )
+    table = [line for line in lines if line.startswith("| ") and "[offload" in line]
+    assert "**missed by 50%**" in table[0]
+    assert lines.index(table[0]) < next(
+        i for i, line in enumerate(lines) if line.endswith("colocated_qwen3_4b_h200.json) |")
+    )
+
+
+def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
+    folder = tmp_path / RESULTS / "grpo_both_sides"
+    folder.mkdir(parents=True)
+    record = full_steps(repeats=3, steps=6)
+    record.write(folder)
+    text = page(read_results(tmp_path))
+    assert (
+        "## Full steps\n\nWhole steps: rollout, training and weight transfer.\n\n### grpo both sides" in text
+    )
+    assert record.command in text and "95 % interval" in text
+    assert f"- **{record.claim}** (e2e): [below](#full-steps)" in text
+    assert "baseline against rl_kernel in: a trainer alone. What" in text and "#### Fallbacks" in text
+    assert "report.md" not in text
+    report.main([str(folder)])
+    assert f"with pictures: [report](../{RESULTS}/grpo_both_sides/report/report.md)" in page(
+        read_results(tmp_path)
+    )
+
+
+def test_a_file_of_no_known_kind_is_told_in_full(tmp_path: Path):
+    (tmp_path / RESULTS).mkdir(parents=True)
+    content = {
+        "what": "Some speed",
+        "command": "make fast",
+        "date": "2026-11-22",
+        "commit": "abc",
+        "parts": [{"name": "first", "tokens_per_s": 7.0}, {"command": "make faster", "tokens_per_s": 8.5}],
+        "seconds": [1.0, 2.5],
+    }
+    (tmp_path / RESULTS / "new_b200.json").write_text(json.dumps(content))
+    text = page(read_results(tmp_path))
+    assert "## Others" in text and "### new b200\n\nSome speed." in text
+    assert "- **Hardware** not noted" in text and "- **Commit** abc" in text
+    assert "**first**\n\n- tokens per s: 7 tokens/s" in text and "**parts 2 of 2**" in text
+    assert (
+        "```bash\nmake faster\n```\n\n- tokens per s: 8.5 tokens/s" in text and "- seconds: 1, 2.5 s" in text
+    )
+    assert "In no file" in text and "Fast" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "{", r"benchmarks/results/a\.json must be JSON"),
+        ("a.json", "[1]", r"benchmarks/results/a\.json must hold a JSON object, got list"),
+        ("a.json", '{"figures": {"speed": 1}}', r"figures of a\.json must be of .* got speed"),
+        ("a.json", '{"linear": [], "elementwise": null}', r"benchmarks/results/a\.json must be of schema 1"),
+        ("a/bench.json", '{"schema": 0}', "bench.json must be of schema 1"),
+    ],
+)
+def test_what_is_no_result_is_named(tmp_path: Path, name: str, text: str, message: str):
+    path = tmp_path / RESULTS / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        page(read_results(tmp_path))
+
+
+def test_the_command_checks_and_writes(copy: Path, monkeypatch, capsys):
+    monkeypatch.setattr(published, "ROOT", copy)
+    assert published.main(["--check"]) == 1
+    assert f"run {COMMAND}" in capsys.readouterr().out
+    assert published.main([]) == 0
+    assert capsys.readouterr().out.split() == [str(PAGE), str(IMAGES / "operators-h200-Q4B-16k.png")]
+    assert published.main(["--check"]) == 0
+    (copy / RESULTS / "broken.json").write_text("{")
+    assert published.main([]) == 2
+    assert "broken.json must be JSON" in capsys.readouterr().err
