@@ -97,6 +97,8 @@ def needs_old_log_probs(config: Any) -> bool:
         or config.advantage_estimator == "gspo"
         or config.loss_type != "policy_loss"
         or config.custom_advantage_function_path is not None
+        # that pass chooses the experts; those of the engine are there without it
+        or (config.use_routing_replay and not config.use_rollout_routing_replay)
     )
 
 

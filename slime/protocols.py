@@ -18,7 +18,8 @@ class GenerateResult:
 
     `weight_versions` are the versions live when the request entered and left the engine (one entry when equal).
     `queue_s` is how long it waited in the engine before that first computed, `decode_tokens_per_s` its speed after the
-    first token; None where the engine does not say.
+    first token; None where the engine does not say. `routed_experts`, where asked for: the experts that each token
+    was sent to, as an unsigned integer array [tokens, layers, experts of a token].
     """
 
     token_ids: list[int]
@@ -30,6 +31,7 @@ class GenerateResult:
     cached_tokens: int = 0
     queue_s: float | None = None
     decode_tokens_per_s: float | None = None
+    routed_experts: Any = None
 
 
 class RolloutEngine(Protocol):
@@ -42,8 +44,12 @@ class RolloutEngine(Protocol):
         *,
         seed: int,
         deadline_s: float,
+        experts_from: int | None = None,
     ) -> GenerateResult:
         """Sample one completion; retry transient faults until `deadline_s` seconds have passed, then TimeoutError.
+
+        `experts_from`: `routed_experts` shall hold the tokens from that place on, prompt included, up to the last but
+        one (the last was never fed back). None: it stays None.
 
         `sampling_params` uses slime's names: temperature, top_p, top_k, max_new_tokens, min_new_tokens, stop,
         stop_token_ids, skip_special_tokens. A prompt the engine refuses raises ValueError at once.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import dataclasses
 import enum
 import math
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Sample:
     `tokens` is prompt + response, int token ids. `loss_mask` and `rollout_log_probs` have one entry per
     response token; `rollout_log_probs` are nats of the temperature-scaled distribution the engine sampled from.
     `weight_versions` are the versions of the weights that produced the response, oldest first.
+    `rollout_routed_experts`: which experts the engine sent each token but the last to, an unsigned integer array
+    [len(tokens) - 1, layers, experts of a token]; with --use-rollout-routing-replay.
     Field names are those that existing slime hooks read and write.
     """
 
@@ -58,7 +63,7 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
-    rollout_routed_experts: Any = None
+    rollout_routed_experts: np.ndarray | None = field(default=None, compare=False)
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
     status: Status = Status.PENDING
@@ -75,6 +80,14 @@ class Sample:
         """Plain values only (the status by name), so that a record can be saved as JSON or by torch."""
         out = {f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)}
         out["status"] = self.status.value
+        rows = self.rollout_routed_experts
+        if rows is not None:
+            text = base64.b64encode(np.ascontiguousarray(rows).tobytes()).decode()
+            out["rollout_routed_experts"] = {
+                "dtype": rows.dtype.name,
+                "shape": list(rows.shape),
+                "base64": text,
+            }
         return out
 
     @classmethod
@@ -83,6 +96,10 @@ class Sample:
         data = dict(data)
         if not isinstance(data.get("status", cls.Status.PENDING), cls.Status):
             data["status"] = cls.Status(data["status"])
+        rows = data.get("rollout_routed_experts")
+        if isinstance(rows, dict):
+            flat = np.frombuffer(base64.b64decode(rows["base64"]), rows["dtype"])
+            data["rollout_routed_experts"] = flat.reshape(rows["shape"])
         return cls(**data)
 
     def get_reward_value(self, args: Any) -> float:
@@ -128,11 +145,12 @@ class Sample:
         self.response_length += len(token_ids)
         self.response += text
 
-    def check(self, *, require_log_probs: bool = True) -> None:
+    def check(self, *, require_log_probs: bool = True, require_experts: bool = False) -> None:
         """Run once at the border from rollout to trainer.
 
         Raises ValueError naming group and sample when lengths disagree, a log-prob is missing or not finite,
-        or nothing is left to train on although the sample is not marked `remove_sample`.
+        or nothing is left to train on although the sample is not marked `remove_sample`. `require_experts`: the
+        experts of each token but the last must be there; slime.data.routed_experts compares them with the model.
         """
         who = f"sample {self.index} of group {self.group_index}"
         if not 0 < self.response_length < len(self.tokens):
@@ -150,6 +168,13 @@ class Sample:
                 raise ValueError(
                     f"loss_mask must not be empty, got all zeros for {who}; set remove_sample to drop it"
                 )
+        rows = self.rollout_routed_experts
+        if require_experts and (rows is None or len(rows) != len(self.tokens) - 1):
+            got = "none" if rows is None else len(rows)
+            raise ValueError(
+                f"rollout_routed_experts must have one row per token but the last, got {got} for "
+                f"{len(self.tokens)} tokens of {who}; a generate function must fill it for what it appends"
+            )
         if not require_log_probs:
             return
         if self.rollout_log_probs is None or len(self.rollout_log_probs) != self.response_length:

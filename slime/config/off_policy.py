@@ -25,6 +25,12 @@ class OffPolicyConfig:
     get_mismatch_metrics: bool = flag(False, "report importance-weight metrics without applying them")
     use_opsm: bool = flag(False, "drop negative samples whose sequence KL exceeds --opsm-delta")
     opsm_delta: float = flag(1e-4, "threshold of --use-opsm")
+    use_routing_replay: bool = flag(
+        False, "train with the experts that the pass for old log-probs chose; models with experts"
+    )
+    use_rollout_routing_replay: bool = flag(
+        False, "train with the experts that the engine chose while it sampled; models with experts"
+    )
 
 
 def check_off_policy(c: Any) -> None:
@@ -51,3 +57,38 @@ def check_off_policy(c: Any) -> None:
         )
     if c.tis_clip_low > c.tis_clip:
         raise ValueError(f"--tis-clip-low must be at most --tis-clip, got {c.tis_clip_low} and {c.tis_clip}")
+
+
+def check_routing_replay(c: Any) -> None:
+    """Somebody has chosen experts before the training pass, and that pass can be told of them layer by layer."""
+    if (flag_ := _replays(c)) is None:
+        return
+    if c.loss_type == "sft_loss":
+        raise ValueError(
+            f"{flag_} must be left out with --loss-type sft_loss, got both; nobody chose experts before"
+        )
+    if not c.use_rollout_routing_replay and c.use_rollout_logprobs:
+        raise ValueError(
+            "--use-routing-replay must not be combined with --use-rollout-logprobs, got both; no pass for "
+            "old log-probs runs that could choose experts: use --use-rollout-routing-replay"
+        )
+    overrides = c.megatron.overrides
+    if overrides.get("recompute_granularity") == "selective" and "moe" in (
+        overrides.get("recompute_modules") or []
+    ):
+        raise ValueError(
+            f"--recompute-modules must not name moe with {flag_}, got it; what is computed again would not know its "
+            "micro-batch: use --recompute-granularity full"
+        )
+
+
+def check_replayed_model(c: Any, experts: int) -> None:
+    """There are experts to choose from."""
+    if (flag_ := _replays(c)) is not None and not experts:
+        raise ValueError(f"{flag_} must be left out for a dense model, got it; no layer of it has experts")
+
+
+def _replays(c: Any) -> str | None:
+    if c.use_rollout_routing_replay:
+        return "--use-rollout-routing-replay"
+    return "--use-routing-replay" if c.use_routing_replay else None

@@ -14,7 +14,6 @@ from slime.config.fields import FlagSpec, spelled
 _CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
 _LATENT = "latent-attention models are not supported yet"
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
-_REPLAY = "the trainer's router decides for itself; routing replay is not supported yet"
 _PIPELINE = "each rank has one stage of the pipeline; interleaved stages are not supported yet"
 _PIPELINE_LAYOUT = "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
@@ -89,8 +88,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "num_critic_only_steps": Unsupported(0, _CRITIC),
     "reset_optimizer_states": Unsupported(False, "the optimizer keeps its states"),
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
-    "use_routing_replay": Unsupported(False, _REPLAY),
-    "use_rollout_routing_replay": Unsupported(False, _REPLAY),
     "use_opd": Unsupported(False, _OPD),
     "opd_type": Unsupported(None, _OPD),
     "opd_kl_coef": Unsupported(1.0, _OPD),

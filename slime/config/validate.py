@@ -17,9 +17,9 @@ from slime.config.fields import spelled
 from slime.config.kernels import check_kernels
 from slime.config.megatron_rules import check_local_layers
 from slime.config.model_args import check_model_args
-from slime.config.off_policy import check_off_policy
+from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
 from slime.config.schema import Config, own_flags
-from slime.hf_config import check_checkpoint_shapes, check_experts, read_hf_config
+from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
 from slime.hooks import load_function
 
 POSITIVE = (
@@ -315,6 +315,7 @@ def _checkpoint(c: Config) -> None:
     check_experts(hf_config)
     check_checkpoint_shapes(c.hf_checkpoint, hf_config)
     check_model_args(c.model_args, hf_config)
+    check_replayed_model(c, expert_count(hf_config))
     c.megatron.layers_of_stages(hf_config["num_hidden_layers"])
     check_expert_flags(c, hf_config)
     largest, vocabulary = largest_token_id(c.hf_checkpoint), hf_config.get("vocab_size")
@@ -343,6 +344,7 @@ RULES = (
     check_group_size,
     check_kl,
     check_off_policy,
+    check_routing_replay,
     check_kernels,
     _rewards,
     _intervals,

@@ -16,23 +16,26 @@ from slime.types import TrainData
 
 @dataclass(frozen=True)
 class PackedColumn:
-    """1-D tensors of one dtype, one after the other in `values`, with the length of each."""
+    """Tensors of one dtype and of one shape but for their lengths, one after the other in `values`."""
 
     values: np.ndarray
     lengths: list[int]
 
 
 def pack_columns(data: TrainData) -> TrainData:
-    """Every column that is a list of 1-D host tensors of one dtype becomes a PackedColumn; the rest stays."""
+    """Every column that is a list of host tensors of one dtype, and of one shape but for the first size, becomes a
+    PackedColumn; the rest stays."""
     return {name: _packed(column) for name, column in data.items()}
 
 
 def _packed(column: Any) -> Any:
     if not isinstance(column, list) or not column:
         return column
-    if not all(isinstance(x, torch.Tensor) and x.dim() == 1 and x.device.type == "cpu" for x in column):
+    if not all(isinstance(x, torch.Tensor) and x.dim() >= 1 and x.device.type == "cpu" for x in column):
         return column
-    if len({x.dtype for x in column}) > 1 or column[0].dtype == torch.bfloat16:  # which numpy does not have
+    if column[0].dtype == torch.bfloat16:  # which numpy does not have
+        return column
+    if len({(x.dtype, x.shape[1:]) for x in column}) > 1:
         return column
     return PackedColumn(torch.cat(column).numpy(), [len(x) for x in column])
 

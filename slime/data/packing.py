@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from slime.data import routed_experts
 from slime.data.token_slice import TokenSlice, token_slice
 from slime.hf_config import expert_count, shared_expert_width, sparse_layers
 from slime.types import TrainData
@@ -193,6 +194,8 @@ class MicroBatch:
     tokens; `mine` [r] int64: their places among all R response tokens, None when r = R.
     `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data; `columns`: the
     per-token columns asked for, each [R].
+    `experts` int16 [P, L, K]: those that the engine sent each of `tokens` to, by layer of the model, see
+    `slime.data.routed_experts`; `routing`: what the trainer makes of it, see `slime.megatron_backend.routing_replay`.
     """
 
     part: TokenSlice
@@ -203,6 +206,8 @@ class MicroBatch:
     sample_of_row: torch.Tensor
     samples: list[int]
     columns: dict[str, torch.Tensor]
+    experts: torch.Tensor | None = None
+    routing: Any = None
 
     def split(self, per_token: torch.Tensor, response_lengths: list[int]) -> list[torch.Tensor]:
         """Cut [R] back into one tensor per sample of the micro-batch."""
@@ -222,8 +227,10 @@ def pack(
     multiple: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
+    experts: bool = False,
 ) -> MicroBatch:
-    """Concatenate samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`."""
+    """Concatenate samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`; with `experts`, also
+    what the engine sent their tokens to."""
     lengths = [len(data["tokens"][i]) for i in samples]
     part = token_slice(lengths, rank=cp_rank, size=cp_size, multiple=multiple)
     packed = torch.cat([data["tokens"][i] for i in samples])
@@ -246,4 +253,5 @@ def pack(
         sample_of_row=sample_of_row.to(device),
         samples=list(samples),
         columns={name: torch.cat([data[name][i] for i in samples]).to(device) for name in columns},
+        experts=routed_experts.packed(data, samples, part).to(device) if experts else None,
     )

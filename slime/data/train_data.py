@@ -13,6 +13,7 @@ import torch
 
 import rl_kernel
 from slime.config.algorithm import CENTRED
+from slime.data import routed_experts
 from slime.data.packing import Schedule, build_dp_schedule
 from slime.hooks import load_function
 from slime.types import Sample, TrainData
@@ -96,7 +97,7 @@ def convert_samples_to_train_data(args: Any, samples: list[Sample]) -> TrainData
         return load_function(path, flag="--custom-convert-samples-to-train-data-path")(args, samples)
     on_policy = args.loss_type != "sft_loss"
     for sample in samples:
-        sample.check(require_log_probs=on_policy)
+        sample.check(require_log_probs=on_policy, require_experts=args.use_rollout_routing_replay)
     raw, rewards = [0.0] * len(samples), [0.0] * len(samples)
     if on_policy:
         raw, rewards = post_process_rewards(args, samples)
@@ -123,6 +124,8 @@ def convert_samples_to_train_data(args: Any, samples: list[Sample]) -> TrainData
         "prompt": [s.prompt for s in samples],
         "metadata": [s.metadata for s in samples],
     }
+    if args.use_rollout_routing_replay:
+        data[routed_experts.COLUMN] = [s.rollout_routed_experts for s in samples]
     for column in ("rollout_log_probs", "teacher_log_probs", "multimodal_train_inputs"):
         values = [getattr(s, column) for s in samples]
         present = sum(value is not None for value in values)
@@ -147,6 +150,9 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
         for column, dtype in _DTYPES.items():
             if column in data:
                 part[column] = [torch.tensor(data[column][i], dtype=dtype) for i in partition]
+        if routed_experts.COLUMN in data:
+            rows = data[routed_experts.COLUMN]
+            part[routed_experts.COLUMN] = [routed_experts.as_tensor(rows[i]) for i in partition]
         for column in _PER_SAMPLE:
             if column in data:
                 part[column] = [data[column][i] for i in partition]
@@ -170,6 +176,8 @@ def make_rank_data(
     """Samples of a rollout -> one dict per data-parallel rank: convert, schedule, split."""
     data = convert_samples_to_train_data(args, samples)
     data.setdefault("total_lengths", [len(tokens) for tokens in data["tokens"]])
+    if args.use_rollout_routing_replay:  # here, as a hook may have made the columns
+        routed_experts.check_column(data, hf_config)
     schedule = build_dp_schedule(
         args, data["total_lengths"], data["rollout_ids"], dp_size, hf_config, data["response_lengths"]
     )

@@ -45,7 +45,8 @@ class PackedLayout(PackedSeqParams):
 
     With `context_group`, the ranks that share the row: where in the rows of all ranks each packed token lies, in
     `gathered` [T], and the keys of every run, one run after the other, in `keys` [K]. All three None where one rank
-    computes the row.
+    computes the row. `routing`: which experts its tokens go to, see `slime.megatron_backend.routing_replay`; None where
+    routers choose.
     """
 
     own: int = 0
@@ -58,6 +59,7 @@ class PackedLayout(PackedSeqParams):
     context_group: Any = None
     gathered: Tensor | None = None
     keys: Tensor | None = None
+    routing: Any = None
 
 
 def packed_layout(part: TokenSlice, device: torch.device | str, context_group: Any = None) -> PackedLayout:

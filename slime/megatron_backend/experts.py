@@ -150,6 +150,10 @@ class Router(TopKRouter):
         """[..., H] -> fp32 logits [..., E]."""
         return RouterLogits.apply(input.flatten(0, -2), self.weight).unflatten(0, input.shape[:-1])
 
+    def replay(self, routing: Any) -> None:
+        """Take `slime.megatron_backend.routing_replay.Routing` of the micro-batch that comes next, or None."""
+        self.router_replay = None if routing is None else routing.of_layer(self.layer_number - 1)
+
     def _apply_expert_bias(self, *unused: Any, **also_unused: Any) -> None: ...
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:

@@ -96,6 +96,12 @@ class Layer(TransformerLayer):
             ):  # the router and every expert read that norm: no one product to hand it to
                 defer(self.pre_mlp_layernorm, self.mlp.linear_fc1)
 
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        """Also what a layer that is computed again in the backward goes through, with the micro-batch it had."""
+        if self.is_moe_layer:
+            self.mlp.router.replay(packed_seq_params.routing)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
 
 def defer(norm: RMSNorm, linear: NormedLinear) -> None:
     """Let `linear` compute `norm`, whose parameters stay where they are."""

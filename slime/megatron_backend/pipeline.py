@@ -77,6 +77,7 @@ def _schedule(
         batch = next(iterator)
         with timers.measure("forward"):
             layout = packed_layout(batch.part, batch.tokens.device, info.cp_group)
+            layout.routing = batch.routing
             output = stage_output(model, batch.tokens, layout)
 
         def loss(output: Tensor) -> tuple[Tensor, int, T]:

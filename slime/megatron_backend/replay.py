@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from slime import operators
-from slime.data.packing import pack
+from slime.data import routed_experts
+from slime.data.packing import MicroBatch, pack
 from slime.megatron_backend.forward import log_probs_of_data
 from slime.megatron_backend.model import build_model
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.routing_replay import Replay
 from slime.megatron_backend.weights import load_weights
 from slime.types import Sample, TrainData
 
@@ -26,26 +28,37 @@ def replay_log_probs(
 ) -> dict[str, list[Tensor]]:
     """For each layout one fp32 tensor [response length] a sample, nats at --rollout-temperature.
 
-    `config` describes one rank; `weights` is an HF directory. A layout names every sample once. Starts and ends the
-    process groups of Megatron in this process.
+    `config` describes one rank; `weights` is an HF directory. With --use-rollout-routing-replay tokens go to the
+    experts that their samples name. A layout names every sample once. Starts and ends the process groups of Megatron in
+    this process.
     """
     data: TrainData = {
         "tokens": [torch.tensor(s.tokens) for s in samples],
         "response_lengths": [s.response_length for s in samples],
     }
+    if config.use_rollout_routing_replay:
+        rows = {routed_experts.COLUMN: [s.rollout_routed_experts for s in samples]}
+        routed_experts.check_column(data | rows, load_hf_config(weights))
+        data |= {name: [routed_experts.as_tensor(x) for x in column] for name, column in rows.items()}
     operators.install(config)
     with tempfile.TemporaryDirectory() as rendezvous:
         info = init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
         try:
             model = build_model(load_hf_config(weights), config, ddp=False)
             load_weights(model, weights)
-            found = {}
+            replay, found = Replay(config, info), {}
+
+            def packed(row: list[int]) -> MicroBatch:
+                batch = pack(data, row, (), device=info.device, experts=replay.from_engine)
+                replay.attach(batch, training=False)
+                return batch
+
             for name, layout in layouts.items():
                 assert sorted(i for row in layout for i in row) == list(range(len(samples))), name
                 values = log_probs_of_data(
                     model,
                     info,
-                    (pack(data, row, (), device=info.device) for row in layout),
+                    (packed(row) for row in layout),
                     len(layout),
                     data["response_lengths"],
                     operators.pass_head(config),

@@ -38,6 +38,7 @@ from slime.megatron_backend.out_of_memory import explained
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.residence import Residence
+from slime.megatron_backend.routing_replay import Replay
 from slime.megatron_backend.weights import export_hf, load_weights, save_hf, start_directory
 from slime.memory_estimate import decide_residence, estimate
 from slime.protocols import TrainResult, WeightUpdate
@@ -92,6 +93,7 @@ class MegatronTrainer:
         self.publisher = Publisher(self._export, self._channel() or files, files, compare=compare)
         self.version = self.start_rollout_id  # of the weights as they are: how many rollouts made them
         self.audit = Audit(config, self.info, self.timers, self.temperature)
+        self.replay = Replay(config, self.info)
         steps = profiled_steps(config.profile_steps)
         self.profiler = StepProfiler(steps, config.run_dir, rank, self.timers, self.info.device)
         self.progress = (0, 0)  # micro-batches trained and to train of the present rollout
@@ -125,6 +127,7 @@ class MegatronTrainer:
         audited: dict[str, float] = {}
         with self.audit.watch(rollout_id, data, audited), self.timers.measure("actor_train"):
             steps = self._optimizer_steps(rollout_id, data)
+        self.replay.forget()
         self._update_reference(rollout_id)
         with self.timers.measure("rollout_metrics"):
             return steps, self._rollout_means(data, steps) | audited
@@ -199,27 +202,35 @@ class MegatronTrainer:
                     data["loss_masks"][i], of_rollout * data["normalisers"][step], dtype=torch.float32
                 )
 
-    def _pack(self, data: TrainData, samples: list[int], columns: tuple[str, ...] = ()) -> MicroBatch:
-        present = [name for name in columns if name in data]
+    def _pack(
+        self, data: TrainData, samples: list[int], columns: tuple[str, ...] = (), *, policy: bool = True
+    ) -> MicroBatch:
+        """A micro-batch of a training pass, with `columns`, or of one for log-probs; of the `policy`, which replays
+        experts, or of a reference, which chooses its own."""
         info = self.info
-        return pack(
+        batch = pack(
             data,
             samples,
-            present,
+            [name for name in columns if name in data],
             device=info.device,
             # sequence parallelism cuts the packed row into equal parts
             multiple=info.tp_size if self.config.sequence_parallel else 1,
             cp_rank=info.cp_rank,
             cp_size=info.cp_size,
+            experts=policy and self.replay.from_engine,
         )
+        if policy:
+            self.replay.attach(batch, training=bool(columns))
+        return batch
 
     def _forward_log_probs(self, model: Any, data: TrainData, prefix: str) -> list[Tensor]:
         """`prefix` tells --custom-megatron-before-log-prob-hook-path which column follows: "ref_" or ""."""
         self._hook("custom_megatron_before_log_prob_hook_path", self.args, [model], prefix)
+        policy = model is self.model
         return log_probs_of_data(
             model,
             self.info,
-            (self._pack(data, samples) for samples in data["micro_batch_indices"]),
+            (self._pack(data, samples, policy=policy) for samples in data["micro_batch_indices"]),
             len(data["micro_batch_indices"]),
             data["response_lengths"],
             operators.pass_head(self.config),
@@ -308,6 +319,7 @@ class MegatronTrainer:
             # in one pass each context-parallel rank has the loss of its own tokens, otherwise the whole
             ranks = self.info.dp_cp_group if self.head == "linear_token_loss" else self.info.dp_group
             metrics = from_last_stage(self.info, reduce_metrics(losses, ranks) if losses else {})
+            metrics |= self.replay.metrics()
         return {
             **metrics,
             "train/grad_norm": float(grad_norm),

@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from slime.data import routed_experts
 from slime.hooks import load_function
 from slime.protocols import GenerateResult
 from slime.rollout.facts import note_sampling
@@ -84,6 +85,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
+    experts = {"experts_from": routed_experts.known(sample)} if args.use_rollout_routing_replay else {}
     session = sample.session_id or f"sample/0/{sample.index}"
     seed = request_seed(args.rollout_seed, session, sample.response_length)
     note_sampling(args, sample, sampling_params)
@@ -97,6 +99,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
                 | {"max_new_tokens": budget},
                 seed=seed,
                 deadline_s=args.rollout_deadline_s,
+                **experts,
             )
         _take(sample, result, state, sampling_params)
     except TimeoutError as error:
@@ -133,6 +136,8 @@ def _token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
 def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: dict[str, Any]) -> None:
     continued = sample.response_length > 0
     sample.append_response_tokens(result.token_ids, result.log_probs, text=result.text)
+    if result.routed_experts is not None:
+        routed_experts.extend(sample, result.routed_experts)
     if continued and result.token_ids:
         # A character may be split between two requests: only the whole response decodes right.
         skip = bool(params.get("skip_special_tokens"))
@@ -174,6 +179,9 @@ async def generate_and_rm(
                 sample.status = Sample.Status.ABORTED
                 return sample
             result = await _generate_one(args, sample, sampling_params, evaluation)
+        if evaluation:  # nobody trains on it, and an evaluation holds all its samples at once
+            for one in result if isinstance(result, list) else [result]:
+                one.rollout_routed_experts = None
         with _blame("--rollout-sample-hook-path", sample):
             result = await apply_rollout_sample_hooks(
                 args, result, rollout_id=rollout_id, evaluation=evaluation

@@ -11,6 +11,9 @@ STEP_KEYS: tuple[str, ...] = get_args(StepKey)
 LOGPROB_DIFF = "train/train_rollout_logprob_abs_diff"
 LOGPROB_DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
 """Largest |trainer's - engine's log-prob| over the trained tokens of a step, nats. Not a slime name."""
+EXPERTS_DIFFER = "train/routed_experts_differ"
+"""With routing replay, the share of pairs of token and layer whose router would have chosen other experts than it was
+given. Not a slime name."""
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:

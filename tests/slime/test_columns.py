@@ -16,7 +16,11 @@ def test_columns_come_back_as_they_were() -> None:
         "rewards": [1.0, 0.0],
         "none": [],
         "mixed": [torch.tensor([1]), torch.tensor([1.5])],
-        "images": [torch.zeros(2, 2)],
+        "images": [torch.zeros(2, 2), torch.zeros(2, 3)],
+        "experts": [
+            torch.arange(12, dtype=torch.uint8).view(3, 2, 2),
+            torch.ones(1, 2, 2, dtype=torch.uint8),
+        ],
         "half": [torch.zeros(3, dtype=torch.bfloat16)],
         "step": 7,
     }
@@ -24,6 +28,7 @@ def test_columns_come_back_as_they_were() -> None:
     assert {name for name, column in packed.items() if isinstance(column, PackedColumn)} == {
         "tokens",
         "rollout_log_probs",
+        "experts",
     }
     found = unpack_columns(pickle.loads(pickle.dumps(packed)))
     assert found.keys() == data.keys()

@@ -41,6 +41,7 @@ def make_args(**flags) -> SimpleNamespace:
         "context_parallel_size": 1,
         "balance_data": False,
         "balance_by_flops": False,
+        "use_rollout_routing_replay": False,
     }
     assert set(flags) <= set(defaults)
     return SimpleNamespace(**{**defaults, **flags})

@@ -6,6 +6,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from slime.types import Sample
@@ -94,6 +95,18 @@ def test_reward_value():
         good().get_reward_value(args)
 
 
+@pytest.mark.parametrize(("rows", "got"), [(None, "none"), (np.zeros((5, 2, 2), np.uint8), "5")])
+def test_experts_of_each_token_but_the_last_where_they_are_needed(rows, got):
+    sample = good(rollout_routed_experts=rows)
+    sample.check()
+    with pytest.raises(
+        ValueError, match=f"one row per token but the last, got {got} for 5 tokens of sample 7"
+    ):
+        sample.check(require_experts=True)
+    sample.rollout_routed_experts = np.zeros((4, 2, 2), np.uint8)
+    sample.check(require_experts=True)
+
+
 def test_dict_round_trip():
     """Through JSON, status by name, without sharing the lists of the record."""
     sample = good(
@@ -106,5 +119,9 @@ def test_dict_round_trip():
     assert sample.tokens == [1, 2, 3, 4, 5]
     assert Sample.from_dict({"status": Sample.Status.FAILED}).status is Sample.Status.FAILED
     assert Sample.from_dict({}) == Sample()
+    rows = np.arange(4 * 2 * 3, dtype=np.uint16).reshape(4, 2, 3) * 11
+    sample.rollout_routed_experts = rows
+    again = Sample.from_dict(json.loads(json.dumps(sample.to_dict()))).rollout_routed_experts
+    assert again.dtype == np.uint16 and (again == rows).all()
     with pytest.raises(TypeError, match="colour"):
         Sample.from_dict({"colour": 1})

@@ -7,12 +7,13 @@ log-prob. Picklable; the HTTP session is made where the first request is.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 
 from slime.protocols import GenerateResult
-from vime.engine import compact_log_probs
+from vime.engine import compact_log_probs, routed_experts
 from vime.engine.middleware import VERSIONS_HEADER
 from vime.engine.server import SERVED_MODEL_NAME
 
@@ -56,7 +57,13 @@ class VllmEngineClient:
         return {**self.__dict__, "_session": None}
 
     async def generate(
-        self, token_ids: list[int], sampling_params: dict[str, Any], *, seed: int, deadline_s: float
+        self,
+        token_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        seed: int,
+        deadline_s: float,
+        experts_from: int | None = None,
     ) -> GenerateResult:
         """Sample one completion of `token_ids`.
 
@@ -67,6 +74,8 @@ class VllmEngineClient:
         is a ValueError with what the engine said.
         """
         body = request_body(token_ids, sampling_params, seed)
+        if experts_from is not None:
+            body[routed_experts.START_FIELD] = experts_from
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         pause_s, last = _FIRST_PAUSE_S, "no attempt"
@@ -129,7 +138,14 @@ class VllmEngineClient:
                     raise _Transient(said)
                 raise ValueError(f"the engine must accept the request, got {said}")
             versions = response.headers[VERSIONS_HEADER]
-            return parse_completion(await response.json(), versions)
+            answer = await response.json()
+        result = parse_completion(answer, versions)
+        start = body.get(routed_experts.START_FIELD)
+        if start is None or not result.token_ids:  # one that was aborted while it waited has nothing
+            return result
+        tokens = len(body["prompt"]) + len(result.token_ids)
+        rows = routed_experts.decode(answer["choices"][0].get("routed_experts"), tokens=tokens, start=start)
+        return replace(result, routed_experts=rows)
 
 
 def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: int) -> dict[str, Any]:

@@ -43,6 +43,7 @@ VLLM_RESERVED = {
     "generation_config": "sampling is set by --rollout-temperature, --rollout-top-p and --rollout-top-k",
     "weight_transfer_config": "weights arrive through --update-weight-transport",
     "trust_remote_code": "use --trust-remote-code",
+    "enable_return_routed_experts": "use --use-rollout-routing-replay",
 }
 ROUTER_RESERVED = {
     "api_key": _KEY,
@@ -278,6 +279,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "vllm_argv": tuple(config.engine.vllm_argv),
         "start_timeout_s": config.engine_start_timeout_s,
         "sleeps": gives_memory(config),
+        "tells_experts": config.use_rollout_routing_replay,
     }
 
 

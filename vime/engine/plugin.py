@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from vime.engine import compact_log_probs
+from vime.engine import compact_log_probs, routed_experts
 from vime.engine.supervise import die_with_parent
 from vime.engine.vllm_versions import register_backend
 
@@ -24,4 +24,6 @@ def register() -> None:
     if SUPERVISED_VARIABLE in os.environ:
         die_with_parent()
         compact_log_probs.install()
+    if routed_experts.VARIABLE in os.environ:
+        routed_experts.install()
     register_backend(BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vime.engine import routed_experts
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.engine.process import Server, ServerSpec
 from vime.engine.vllm_versions import SERVER_MODULE, request_times
@@ -50,6 +51,8 @@ class EngineSpec(ServerSpec):
     index: int = 0
     sleeps: bool = False
     """Whether it must be able to give its device memory away and take it again."""
+    tells_experts: bool = False
+    """Whether its answers must say which experts each token went to."""
 
 
 class EngineServer(Server[EngineSpec]):
@@ -84,6 +87,8 @@ class EngineServer(Server[EngineSpec]):
             argv += _CPU_ARGV
         if spec.sleeps:
             argv += ["--enable-sleep-mode"]
+        if spec.tells_experts:
+            argv += [routed_experts.FLAG]
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
         return [*argv, *spec.vllm_argv]
@@ -101,6 +106,8 @@ class EngineServer(Server[EngineSpec]):
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": spec.host,  # what its processes meet each other at
         }
+        if spec.tells_experts:
+            env[routed_experts.VARIABLE] = "1"
         if spec.device == "cpu":
             env |= {
                 "OMP_NUM_THREADS": str(spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)),

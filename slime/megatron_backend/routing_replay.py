@@ -1,0 +1,147 @@
+"""Routing replay: a trainer's passes send tokens to experts that were chosen before, by the engine while it sampled
+(--use-rollout-routing-replay) or by the trainer's own pass for old log-probs (--use-routing-replay).
+
+    Replay.attach -> MicroBatch.routing -> PackedLayout.routing -> Layer -> Router -> LayerRouting.get_replay_topk
+
+Only the choice is replayed: a token's weights are the router's own probabilities of the given experts, so that gradient
+reaches the router as ever (2510.11370). The record travels with the micro-batch, not with the model: a layer that is
+recomputed in the backward, after other micro-batches went forward, finds the one it had.
+
+Shapes: n rows of this rank (of its sequence-parallel part), L layers of the model, K experts of a token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.data.packing import MicroBatch
+from slime.data.routed_experts import OPEN
+from slime.megatron_backend.parallel import ParallelInfo
+from slime.tracking.metrics import EXPERTS_DIFFER
+
+OwnTopk = Callable[..., tuple[Tensor, Tensor]]
+
+
+class Routing:
+    """Of one micro-batch and pass. `ids` int16 [n, L, K] as of `slime.data.routed_experts`, None where routers choose.
+
+    Afterwards `chosen` has what each layer of this stage would choose itself, int16 [n, K] by its number from 0, if
+    `records`; `differing` and `given` how many of its tokens were sent to other experts than that, and how many were
+    sent at all.
+    """
+
+    def __init__(self, ids: Tensor | None = None, *, records: bool = False) -> None:
+        self.ids, self.records = ids, records
+        self.chosen: dict[int, Tensor] = {}
+        self.differing: dict[int, Tensor] = {}
+        self.given: dict[int, Tensor] = {}
+
+    def of_layer(self, number: int) -> LayerRouting:
+        """`number` counts from 0 over the whole model."""
+        return LayerRouting(self, number)
+
+
+class LayerRouting:
+    """What Megatron's router takes as its `router_replay`."""
+
+    def __init__(self, routing: Routing, layer: int) -> None:
+        self._routing, self._layer = routing, layer
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: OwnTopk,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [n, E] -> scores and ids [n, K] of the experts to take, differentiable in the scores.
+
+        In falling order of the scores, which is the router's own: where the same experts were chosen, everything after
+        is computed to the bit as without a replay.
+        """
+        routing, layer = self._routing, self._layer
+        values, mine = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if routing.records:
+            routing.chosen[layer] = mine.to(torch.int16)
+        if routing.ids is None:
+            return values, mine
+        if len(routing.ids) != len(scores):
+            raise ValueError(f"routed experts must have {len(scores)} rows, got {len(routing.ids)}")
+        theirs = routing.ids[:, layer].long()
+        given = theirs[:, :1] != OPEN
+        ids = torch.where(given, theirs, mine)
+        order = scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
+        ids = ids.gather(1, order)
+        # kept by layer, not added up: a layer that is recomputed says the same again
+        other = (ids.sort(1).values != mine.sort(1).values).any(1)
+        routing.differing[layer], routing.given[layer] = other.sum(), given.sum()
+        return scores.gather(1, ids), ids
+
+
+class Replay:
+    """What a trainer rank replays, by its configuration. Holds the trainer's own record from one pass to the next."""
+
+    def __init__(self, config: Any, info: ParallelInfo) -> None:
+        self._info = info
+        self.from_engine: bool = config.use_rollout_routing_replay
+        self.from_trainer: bool = config.use_routing_replay and not self.from_engine
+        self._cuts = config.sequence_parallel and info.tp_size > 1
+        self._recorded: dict[tuple[int, ...], dict[int, Tensor]] = {}
+        self._step: list[Routing] = []
+
+    def attach(self, batch: MicroBatch, *, training: bool) -> None:
+        """Give a packed micro-batch its routing: of a training pass, or of the one for old log-probs before it."""
+        if self.from_engine:
+            assert batch.experts is not None
+            batch.routing = Routing(self._own_rows(batch.experts))
+        elif self.from_trainer and training:
+            batch.routing = Routing(self._ids(batch.samples))
+        elif self.from_trainer:
+            batch.routing = Routing(records=True)
+            self._recorded[tuple(batch.samples)] = batch.routing.chosen  # filled while its layers run
+        if training and batch.routing is not None:
+            self._step.append(batch.routing)
+
+    def forget(self) -> None:
+        """After the last step of a rollout: the next one has other micro-batches."""
+        self._recorded.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """The share of pairs of token and layer of the step that went to other experts than their router would have
+        sent them to. Collective over all ranks, each of which has tokens or layers of its own; empty without replay."""
+        if not (self.from_engine or self.from_trainer):
+            return {}
+        counts = torch.zeros(2, dtype=torch.float64, device=self._info.device)
+        for routing in self._step:
+            for layer, given in routing.given.items():
+                counts += torch.stack([routing.differing[layer], given])
+        self._step.clear()
+        dist.all_reduce(counts)
+        differing, given = counts.tolist()
+        return {EXPERTS_DIFFER: differing / max(given, 1.0)}
+
+    def _own_rows(self, ids: Tensor) -> Tensor:
+        """Sequence parallelism hands each tensor-parallel rank one run of the packed rows."""
+        return ids.chunk(self._info.tp_size)[self._info.tp_rank] if self._cuts else ids
+
+    def _ids(self, samples: list[int]) -> Tensor | None:
+        """The trainer's record of a micro-batch; None where this stage has no layer with experts. Rows of layers of
+        other stages are never asked for."""
+        if tuple(samples) not in self._recorded:
+            raise ValueError(
+                f"--use-routing-replay must train the micro-batches of its log-prob pass, got samples {samples}"
+            )
+        chosen = self._recorded[tuple(samples)]
+        if not chosen:
+            return None
+        rows, topk = next(iter(chosen.values())).shape
+        ids = torch.full((rows, max(chosen) + 1, topk), OPEN, dtype=torch.int16, device=self._info.device)
+        for layer, of_layer in chosen.items():
+            ids[:, layer] = of_layer
+        return ids

@@ -1,0 +1,64 @@
+"""Routing replay in the configuration: what it goes with, what it changes, and what is refused with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_cases import good_argv, write_model
+
+from slime.config.parser import parse_args
+from vime.engine.flags import engine_settings, parse_config
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+ENGINE, OWN = "--use-rollout-routing-replay", "--use-routing-replay"
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    flags = good_argv(tmp_path)
+    write_model(tmp_path / "model", **MOE)
+    return flags
+
+
+def test_engines_are_asked_for_experts_where_the_trainer_replays_theirs(argv: list[str]) -> None:
+    for flags, asked in (([], False), ([OWN], False), ([ENGINE], True), ([OWN, ENGINE], True)):
+        assert engine_settings(parse_config([*argv, *flags]))["tells_experts"] is asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            f"{OWN} --use-rollout-logprobs",
+            "must not be combined with --use-rollout-logprobs, got both; no pass",
+        ),
+        (f"{OWN} --loss-type sft_loss", f"{OWN} must be left out with --loss-type sft_loss"),
+        (f"{ENGINE} --loss-type sft_loss", f"{ENGINE} must be left out with --loss-type sft_loss"),
+        (
+            f"{ENGINE} --recompute-granularity selective --recompute-modules moe",
+            f"--recompute-modules must not name moe with {ENGINE}, got it; what is computed again would not know",
+        ),
+    ],
+)
+def test_refused_with_the_reason(argv: list[str], flags: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_args([*argv, *flags.split()])
+    assert message in str(error.value)
+
+
+def test_goes_with(argv: list[str]) -> None:
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    for flags in (f"{ENGINE} --use-rollout-logprobs", f"{ENGINE} {OWN} {full}", f"{OWN} --use-tis"):
+        parse_args([*argv, *flags.split()])
+
+
+def test_a_dense_model_has_nothing_to_replay(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{OWN} must be left out for a dense model, got it"):
+        parse_args([*good_argv(tmp_path), OWN])

@@ -1,0 +1,70 @@
+"""Rows of experts in an answer: read, cut where the server knows no start, refused where they are not the tokens'."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+
+from slime.config import FlagGroup
+from vime.engine import routed_experts
+from vime.engine.flags import VLLM
+from vime.engine.routed_experts import decode
+from vime.engine.server import EngineServer, EngineSpec
+
+ROWS = np.arange(7 * 2 * 3, dtype=np.uint8).reshape(7, 2, 3)
+
+
+def written(rows: np.ndarray) -> str:
+    with io.BytesIO() as file:
+        np.save(file, rows)
+        return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_all_rows(dtype):
+    read = decode(written(ROWS.astype(dtype)), tokens=8, start=0)
+    assert read.dtype == dtype and (read == ROWS).all()
+
+
+def test_from_a_start_on_whether_the_server_knows_it_or_not():
+    assert (decode(written(ROWS[5:]), tokens=8, start=5) == ROWS[5:]).all()
+    assert (decode(written(ROWS), tokens=8, start=5) == ROWS[5:]).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            None,
+            "must give the experts of each token, got none for 8 tokens; check that it runs with --enable-",
+        ),
+        (written(ROWS[:5]), r"one row of experts per token that it computed, got 5 for tokens \[0, 7\)"),
+        (written(ROWS[:, 0]), r"unsigned \[tokens, layers, k\], got uint8 \[7, 3\]"),
+        (written(ROWS.astype(np.float32)), r"unsigned \[tokens, layers, k\], got float32 \[7, 2, 3\]"),
+    ],
+)
+def test_anything_else_is_an_error(text, said):
+    with pytest.raises(ValueError, match=said):
+        decode(text, tokens=8, start=0)
+
+
+def test_what_is_not_plain_numbers_is_not_read():
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        decode(written(np.array([{"a": 1}], dtype=object)), tokens=8, start=0)
+
+
+def test_a_server_is_told_by_flag_and_environment():
+    settings = {"model_path": "m", "log_path": "l", "weight_dir": "/w", "run_key": "k", "port": 9}
+    plain, telling = (EngineServer(EngineSpec(**settings, tells_experts=on)) for on in (False, True))
+    assert set(telling.command()) - set(plain.command()) == {routed_experts.FLAG}
+    assert set(telling.environment()) - set(plain.environment()) == {routed_experts.VARIABLE}
+    assert telling.command().count(routed_experts.FLAG) == 1
+
+
+def test_the_engines_own_flag_is_ours():
+    group = FlagGroup("--vllm-enable-return-routed-experts", "vllm_enable_return_routed_experts", [])
+    with pytest.raises(ValueError, match="must be left out; use --use-rollout-routing-replay"):
+        VLLM.parse([group])

@@ -1,0 +1,129 @@
+"""The experts that the engine sent each token to, in the answers of /v1/completions (--use-rollout-routing-replay).
+
+vLLM collects them itself (--enable-return-routed-experts) and keeps them beside its prefix cache, so that the tokens of
+a cached prompt have theirs. Its newer model runner alone hands them on, and on CPUs that runner needs a Triton that
+compiles for them. Here the CPU's older runner does the same with vLLM's own collector: `install` wraps its set-up and
+its step, and the check that refuses it. On GPUs nothing is wrapped.
+
+Shapes: N tokens of prompt and response, L layers of the model, K experts of a token. The last token of a response is
+never fed back, so that it has no row: [N - 1, L, K]. A layer without experts has zeros.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+FLAG = "--enable-return-routed-experts"
+VARIABLE = "VIME_ROUTED_EXPERTS"
+"""Set in the environment of a server that was started with the flag."""
+START_FIELD = "routed_experts_prompt_start"
+"""Field of a request: how many tokens of the prompt need no row. Where a server does not know it, all rows come."""
+
+
+def decode(text: str | None, *, tokens: int, start: int) -> np.ndarray:
+    """The answer's `routed_experts` -> rows of tokens [start, tokens - 1): uint8 or uint16 [tokens - 1 - start, L, K].
+
+    ValueError when there is none, when it is no such array, and when its rows are not those of the tokens.
+    """
+    if text is None:
+        raise ValueError(
+            f"the engine must give the experts of each token, got none for {tokens} tokens; check that it runs "
+            f"with {FLAG}"
+        )
+    rows: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    if rows.ndim != 3 or rows.dtype.kind != "u":
+        raise ValueError(
+            f"the engine must give experts as unsigned [tokens, layers, k], got {rows.dtype} {list(rows.shape)}"
+        )
+    if len(rows) == tokens - 1:  # the server knows no start
+        rows = rows[start:]
+    if len(rows) != tokens - 1 - start:
+        raise ValueError(
+            f"the engine must give one row of experts per token that it computed, got {len(rows)} for tokens "
+            f"[{start}, {tokens - 1})"
+        )
+    return rows
+
+
+def install() -> None:
+    """Let the older model runner of CPUs hand on what vLLM's collector has. May run more than once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    if hasattr(CPUModelRunner.execute_model, "wraps"):
+        return
+    VllmConfig._verify_aux_output_compatibility = _checking(VllmConfig._verify_aux_output_compatibility)
+    CPUModelRunner.initialize_kv_cache = _connecting(CPUModelRunner.initialize_kv_cache)
+    CPUModelRunner.execute_model = _beginning(CPUModelRunner.execute_model)
+    CPUModelRunner.sample_tokens = _handing_on(CPUModelRunner.sample_tokens)
+
+
+def _checking(vllms: Callable[..., Any]) -> Callable[..., Any]:
+    def verify(self: Any) -> None:
+        # everything but the runner, which is a property of the class and not of the object that is checked
+        as_newer = SimpleNamespace(**{**vars(self), "use_v2_model_runner": True})
+        vllms(as_newer)
+
+    return verify
+
+
+def _connecting(vllms: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize_kv_cache(self: Any, kv_cache_config: Any, *others: Any, **more: Any) -> None:
+        vllms(self, kv_cache_config, *others, **more)
+        if self.vllm_config.aux_output_config.enabled:
+            from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+
+            self.aux_output_connector = get_aux_output_connector(
+                self.model, self.vllm_config, kv_cache_config
+            )
+
+    return initialize_kv_cache
+
+
+def _beginning(vllms: Callable[..., Any]) -> Callable[..., Any]:
+    def execute_model(self: Any, scheduler_output: Any, *others: Any, **more: Any) -> Any:
+        if hasattr(self, "aux_output_connector"):
+            self.aux_output_connector.begin_step(scheduler_output.aux_output_connector_metadata)
+            self.routed_step = scheduler_output.num_scheduled_tokens
+        return vllms(self, scheduler_output, *others, **more)
+
+    execute_model.wraps = vllms  # type: ignore[attr-defined]
+    return execute_model
+
+
+def _handing_on(vllms: Callable[..., Any]) -> Callable[..., Any]:
+    def sample_tokens(self: Any, *others: Any, **more: Any) -> Any:
+        output = vllms(self, *others, **more)
+        if hasattr(self, "aux_output_connector") and output is not None:
+            output.aux_output_connector_output = _step_rows(self, output)
+        return output
+
+    return sample_tokens
+
+
+def _step_rows(runner: Any, output: Any) -> dict[str, Any] | None:
+    """What the collector has for the requests of a step, told as the newer runner tells it. Rows of a step lie in the
+    order of its requests; the older runner drops no token that it computed."""
+    ids = output.req_ids
+    computed = [runner.routed_step[name] for name in ids]
+    step = SimpleNamespace(
+        req_ids=ids,
+        query_start_loc_np=np.cumsum([0, *computed]),
+        num_computed_tokens_np=runner.input_batch.num_computed_tokens_cpu[: len(ids)].copy(),
+    )
+    pending = runner.aux_output_connector.prepare_output(step)
+    if pending is None:  # another rank of the engine has them
+        return None
+    sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
+    pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+    return pending.process_output()
