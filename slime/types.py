@@ -145,6 +145,16 @@ class Sample:
         self.response_length += len(token_ids)
         self.response += text
 
+    @property
+    def known_experts(self) -> int:
+        """Tokens whose experts are known, from the first on: the next request asks for those after them."""
+        return 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
+
+    def append_routed_experts(self, rows: np.ndarray) -> None:
+        """Add the experts [n, layers, k] of the tokens after the known ones."""
+        before = [] if self.rollout_routed_experts is None else [self.rollout_routed_experts]
+        self.rollout_routed_experts = np.concatenate([*before, rows])
+
     def check(self, *, require_log_probs: bool = True, require_experts: bool = False) -> None:
         """Run once at the border from rollout to trainer.
 

@@ -1,7 +1,7 @@
 """The experts that the engine sent each token to, on their way from its answer to a packed row (`Sample.
 rollout_routed_experts`, --use-rollout-routing-replay).
 
-Owns joining the parts of a response, the check against the model, and the row of a micro-batch. A token without a
+Owns the check against the model and the row of a micro-batch; `Sample` joins the parts of a response. A token without a
 record leaves its experts to the trainer's router; only the last of a sample, which is fed to nobody, and padding may be
 one: a hole elsewhere is an error, as a trainer that filled it would train another policy than was sampled.
 
@@ -18,22 +18,11 @@ from torch import Tensor
 
 from slime.data.token_slice import TokenSlice
 from slime.hf_config import expert_count, sparse_layers
-from slime.types import Sample, TrainData
+from slime.types import TrainData
 
 COLUMN = "rollout_routed_experts"
 OPEN = -1
 """In a packed row: the router's own choice."""
-
-
-def known(sample: Sample) -> int:
-    """How many tokens of the sample have their experts: the next request asks for those after them."""
-    return 0 if sample.rollout_routed_experts is None else len(sample.rollout_routed_experts)
-
-
-def extend(sample: Sample, rows: np.ndarray) -> None:
-    """Add the rows of the tokens after the known ones."""
-    parts = [rows] if sample.rollout_routed_experts is None else [sample.rollout_routed_experts, rows]
-    sample.rollout_routed_experts = np.concatenate(parts)
 
 
 def check_column(data: TrainData, hf_config: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from slime.data import routed_experts
 from slime.hooks import load_function
 from slime.protocols import GenerateResult
 from slime.rollout.facts import note_sampling
@@ -85,7 +84,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
-    experts = {"experts_from": routed_experts.known(sample)} if args.use_rollout_routing_replay else {}
+    experts = {"experts_from": sample.known_experts} if args.use_rollout_routing_replay else {}
     session = sample.session_id or f"sample/0/{sample.index}"
     seed = request_seed(args.rollout_seed, session, sample.response_length)
     note_sampling(args, sample, sampling_params)
@@ -137,7 +136,7 @@ def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: 
     continued = sample.response_length > 0
     sample.append_response_tokens(result.token_ids, result.log_probs, text=result.text)
     if result.routed_experts is not None:
-        routed_experts.extend(sample, result.routed_experts)
+        sample.append_routed_experts(result.routed_experts)
     if continued and result.token_ids:
         # A character may be split between two requests: only the whole response decodes right.
         skip = bool(params.get("skip_special_tokens"))

@@ -56,7 +56,7 @@ def expert_tensors(path: str, module: nn.Module) -> Iterator[tuple[str, object, 
 def repack_experts(model: nn.Module) -> None:
     """Bring experts into the layout that vLLM's CPU kernel reads.
 
-    vLLM 0.32 does so at the first load only: a reload copies plain weights to where the kernel expects packed ones, and
+    vLLM does so at the first load only: a reload copies plain weights to where the kernel expects packed ones, and
     the engine goes on with wrong log-probs and no error.
     """
     for module in model.modules():
