@@ -185,13 +185,15 @@ def test_a_module_trains_on_what_one_run_saved(tmp_path):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_and_preset_has_flags_that_a_run_takes(path, tmp_path, capfd, monkeypatch):
-    """A model of somebody's own is stood in for by its shape, and his data by two lines."""
+    """A model of somebody's own is stood in for by the shape that the file is named for, and his data by two lines."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
+    from make_model import ARCHITECTURES
     from make_model import main as make_model
 
     own = tmp_path / "own"
-    make_model(["--arch", "qwen3-4b", "--no-weights", str(own)])
+    arch = next((name for name in ARCHITECTURES if path.stem.startswith(name)), "qwen3-tiny")
+    make_model(["--arch", arch, "--no-weights", str(own)])
     (tmp_path / "data.jsonl").write_text(
         '{"prompt": "a", "label": "b", "question": "a", "answer": "b"}\n' * 2
     )
