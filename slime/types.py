@@ -98,7 +98,9 @@ class Sample:
             data["status"] = cls.Status(data["status"])
         rows = data.get("rollout_routed_experts")
         if isinstance(rows, dict):
-            flat = np.frombuffer(base64.b64decode(rows["base64"]), rows["dtype"])
+            flat = np.frombuffer(
+                base64.b64decode(rows["base64"]), rows["dtype"]
+            ).copy()  # torch wants to write
             data["rollout_routed_experts"] = flat.reshape(rows["shape"])
         return cls(**data)
 

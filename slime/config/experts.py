@@ -24,18 +24,21 @@ REFUSED = {
     "moe_input_jitter_eps": "two passes over the same weights must be one policy",
     "moe_router_force_load_balancing": "tokens would go to random experts",
     "moe_router_force_biased": "tokens would go to random experts",
-    "moe_grouped_gemm": "the weight table has no rows for weights of all experts in one",
     "moe_router_bias_update_rate": "the engine's choice of experts would move without a gradient",
     "moe_shared_expert_gate": _ROWS,
     "moe_shared_expert_overlap": "the shared expert is computed before the routed ones",
     "moe_latent_size": _ROWS,
     "moe_enable_deepep": "tokens travel by --moe-token-dispatcher-type alltoall alone",
+    "overlap_moe_expert_parallel_comm": "the trainer's schedule has no such overlap",
 }
 """Settings that must be off, and why."""
 
+_ZERO_IS_OFF = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
+"""Of others 0 is a value like any: a capacity of 0 drops every token."""
+
 ONLY = {
     "moe_token_dispatcher_type": (("alltoall",), "others were never compared with a single rank"),
-    "moe_router_dtype": (("fp32",), "the engine's choice of experts follows from logits in fp32"),
+    "moe_router_dtype": (("fp32",), "logits of another dtype were never compared with an engine's"),
     "moe_router_load_balancing_type": (
         ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
         "others send tokens elsewhere than the engine does; these add to a loss of --moe-aux-loss-coeff 0",
@@ -68,14 +71,20 @@ def check_expert_settings(overrides: dict[str, Any]) -> None:
             accepted, why = ONLY[name]
             if any(kind not in accepted for kind in (value if isinstance(value, list) else [value])):
                 raise ValueError(f"{spelled(name)} must be {' or '.join(accepted)}, got {got}; {why}")
-        elif name in REFUSED and (any(value) if isinstance(value, list) else value):
+        elif name in REFUSED and not all(
+            _is_off(name, x) for x in (value if isinstance(value, list) else [value])
+        ):
             raise ValueError(f"{spelled(name)} must be left out, got {got}; {REFUSED[name]}")
+
+
+def _is_off(name: str, value: Any) -> bool:
+    return value is None or value is False or (value == 0 and name in _ZERO_IS_OFF)
 
 
 def check_untried(overrides: dict[str, Any]) -> None:
     """ValueError for any other --moe-* setting: Megatron has some thirty, and none is in a test here."""
     for name, value in overrides.items():
-        if re.match("moe_", name) and name not in ONLY and name not in REFUSED and value:
+        if re.match("moe_", name) and name not in ONLY and name not in REFUSED and not _is_off(name, value):
             raise ValueError(
                 f"{spelled(name)} must be left out, got {value}; it was never run here with experts"
             )

@@ -82,10 +82,15 @@ def check_routing_replay(c: Any) -> None:
         )
 
 
-def check_replayed_model(c: Any, experts: int) -> None:
-    """There are experts to choose from."""
+def check_replayed_model(c: Any, experts: int, topk: int | None) -> None:
+    """There are experts to choose from, and a record that was not written can be told from one that was."""
     if (flag_ := _replays(c)) is not None and not experts:
         raise ValueError(f"{flag_} must be left out for a dense model, got it; no layer of it has experts")
+    if c.use_rollout_routing_replay and topk == 1:
+        raise ValueError(
+            "--use-rollout-routing-replay must be left out for one expert a token, got it; rows that the engine "
+            "did not write could not be told from others"
+        )
 
 
 def _replays(c: Any) -> str | None:

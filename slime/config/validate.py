@@ -315,7 +315,7 @@ def _checkpoint(c: Config) -> None:
     check_experts(hf_config)
     check_checkpoint_shapes(c.hf_checkpoint, hf_config)
     check_model_args(c.model_args, hf_config)
-    check_replayed_model(c, expert_count(hf_config))
+    check_replayed_model(c, expert_count(hf_config), hf_config.get("num_experts_per_tok"))
     c.megatron.layers_of_stages(hf_config["num_hidden_layers"])
     check_expert_flags(c, hf_config)
     largest, vocabulary = largest_token_id(c.hf_checkpoint), hf_config.get("vocab_size")

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rl_kernel.contract import TRAIN_ROLLOUT
 from slime.algo.consistency import TokenSums, figures, order_statistics, percentile_ranks, token_sums
+from slime.data import routed_experts
 from slime.data.packing import MicroBatch
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.megatron_backend.parallel import ParallelInfo
@@ -303,6 +304,7 @@ def samples_of(data: TrainData, group_size: int) -> list[tuple[int, Sample]]:
             reward=data.get("raw_reward", data["rewards"])[i],
             status=Sample.Status.TRUNCATED if truncated[i] else Sample.Status.COMPLETED,
             prompt=data["prompt"][i] if "prompt" in data else "",
+            rollout_routed_experts=routed_experts.of_sample(data, i),
             metadata=data["metadata"][i] if "metadata" in data else {},
         )
         out.append((place, sample))

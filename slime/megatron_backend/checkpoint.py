@@ -52,6 +52,9 @@ _SHAPE = (
     "vocab_size",
     "tie_word_embeddings",
     "moe_intermediate_size",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "routed_scaling_factor",
 )
 
 

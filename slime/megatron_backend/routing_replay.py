@@ -93,7 +93,7 @@ class Replay:
         self.from_trainer: bool = config.use_routing_replay and not self.from_engine
         self._cuts = config.sequence_parallel and info.tp_size > 1
         self._recorded: dict[tuple[int, ...], dict[int, Tensor]] = {}
-        self._step: list[Routing] = []
+        self._step: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = []
 
     def attach(self, batch: MicroBatch, *, training: bool) -> None:
         """Give a packed micro-batch its routing: of a training pass, or of the one for old log-probs before it."""
@@ -106,7 +106,7 @@ class Replay:
             batch.routing = Routing(records=True)
             self._recorded[tuple(batch.samples)] = batch.routing.chosen  # filled while its layers run
         if training and batch.routing is not None:
-            self._step.append(batch.routing)
+            self._step.append((batch.routing.differing, batch.routing.given))  # not the rows themselves
 
     def forget(self) -> None:
         """After the last step of a rollout: the next one has other micro-batches."""
@@ -118,9 +118,8 @@ class Replay:
         if not (self.from_engine or self.from_trainer):
             return {}
         counts = torch.zeros(2, dtype=torch.float64, device=self._info.device)
-        for routing in self._step:
-            for layer, given in routing.given.items():
-                counts += torch.stack([routing.differing[layer], given])
+        if layers := [(differing[i], given[i]) for differing, given in self._step for i in given]:
+            counts += torch.stack([torch.stack(of_layers) for of_layers in zip(*layers, strict=True)]).sum(1)
         self._step.clear()
         dist.all_reduce(counts)
         differing, given = counts.tolist()

@@ -58,8 +58,8 @@ class FaultyRun:
         self.flags = [
             *world.grpo(name, rollouts=500, reward="striking_reward"),
             *("--colocate", "--actor-num-gpus-per-node", "1"),
-            # Few at a time: a rollout takes long enough to strike inside one.
-            *("--vllm-max-num-seqs", "8", *self.kind.flags),
+            # Few at a time: when two groups are scored, the others are yet to be generated.
+            *("--vllm-max-num-seqs", str(SAMPLES), *self.kind.flags),
             *("--save", str(self.checkpoint), "--load", str(self.checkpoint), "--save-interval", "2"),
         ]
 
@@ -150,12 +150,12 @@ def rank_killed(world: World, name: str, *, ranks: int) -> None:
 def resumed_with_a_slow_engine_then_interrupted(run: FaultyRun) -> None:
     """The command of `trainer_killed` goes on after the checkpoint. An engine that does not answer within the deadline
     costs the groups that waited for it, which are counted; Ctrl-C ends everything."""
-    saved, deadline_s = run.saved(), run.kind.deadline_s
+    saved, last, deadline_s = run.saved(), max(run.steps()), run.kind.deadline_s
     # Who does not answer for long is dead otherwise.
     patience = ("--rollout-health-check-timeout", "300")
     command = vime("train", *run.flags, "--rollout-deadline-s", str(deadline_s), *patience)
     with launched(command, run.output.with_suffix(".resumed")) as launch:
-        launch.wait_for(lambda: max(run.steps()) > saved, "a step after the checkpoint", 180)
+        launch.wait_for(lambda: max(run.steps()) > last, "a step that the killed run had not made", 180)
         hit = run.strike(launch, slow := server(launch), signal.SIGSTOP)
         time.sleep(1.2 * deadline_s)
         os.kill(slow, signal.SIGCONT)

@@ -230,17 +230,21 @@ def test_colocated_run_samples_carry_the_version_and_the_evaluation_its_own_sett
         )
 
 
-def test_colocated_run_records_configuration_and_environment_without_keys(whole: Path) -> None:
+def test_colocated_run_records_configuration_and_environment_without_keys(world: World, whole: Path) -> None:
     config = json.loads((whole / "config.json").read_text())
     assert config["data"]["rollout_batch_size"] == PROMPTS
     environment = json.loads((whole / "environment.json").read_text())
     assert "--check-weight-update-equal" in environment["command"]
     assert {"torch", "ray", "transformers"} <= environment["packages"].keys()
+    digests = {file["sha256"] for file in environment["files"].values()} | {
+        (environment["git"] or {}).get("difference")
+    }
+    assert set(environment["files"]) >= {str(world.data / "train.jsonl")}
     # The run's key is 64 hex digits; no file of the run may hold one.
     for path in [whole / "config.json", whole / "environment.json", *(whole / "logs").iterdir()]:
         text = path.read_text(errors="replace")
         assert "Bearer " not in text, path
-        assert not re.search(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", text), path
+        assert set(re.findall(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])", text)) <= digests, path
 
 
 def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(

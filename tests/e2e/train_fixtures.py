@@ -40,14 +40,14 @@ def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 def striking_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """parity_reward that carries out what a test has ordered in the file `strike` ("PID SIGNAL") when half of a rollout
-    is scored, and then calls the file `struck`, with the rollout's number inside.
+    """parity_reward that carries out what a test has ordered in the file `strike` ("PID SIGNAL") when a quarter of a
+    rollout is scored, and then calls the file `struck`, with the rollout's number inside.
 
     From outside, a rollout of a tiny model can be over between looking and striking.
     """
     order, version = Path(args.run_dir) / "strike", sample.weight_versions[-1]
     _SCORED[version] += 1
-    if _SCORED[version] == PROMPTS * SAMPLES // 2 and order.exists():
+    if _SCORED[version] == PROMPTS * SAMPLES // 4 and order.exists():
         pid, number = map(int, order.read_text().split())
         os.kill(pid, number)
         order.write_text(str(version))

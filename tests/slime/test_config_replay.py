@@ -53,6 +53,13 @@ def test_refused_with_the_reason(argv: list[str], flags: str, message: str) -> N
     assert message in str(error.value)
 
 
+def test_one_expert_a_token_tells_of_no_gap(argv: list[str], tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False})
+    parse_args([*argv, OWN])
+    with pytest.raises(ValueError, match=f"{ENGINE} must be left out for one expert a token"):
+        parse_args([*argv, ENGINE])
+
+
 def test_goes_with(argv: list[str]) -> None:
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     for flags in (f"{ENGINE} --use-rollout-logprobs", f"{ENGINE} {OWN} {full}", f"{OWN} --use-tis"):

@@ -15,6 +15,7 @@ from slime.data.packing import pack
 from slime.data.routed_experts import COLUMN, OPEN, as_tensor, check_column
 from slime.data.token_slice import token_slice
 from slime.data.train_data import make_rank_data
+from slime.megatron_backend.audit import samples_of
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate, generate_and_rm
 from slime.rollout.state import GenerateState
@@ -177,3 +178,18 @@ def test_saved_rollouts_keep_them(tmp_path):
     for sample, loaded in zip(samples, again, strict=True):
         assert loaded.rollout_routed_experts.dtype == np.uint8
         np.testing.assert_array_equal(loaded.rollout_routed_experts, sample.rollout_routed_experts)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_batch_of_a_stopped_run_has_them_again(dtype):
+    """What --rlk-consistency strict saves is what `vime audit` and --load-debug-rollout-data replay."""
+    args, samples = make_data_args(use_rollout_routing_replay=True), make_samples()
+    for sample in samples:
+        sample.rollout_routed_experts = sample.rollout_routed_experts.astype(dtype)
+    for data in make_rank_data(args, samples, 2, HF):
+        for place, sample in samples_of(data, 2):
+            assert sample.rollout_routed_experts.dtype == dtype
+            np.testing.assert_array_equal(
+                sample.rollout_routed_experts, samples[place].rollout_routed_experts
+            )
+            sample.check(require_experts=True)

@@ -26,7 +26,7 @@ switch: {field: rlk_fast, baseline: off, rl_kernel: strict}
 steps: 4
 presets:
   long: {steps: 40, repeats: 3, flags: {lr: 1e-4}}
-  own: {model: {path: somewhere}, data: file.jsonl}
+  own: {model: {path: somewhere}, data: file.jsonl, claim: mine}
 """
 
 
@@ -116,12 +116,16 @@ def test_presets_replace_and_add_flags_and_the_command_line_wins(tmp_path):
         ),
         ({"flags": {"enable-rl-kernel": True}}, "--enable-rl-kernel must be left out of the flags"),
         ({"flags": {"debug-train-only": False}}, "--debug-train-only must be left out of the flags"),
+        (
+            {"presets": {"a": {"data": "b.jsonl"}}},
+            "preset a must say `claim`, got none; with a model or data",
+        ),
         ({"presets": {"a": {"switch": {}}}}, "preset a must have keys of claim, .*, got switch"),
     ],
 )
 def test_what_a_file_must_not_say(tmp_path, values, message):
     with pytest.raises(ValueError, match=message):
-        read_settings(changed(tmp_path, **values))
+        read_settings(changed(tmp_path, **values), "a" if "presets" in values else None)
 
 
 def test_files_presets_and_command_lines_that_are_not_there(tmp_path):

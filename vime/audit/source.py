@@ -151,4 +151,8 @@ def one_rank(config: Config) -> Config:
         actor_num_gpus_per_node=1,
         tensor_model_parallel_size=1,
         sequence_parallel=False,
+        pipeline_model_parallel_size=1,
+        context_parallel_size=1,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
     )

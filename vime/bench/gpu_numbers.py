@@ -50,12 +50,12 @@ def _times(
 
 
 def _tp2_to_tp1(run: GpuRun) -> bool:
-    sizes = run.flags["tensor_model_parallel_size"], run.flags["rollout_num_gpus_per_engine"]
-    return not run.flags["colocate"] and sizes == (2, 1)
+    """On the same GPUs or on others: two GPUs can only be the same."""
+    return (run.flags["tensor_model_parallel_size"], run.flags["rollout_num_gpus_per_engine"]) == (2, 1)
 
 
 def _colocated(run: GpuRun) -> bool:
-    return run.flags["colocate"]
+    return run.flags["colocate"] and not _tp2_to_tp1(run)
 
 
 def _disaggregated(run: GpuRun) -> bool:
@@ -220,7 +220,7 @@ FIGURES = (
     Target("rollout_share", "rollout / raw vLLM, 256 requests", 0.9, "x", _rollout("raw"), above=True),
     Target(
         "rollout_share_log_probs",
-        "the same, raw with log-probs",
+        "rollout / raw vLLM with log-probs",
         0.9,
         "x",
         _rollout("raw, log-probs"),
@@ -236,10 +236,10 @@ FIGURES = (
         "s",
         _times(_colocated, *_OUT_AND_BACK, where_present=("perf/weights_offload_time",)),
     ),
-    Target("offload_link_share", "its bandwidth / the host link's", 0.8, "x", _link_share, above=True),
+    Target("offload_link_share", "that state's bandwidth / host link's", 0.8, "x", _link_share, above=True),
     Target("memory_growth", "GPU memory, step 10 / step 3 - 1", 0.01, "", _memory_growth),
-    Target("curves", "runs whose reward rises, of 4", 4, "", _curves_that_rise, above=True),
-    Target("audit", "off against auto / batch-layout noise", 1.0, "x", _audit),
+    Target("curves", "learning runs whose reward rises, of 4", 4, "", _curves_that_rise, above=True),
+    Target("audit", "kernels on / off, by batch-layout noise", 1.0, "x", _audit),
 )
 
 

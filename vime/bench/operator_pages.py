@@ -24,45 +24,42 @@ RIVALS = ("native", "torch compile", "liger grpo")
 
 def in_short(contents: Sequence[Content]) -> Iterator[str]:
     """What is fast, what is slower than others and what is missed in these files, a line each."""
-    ours = [
-        match
-        for content in contents
-        for case in _large(content)
-        for match in case.matches
-        if match.ours["name"] == HEADLINE
-    ]
-    beside = {rival: [match for match in ours if match.rival["name"] == rival] for rival in RIVALS}
+    cases = [case for content in contents for case in cases_of(content)]
+    tokens = {c["case"]["name"]: c["case"]["tokens"] for content in contents for c in content["linear"]}
+    ours = [(c.name, match) for c in cases for match in c.matches if match.ours["name"] == HEADLINE]
+    large = [(name, match) for name, match in ours if tokens[name] >= LARGE_TOKENS]
+    beside = {rival: [pair for pair in large if pair[1].rival["name"] == rival] for rival in RIVALS}
     if any(beside.values()):
-        floors = _range([match.ours["ratio"] for match in ours])
-        told_of = "; ".join(f"{_shares(found)} of {rival}" for rival, found in beside.items() if found)
+        told_of = "; ".join(f"{rival}: {_shares(found)}" for rival, found in beside.items() if found)
+        small = [match.ours["ratio"] for name, match in ours if tokens[name] < LARGE_TOKENS]
+        below = f", below that {_range(small)}" if small else ""
         yield (
-            f"- **Fast** `{HEADLINE}` (LM head, log-probs, loss, backward; from {LARGE_TOKENS:,} tokens on) takes "
-            f"{floors} of the time of the bare matrix products; {told_of}"
+            f"- **LM head and loss** (`{HEADLINE}`, forward and backward, from {LARGE_TOKENS:,} tokens on) beside "
+            f"{told_of}. It takes {_range([match.ours['ratio'] for _, match in large])} of the time of the bare matrix "
+            f"products{below}"
         )
-    moving = [row for content in contents for row in _streams(content) if "met" in row]
+    moving = [row["share"] for content in contents for row in _streams(content) if "met" in row]
     if moving:
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys(row["operator"] for row in moving))
-        yield f"- **Bandwidth** {_range([row['share'] for row in moving])} of a copy's in all rows of {names}"
-    slower: dict[str, list[str]] = {}
-    for content in contents:
-        for case in cases_of(content):
-            for match in (match for match in case.matches if match.words == "slower"):
-                what = f"`{match.ours['name']}` {match.value:.2f} ({case.name})"
-                slower.setdefault(short_name(match.rival), []).append(what)
-    if slower:
-        lost = "; ".join(f"to {rival}: {', '.join(what)}" for rival, what in slower.items())
-        yield f"- **Slower than others**, ratio of the times {lost}"
+        yield (
+            f"- **Operators that move bytes** reach {_range(moving)} of a copy's bandwidth, in all {len(moving)} rows "
+            "with a target"
+        )
+    rivals: dict[str, list[Match]] = {}
+    for match in (match for case in cases for match in case.matches):
+        rivals.setdefault(short_name(match.rival), []).append(match)
+    slower = {rival: [m.value for m in found if m.words == "slower"] for rival, found in rivals.items()}
+    if any(slower.values()):
+        lost = ", ".join(
+            f"{rival} in {len(values)} of {len(rivals[rival])} (up to {max(values):.2f} of its time)"
+            for rival, values in slower.items()
+            if values
+        )
+        yield f"- **Slower** than {lost} comparisons [below](#operators)"
     judged = [each for content in contents for each in _judged(content)]
-    short = [place for place, _, met, _ in judged if not met]
+    missed = sum(not met for _, _, met, _ in judged)
     if judged:
-        counts = ", ".join(f"{place} {short.count(place)}" for place in dict.fromkeys(short))
-        named = f" ({counts}), all named [below](#operators)" if short else ""
-        yield f"- **Targets of operators** {len(judged) - len(short)} met, **{len(short)} missed**{named}"
-
-
-def _large(content: Content) -> list[Case]:
-    names = {c["case"]["name"] for c in content["linear"] if c["case"]["tokens"] >= LARGE_TOKENS}
-    return [case for case in cases_of(content) if case.name in names]
+        named = ", each named [below](#operators)" if missed else ""
+        yield f"- **Targets of operators** {len(judged) - missed} met, **{missed} missed**{named}"
 
 
 def _streams(content: Content) -> list[dict[str, Any]]:
@@ -71,12 +68,15 @@ def _streams(content: Content) -> list[dict[str, Any]]:
     return [row for row in rows if row["operator"] != "rival"]
 
 
-def _shares(matches: Sequence[Match]) -> str:
-    """Of the time and of the memory of a contender, over cases."""
-    memory = [m.ours["extra_mib"] / m.rival["extra_mib"] for m in matches if m.rival.get("extra_mib")]
-    return f"{_range([match.value for match in matches])} of the time" + (
-        f" and {_range(memory)} of the memory" if memory else ""
-    )
+def _shares(pairs: Sequence[tuple[str, Match]]) -> str:
+    """Of the time and of the memory of a contender, over cases by name; a difference that is not shown is said so."""
+    memory = [m.ours["extra_mib"] / m.rival["extra_mib"] for _, m in pairs if m.rival.get("extra_mib")]
+    unshown = [name for name, match in pairs if match.words not in ("faster", "slower")]
+    text = f"{_range([match.value for _, match in pairs])} of the time"
+    if unshown:
+        where = "" if len(unshown) == len(pairs) else f" in {', '.join(unshown)}"
+        text += f" (no difference shown{where})"
+    return text + (f", {_range(memory)} of the memory" if memory else "")
 
 
 def _range(values: Sequence[float]) -> str:
@@ -102,8 +102,8 @@ def operator_page(content: Content) -> Iterator[str]:
         yield from how_to_read(cases)
         yield ""
         yield (
-            "Cells: the ratio, bold where a difference is shown, with its interval where there is one; below it the "
-            "extra memory of both in GiB."
+            "Cells: the ratio, bold where a difference is shown, with its interval where there is one and the number "
+            "of calls where they are too few for a verdict; below it the extra memory of both in GiB."
         )
     for form in dict.fromkeys(_form(match) for case in linear for match in case.matches):
         yield from _matrix(form, linear)
@@ -146,6 +146,8 @@ def _matrix(form: str, cases: Sequence[Case]) -> Iterator[str]:
 def _cell(match: Match) -> str:
     ratio = match.ratio
     text = f"**{match.value:.2f}**" if match.words in ("faster", "slower") else f"{match.value:.2f}"
+    if match.too_few:
+        text += f" ({match.rounds} calls)"
     if ratio is not None and ratio.low is not None and ratio.high is not None:
         text += f" [{1 + ratio.low:.2f}, {1 + ratio.high:.2f}]"
     if "extra_mib" in match.ours and "extra_mib" in match.rival:

@@ -63,8 +63,10 @@ def how_to_read(cases: Sequence[Case]) -> Iterator[str]:
     yield (
         f"**Ratio** is the time of {RL_KERNEL} by that of the other: below 1 {RL_KERNEL} is faster. Both took turns in "
         "one process; it is the median over the rounds, each time call k by call k. The "
-        f"{INTERVAL} is the sign test's, and holds for this process: another start may find other memory and clocks. A "
-        f"difference is shown when it does not hold 1. {RL_KERNEL} has the workspace that a run has by default, where "
+        f"{INTERVAL} is the sign test's for rounds that do not depend on each other, and holds for this process: "
+        "another start may find other memory and clocks, and a slow drift makes it too narrow. A difference is shown "
+        f"when it does not hold 1; of 20 equal pairs one is called different by chance. {RL_KERNEL} has the workspace "
+        "that a run has by default, where "
         "it was measured. `main_grad` in a row: it adds its weight gradient to a float32 buffer, as a run does; all "
         "others write bfloat16. **Extra MiB** is the peak of a call beyond inputs and gradients: who is slower may "
         "need less."
@@ -79,8 +81,8 @@ def how_to_read(cases: Sequence[Case]) -> Iterator[str]:
         yield ""
         yield (
             "This file keeps the median, least and largest of the calls and not the calls, so that there is **no "
-            "interval**, and the ratio is that of the medians. A verdict is given where all calls of one took less "
-            "than all calls of the other."
+            "interval**, and the ratio is that of the medians. A verdict is given where both made 6 calls or more and "
+            "all calls of one took less than all calls of the other."
         )
 
 

@@ -49,23 +49,27 @@ class Match:
         return self.ours["ms"]["median"] / self.rival["ms"]["median"] if ratio is None else 1 + ratio.value
 
     @property
+    def rounds(self) -> int:
+        ratio = self.ratio
+        return min(self.ours["ms"]["calls"], self.rival["ms"]["calls"]) if ratio is None else ratio.steps
+
+    @property
+    def too_few(self) -> bool:
+        """Whether no interval at LEVEL exists for so few rounds."""
+        return sign_rank(self.rounds) is None
+
+    @property
     def words(self) -> str:
         """faster, slower, no difference shown; or "none" with the reason why nothing can be said."""
         if not ran_kernel(self.ours):
             return NO_KERNEL
-        ratio = self.ratio
-        if ratio is None:
-            return self._of_ranges()
-        if ratio.low is None:
-            return _too_few(ratio.steps)
-        return verdict(CALL, ratio)
+        if self.too_few:
+            return f"none: {self.rounds} rounds are too few"
+        return self._of_ranges() if (ratio := self.ratio) is None else verdict(CALL, ratio)
 
     def _of_ranges(self) -> str:
         """Where every call of one took less than every call of the other, so did it in every round."""
         ours, rival = self.ours["ms"], self.rival["ms"]
-        rounds = min(ours["calls"], rival["calls"])
-        if sign_rank(rounds) is None:
-            return _too_few(rounds)
         if ours["max"] < rival["min"]:
             return "faster"
         return "slower" if ours["min"] > rival["max"] else NO_CALLS
@@ -88,10 +92,6 @@ class Case:
 def short_name(row: Mapping[str, Any]) -> str:
     """Of a rival that stands beside one row alone, what sets it apart: "reference", "compile"."""
     return row["name"].removeprefix(f"{row.get('against')}: ")
-
-
-def _too_few(rounds: int) -> str:
-    return f"none: {rounds} rounds are too few"
 
 
 def has_operators(directory: Path) -> bool:

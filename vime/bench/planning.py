@@ -165,11 +165,12 @@ def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]]
     """ValueError where a report would refuse the runs of `plan`, before they take their hours: a switch that moves more
     than its field, or another machine, code or data than of runs that are kept.
 
-    `environments`: of kept runs by name; the others would run in this one.
+    `environments`: of kept runs by name; the others would run in this one. Variables are left to the report: what a run
+    imports sets some, before it notes them.
     """
     kept = environments or {}
-    files = [prompt_file(plan.data), plan.model / "config.json"]
-    now = collect_environment([], {**os.environ, "PYTHONPATH": plan.python_path}, files)
+    now = collect_environment([], {}, [prompt_file(plan.data), plan.model / "config.json"])
+    now["variables"] = next((known["variables"] for known in kept.values()), {})
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
     told: dict[str, Any] = {"field": plan.benchmark.switch.field}
     for order, run in enumerate(plan.runs):

@@ -154,18 +154,16 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     found = [row for row in figures if row[1] is not None]
     missed = [row for row in found if verdict(*row[:2]) != "met"]
     if found:
+        notes = {name: f"; note: {content['note']}" for name, content in plain if "note" in content}
+        texts = [f"{_figure_text(*row)}{notes.get(row[2], '')}" for row in missed]
         yield f"- **Targets of runs** {len(found) - len(missed)} met, **{len(missed)} missed**" + (
-            f": {'; '.join(_figure_text(*row) for row in missed)}" if missed else ""
+            f": {'. '.join(texts)}" if missed else ""
         )
-    unmeasured = [target.what for target, value, _ in figures if value is None]
-    if unmeasured:
-        yield f"- **In no file** {'; '.join(unmeasured)}"
     tiers = {result.content.tier for result in results if isinstance(result.content, Record)}
-    if untold := [title for tier, title in TIERS.items() if tier not in tiers]:
-        yield (
-            f"- **Nobody has measured yet** {BASELINE} against {RL_KERNEL} in: {', '.join(untold).lower()}. What "
-            "operators gain is no claim about these"
-        )
+    unmeasured = [target.what for target, value, _ in figures if value is None]
+    unmeasured += [f"{BASELINE} against {RL_KERNEL}: {t.lower()}" for k, t in TIERS.items() if k not in tiers]
+    if unmeasured:
+        yield f"- **Not measured** {'; '.join(unmeasured)}"
     for result in results:
         if isinstance(result.content, Record):
             yield f"- **{result.content.claim}** ({result.content.tier}): [below](#{_anchor(result.section)})"
@@ -196,7 +194,10 @@ def _machines(results: Sequence[Result]) -> str:
         if name := result.content.get("gpu", machine.get("gpu")):
             noted = result.content.get("driver", machine.get("gpu_facts", {}).get("driver_version"))
             drivers.setdefault(name, set()).update([noted] if noted else [])
-    said = [f"**{name}**" + (f" (driver {', '.join(sorted(d))})" if d else "") for name, d in drivers.items()]
+    said = [
+        f"**{name}**" + (f" (driver {', '.join(sorted(d))} where noted)" if d else "")
+        for name, d in drivers.items()
+    ]
     return "; ".join(said) or "machines that the files do not name"
 
 

@@ -148,6 +148,11 @@ def read_settings(path: Path, preset: str | None = None) -> Benchmark:
                 f"--preset must be one of {', '.join(presets) or 'none'} for {path}, got {preset}{near}"
             )
         chosen = presets[preset]
+        if chosen.keys() & {"model", "data"} and "claim" not in chosen:
+            raise ValueError(
+                f"{path}: preset {preset} must say `claim`, got none; with a model or data of its own it shows "
+                "something else than the file"
+            )
     flags = [*_flags(content.pop("flags", {}), path), *_flags(chosen.get("flags", {}), path)]
     values = {**content, **{key: value for key, value in chosen.items() if key != "flags"}}
     values["model"] = _model(values["model"], path)

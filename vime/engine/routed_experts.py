@@ -62,6 +62,8 @@ def install() -> None:
 
     if hasattr(CPUModelRunner.execute_model, "wraps"):
         return
+    if not hasattr(VllmConfig, "_verify_aux_output_compatibility"):
+        return  # a version whose older runner hands them on itself
     VllmConfig._verify_aux_output_compatibility = _checking(VllmConfig._verify_aux_output_compatibility)
     CPUModelRunner.initialize_kv_cache = _connecting(CPUModelRunner.initialize_kv_cache)
     CPUModelRunner.execute_model = _beginning(CPUModelRunner.execute_model)
@@ -73,6 +75,11 @@ def _checking(vllms: Callable[..., Any]) -> Callable[..., Any]:
         # everything but the runner, which is a property of the class and not of the object that is checked
         as_newer = SimpleNamespace(**{**vars(self), "use_v2_model_runner": True})
         vllms(as_newer)
+        if self.aux_output_config.enabled and self.speculative_config is not None:
+            raise ValueError(
+                "--vllm-speculative-config must be left out with --use-rollout-routing-replay on a CPU, got it; which "
+                "drafted tokens were rejected is not told here"
+            )
 
     return verify
 
@@ -113,7 +120,7 @@ def _handing_on(vllms: Callable[..., Any]) -> Callable[..., Any]:
 
 def _step_rows(runner: Any, output: Any) -> dict[str, Any] | None:
     """What the collector has for the requests of a step, told as the newer runner tells it. Rows of a step lie in the
-    order of its requests; the older runner drops no token that it computed."""
+    order of its requests; without speculation (`_checking`) the older runner drops no token that it computed."""
     ids = output.req_ids
     computed = [runner.routed_step[name] for name in ids]
     step = SimpleNamespace(

@@ -19,7 +19,9 @@ worker's base class     wants trainer_send_weights of all   sending is a class o
 /abort_requests         any JSON                            an object                           an object
 /sleep, /wake_up        answer nothing, check nothing       answer a status, check level, mode  answers are not read
 answers' "metrics"      times of the request                and its speculative decoding        the times
-routed experts          by its one model runner             by its newer model runner alone     `routed_experts.py`
+routed experts          by its older model runner           by its newer model runner alone     `routed_experts.py`
+experts on CPUs         packed in place as they are loaded  packed at the first load alone      `repack_experts`, in
+                        (read, not run)                                                         the newer one's form
 /v1/completions         all rows of them                    `routed_experts_prompt_start`       asked for; cut where it
                                                             leaves out those before it          was not heard
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
