@@ -201,13 +201,23 @@ def _digest(path: Path) -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    # setuptools, once imported, adds what it carries along to the path: a run that imports it has no other packages
-    paths = [path for path in sys.path if Path(path).parts[-2:] != ("setuptools", "_vendor")]
+    # setuptools and Ray, once imported, add what they carry along to the path: it is no package of this environment
+    paths = [path for path in sys.path if not _is_in_a_package(Path(path))]
     distributions = [d for d in importlib.metadata.distributions(path=paths) if d.metadata["Name"]]
     found = {
         d.metadata["Name"]: d.version for d in reversed(distributions)
     }  # the first on the path is imported
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _is_in_a_package(path: Path) -> bool:
+    """Whether an entry of sys.path lies in a package that another entry has."""
+    inner = (
+        path.relative_to(base) for base in map(Path, sys.path) if path != base and path.is_relative_to(base)
+    )
+    return any(
+        (path.parents[len(part.parts) - 1] / part.parts[0] / "__init__.py").is_file() for part in inner
+    )
 
 
 def _cpu() -> dict[str, Any]:

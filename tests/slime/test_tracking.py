@@ -179,6 +179,14 @@ def test_environment_file_has_facts_and_no_secret(tmp_path):
     assert json.loads(path.read_text())["command"] == ["vime", "train"]
 
 
+def test_what_packages_carry_along_is_not_of_the_environment():
+    """Setuptools and Ray add folders of their own to the path once they are imported."""
+    code = "from slime.tracking import collect_environment; print(collect_environment([], {})['packages'])"
+    imports = ("", "import setuptools; ", "import ray; ")
+    found = [subprocess.check_output([sys.executable, "-c", before + code], text=True) for before in imports]
+    assert found[0] == found[1] == found[2] and "'numpy'" in found[0]
+
+
 def test_environment_names_the_commit_only_of_its_own_checkout(tmp_path):
     from slime.tracking.environment import _git
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
 
 from slime.megatron_backend.model import unwrap
+from slime.megatron_backend.parallel import destroy_parallel
 from slime.megatron_backend.trainer import MegatronTrainer
 from slime.memory_estimate import rank_params
 from slime.model_shape import Shape
@@ -162,6 +163,7 @@ def test_an_optimizer_that_is_not_distributed_needs_the_same_experts(root, sever
     with pytest.raises(ValueError, match="--expert-model-parallel-size must be above 1 where it was"):
         flags = {"use_distributed_optimizer": False, "load": str(root / "save-ep-plain")}
         started(root, "one-plain", 0, 1, flags)
+    destroy_parallel()  # which a trainer that came to be would have done
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "pp" not in name])
