@@ -223,6 +223,8 @@ def test_runs_that_differ_are_refused_before_anything_is_written(tmp_path):
         report.main(arguments[:2])
     with pytest.raises(ValueError, match=f"must hold {RECORD_FILE}, got none"):
         report.main([str(tmp_path)])
+    with pytest.raises(ValueError, match=r"DIR must be a directory .*, got .*test_bench_report\.py"):
+        report.main([__file__])
 
 
 def test_bars_begin_at_zero_and_steps_without_a_value_are_gaps(tmp_path):

@@ -145,7 +145,7 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     """The first screen: the machine, what is fast, what is missed, what nobody measured."""
     plain = [(r.path.name, r.content) for r in results if isinstance(r.content, dict)]
     figures = rows(Sources((), tuple(plain)))
-    yield f"Measured on {_machines(results)}. Every part below has its command, versions and commit."
+    yield f"Measured on {_machines(results)}. Every part below has its command; what its file did not note is said."
     yield ""
     yield from in_short([r.content for r in results if r.is_operators and isinstance(r.content, dict)])
     for result in results:
@@ -163,7 +163,7 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     unmeasured = [target.what for target, value, _ in figures if value is None]
     unmeasured += [f"{BASELINE} against {RL_KERNEL}: {t.lower()}" for k, t in TIERS.items() if k not in tiers]
     if unmeasured:
-        yield f"- **Not measured** {'; '.join(unmeasured)}"
+        yield f"- **Not measured**, that is no run that meets a target's conditions: {'; '.join(unmeasured)}"
     for result in results:
         if isinstance(result.content, Record):
             yield f"- **{result.content.claim}** ({result.content.tier}): [below](#{_anchor(result.section)})"

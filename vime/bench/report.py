@@ -60,6 +60,12 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.out is None and len(args.dirs) > 1:
         raise ValueError(f"--out must be given for several DIRs, got {len(args.dirs)} directories; name one")
+    for path in args.dirs:
+        if not path.is_dir():
+            raise ValueError(
+                f"DIR must be a directory with {records.RECORD_FILE} or {OPERATORS_FILE}, got {path}; "
+                "docs/benchmarks.md shows the files of benchmarks/results"
+            )
     operators = [read_operators(path) for path in args.dirs if has_operators(path)]
     both = [path for path in args.dirs if (path / records.RECORD_FILE).is_file() or not has_operators(path)]
     benchmarks = [records.read(path) for path in both]
