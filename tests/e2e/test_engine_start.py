@@ -46,6 +46,29 @@ def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> 
     assert psutil.Process().children(recursive=True) == before
 
 
+def test_a_server_waits_for_its_gate_before_it_takes_its_device(tmp_path: Path) -> None:
+    """As beside a trainer on the same GPU; what vLLM logs once it has its device comes after the gate has opened."""
+    gate, log = tmp_path / "gate", tmp_path / "engine.log"
+    server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), waits_for=str(gate)))
+    url = server.start()
+    try:
+        end = time.monotonic() + 120
+        while f"the engine waits for {gate}" not in log.read_text() and time.monotonic() < end:
+            assert server.poll() is None, server.tail_log()
+            time.sleep(0.2)
+        time.sleep(2)
+        assert "Loading weights took" not in log.read_text()
+        assert not EngineControl(url, KEY).is_healthy(1)
+        gate.touch()
+        server.wait_ready()
+        waited, loaded = (
+            log.read_text().index(text) for text in ("the engine waits", "Loading weights took")
+        )
+        assert waited < loaded
+    finally:
+        server.stop()
+
+
 def test_a_server_that_takes_too_long_shows_its_last_log_lines(tmp_path: Path) -> None:
     server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), start_timeout_s=3.0))
     server.start()

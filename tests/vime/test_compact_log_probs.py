@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.logprobs import FlatLogprobs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vime.engine import compact_log_probs
 from vime.engine.compact_log_probs import REQUEST
@@ -28,6 +32,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in (
         (LogprobsProcessor, "from_new_request"),
         (OpenAIServingCompletion, "_create_completion_logprobs"),
+        (MsgpackEncoder, "encode_into"),
+        (MsgpackDecoder, "decode"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     compact_log_probs.install()
@@ -78,3 +84,48 @@ def test_twice_wraps_once():
     once = LogprobsProcessor.from_new_request
     compact_log_probs.install()
     assert LogprobsProcessor.from_new_request is once
+
+
+def lists(log_probs: list[float], *, width: int = 1) -> LogprobsLists:
+    """Of one request: a row a token, the sampled one first."""
+    rows = np.array(log_probs, np.float32)[:, None].repeat(width, 1)
+    return LogprobsLists(np.arange(rows.size).reshape(rows.shape), rows, np.arange(len(rows)) + 3, None)
+
+
+def through_the_socket(each: list[LogprobsLists | None]) -> tuple[list[LogprobsLists | None], int]:
+    """What the process that speaks HTTP gets of a step's outputs, and the arrays that were packed for it."""
+    outputs = EngineCoreOutputs(
+        outputs=[
+            EngineCoreOutput(request_id=str(i), new_token_ids=[i], new_logprobs=found)
+            for i, found in enumerate(each)
+        ]
+    )
+    packed = MsgpackEncoder().encode_into(outputs, bytearray())
+    arrays = 3 * sum(output.new_logprobs is not None for output in outputs.outputs)
+    found = MsgpackDecoder(EngineCoreOutputs).decode(packed).outputs
+    assert [output.request_id for output in found] == [str(i) for i in range(len(each))]
+    return [output.new_logprobs for output in found], arrays
+
+
+def same(got: LogprobsLists | None, sent: LogprobsLists | None) -> bool:
+    if got is None or sent is None:
+        return got is sent
+    equal = (np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(got[:3], sent[:3], strict=True))
+    return all(equal) and got.cu_num_generated_tokens is None
+
+
+@pytest.mark.parametrize(
+    "each, arrays",
+    [
+        ([lists([-0.5]), lists([-0.25, -1.0]), lists([float("-inf")])], 3),
+        ([None, lists([-0.5]), None, lists([-2.0])], 3),  # of the first request nobody wants any
+        ([lists([-0.5]), lists([-0.25], width=3)], 6),  # another token's log-probs too: vLLM's own way
+        ([lists([-0.5]), None], 3),
+        ([None, None], 0),
+        ([], 0),
+    ],
+)
+def test_log_probs_of_a_step_travel_together(each, arrays):
+    got, packed = through_the_socket(each)
+    assert packed == arrays
+    assert all(map(same, got, each))

@@ -122,8 +122,8 @@ class VllmEnginePool:
         """A RolloutEngine that talks to the router; picklable."""
         return VllmEngineClient(self.router_url, self._router.spec.run_key)
 
-    def start(self) -> None:
-        """Start the router and all engines; returns when they serve.
+    def start(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Start the router and all engines; returns when they serve. `meanwhile` is called once their processes run.
 
         On any failure everything is stopped and the failure raised: ValueError (port taken), RuntimeError with the
         last log lines (never healthy).
@@ -132,6 +132,7 @@ class VllmEnginePool:
             self._router.start()
             for engine in self._engines:
                 self._launch(engine)
+            meanwhile()
             self._router.wait_ready()
             # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
             for engine in self._engines:

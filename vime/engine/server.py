@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vime.engine import routed_experts
+from vime.engine import routed_experts, start_gate
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.engine.process import Server, ServerSpec
 from vime.engine.vllm_versions import SERVER_MODULE, request_times
@@ -53,6 +53,8 @@ class EngineSpec(ServerSpec):
     """Whether it must be able to give its device memory away and take it again."""
     tells_experts: bool = False
     """Whether its answers must say which experts each token went to."""
+    waits_for: str | None = None
+    """A file that must be there before it takes its device; `start_timeout_s` counts from `wait_ready`."""
 
 
 class EngineServer(Server[EngineSpec]):
@@ -108,6 +110,9 @@ class EngineServer(Server[EngineSpec]):
         }
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
+        if spec.waits_for is not None:
+            # vLLM's own limit would count the wait, too; ours is start_timeout_s.
+            env |= {start_gate.VARIABLE: spec.waits_for, "VLLM_ENGINE_READY_TIMEOUT_S": str(24 * 3600)}
         if spec.device == "cpu":
             env |= {
                 "OMP_NUM_THREADS": str(spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)),
