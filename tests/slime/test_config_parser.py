@@ -115,7 +115,7 @@ def test_flags_without_effect_leave_a_note(argv):
 
 
 def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
-    """Router, conversion and layout of slime: what they ask for is what happens here; hooks find them at the default."""
+    """Router, conversion and layout: what they ask for is what happens here; hooks find them at the default."""
     router = "--use-slime-router --slime-router-timeout 60 --slime-router-max-connections 9"
     c = parse_args([*argv, *router.split(), "--megatron-to-hf-mode", "bridge", "--qkv-format", "thd"])
     noted = dict(note.split(" has no effect: ") for note in c.notes)
