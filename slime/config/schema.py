@@ -154,7 +154,8 @@ class Config:
         Holds every field by name, flags that are not supported or have no effect at their default, the negated names of
         `NEGATED`, Megatron overrides by core field name and vLLM arguments with the prefix vllm_; `facts` win.
         """
-        flat = {name: entry.default for name, entry in {**UNSUPPORTED, **NO_EFFECT}.items()}
+        flat = {name: entry.default for name, entry in UNSUPPORTED.items()}
+        flat.update({name: spec.default for name, spec in NO_EFFECT.items()})
         flat.update({name: copy.deepcopy(getattr(self, name)) for name in SECTION_OF})
         flat.update({positive: not flat[negative] for positive, negative in NEGATED.items()})
         flat.update(
