@@ -11,7 +11,8 @@
 #   MODEL     Hugging Face directory (default: a random Qwen3-4B, made in OUT)
 #   DATA      prompt file: GSM8K (question, answer) or dapo-math (prompt and label, or prompt and reward_model); other
 #             columns with --input-key, --label-key and --rm-type
-#   OUT       folder for checkpoints and records (default runs/qwen3-4b); a second call goes on where the first stopped
+#   OUT       folder for checkpoints and records (default runs/qwen3-4b, without MODEL runs/qwen3-4b-smoke); a second call
+#             goes on where the first stopped
 #   NUM_GPUS  GPUs to use on a machine (default: --num-gpus-per-node where that is given, otherwise all)
 #   SETUP=0   use the Python on PATH (or PYTHON) as it is: for machines whose environment was made by hand
 #   RAY_ADDRESS=HOST:PORT joins that cluster; two machines: NUM_GPUS=8 ... --actor-num-nodes 2. DATA, MODEL and OUT must
@@ -27,7 +28,7 @@ MODEL=$(from_here "${MODEL:-}")
 DATA=$(from_here "${DATA:-}")
 OUT=$(from_here "${OUT:-}")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-OUT=${OUT:-runs/qwen3-4b}
+OUT=${OUT:-runs/qwen3-4b$([[ -n "$MODEL" ]] || echo -smoke)}
 NUM_GPUS=${NUM_GPUS:-}
 if [[ -z "$NUM_GPUS" && " $* " =~ \ --num-gpus-per-node[\ =]([0-9]+)\  ]]; then
     NUM_GPUS=${BASH_REMATCH[1]}

@@ -190,6 +190,12 @@ def check_model(c: Config) -> str | None:
     return None
 
 
+def notes(c: Config) -> list[str]:
+    """What was adjusted on the way and why. ValueError for a model that the training backend does not know."""
+    remark = check_model(c)
+    return [*c.notes, *([remark] if remark else [])]
+
+
 def plural(number: int, word: str) -> str:
     """2, "rank" -> "2 ranks"."""
     return f"{number} {word}{'' if number == 1 else 's'}"
@@ -209,6 +215,22 @@ def trainer_memory(c: Config, hf: dict[str, Any]) -> Iterator[str]:
     yield from memory_lines(e.work)
     yield f"{'peak':<20} {amount(e.peak):>11}   reported against as perf/memory/estimate_gib"
     yield from decide_residence(c, e, device_memory(c)).lines
+
+
+def memory_in_short(c: Config) -> Iterator[str]:
+    """The estimates in a line, and in another what leaves the device for the engines, where that is a question."""
+    hf = read_hf_config(c.hf_checkpoint)
+    told, residence = [], tuple[str, ...]()
+    if not c.debug_rollout_only:
+        e = estimate(c, hf)
+        told.append(f"a trainer rank {amount(e.peak)} at its peak")
+        residence = decide_residence(c, e, device_memory(c)).lines
+    if c.num_engines:
+        items = engine_memory(c, Shape.of(hf))
+        told.append(f"an engine, per GPU, {', '.join(f'{item.name} {amount(item.bytes)}' for item in items)}")
+    yield "; ".join(told)
+    if residence:
+        yield "; ".join(line.strip() for line in residence).replace(":;", ":")
 
 
 def device_memory(c: Config) -> int | None:
@@ -232,7 +254,7 @@ def transport(c: Config) -> str:
 
 def describe(c: Config) -> str:
     """The whole plan as text."""
-    remark = check_model(c)
+    remarks = notes(c)
     hf = read_hf_config(c.hf_checkpoint)
     shape = Shape.of(hf)
     parts: dict[str, list[str]] = {
@@ -251,7 +273,7 @@ def describe(c: Config) -> str:
             f"run directory {c.run_dir}",
             f"weights to engines by {transport(c)}",
         ],
-        "Notes": [*c.notes, *([remark] if remark else [])],
+        "Notes": remarks,
     }
     if c.num_engines == 0:
         del parts["Memory of an engine, per GPU"], parts["Engine flags"]

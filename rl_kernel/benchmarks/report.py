@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 LINEAR_COLUMNS = (
@@ -120,20 +120,37 @@ def _comparison(found: dict[str, Any]) -> str:
     )
 
 
-def summary_text(results: dict[str, Any]) -> str:
-    """How many targets are met, and each one that is not."""
-    rows = [(result["case"]["name"], row) for result in results["linear"] for row in result["rows"]]
-    rows += [("", row) for row in (results["elementwise"] or {"rows": []})["rows"]]
-    judged = [(place, row["name"], row.get("met")) for place, row in rows if "target" in row]
+def judged(results: dict[str, Any]) -> Iterator[tuple[str, str, bool | None, str]]:
+    """(case, row, met, measured against the limit) of every target; None and "" where it was not measured."""
     for result in results["linear"]:
+        case = result["case"]["name"]
+        yield from ((case, row["name"], *_held(row)) for row in result["rows"] if "target" in row)
         for found in result["comparisons"]:
             if found["ours"] is not None:
-                what = f"{found['ours']} at {found['target']:g}x of {found['rival']}"
-                judged.append((result["case"]["name"], what, found["met"]))
-    if not judged:
+                text = f"{found['speedup']:.2f} x as fast, at least {found['target']:g}"
+                yield case, f"{found['ours']} beside {found['rival']}", found["met"], text
+    streams = (results["elementwise"] or {"rows": []})["rows"]
+    yield from (("bytes", row["name"], *_held(row)) for row in streams if "target" in row)
+
+
+def _held(row: dict[str, Any]) -> tuple[bool | None, str]:
+    """Whether a row meets its target, and its figure beside it."""
+    if row.get("met") is None:
+        return None, ""
+    target = row["target"]
+    if "share" in row:
+        return row["met"], f"{row['share']:.2f} of a copy, at least {target['limit']:g}"
+    of, memory = target["base"] or "products", f" in {target['mib']:g} MiB" if target["mib"] else ""
+    return row["met"], f"{target['value']:.3f} x {of}, at most {target['limit']:g}{memory}"
+
+
+def summary_text(results: dict[str, Any]) -> str:
+    """How many targets are met, and each one that is not."""
+    every = list(judged(results))
+    if not every:
         return "no targets here: they are for a GPU"
-    missed = [f"  MISSED {place} {name}" for place, name, met in judged if met is False]
-    counts = [sum(met is state for _, _, met in judged) for state in (True, False, None)]
+    missed = [f"  MISSED {case} {name} {text}" for case, name, met, text in every if met is False]
+    counts = [sum(met is state for _, _, met, _ in every) for state in (True, False, None)]
     return "\n".join(["targets: {} met, {} missed, {} not measured".format(*counts), *missed])
 
 

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from slime.checkpoint_dir import (
+    COMPLETE,
+    HF_INDEX,
+    HF_SINGLE,
+    LATEST,
+    holds_hf_weights,
+    latest,
+    start_directory,
+)
 from slime.config.fields import flag
 
 
@@ -19,3 +30,49 @@ class CheckpointConfig:
     )
     save_hf: str | None = flag(None, "also write a Hugging Face directory here, {rollout_id} is filled in")
     ref_load: str | None = flag(None, "weights of the reference model (default: --hf-checkpoint)")
+
+
+def check_directories(c: Any) -> None:
+    """What the trainer reads at its start must be weights that it can read, and what it writes to a folder.
+
+    A --load that is empty or not there is where a run that saves to it begins. --hf-checkpoint is judged for itself.
+    """
+    for flag_name, path in (("--load", c.load), ("--save", c.save)):
+        if path and Path(path).exists() and not Path(path).is_dir():
+            raise ValueError(
+                f"{flag_name} must name a directory, got the file {path}; name the folder of checkpoints"
+            )
+    if c.debug_rollout_only:
+        return
+    resumes = c.load is not None and _latest("--load", c.load) is not None
+    if c.load and not resumes and (Path(c.load) / COMPLETE).is_file():
+        folder = Path(c.load).absolute().parent
+        raise ValueError(
+            f"--load must name the folder of all iterations, got one of them, {c.load}; use {folder}"
+        )
+    start = start_directory(c)
+    if not resumes and start == c.load and not holds_hf_weights(start):
+        raise ValueError(
+            f"--load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {start}; copy them"
+        )
+    read = c.needs_reference or (not resumes and start == c.ref_load)
+    if read and Path(c.ref_load) != Path(c.hf_checkpoint):
+        _check_reference(c.ref_load)
+
+
+def _check_reference(path: str) -> None:
+    if _latest("--ref-load", path) is None and not holds_hf_weights(path):
+        got = "which holds neither" if Path(path).is_dir() else "which is no directory"
+        raise ValueError(
+            f"--ref-load must name a Hugging Face directory with {HF_SINGLE} or {HF_INDEX}, or a folder with the "
+            f"{LATEST} that --save writes, got {path}, {got}; leave it out to use --hf-checkpoint"
+        )
+
+
+def _latest(flag_name: str, path: str) -> int | None:
+    try:
+        return latest(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{flag_name} must hold a checkpoint that can be read, got {path}: {error}"
+        ) from error

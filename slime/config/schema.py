@@ -27,7 +27,7 @@ from slime.config.off_policy import OffPolicyConfig
 from slime.config.reward import RewardConfig
 from slime.config.rollout import RolloutConfig
 from slime.config.train import TrainConfig
-from slime.config.unsupported import UNSUPPORTED
+from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
 from slime.config.weight_update import WeightUpdateConfig
 
 SECTIONS: dict[str, type] = {
@@ -151,10 +151,11 @@ class Config:
     def namespace(self, **facts: Any) -> argparse.Namespace:
         """A flat, mutable copy for user hooks (their `args`) with run-time facts added (vllm_router_ip).
 
-        Holds every field by name, flags that are not supported yet at their default, the negated names of
+        Holds every field by name, flags that are not supported or have no effect at their default, the negated names of
         `NEGATED`, Megatron overrides by core field name and vLLM arguments with the prefix vllm_; `facts` win.
         """
         flat = {name: entry.default for name, entry in UNSUPPORTED.items()}
+        flat.update({name: spec.default for name, spec in NO_EFFECT.items()})
         flat.update({name: copy.deepcopy(getattr(self, name)) for name in SECTION_OF})
         flat.update({positive: not flat[negative] for positive, negative in NEGATED.items()})
         flat.update(

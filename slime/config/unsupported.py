@@ -37,6 +37,7 @@ class Unsupported:
 
 UNSUPPORTED: dict[str, Unsupported] = {
     # train
+    "qkv_format": Unsupported("thd", "sequences are always packed one after the other (thd), never padded"),
     "qwen_gdn_backend": Unsupported("fla", "linear-attention models are not supported yet"),
     "custom_model_provider_path": Unsupported(None, "the model is built from the checkpoint's config.json"),
     "only_train_params_name_list": Unsupported(None, _SELECT),
@@ -66,6 +67,10 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "rollout_external_engine_addrs": Unsupported(None, _EXTERNAL),
     "vllm_router_ip": Unsupported(None, _EXTERNAL),
     "vllm_router_port": Unsupported(None, _EXTERNAL + "; the router takes a free port"),
+    "slime_router_middleware_paths": Unsupported(
+        None, "vllm-router runs no middleware; write a --custom-generate-function-path"
+    ),
+    "slime_router_health_check_failure_threshold": Unsupported(3, "use --router-health-failure-threshold"),
     "prefill_num_servers": Unsupported(None, "separate prefill servers are not supported yet"),
     "rollout_buffer_url": Unsupported(None, _BUFFER),
     "fetch_trajectory_retry_times": Unsupported(-1, _BUFFER),
@@ -86,6 +91,13 @@ UNSUPPORTED: dict[str, Unsupported] = {
         False, "the entropy of every training step is reported as train/entropy_loss"
     ),
     "num_critic_only_steps": Unsupported(0, _CRITIC),
+    "critic_train_only": Unsupported(False, _CRITIC),
+    "critic_num_nodes": Unsupported(None, _CRITIC),
+    "critic_num_gpus_per_node": Unsupported(None, _CRITIC),
+    "critic_load": Unsupported(None, _CRITIC),
+    "critic_save": Unsupported(None, _CRITIC),
+    "critic_lr": Unsupported(None, _CRITIC),
+    "critic_lr_warmup_iters": Unsupported(0, _CRITIC),
     "reset_optimizer_states": Unsupported(False, "the optimizer keeps its states"),
     "use_stateless_adam": Unsupported(False, "Adam keeps its moments in this version"),
     "use_opd": Unsupported(False, _OPD),
@@ -140,6 +152,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "dist_ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
 }
 
+_DEADLINE = "one request may take --rollout-deadline-s"
 _TEXT = {
     "cp_comm_type": "context parallelism always gathers keys and values",
     "hierarchical_context_parallel_sizes": "context parallelism always gathers keys and values in one go",
@@ -149,10 +162,14 @@ _TEXT = {
     "moe_token_drop_policy": "every token reaches its experts",
     "model_name": "the model family is read from the checkpoint's config.json",
     "seq_length": "sequences are packed at their own length",
-    "vllm_router_request_timeout_secs": "one request may take --rollout-deadline-s",
+    "vllm_router_request_timeout_secs": _DEADLINE,
+    "slime_router_timeout": _DEADLINE,
+    "slime_router_max_connections": "requests in flight are bounded by --vllm-server-concurrency",
+    "megatron_to_hf_mode": "one table a family (slime/megatron_backend/hf_weights) converts weights both ways",
 }
 _BARE = {
     "allgather_cp": "context parallelism always gathers keys and values",
+    "use_slime_router": "vllm-router stands before the engines; tokens, log-probs and routed experts pass through it",
     "use_fault_tolerance": "an engine that dies or stops answering is always restarted",
     "recompute_loss_function": "log-probs are computed from hidden states, no logits are kept",
     "variable_seq_lengths": "sequences are always packed at their own length",

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from slime.config.algorithm import check_algorithm, check_group_size, check_kl
+from slime.config.checkpoint import check_directories
 from slime.config.cluster import check_offload
 from slime.config.debug import check_profile_steps
 from slime.config.experts import check_expert_flags
@@ -302,12 +303,6 @@ def _files(c: Config) -> None:
             # path@[start:end] names a slice of the file.
             if path is not None and not Path(re.sub(r"@\[[^\]]*\]$", "", path)).exists():
                 raise ValueError(f"{name} must name a file that exists, got {path}; check the path")
-    # One that follows --hf-checkpoint is judged with it.
-    if c.needs_reference and c.ref_load != c.hf_checkpoint and not Path(c.ref_load).exists():
-        raise ValueError(
-            f"--ref-load must name a directory that exists, got {c.ref_load}; or leave it out to use "
-            "--hf-checkpoint as the reference"
-        )
 
 
 def _checkpoint(c: Config) -> None:
@@ -350,6 +345,7 @@ RULES = (
     _intervals,
     check_profile_steps,
     _files,
+    check_directories,
     _hooks,
     _checkpoint,
 )

@@ -35,13 +35,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
+from slime.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
 from slime.megatron_backend.model import HiddenGPTModel, unwrap
 from slime.megatron_backend.optimizer import fuse_adam
 
 logger = logging.getLogger(__name__)
 
-_LATEST = "latest_checkpointed_iteration.txt"
-_COMPLETE = "metadata.json"  # Megatron writes it last
 _SHAPE = (
     "model_type",
     "num_hidden_layers",
@@ -77,39 +76,6 @@ class _DirectSave(TorchDistSaveShardedStrategy):
         )
 
 
-def latest(directory: str | Path) -> int | None:
-    """Iteration of the newest complete checkpoint under `directory`, None when it holds none.
-
-    ValueError when the directory names a latest checkpoint that is not there or not complete.
-    """
-    record = Path(directory) / _LATEST
-    if not record.is_file():
-        return None
-    text = record.read_text().strip()
-    if not text.isdigit():
-        raise ValueError(
-            f"{record} must hold an iteration number, got {text!r}; write the number to load into it"
-        )
-    path = _existing(Path(directory), int(text))
-    if not (path / _COMPLETE).is_file():
-        raise ValueError(f"{record} must name a complete checkpoint, got {text} but {path} is not one")
-    return int(text)
-
-
-def _path(directory: Path, iteration: int) -> Path:
-    return directory / f"iter_{iteration:07d}"
-
-
-def _hidden(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.{suffix}")
-
-
-def _existing(directory: Path, iteration: int) -> Path:
-    """Where an iteration lies: in its place, or still aside if a second save of it was cut off between two renames."""
-    path = _path(directory, iteration)
-    return path if path.exists() else _hidden(path, "old")
-
-
 def save_checkpoint(
     directory: str | Path,
     iteration: int,
@@ -124,8 +90,8 @@ def save_checkpoint(
     Without `optimizer` (--no-save-optim) the next run starts its moments and masters afresh. `extra` is a record of
     plain values that `load_checkpoint` returns; rank 0's is kept.
     """
-    path = _path(Path(directory), iteration)
-    partial = _hidden(path, "partial")
+    path = iteration_path(Path(directory), iteration)
+    partial = hidden(path, "partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -144,13 +110,13 @@ def save_checkpoint(
     dist_checkpointing.save(state, str(partial), sharded_strategy=_DirectSave("torch_dist", 1))
     if dist.get_rank() == 0:
         _publish(partial, path)
-        _write_text(path.parent / _LATEST, str(iteration))
+        _write_text(path.parent / LATEST, str(iteration))
     dist.barrier()
     return path
 
 
 def _publish(partial: Path, path: Path) -> None:
-    old = _hidden(path, "old")
+    old = hidden(path, "old")
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
@@ -159,7 +125,7 @@ def _publish(partial: Path, path: Path) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    staged = _hidden(path, "partial")
+    staged = hidden(path, "partial")
     staged.write_text(text)
     os.replace(staged, path)
 
@@ -183,13 +149,18 @@ def load_checkpoint(
     iteration = latest(directory) if iteration is None else iteration
     if iteration is None:
         raise ValueError(
-            f"--load must hold {_LATEST}, got {directory} without it; nothing was ever saved there"
+            f"--load must hold {LATEST}, got {directory} without it; nothing was ever saved there"
         )
-    path = _existing(directory, iteration)
-    if not (path / _COMPLETE).is_file():
+    path = existing(directory, iteration)
+    if not (path / COMPLETE).is_file():
         raise ValueError(f"iteration {iteration} must be a complete checkpoint, but {path} is not one")
     inner = unwrap(model)
     common = dist_checkpointing.load_common_state_dict(str(path))
+    if "shape" not in common:
+        raise ValueError(
+            f"{path} must be a checkpoint that --save wrote, got one of slime or Megatron itself; name a Hugging Face "
+            "directory"
+        )
     _check_shape(common["shape"], _shape(inner), path)
     if optimizer is not None and not common["has_optimizer"]:
         logger.warning("%s holds no optimizer (--no-save-optim): moments and step counts start afresh", path)

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slime.megatron_backend.checkpoint import latest, load_checkpoint
+from slime.checkpoint_dir import latest
+from slime.megatron_backend.checkpoint import load_checkpoint
 from slime.megatron_backend.model import build_model
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel

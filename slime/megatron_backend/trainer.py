@@ -23,6 +23,7 @@ from slime import operators
 from slime.algo.advantage import compute_advantages
 from slime.algo.importance import sequence_mean
 from slime.algo.ppo import compute_approx_kl
+from slime.checkpoint_dir import latest, start_directory
 from slime.config.cluster import PARTS
 from slime.config.debug import profiled_steps
 from slime.data.packing import MicroBatch, pack
@@ -39,7 +40,7 @@ from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.residence import Residence
 from slime.megatron_backend.routing_replay import Replay
-from slime.megatron_backend.weights import export_hf, load_weights, save_hf, start_directory
+from slime.megatron_backend.weights import export_hf, load_weights, save_hf
 from slime.memory_estimate import decide_residence, estimate
 from slime.protocols import TrainResult, WeightUpdate
 from slime.tracking.memory import device_memory, resident_peak_gib
@@ -69,7 +70,7 @@ class MegatronTrainer:
         self._hook("custom_megatron_init_path", self.args)
         self.hf_config = load_hf_config(config.hf_checkpoint)
         self.model = build_model(self.hf_config, config)
-        resume = checkpoint.latest(config.load) if config.load else None
+        resume = latest(config.load) if config.load else None
         if resume is None:
             load_weights(self.model, start_directory(config))
         self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)

@@ -22,14 +22,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from slime.checkpoint_dir import HF_INDEX, HF_SINGLE, latest
 from slime.hf_config import prediction_layers, prediction_names
-from slime.megatron_backend.checkpoint import latest, load_checkpoint
+from slime.megatron_backend.checkpoint import load_checkpoint
 from slime.megatron_backend.hf_weights import family_for
 from slime.megatron_backend.hf_weights.base import Row
 from slime.megatron_backend.model import HiddenGPTModel, unwrap
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
@@ -79,12 +78,14 @@ def _parameters(
 
 def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
     """HF tensor name -> the safetensors file that holds it."""
-    index = checkpoint_dir / _INDEX
+    index = checkpoint_dir / HF_INDEX
     if index.is_file():
         return {k: checkpoint_dir / v for k, v in json.loads(index.read_text())["weight_map"].items()}
-    single = checkpoint_dir / _SINGLE
+    single = checkpoint_dir / HF_SINGLE
     if not single.is_file():
-        raise ValueError(f"--hf-checkpoint must hold {_SINGLE} or {_INDEX}, got neither in {checkpoint_dir}")
+        raise ValueError(
+            f"--hf-checkpoint must hold {HF_SINGLE} or {HF_INDEX}, got neither in {checkpoint_dir}"
+        )
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)
 
@@ -140,15 +141,6 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
                     f"{files[name]}"
                 )
         parameter.data.copy_(row.layout.shard(row.layout.join(parts, inner.sizes), rank, size))
-
-
-def start_directory(config: Any) -> str:
-    """Where a run that resumes nothing takes its weights from: --load when that is an HF directory (when it is also
-    --save, the first start finds it empty), else --ref-load, else --hf-checkpoint.
-    """
-    if config.load and (Path(config.load) / "config.json").is_file():
-        return config.load
-    return config.ref_load or config.hf_checkpoint
 
 
 def load_weights(model: Any, directory: str) -> None:
@@ -278,7 +270,7 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
-    for old in [*out_dir.glob("*.safetensors"), out_dir / _INDEX]:
+    for old in [*out_dir.glob("*.safetensors"), out_dir / HF_INDEX]:
         old.unlink(missing_ok=True)
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
@@ -298,7 +290,7 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shar
         total += tensor.nbytes
     flush()
     if len(shards) == 1:
-        (out_dir / "part-00000.safetensors").rename(out_dir / _SINGLE)
+        (out_dir / "part-00000.safetensors").rename(out_dir / HF_SINGLE)
         return
     weight_map = {}
     for i, names in enumerate(shards):
@@ -306,7 +298,7 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shar
         (out_dir / f"part-{i:05d}.safetensors").rename(out_dir / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (out_dir / _INDEX).write_text(json.dumps(index, indent=2))
+    (out_dir / HF_INDEX).write_text(json.dumps(index, indent=2))
 
 
 def _copy_config(inner: HiddenGPTModel, source_dir: Path, out_dir: Path) -> None:

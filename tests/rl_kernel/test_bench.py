@@ -310,15 +310,26 @@ def test_share_of_the_copy_bandwidth() -> None:
 
 
 def test_summary_counts_and_names_what_is_missed() -> None:
+    target = {"limit": 1.25, "base": None, "mib": None, "value": 1.2}
     rows = [
-        {"name": "good", "target": {}, "met": True},
-        {"name": "bad", "target": {}, "met": False},
-        {"name": "absent", "target": {}},
+        {"name": "good", "target": target, "met": True},
+        {"name": "bad", "target": {**target, "value": 1.3, "mib": 512.0}, "met": False},
+        {"name": "dear", "target": {**target, "limit": 1.03, "base": "good", "value": 1.0625}, "met": False},
+        {"name": "absent", "target": target},
         {"name": "free"},
     ]
-    results = {"linear": [{"case": {"name": "T1"}, "rows": rows, "comparisons": []}], "elementwise": None}
-    text = report.summary_text(results).splitlines()
-    assert text == ["targets: 1 met, 1 missed, 1 not measured", "  MISSED T1 bad"]
+    found = {"ours": "good", "rival": "other", "speedup": 0.9, "target": 1.0, "met": False}
+    comparisons = [found, {"ours": None, "rival": "wrong"}]
+    stream = {"name": "slow", "share": 0.8, "target": {"limit": 0.85}, "met": False}
+    linear = {"case": {"name": "T1"}, "rows": rows, "comparisons": comparisons}
+    assert report.summary_text({"linear": [linear], "elementwise": {"rows": [stream]}}).splitlines() == [
+        "targets: 1 met, 4 missed, 1 not measured",
+        "  MISSED T1 bad 1.300 x products, at most 1.25 in 512 MiB",
+        "  MISSED T1 dear 1.062 x good, at most 1.03",
+        "  MISSED T1 good beside other 0.90 x as fast, at least 1",
+        "  MISSED bytes slow 0.80 of a copy, at least 0.85",
+    ]
+    assert "no targets here" in report.summary_text({"linear": [], "elementwise": None})
 
 
 def test_truth_is_the_formula() -> None:

@@ -114,6 +114,47 @@ def test_flags_without_effect_leave_a_note(argv):
     ]
 
 
+def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
+    """Router, conversion and layout: what they ask for is what happens here; hooks find them at the default."""
+    router = "--use-slime-router --slime-router-timeout 60 --slime-router-max-connections 9"
+    c = parse_args([*argv, *router.split(), "--megatron-to-hf-mode", "bridge", "--qkv-format", "thd"])
+    noted = dict(note.split(" has no effect: ") for note in c.notes)
+    assert list(noted) == [word for word in router.split() if word[0] == "-"] + ["--megatron-to-hf-mode"]
+    assert noted["--use-slime-router"].startswith("vllm-router stands before the engines")
+    args = c.namespace()
+    assert args.use_slime_router is False and args.qkv_format == "thd" and args.critic_lr is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        ("--qkv-format bshd", "left at thd in this version, got bshd; sequences are always packed"),
+        (
+            "--slime-router-middleware-paths a.B c.D",
+            "left out in this version, got a.B c.D; vllm-router runs no",
+        ),
+        (
+            "--slime-router-health-check-failure-threshold 5",
+            "left at 3 in this version, got 5; use --router-health",
+        ),
+        ("--critic-lr 1e-5", "left out in this version, got 1e-5; a critic is not supported yet"),
+        ("--critic-lr-warmup-iters 2", "left at 0 in this version, got 2; a critic is not supported yet"),
+        ("--critic-num-nodes 1", "left out in this version, got 1; a critic is not supported yet"),
+        ("--critic-num-gpus-per-node 4", "left out in this version, got 4; a critic is not supported yet"),
+        ("--critic-load x", "left out in this version, got x; a critic is not supported yet"),
+        ("--critic-save x", "left out in this version, got x; a critic is not supported yet"),
+        (
+            "--critic-train-only",
+            "left out in this version, got --critic-train-only; a critic is not supported",
+        ),
+    ],
+)
+def test_flags_of_slime_scripts_that_would_need_action_are_refused(argv, flags, rule):
+    with pytest.raises(ValueError) as error:
+        parse_args([*argv, *flags.split()])
+    assert str(error.value).startswith(f"{flags.split()[0]} must be {rule}")
+
+
 def test_custom_config_file_wins_over_the_command_line(argv, tmp_path):
     file = tmp_path / "more.yaml"
     file.write_text(

@@ -180,7 +180,7 @@ def test_one_sample_a_prompt_is_noted_where_others_make_the_groups(argv, maker):
 def test_supervised_training_needs_no_reference(argv):
     """A KL that is only reported is left out with a note; one that is asked for is an error."""
     sft = [*argv, "--loss-type", "sft_loss"]
-    c = parse_args([*sft, "--use-kl-loss", "--ref-load", "absent"])
+    c = parse_args([*sft, "--use-kl-loss"])
     assert not c.needs_reference
     assert [n for n in c.notes if "KL" in n or "kl" in n] == [
         "--use-kl-loss has no effect with --loss-type sft_loss: no reference model is loaded"
@@ -323,7 +323,11 @@ RULES = [
         "--prompt-data must name a file that exists, got absent.jsonl@[0:10]",
     ),
     ("--eval-config absent.yaml", "--eval-config must name a file that exists, got absent.yaml"),
-    ("--use-kl-loss --ref-load absent", "--ref-load must name a directory that exists, got absent"),
+    ("--ref-load absent", "--ref-load must name a Hugging Face directory with model.safetensors"),
+    (
+        "--use-kl-loss --ref-load absent",
+        "got absent, which is no directory; leave it out to use --hf-checkpoint",
+    ),
     ("--hf-checkpoint absent", "--hf-checkpoint must be a directory with a config.json, got absent"),
     ("--custom-rm-path json.lods", "--custom-rm-path must name a function of json, got 'lods'; did you mean"),
     (

@@ -14,7 +14,8 @@ import pytest
 import torch
 from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
 
-from slime.megatron_backend.checkpoint import latest, load_checkpoint, save_checkpoint
+from slime.checkpoint_dir import latest
+from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
 from slime.megatron_backend.model import build_model
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.optimizer import build_optimizer
@@ -149,6 +150,14 @@ def test_wrong_model_and_broken_directories_are_refused(hf_dir, tmp_path):
         load_checkpoint(tmp_path, *trainer(tmp_path / "other"))
     with pytest.raises(ValueError, match="--load must hold latest_checkpointed_iteration.txt"):
         load_checkpoint(tmp_path / "nowhere", *trainer(hf_dir))
+    common = tmp_path / "iter_0000001" / "common.pt"
+    saved = torch.load(common, weights_only=False)
+    del saved["shape"]  # Megatron's own checkpoints have none
+    torch.save(saved, common)
+    with pytest.raises(
+        ValueError, match=r"iter_0000001 must be a checkpoint that --save wrote, got one of slime"
+    ):
+        load_checkpoint(tmp_path, *trainer(hf_dir))
     record = tmp_path / "latest_checkpointed_iteration.txt"
     record.write_text("5")
     with pytest.raises(ValueError, match=r"must name a complete checkpoint, got 5 but .*iter_0000005"):

@@ -68,6 +68,17 @@ def test_claims_of_the_tiers_stand_apart():
     assert "there is **no interval**" in operators, "the file was measured before calls were kept"
 
 
+def test_a_case_is_told_before_it_is_used():
+    text = (ROOT / PAGE).read_text()
+    operators = text[text.index("## Operators") : text.index("## A trainer alone")]
+    for case in ("T1", "Q4B-16k", "Q8B-8k"):
+        line = next(line for line in operators.splitlines() if case in line)
+        assert line.startswith(f"| {case} | "), line
+    titles = re.findall("^#### (.*)", operators, re.M)
+    assert titles[:3] == ["Cases", "Operators of these cases", "Operators that move bytes"]
+    assert operators.index("![Q4B-16k") < operators.index("#### Operators that move bytes")
+
+
 def test_a_changed_number_makes_page_and_picture_stale(copy: Path):
     assert len(stale(copy, read_results(copy))) == 2
     write(copy, read_results(copy))
@@ -141,7 +152,7 @@ def test_a_file_of_no_known_kind_is_told_in_full(tmp_path: Path):
     text = page(read_results(tmp_path))
     assert "## Others" in text and "### new b200\n\nSome speed." in text
     assert "- **Hardware** not noted" in text and "- **Commit** abc" in text
-    assert "**first**\n\n- tokens per s: 7 tokens/s" in text and "**parts 2 of 2**" in text
+    assert "#### first\n\n- tokens per s: 7 tokens/s" in text and "#### parts 2 of 2\n" in text
     assert (
         "```bash\nmake faster\n```\n\n- tokens per s: 8.5 tokens/s" in text and "- seconds: 1, 2.5 s" in text
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from make_model import ARCHITECTURES
+from make_model import main as make_model
 
 from vime.bench.command import main
 from vime.bench.planning import make_plan
@@ -192,9 +195,6 @@ def test_every_example_and_preset_has_flags_that_a_run_takes(path, tmp_path, cap
     """A model of somebody's own is stood in for by the shape that the file is named for, and his data by two lines."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    from make_model import ARCHITECTURES
-    from make_model import main as make_model
-
     own = tmp_path / "own"
     arch = next((name for name in ARCHITECTURES if path.stem.startswith(name)), "qwen3-tiny")
     make_model(["--arch", arch, "--no-weights", str(own)])
@@ -226,7 +226,36 @@ def test_a_plan_finds_wrong_flags_and_wrong_models(tmp_path, capfd, monkeypatch)
     deep = changed(tmp_path, model={"arch": "qwen3-tiny", "layers": 9})
     assert vime(["bench", "plan", str(deep), *out]) == 2
     assert "--layers must lie in [1, 2], the depth of qwen3-tiny, got 9" in capfd.readouterr().err
+    four = str(ROOT / "examples" / "bench" / "qwen3-4b-gsm8k.yaml")
+    assert vime(["bench", "plan", four, *out, "--model", str(tmp_path), "--data", "absent.jsonl"]) == 2
+    found = capfd.readouterr()
+    assert "--prompt-data must name a file that exists, got absent.jsonl" in found.err
+    assert found.out == ""  # nothing to copy from a plan that is wrong
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_tells_memory_and_notes_as_vime_plan_does(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    tiny = str(ROOT / "examples" / "bench" / "tiny-cpu.yaml")
+    line = ["bench", "plan", tiny, "--out", str(tmp_path), "--", "--seq-length", "64", "--offload-train"]
+    assert vime([*line, "--kl-coef", "0.1", "--rl-kernel-workspace-mib", "1"]) == 0
+    out = capfd.readouterr().out
+    _, whole_steps = out.split("# e2e: ")
+    (command,) = [text for text in whole_steps.splitlines() if "runs/baseline-0" in text]
+    make_model(["--arch", "qwen3-tiny", "--no-weights", "--arithmetic", str(tmp_path / "model-qwen3-tiny")])
+    assert vime(["plan", *shlex.split(command)[4:]]) == 0
+    plan = capfd.readouterr().out
+    peak = re.search(r"^  peak +(\S+ MiB)", plan, re.M)[1]
+    weights = re.search(r"Memory of an engine, per GPU\n  weights +(\S+ MiB)", plan)[1]
+    (leaves,) = re.findall(r"^  (between trainings .*)$", plan, re.M)
+    for side in ("baseline", "rl_kernel"):
+        assert (
+            f"# {side}: a trainer rank {peak} at its peak; an engine, per GPU, weights {weights}"
+            in whole_steps
+        )
+        assert f"# {side}: {leaves}\n" in whole_steps
+    notes = plan.partition("Notes\n")[2].splitlines()
+    assert notes and all(out.count(f"# note: {note.strip()}\n") == 2 for note in notes), notes
 
 
 def test_commands_that_are_not_there(capsys):

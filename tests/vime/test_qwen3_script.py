@@ -27,13 +27,14 @@ def tiny(tmp_path_factory) -> Path:
     return folder
 
 
-def launch(*flags: str, path: str = "", **given: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    *flags: str, path: str = "", script: Path = ROOT / "scripts" / "run-qwen3-4b-grpo.sh", **given: str
+) -> subprocess.CompletedProcess[str]:
     """The script with these variables and no others of its own; `path` is a folder that comes first on PATH."""
     inherited = {k: v for k, v in os.environ.items() if k not in ASKED and not k.startswith("RAY_")}
     env = inherited | {"SETUP": "0", "PYTHON": sys.executable} | given
     env["PATH"] = f"{path}{os.pathsep}{env['PATH']}" if path else env["PATH"]
-    script = str(ROOT / "scripts" / "run-qwen3-4b-grpo.sh")
-    return subprocess.run(["bash", script, *flags], env=env, capture_output=True, text=True)
+    return subprocess.run(["bash", str(script), *flags], env=env, capture_output=True, text=True)
 
 
 def write(path: Path, row: dict, number: int = 40) -> Path:
@@ -105,6 +106,18 @@ def test_without_a_model_it_is_loudly_a_smoke_run(tmp_path):
         assert line in done.stdout, done.stdout
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plan-qwen3-4b"]
     assert not list(made.glob("*.safetensors"))
+
+
+def test_a_smoke_run_and_a_real_one_share_no_folder(tiny, tmp_path):
+    """Without OUT; seen from a folder of links, as the default is one beside the scripts."""
+    for entry in ("scripts", "rl_kernel", "slime", "vime"):
+        (tmp_path / entry).symlink_to(ROOT / entry)
+    script = tmp_path / "scripts" / "run-qwen3-4b-grpo.sh"
+    data = str(write(tmp_path / "gsm8k.jsonl", GSM8K))
+    for given, folder in (({}, "qwen3-4b-smoke"), ({"MODEL": str(tiny / "base"), "DATA": data}, "qwen3-4b")):
+        done = launch(script=script, PLAN="1", **given)
+        assert f"run directory runs/{folder}/grpo\n" in done.stdout, done.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["qwen3-4b-smoke"]
 
 
 def test_paths_are_those_of_the_caller(tiny, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.checkpoint_dir import start_directory
 from slime.config import Config
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.data.train_data import make_rank_data
@@ -119,7 +120,6 @@ def weights_of(config: Config, version: int, scratch: Path) -> str:
     ValueError, saying what to add to the run, when they are not at hand.
     """
     from slime.megatron_backend.export import export_checkpoint
-    from slime.megatron_backend.weights import start_directory
 
     if version == 0:
         start = start_directory(config)

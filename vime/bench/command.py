@@ -3,7 +3,7 @@
     vime bench op [OP ...]        the operators alone, beside other implementations: python -m rl_kernel.bench
     vime bench module CONFIG      trainer steps on saved rollouts: log-probs, loss, backward, optimizer
     vime bench e2e CONFIG         whole steps, generation to weight transfer, both sides in turn
-    vime bench plan CONFIG        the commands of module and e2e, checked; starts no run
+    vime bench plan CONFIG        the commands of module and e2e, checked, and their memory; starts no run
     vime bench report DIR ...     what they measured, as a page with pictures
 
 CONFIG is a YAML file (vime.bench.settings; examples/bench has some). Runs are `vime train` itself.
@@ -17,16 +17,18 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from slime.config.fields import nearest
 from slime.tracking.environment import mask_command
 from vime.bench.operators import OPERATORS_FILE
-from vime.bench.planning import Plan, make_plan, refuse_unlike_runs, resolved
+from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
 from vime.bench.running import execute
 from vime.bench.settings import Benchmark, read_settings
+from vime.engine.flags import parse_config
+from vime.plan import memory_in_short, notes
 
 RUN_TIERS = ("module", "e2e")
 
@@ -100,19 +102,30 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
 
 
 def _show(plans: Sequence[Plan]) -> int:
-    """Print the commands of `plans`, then check every flag as a run would, on a model without weights."""
-    for plan in plans:
-        print(f"# {plan.tier}: {plan.benchmark.repeats} x 2 runs of {plan.benchmark.steps} steps, {plan.out}")
-        print("\n".join(plan.lines()), flush=True)
+    """Check every flag as a run would, on a model without weights, then print the commands of `plans`."""
     with tempfile.TemporaryDirectory() as folder:
         stands_in = _without_weights(plans[0], Path(folder) / "model")
-        for plan in plans:
-            once = make_plan(plan.tier, replace(plan.benchmark, repeats=1), plan.out, model=stands_in)
-            if once.rollouts is not None:
-                resolved(once.rollouts)
-            refuse_unlike_runs(once)
-    print("# the flags are good")
+        told = [list(_checked(plan, stands_in)) for plan in plans]
+    for plan, remarks in zip(plans, told, strict=True):
+        print(f"# {plan.tier}: {plan.benchmark.repeats} x 2 runs of {plan.benchmark.steps} steps, {plan.out}")
+        print("\n".join([*remarks, *plan.lines()]))
+    print("# the flags are good", flush=True)
     return 0
+
+
+def _checked(plan: Plan, model: Path | None) -> Iterator[str]:
+    """What `vime plan` says of the memory of each side, and its notes. ValueError for flags that are wrong."""
+    once = make_plan(plan.tier, replace(plan.benchmark, repeats=1), plan.out, model=model)
+    runs = {run.side or run.name: parse_config(run.argv) for run in once.all_runs()}
+    refuse_unlike_runs(once)
+    found: dict[str, list[str]] = {}
+    for name, config in runs.items():
+        for note in notes(config):
+            found.setdefault(note, []).append(name)
+        yield from (f"# {name}: {line}" for line in memory_in_short(config))
+    for note, names in found.items():
+        whose = "" if len(names) == len(runs) else f" ({', '.join(names)})"
+        yield f"# note{whose}: {note}"
 
 
 def _without_weights(plan: Plan, folder: Path) -> Path | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rl_kernel.benchmarks.report import judged
 from vime.bench.operator_tables import NO_GPU, case_lines, fallback_lines, how_to_read, stream_lines
 from vime.bench.operators import Case, Match, all_rows, cases_of, short_name
 from vime.bench.published_tables import told
@@ -33,9 +34,10 @@ def in_short(contents: Sequence[Content]) -> Iterator[str]:
         told_of = "; ".join(f"{rival}: {_shares(found)}" for rival, found in beside.items() if found)
         small = [match.ours["ratio"] for name, match in ours if tokens[name] < LARGE_TOKENS]
         below = f", below that {_range(small)}" if small else ""
+        floor = _range([match.ours["ratio"] for _, match in large])
         yield (
-            f"- **LM head and loss** (`{HEADLINE}`, forward and backward, from {LARGE_TOKENS:,} tokens on) beside "
-            f"{told_of}. It takes {_range([match.ours['ratio'] for _, match in large])} of the time of the bare matrix "
+            f"- **LM head and loss** (`{HEADLINE}`, forward and backward, from {LARGE_TOKENS:,} tokens on; "
+            f"cases [below](#operators)) beside {told_of}. It takes {floor} of the time of the bare matrix "
             f"products{below}"
         )
     moving = [row["share"] for content in contents for row in _streams(content) if "met" in row]
@@ -55,11 +57,11 @@ def in_short(contents: Sequence[Content]) -> Iterator[str]:
             if values
         )
         yield f"- **Slower** than {lost} comparisons [below](#operators)"
-    judged = [each for content in contents for each in _judged(content)]
-    missed = sum(not met for _, _, met, _ in judged)
-    if judged:
+    held = [each for content in contents for each in _judged(content)]
+    missed = sum(not met for _, _, met, _ in held)
+    if held:
         named = ", each named [below](#operators)" if missed else ""
-        yield f"- **Targets of operators** {len(judged) - missed} met, **{missed} missed**{named}"
+        yield f"- **Targets of operators** {len(held) - missed} met, **{missed} missed**{named}"
 
 
 def _streams(content: Content) -> list[dict[str, Any]]:
@@ -91,12 +93,17 @@ def pictured(content: Content) -> Case | None:
     return next((c for c in cases if largest and c.name == largest["case"]["name"]), None)
 
 
-def operator_page(content: Content) -> Iterator[str]:
+def operator_page(content: Content, picture: str | None) -> Iterator[str]:
+    """The cases before what was measured of them; `picture`: the link to the bars of one."""
     yield from told({"what": "Operators of rl_kernel, each call timed in turns with the others", **content})
     cases = cases_of(content)
     linear = [case for case in cases if case.floor_ms is not None]
     if content["machine"].get("gpu") is None:
         yield from ("", NO_GPU)
+    if linear:
+        yield from ("", "#### Cases")
+        yield from _shapes(content)
+        yield from ("", "#### Operators of these cases")
     if any(case.matches for case in cases):
         yield ""
         yield from how_to_read(cases)
@@ -107,8 +114,8 @@ def operator_page(content: Content) -> Iterator[str]:
         )
     for form in dict.fromkeys(_form(match) for case in linear for match in case.matches):
         yield from _matrix(form, linear)
-    if linear:
-        yield from _shapes(content)
+    if picture is not None:
+        yield from ("", picture)
     reasons: dict[str, list[str]] = {}
     for case in linear:
         for name, why in case.unmatched:
@@ -117,7 +124,7 @@ def operator_page(content: Content) -> Iterator[str]:
         yield ""
     yield from (f"- {what} ({', '.join(where)})" for what, where in reasons.items())
     if content["elementwise"] and content["elementwise"]["rows"]:
-        yield from ("", "**Operators that move bytes**", "")
+        yield from ("", "#### Operators that move bytes", "")
         yield from stream_lines(content["elementwise"])
         for case in (case for case in cases if case.floor_ms is None and case.matches):
             yield ""
@@ -166,43 +173,18 @@ def _shapes(content: Content) -> Iterator[str]:
         yield f"| {case['name']} | {shape} | {number(result['floor_ms'])} | {ms} |"
 
 
-def _judged(content: Content) -> Iterator[tuple[str, str, bool, str]]:
-    """(case, row, met, measured against the limit) of every target that was measured."""
-    for result in content["linear"]:
-        place = result["case"]["name"]
-        for row in result["rows"]:
-            if "met" in row:
-                target = row["target"]
-                of = f" x {target['base']}" if target["base"] else ""
-                memory = f" in {target['mib']:g} MiB" if target["mib"] else ""
-                yield (
-                    place,
-                    row["name"],
-                    row["met"],
-                    f"{target['value']:.3f}{of or ' x products'}, at most {target['limit']:g}{memory}",
-                )
-        for pair in result["comparisons"]:
-            if pair["ours"] is not None:
-                what = f"{pair['ours']} beside {pair['rival']}"
-                yield (
-                    place,
-                    what,
-                    pair["met"],
-                    f"{pair['speedup']:.2f} x as fast, at least {pair['target']:g}",
-                )
-    for row in _streams(content):
-        if "met" in row:
-            limit = f"{row['share']:.2f} of a copy, at least {row['target']['limit']:g}"
-            yield "bytes", row["name"], row["met"], limit
+def _judged(content: Content) -> list[tuple[str, str, bool | None, str]]:
+    """Every target that was measured."""
+    return [each for each in judged(dict(content)) if each[2] is not None]
 
 
 def missed_targets(content: Content) -> Iterator[str]:
     """Every target that is missed, a line a case."""
-    judged = list(_judged(content))
-    if not judged:
+    held = _judged(content)
+    if not held:
         return
-    short = [each for each in judged if not each[2]]
-    yield from ("", f"**Targets: {len(judged) - len(short)} met, {len(short)} missed.**")
+    short = [each for each in held if not each[2]]
+    yield from ("", f"#### Targets: {len(held) - len(short)} met, {len(short)} missed")
     yield ""
     for place in dict.fromkeys(place for place, *_ in short):
         yield f"- **{place}**: " + "; ".join(f"{name} {text}" for at, name, _, text in short if at == place)

@@ -228,9 +228,9 @@ def _part(result: Result) -> Iterator[str]:
         yield from _record_lines(content)
         return
     if result.is_operators:
-        yield from operator_page(content)
-        if (case := pictured(content)) is not None:
-            yield from ("", f"![{case.name}: time of a call](images/{_picture_name(result, case.name)})")
+        case = pictured(content)
+        link = case and f"![{case.name}: time of a call](images/{_picture_name(result, case.name)})"
+        yield from operator_page(content, link)
         yield from missed_targets(content)
         return
     figures = [row for row in rows(Sources((), ((result.path.name, content),))) if row[1] is not None]

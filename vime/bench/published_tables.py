@@ -131,7 +131,7 @@ def numbers(content: Content) -> Iterator[str]:
                 several = part if isinstance(part, list) else [part]
                 for i, each in enumerate(several, 1):
                     place = f" {i} of {len(several)}" if len(several) > 1 and "name" not in each else ""
-                    yield from ("", f"**{_label(each.get('name', name))}{place}**", "")
+                    yield from ("", f"#### {_label(each.get('name', name))}{place}", "")
                     yield from result_lines({**each, "name": ""})
 
 

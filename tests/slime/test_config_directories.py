@@ -1,0 +1,95 @@
+"""--load, --ref-load and --save: what the trainer could not read or write is refused with the flags."""
+
+from pathlib import Path
+
+import pytest
+from config_cases import good_argv
+
+from slime.config import parse_args
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    return good_argv(tmp_path)
+
+
+def directory(root: Path, *names: str, record: str = "") -> str:
+    """A folder with these files; the record of the latest checkpoint where one is given."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    root.mkdir(exist_ok=True)
+    if record:
+        (root / "latest_checkpointed_iteration.txt").write_text(record)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("flag", "names", "record", "message"),
+    [
+        ("--ref-load", (), "", "got {path}, which holds neither; leave it out to use --hf-checkpoint"),
+        ("--ref-load", ("config.json", "pytorch_model.bin"), "", "got {path}, which holds neither"),
+        ("--ref-load", ("iter_0000004/metadata.json",), "", "got {path}, which holds neither"),
+        (
+            "--ref-load",
+            ("release/metadata.json",),
+            "release",
+            "must hold an iteration number, got 'release'; what slime",
+        ),
+        (
+            "--ref-load",
+            ("iter_0000004/common.pt",),
+            "4",
+            "must name a complete checkpoint, got 4 but {path}/iter_",
+        ),
+        (
+            "--load",
+            ("config.json",),
+            "",
+            "--load must hold model.safetensors or model.safetensors.index.json beside",
+        ),
+        (
+            "--load",
+            ("metadata.json",),
+            "",
+            "--load must name the folder of all iterations, got one of them, {path}",
+        ),
+        (
+            "--load",
+            ("iter_0000004/metadata.json",),
+            "5",
+            "--load must hold a checkpoint that can be read, got {path}: ",
+        ),
+    ],
+)
+def test_directories_that_the_trainer_could_not_read_are_refused(
+    argv, tmp_path, flag, names, record, message
+):
+    path = directory(tmp_path / "given", *names, record=record)
+    with pytest.raises(ValueError) as error:
+        parse_args([*argv, flag, path])
+    assert message.format(path=path) in str(error.value)
+    assert str(error.value).startswith(f"{flag} must ")
+    parse_args([*argv, "--debug-rollout-only", flag, path])  # no trainer reads it
+
+
+def test_directories_that_the_trainer_can_read_are_taken(argv, tmp_path):
+    single = directory(tmp_path / "single", "config.json", "model.safetensors")
+    sharded = directory(tmp_path / "sharded", "model.safetensors.index.json")
+    saved = directory(tmp_path / "saved", "iter_0000004/metadata.json", record="4")
+    aside = directory(tmp_path / "aside", ".iter_0000004.old/metadata.json", record="4")
+    for path in (single, sharded, saved, aside):
+        assert parse_args([*argv, "--use-kl-loss", "--ref-load", path]).ref_load == path
+    # A run that saves where it loads begins with nothing there, or with what a killed save left.
+    cut_off = directory(tmp_path / "cut_off", "iter_0000001/metadata.json", ".iter_0000002.partial/common.pt")
+    for path in (single, saved, cut_off, directory(tmp_path / "empty"), str(tmp_path / "absent")):
+        assert parse_args([*argv, "--load", path, "--save", path]).load == path
+    # Resumed without a reference, nothing reads --ref-load.
+    parse_args([*argv, "--load", saved, "--ref-load", "absent"])
+
+
+@pytest.mark.parametrize("flag", ["--load", "--save"])
+def test_a_file_is_no_folder_of_checkpoints(argv, tmp_path, flag):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"^{flag} must name a directory, got the file {tmp_path}/file; "):
+        parse_args([*argv, flag, str(tmp_path / "file")])
