@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# What can only be shown on GPUs: the tests of tests/gpu, then a few steps of a random Qwen3-4B, then its rollout beside
-# raw vLLM, and one table of the figures against their targets. With one GPU the tests marked `gpu` and a colocated run,
-# with two or more `multi_gpu` and a disaggregated run too. A test that would be skipped is an error. Needs an environment
-# with requirements/gpu.txt, pytest and vime itself (PYTHON, default python3). The run of a few steps (smoke) needs about
-# 125 GiB of memory on its GPU (an H200): PARTS="tests table" or "tests rollout table" leaves it out.
+# What can only be shown on GPUs, and one table of the figures against their targets. Needs an environment with
+# requirements/gpu.txt, pytest and vime itself (PYTHON, default python3), and GPUs that nothing else uses.
 #
-#   bash scripts/test-gpu.sh
-#   bash scripts/test-gpu.sh -k attention           the tests alone; any option of pytest
-#   PARTS="tests table" bash scripts/test-gpu.sh    some of: tests smoke rollout table
+#   CUDA_VISIBLE_DEVICES=0 bash scripts/test-gpu.sh    one GPU: its tests, and a colocated run of a random Qwen3-4B
+#   bash scripts/test-gpu.sh                           two or more: tests of several, a disaggregated run, rollout speed
+#   bash scripts/test-gpu.sh -k attention              all tests with that name; any option of pytest
+#   PARTS="tests table" bash scripts/test-gpu.sh       some of: tests smoke rollout table
+#
+# Tests run side by side, and the run of the 4B (smoke) starts while the last of them end. That run needs about 125 GiB on
+# its GPU (an H200); the rollout's speed beside raw vLLM (rollout) a GPU that is idle. A test that would be skipped is an
+# error.
 #
 #   OUT      records (default runs/test-gpu), replaced; the model in it is kept
 #   FIGURES  more run directories and JSON files for the table, see vime/bench/gpu_numbers.py
@@ -18,60 +20,98 @@ if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python3}
-PARTS=${PARTS:-tests smoke rollout table}
-(($# == 0)) || PARTS=tests
 OUT=${OUT:-runs/test-gpu}
 gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
-case "$gpus" in
-    0) echo "test-gpu: a GPU must be there, got none; tests without one: bash scripts/test.sh" >&2; exit 2 ;;
-    1) marked="gpu and not multi_gpu" modes=colocate ;;
-    *) marked="gpu or multi_gpu" modes="colocate disaggregated" ;;
-esac
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-mkdir -p "$OUT"
-failed=()
+if ((gpus == 0)); then
+    echo "test-gpu: a GPU must be there, got none; tests without one: bash scripts/test.sh" >&2
+    exit 2
+elif (($#)); then
+    marked="gpu or multi_gpu"
+    ((gpus > 1)) || marked="gpu and not multi_gpu"
+    exec "$PYTHON" -m pytest -q --require-gpu -m "$marked" tests/gpu "$@"
+elif ((gpus == 1)); then
+    PARTS=${PARTS:-tests smoke table} MODE=colocate marked="gpu and not multi_gpu"
+    long=("test_faults_gpu.py -k engines" "test_faults_gpu.py -k trainer")
+    short=("test_offload_gpu.py" "test_timers_gpu.py --ignore-glob=*/test_[fo]*_gpu.py .") # timers while the GPU is quiet
+else
+    PARTS=${PARTS:-tests smoke rollout table} MODE=disaggregated marked=multi_gpu
+    long=("test_layouts_gpu.py") short=("test_faults_gpu.py" "test_[bmt]*_gpu.py")
+    echo "test-gpu: tests of one GPU and a colocated run: CUDA_VISIBLE_DEVICES=0 bash scripts/test-gpu.sh"
+fi
 wants() { [[ " $PARTS " == *" $1 "* ]]; }
 step() { echo "test-gpu: [$SECONDS s] $*"; }
+failed=()
+mkdir -p "$OUT"
+rm -rf "$OUT"/{tests-*.log,colocate,disaggregated,figures.json,rollout_speed.json}
 
-# A part that fails is named at the end; the others and the table are worth having all the same.
-if wants tests; then
-    step "tests marked $marked"
-    "$PYTHON" -m pytest -q --require-gpu -m "$marked" tests/gpu "$@" || failed+=(tests)
-fi
-
-# Eleven steps where memory must not grow from the third to the tenth. Micro-batches of 16k tokens.
-smoke() { # MODE
-    local run_dir="$OUT/$1" steps=11 memory status=0
-    [[ "$1" == colocate ]] || steps=5
-    rm -rf "$run_dir" && mkdir -p "$run_dir"
-    nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 -i 0 \
-        >"$run_dir/gpu_memory.csv" &
-    memory=$!
-    SETUP=0 MODE="$1" NUM_GPUS="$2" OUT="$OUT" bash scripts/run-qwen3-4b-grpo.sh --num-rollout "$steps" \
-        --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --run-dir "$run_dir" || status=$?
-    kill "$memory"
-    return "$status"
-}
-if wants smoke; then
-    for mode in $modes; do
-        step "a random Qwen3-4B, $mode"
-        smoke "$mode" "$([[ "$mode" == colocate ]] && echo 1 || echo 2)" || failed+=("$mode")
+# A process of pytest for each group of tests. What fails is named at the end; the rest is worth having all the same.
+declare -A running=()
+begin() { # GROUP...
+    local group
+    for group in "$@"; do
+        local log="$OUT/tests-${#running[@]}.log"
+        (cd tests/gpu && eval "exec \"$PYTHON\" -m pytest -q -p no:cacheprovider --durations=8 --require-gpu -m '$marked' $group") \
+            >"$log" 2>&1 &
+        running[$group]="$! $log"
     done
-fi
+}
+end() { # GROUP...
+    local group pid log
+    for group in "$@"; do
+        read -r pid log <<<"${running[$group]}"
+        wait "$pid" || failed+=("$group")
+        step "$group"
+        tail -n 40 "$log"
+    done
+}
 
+# Eleven steps, of which memory must not grow from the third to the tenth. Micro-batches of 16k tokens. The engine's keys and
+# values are given in bytes, as its own measurement would count what tests hold.
+smoke() {
+    local run_dir="$OUT/$MODE"
+    mkdir -p "$run_dir"
+    SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT="$OUT" MODE=$MODE bash scripts/run-qwen3-4b-grpo.sh --num-rollout 11 \
+        --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.4 \
+        --vllm-kv-cache-memory-bytes "$((24 << 30))" --run-dir "$run_dir" >"$OUT/smoke.log" 2>&1 &
+}
 model="$OUT/random-qwen3-4b"
+if wants smoke || wants rollout; then
+    step "a random Qwen3-4B"
+    [[ -f "$model/config.json" ]] || "$PYTHON" scripts/make_model.py --arch qwen3-4b --random --arithmetic "$model" &
+    making=$!
+fi
+if wants tests; then
+    step "tests marked $marked, side by side"
+    begin "${long[@]}" "${short[@]}"
+    end "${short[@]}"
+fi
+[[ -z "${making:-}" ]] || wait "$making" || failed+=(model)
+if wants smoke; then
+    step "the Qwen3-4B starts, $MODE"
+    smoke
+    smoking=$!
+fi
+! wants tests || end "${long[@]}"
+if [[ -n "${smoking:-}" ]]; then
+    # From here on the memory in use is the run's alone.
+    nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 -i "${CUDA_VISIBLE_DEVICES:-0}" \
+        >"$OUT/$MODE/gpu_memory.csv" &
+    memory=$!
+    wait "$smoking" || failed+=("$MODE")
+    kill "$memory"
+    step "$MODE"
+    tail -n 30 "$OUT/smoke.log"
+fi
 if wants rollout; then
     step "rollout beside raw vLLM"
-    [[ -f "$model/config.json" ]] ||
-        "$PYTHON" scripts/make_model.py --arch qwen3-4b --random --arithmetic "$model"
     "$PYTHON" -m vime.bench.rollout_speed --model "$model" --device cuda --rounds 2 \
         --vllm-gpu-memory-utilization 0.85 --out "$OUT/rollout_speed.json" || failed+=(rollout)
 fi
-
 if wants table; then
     step "figures and targets"
     read -ra paths <<<"${FIGURES:-}"
-    for path in "$OUT"/{colocate,disaggregated} "$OUT/rollout_speed.json"; do
+    for path in "$OUT/$MODE" "$OUT/rollout_speed.json"; do
         [[ ! -f "$path/metrics.jsonl" && ! -f "$path" ]] || paths+=("$path")
     done
     "$PYTHON" -m vime.bench.gpu_numbers benchmarks/results/operators_h200.json "${paths[@]}" \
@@ -79,6 +119,6 @@ if wants table; then
 fi
 step "done"
 if ((${#failed[@]})); then
-    echo "test-gpu: failed: ${failed[*]}" >&2
+    printf 'test-gpu: failed: %s\n' "${failed[@]}" >&2
     exit 1
 fi

@@ -30,7 +30,7 @@ from train_fixtures import Launch, launched, published_weights, rows, samples, v
 
 pytestmark = pytest.mark.multi_gpu
 
-LIMIT_S = int(os.environ.get("LAYOUT_LIMIT_S", "180"))
+LIMIT_S = int(os.environ.get("LAYOUT_LIMIT_S", "240"))
 """Of each run, from its start; a machine that has read none of its files yet may need more."""
 ROLLOUTS, PROMPTS, SAMPLES = 2, 8, 4
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")

@@ -105,7 +105,7 @@ def test_every_byte_and_all_memory_come_back_at_the_speed_of_the_link(build):
     residence.bring("parameters", "gradients", "optimizer")
     before = [tensor.detach().cpu().clone() for tensor in state(trainer)]
     torch.cuda.empty_cache()
-    at_home, free_at_home = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    at_home, segments_at_home = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     size = sum(residence.nbytes(part) for part in PARTS)
     link = link_gib_per_s()
     torch.cuda.empty_cache()
@@ -117,7 +117,7 @@ def test_every_byte_and_all_memory_come_back_at_the_speed_of_the_link(build):
         gone = at_home - torch.cuda.memory_allocated()
         assert gone == pytest.approx(size + residence.nbytes("gradients"), rel=0.01)
         # And the driver has it, for another process; segments that a small tensor still holds excepted.
-        assert torch.cuda.mem_get_info()[0] - free_at_home > 0.95 * gone
+        assert segments_at_home - torch.cuda.memory_reserved() > 0.95 * gone
         best["onload"] = max(best["onload"], size / 2**30 / seconds(lambda: residence.bring(*PARTS)))
         residence.bring("gradients")
         assert torch.cuda.memory_allocated() == at_home
@@ -173,11 +173,14 @@ def test_out_of_memory_tells_the_peaks_and_what_lowers_them(build):
     trainer = build(colocate=True, offload_train=False)
     cases.train(trainer)
     torch.cuda.empty_cache()
-    # 64 MiB are left: less than the gradient of one weight of the MLP before it is added to the buffer.
-    filler = torch.empty(torch.cuda.mem_get_info()[0] - 64 * 2**20, dtype=torch.uint8, device="cuda")
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        cases.train(trainer, 1)
-    del filler
+    # 64 MiB are left to this process: less than the gradient of one weight of the MLP before it is added to the buffer.
+    allowed = torch.cuda.memory_reserved() + 64 * 2**20
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            cases.train(trainer, 1)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
     text = str(caught.value)
     print(text)
     assert text.startswith("out of device memory while training rollout 1: CUDA out of memory")
