@@ -41,8 +41,8 @@ class GroupedProduct(torch.autograd.Function):
     with --overlap-grad-reduce Megatron's hook counts the gradients that arrive. Seeing the mark, it drops them.
 
     RuntimeError of torch for other dtypes or widths, and for a second derivative. Products are one kernel for
-    bfloat16 on GPUs of compute capability 9.0 and above; elsewhere torch multiplies expert by expert, on a GPU after
-    waiting for `ends`.
+    bfloat16 on GPUs of compute capability 9 and 10 (torch 2.11); elsewhere grouped_mm itself goes expert by expert, on
+    a GPU after waiting for `ends`: right, and slow.
     """
 
     @staticmethod
