@@ -103,11 +103,9 @@ def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
         # Back through the MLP: the gradients of its two halves and of the layer, and of one weight before it is added.
         flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
         evenly = ""
-        if any(shape.sparse):  # the same of a token's experts, whose weighted halves are in float32
-            copies, etp = expert_copies(c, shape), expert_tensor_parallel(c)
-            width = copies * (4 * shape.expert_ffn / etp + 2 * shape.hidden)
-            flight = max(flight * (not all(shape.sparse)), tokens * (width + 2 * shape.hidden / split))
-            evenly = ", if tokens spread evenly over experts"
+        if any(shape.sparse):
+            flight = max(flight * (not all(shape.sparse)), expert_flight(c, shape, tokens))
+            evenly = " and stacked weights, if tokens spread evenly over experts"
         back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
         yield Item("layers, backward", kept.bytes + one + flight * size, back)
         head, how = head_memory(c, shape, tokens)
@@ -137,6 +135,17 @@ def expert_copies(c: Any, shape: Shape) -> float:
     spread evenly: a rank that shares no expert takes its part of the tokens to experts, as sequence parallelism cut it.
     """
     return shape.topk * expert_tensor_parallel(c) / c.tensor_model_parallel_size
+
+
+def expert_flight(c: Any, shape: Shape, tokens: int) -> float:
+    """Elements at the worst moment back through a layer's experts: the gradients of tokens' copies, whose weighted
+    halves are in float32, or beside fewer of them the first product's weights stacked for it, or their gradient."""
+    copies, etp = expert_copies(c, shape), expert_tensor_parallel(c)
+    width, split = shape.expert_ffn / etp, c.tensor_model_parallel_size if c.sequence_parallel else 1
+    weighted = copies * (4 * width + 2 * shape.hidden)
+    product = copies * (2 * width + shape.hidden)
+    stack = shape.experts / c.expert_model_parallel_size * 2 * width * shape.hidden
+    return tokens * 2 * shape.hidden / split + max(tokens * weighted, tokens * product + stack)
 
 
 def rank_params(c: Any, shape: Shape) -> Iterator[tuple[str, float, str, str, int]]:

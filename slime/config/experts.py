@@ -53,6 +53,7 @@ def check_expert_flags(c: Any, hf_config: dict[str, Any]) -> None:
         check_expert_settings(c.megatron.overrides)
         check_untried(c.megatron.overrides)
         check_expert_layout(c, experts)
+        check_expert_width(c, hf_config)
         check_expert_ranks(c, c.world_size)
         check_expert_stages(c, sparse_layers(hf_config))
     elif c.expert_model_parallel_size != 1 or c.expert_tensor_parallel_size not in (None, 1):
@@ -118,6 +119,19 @@ def check_expert_layout(c: Any, experts: int) -> None:
                 if ep > 1
                 else "megatron-core would not sum the experts' gradients"
             )
+        )
+
+
+def check_expert_width(c: Any, hf_config: dict[str, Any]) -> None:
+    """ValueError for experts whose rows torch's grouped product does not take, on any device: they start at multiples
+    of 16 bytes."""
+    etp = c.expert_tensor_parallel_size or c.tensor_model_parallel_size
+    step, width = 4 if c.params_dtype == "float32" else 8, hf_config["moe_intermediate_size"]
+    if width % (etp * step):
+        raise ValueError(
+            f"moe_intermediate_size in config.json must be a multiple of {step} in {c.params_dtype} on each of "
+            f"{etp} ranks that share an expert, got {width}; "
+            + ("share it among fewer ranks" if etp > 1 else "such a model cannot be trained here")
         )
 
 

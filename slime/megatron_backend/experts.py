@@ -27,9 +27,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 import rl_kernel
-from slime.config.experts import check_expert_layout, check_expert_settings
+from slime.config.experts import check_expert_layout, check_expert_settings, check_expert_width
 from slime.config.fields import spelled
 from slime.hf_config import expert_count, shared_expert_width, sigmoid_scores, sparse_layers
+from slime.megatron_backend.grouped_product import GroupedProduct, expert_ends
 
 _KEYS = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 _SIGMOID_KEYS = ("n_shared_experts", "n_group", "topk_group", "routed_scaling_factor")
@@ -71,6 +72,7 @@ def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, A
             "would always be 1, which megatron-core does not compute"
         )
     check_expert_layout(config, experts)
+    check_expert_width(config, hf_config)
     fields = {
         "num_moe_experts": experts,
         "moe_router_topk": topk,
@@ -166,28 +168,21 @@ class Router(TopKRouter):
 
 
 class GatedExperts(SequentialMLP):
-    """Megatron's experts, one after the other, with rl_kernel.swiglu between their products.
+    """Megatron's experts, each with weights of its own, computed together in two grouped products.
 
-    As Megatron computes it without fusion: `fc2((swiglu(fc1(x)) * weight).to(x.dtype))`, weights in fp32.
+    As Megatron computes it without fusion: `fc2((swiglu(fc1(x)) * weight).to(x.dtype))`, weights in fp32. Where tensor
+    parallelism cuts experts, the dispatcher gathers their tokens and sums their outputs: here are products alone.
     """
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Tokens [C, H], sorted by expert, experts' shares [E] of C, weights [C] -> [C, H]."""
-        shares = tokens_per_expert.tolist()
-        parts = zip(
-            self.local_experts,
-            permuted_local_hidden_states.split(shares),
-            permuted_probs.split(shares),
-            strict=True,
-        )
-        outputs = []
-        for expert, tokens, weights in parts:
-            gate_and_up, _ = expert.linear_fc1(tokens)
-            gated = rl_kernel.swiglu(gate_and_up) * weights[:, None]
-            outputs.append(expert.linear_fc2(gated.to(tokens.dtype))[0])
-        return torch.cat(outputs), None
+        """Tokens [C, H], sorted by expert, experts' shares [E] of C on any device, weights [C] -> [C, H]."""
+        tokens = permuted_local_hidden_states
+        ends = expert_ends(tokens_per_expert, tokens.device)
+        gate_and_up = GroupedProduct.apply(tokens, ends, *(e.linear_fc1.weight for e in self.local_experts))
+        gated = (rl_kernel.swiglu(gate_and_up) * permuted_probs[:, None]).to(tokens.dtype)
+        return GroupedProduct.apply(gated, ends, *(e.linear_fc2.weight for e in self.local_experts)), None
 
 
 def experts_spec(shared: type) -> ModuleSpec:

@@ -145,6 +145,20 @@ def test_a_stage_without_experts_cannot_share_them(argv: list[str], tmp_path: Pa
         parse_args([*argv, "--expert-model-parallel-size", "2"])
 
 
+def test_experts_of_a_width_that_grouped_products_do_not_take(argv: list[str], tmp_path: Path) -> None:
+    write_model(tmp_path / "model", **{**MOE, "moe_intermediate_size": 36})
+    parse_args([*argv, "--fp32"])
+    with pytest.raises(
+        ValueError, match="must be a multiple of 8 in bfloat16 on each of 1 ranks .* got 36; such"
+    ):
+        parse_args([*argv, "--bf16"])
+    sequence = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    with pytest.raises(
+        ValueError, match="of 4 in float32 on each of 2 ranks .* got 36; share it among fewer"
+    ):
+        parse_args([*argv, "--fp32", *sequence])
+
+
 def test_checkpoints_whose_experts_are_not_known(argv: list[str], tmp_path: Path) -> None:
     write_model(tmp_path / "model", **{**MOE, "model_type": "qwen2_moe"})
     with pytest.raises(

@@ -163,6 +163,12 @@ def test_experts_by_hand():
     one = 4 * 2048 / 4 + (4 * 4096 + 4 * 512) / 4 + 2 * (2048 + 4 * 768)
     back = 2 * (4 * 768 + 2 * 2048) + 2 * 2048 / 4
     assert found["layers, backward"] == 2 * 9216 * (48 * 2048 / 4 + one + back)
+    alone = items(
+        config(), QWEN3_30B_A3B
+    )  # all experts on one rank: their stacked weights outweigh a product's copies
+    one = 4 * 2048 + 4 * 4096 + 4 * 512 + 8 * (2048 + 4 * 768)
+    back = 9216 * (8 * (2 * 768 + 2048) + 2 * 2048) + 128 * 2 * 768 * 2048
+    assert alone["layers, backward"] == 2 * (9216 * (48 * 2048 + one) + back)
     plain = items(config(**layout), QWEN3_30B_A3B)  # each expert cut like all else
     assert plain["expert weights"] == 48 * 128 * expert / 4 * 2
     assert plain["expert optimizer"] == 48 * 128 * expert / 4 * 12 / 2

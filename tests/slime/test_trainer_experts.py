@@ -36,6 +36,7 @@ TWO: dict[str, dict[str, Any]] = {
     "cp": {"context_parallel_size": 2},
     "pp": {"pipeline_model_parallel_size": 2},
     "ep": EXPERTS,
+    "ep-overlap": EXPERTS | {"overrides": {"overlap_grad_reduce": True}},
     "ep-plain": EXPERTS | {"use_distributed_optimizer": False},
     "ep-sp": EXPERTS | SEQUENCE | {"expert_tensor_parallel_size": 1},
     "ep-cp": EXPERTS | {"context_parallel_size": 2},

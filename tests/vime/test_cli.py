@@ -344,4 +344,4 @@ def test_plan_of_experts(tmp_path):
     assert "8 ranks: tensor parallel 4 x data parallel 2, experts over 8" in text
     assert re.search(r"expert weights +6\.75 GiB +29 G x 2 B / EP 8 / ETP 1\n", text)
     assert re.search(r"expert optimizer +40\.50 GiB +29 G x 12 B / EP 8 / ETP 1 / 1 shards\n", text)
-    assert "--moe-grouped-gemm has no effect: experts are computed one after the other" in text
+    assert "--moe-grouped-gemm has no effect: experts of a layer are always computed together" in text
