@@ -22,6 +22,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python3}
 OUT=${OUT:-runs/test-gpu}
 gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
+first=${CUDA_VISIBLE_DEVICES:-0} first=${first%%,*}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if ((gpus == 0)); then
     echo "test-gpu: a GPU must be there, got none; tests without one: bash scripts/test.sh" >&2
@@ -33,10 +34,10 @@ elif (($#)); then
 elif ((gpus == 1)); then
     PARTS=${PARTS:-tests smoke table} MODE=colocate marked="gpu and not multi_gpu"
     long=("test_faults_gpu.py -k engines" "test_faults_gpu.py -k trainer")
-    short=("test_offload_gpu.py" "test_timers_gpu.py --ignore-glob=*/test_[fo]*_gpu.py .") # timers while the GPU is quiet
+    short=(test_offload_gpu.py "test_[t]*.py test_[aceil]*.py") # timers first, while the GPU is quiet
 else
     PARTS=${PARTS:-tests smoke rollout table} MODE=disaggregated marked=multi_gpu
-    long=("test_layouts_gpu.py") short=("test_faults_gpu.py" "test_[bmt]*_gpu.py")
+    long=(test_layouts_gpu.py) short=(test_faults_gpu.py "test_[bmt]*.py")
     echo "test-gpu: tests of one GPU and a colocated run: CUDA_VISIBLE_DEVICES=0 bash scripts/test-gpu.sh"
 fi
 wants() { [[ " $PARTS " == *" $1 "* ]]; }
@@ -50,9 +51,11 @@ declare -A running=()
 begin() { # GROUP...
     local group
     for group in "$@"; do
-        local log="$OUT/tests-${#running[@]}.log"
-        (cd tests/gpu && eval "exec \"$PYTHON\" -m pytest -q -p no:cacheprovider --durations=8 --require-gpu -m '$marked' $group") \
-            >"$log" 2>&1 &
+        local log="$OUT/tests-${#running[@]}.log" words
+        read -ra words <<<"$group"
+        # shellcheck disable=SC2068  # patterns of files
+        "$PYTHON" -m pytest -q -p no:cacheprovider --durations=8 --require-gpu -m "$marked" \
+            ${words[@]/#test_/tests/gpu/test_} >"$log" 2>&1 &
         running[$group]="$! $log"
     done
 }
@@ -95,11 +98,11 @@ fi
 ! wants tests || end "${long[@]}"
 if [[ -n "${smoking:-}" ]]; then
     # From here on the memory in use is the run's alone.
-    nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 -i "${CUDA_VISIBLE_DEVICES:-0}" \
+    nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 -i "$first" \
         >"$OUT/$MODE/gpu_memory.csv" &
     memory=$!
     wait "$smoking" || failed+=("$MODE")
-    kill "$memory"
+    kill "$memory" || true
     step "$MODE"
     tail -n 30 "$OUT/smoke.log"
 fi
