@@ -7,7 +7,7 @@
 #   bash scripts/test-gpu.sh -k attention              all tests with that name; any option of pytest
 #   PARTS="tests table" bash scripts/test-gpu.sh       some of: tests smoke rollout table
 #
-# Tests run side by side, and the run of the 4B (smoke) starts while the last of them end. That run needs about 125 GiB on
+# Tests run side by side, and the run of the 4B (smoke) starts while they end. That run needs about 125 GiB on
 # its GPU (an H200); the rollout's speed beside raw vLLM (rollout) a GPU that is idle. A test that would be skipped is an
 # error.
 #
@@ -75,7 +75,7 @@ smoke() {
     local run_dir="$OUT/$MODE"
     mkdir -p "$run_dir"
     SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT="$OUT" MODE=$MODE bash scripts/run-qwen3-4b-grpo.sh --num-rollout 11 \
-        --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.4 \
+        --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.3 \
         --vllm-kv-cache-memory-bytes "$((24 << 30))" --run-dir "$run_dir" >"$OUT/smoke.log" 2>&1 &
 }
 model="$OUT/random-qwen3-4b"
@@ -87,7 +87,7 @@ fi
 if wants tests; then
     step "tests marked $marked, side by side"
     begin "${long[@]}" "${short[@]}"
-    end "${short[@]}"
+    end "${short[0]}"
 fi
 [[ -z "${making:-}" ]] || wait "$making" || failed+=(model)
 if wants smoke; then
@@ -95,7 +95,7 @@ if wants smoke; then
     smoke
     smoking=$!
 fi
-! wants tests || end "${long[@]}"
+! wants tests || end "${short[@]:1}" "${long[@]}"
 if [[ -n "${smoking:-}" ]]; then
     # From here on the memory in use is the run's alone.
     nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 -i "$first" \

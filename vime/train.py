@@ -170,7 +170,7 @@ def _private_weight_dir(config: Config) -> Path | None:
 
 
 def _start_gate(config: Config, stack: ExitStack) -> Path | None:
-    """The file that engines on the trainers' GPUs wait for, see vime.engine.start_gate."""
+    """The file that engines on the trainers' GPUs wait for, see vime.engine.shared_gpu."""
     if not config.colocate or config.device != "cuda":
         return None
     directory = Path(config.weight_dir).resolve()

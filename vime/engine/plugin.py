@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from vime.engine import compact_log_probs, routed_experts, start_gate
+from vime.engine import compact_log_probs, routed_experts, shared_gpu
 from vime.engine.supervise import die_with_parent
 from vime.engine.vllm_versions import register_backend
 
@@ -20,13 +20,13 @@ def register() -> None:
 
     In a supervised server, also tie each of its processes to the one that started it (vLLM's engine process would
     otherwise outlive a kill -9 of the supervisor), and let requests ask for compact log-probs. Where the server's
-    environment says so, also hand out routed experts, and wait before the device is taken.
+    environment says so, also hand out routed experts, and share a GPU.
     """
     if SUPERVISED_VARIABLE in os.environ:
         die_with_parent()
         compact_log_probs.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
-    if gate := os.environ.get(start_gate.VARIABLE):
-        start_gate.install(gate)
+    if gate := os.environ.get(shared_gpu.VARIABLE):
+        shared_gpu.install(gate)
     register_backend(BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vime.engine import routed_experts, start_gate
+from vime.engine import routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.engine.process import Server, ServerSpec
 from vime.engine.vllm_versions import SERVER_MODULE, request_times
@@ -112,7 +112,7 @@ class EngineServer(Server[EngineSpec]):
             env[routed_experts.VARIABLE] = "1"
         if spec.waits_for is not None:
             # vLLM's own limit would count the wait, too; ours is start_timeout_s.
-            env |= {start_gate.VARIABLE: spec.waits_for, "VLLM_ENGINE_READY_TIMEOUT_S": str(24 * 3600)}
+            env |= {shared_gpu.VARIABLE: spec.waits_for, "VLLM_ENGINE_READY_TIMEOUT_S": str(24 * 3600)}
         if spec.device == "cpu":
             env |= {
                 "OMP_NUM_THREADS": str(spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)),
