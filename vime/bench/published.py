@@ -48,9 +48,9 @@ RESULTS, PAGE, IMAGES = Path("benchmarks/results"), Path("docs/benchmarks.md"), 
 SECTIONS = {
     "Operators": (TIER_LIMITS["op"], ("operators", "elementwise", "parallel")),
     "A trainer alone": ("Nothing here says how much faster a whole step is.", ("training", "offload")),
-    "Full steps": (TIER_LIMITS["e2e"], ("colocated",)),
+    "Full steps": (TIER_LIMITS["e2e"], ("colocated", "experts")),
     "Engines and weights": ("What a rollout and an update of the weights cost.", ("rollout", "weights")),
-    "Agreement and learning": ("What trainer and engine say of the same tokens.", ("audit",)),
+    "Agreement and learning": ("What trainer and engine say of the same tokens.", ("curves", "audit")),
     "Tests on a GPU": ("", ("tests",)),
     "Others": ("", ()),
 }
