@@ -7,11 +7,11 @@
 #   bash scripts/test-gpu.sh -k attention              all tests with that name; any option of pytest
 #   PARTS="tests table" bash scripts/test-gpu.sh       some of: tests smoke rollout table
 #
-# Tests run side by side, and the run of the 4B (smoke) starts while they end. That run needs about 125 GiB on
-# its GPU (an H200); the rollout's speed beside raw vLLM (rollout) a GPU that is idle. A test that would be skipped is an
-# error.
+# Tests run side by side, and the run of the 4B (smoke) starts while they end; its steps count once it is alone. It needs
+# about 125 GiB on its GPU (an H200); the rollout's speed beside raw vLLM (rollout) a GPU that is idle. A test that would
+# be skipped is an error.
 #
-#   OUT      records (default runs/test-gpu), replaced; the model in it is kept
+#   OUT      records (default runs/test-gpu), each replaced by the part that makes it; the model in it is kept
 #   FIGURES  more run directories and JSON files for the table, see vime/bench/gpu_numbers.py
 set -euo pipefail
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
@@ -33,29 +33,32 @@ elif (($#)); then
     exec "$PYTHON" -m pytest -q --require-gpu -m "$marked" tests/gpu "$@"
 elif ((gpus == 1)); then
     PARTS=${PARTS:-tests smoke table} MODE=colocate marked="gpu and not multi_gpu"
-    long=("test_faults_gpu.py -k engines" "test_faults_gpu.py -k trainer")
-    short=(test_offload_gpu.py "test_[t]*.py test_[aceil]*.py") # timers first, while the GPU is quiet
+    faults=tests/gpu/test_faults_gpu.py alone=tests/gpu/test_offload_gpu.py
+    short=("$alone") long=("$faults -k engines" "$faults -k not_engines" "tests/gpu --ignore=$alone --ignore=$faults")
 else
     PARTS=${PARTS:-tests smoke rollout table} MODE=disaggregated marked=multi_gpu
-    long=(test_layouts_gpu.py) short=(test_faults_gpu.py "test_[bmt]*.py")
+    faults=tests/gpu/test_faults_gpu.py layouts=tests/gpu/test_layouts_gpu.py
+    short=("$faults") long=("$layouts" "tests/gpu --ignore=$layouts --ignore=$faults")
     echo "test-gpu: tests of one GPU and a colocated run: CUDA_VISIBLE_DEVICES=0 bash scripts/test-gpu.sh"
 fi
 wants() { [[ " $PARTS " == *" $1 "* ]]; }
 step() { echo "test-gpu: [$SECONDS s] $*"; }
 failed=()
 mkdir -p "$OUT"
-rm -rf "$OUT"/{tests-*.log,colocate,disaggregated,figures.json,rollout_speed.json}
+# Bash starts what runs in the background deaf to Ctrl-C.
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 
 # A process of pytest for each group of tests. What fails is named at the end; the rest is worth having all the same.
 declare -A running=()
 begin() { # GROUP...
-    local group
+    local group log words
     for group in "$@"; do
-        local log="$OUT/tests-${#running[@]}.log" words
+        log="$OUT/tests-${#running[@]}.log"
         read -ra words <<<"$group"
-        # shellcheck disable=SC2068  # patterns of files
         "$PYTHON" -m pytest -q -p no:cacheprovider --durations=8 --require-gpu -m "$marked" \
-            ${words[@]/#test_/tests/gpu/test_} >"$log" 2>&1 &
+            "${words[@]/not_/not }" >"$log" 2>&1 &
         running[$group]="$! $log"
     done
 }
@@ -69,38 +72,40 @@ end() { # GROUP...
     done
 }
 
-# Eleven steps, of which memory must not grow from the third to the tenth. Micro-batches of 16k tokens. The engine's keys and
-# values are given in bytes, as its own measurement would count what tests hold.
+# Eleven steps, of which memory must not grow from the third to the tenth. Micro-batches of 16k tokens. The engine's keys
+# and values are given in bytes, as its own measurement would count what tests hold.
 smoke() {
-    local run_dir="$OUT/$MODE"
-    mkdir -p "$run_dir"
-    SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT="$OUT" MODE=$MODE bash scripts/run-qwen3-4b-grpo.sh --num-rollout 11 \
-        --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.3 \
-        --vllm-kv-cache-memory-bytes "$((24 << 30))" --run-dir "$run_dir" >"$OUT/smoke.log" 2>&1 &
+    SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT="$OUT" MODE=$MODE exec bash scripts/run-qwen3-4b-grpo.sh \
+        --num-rollout 11 --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.3 \
+        --vllm-kv-cache-memory-bytes "$((24 << 30))" --run-dir "$OUT/$MODE" >"$OUT/smoke.log" 2>&1
 }
 model="$OUT/random-qwen3-4b"
-if wants smoke || wants rollout; then
+if { wants smoke || wants rollout; } && [[ ! -f "$model/config.json" ]]; then
     step "a random Qwen3-4B"
-    [[ -f "$model/config.json" ]] || "$PYTHON" scripts/make_model.py --arch qwen3-4b --random --arithmetic "$model" &
+    "$PYTHON" scripts/make_model.py --arch qwen3-4b --random --arithmetic "$model" &
     making=$!
 fi
 if wants tests; then
+    rm -f "$OUT"/tests-*.log
     step "tests marked $marked, side by side"
-    begin "${long[@]}" "${short[@]}"
-    end "${short[0]}"
+    begin "${short[@]}" "${long[@]}"
+    end "${short[@]}"
 fi
 [[ -z "${making:-}" ]] || wait "$making" || failed+=(model)
 if wants smoke; then
     step "the Qwen3-4B starts, $MODE"
-    smoke
+    rm -rf "${OUT:?}/$MODE"
+    mkdir -p "$OUT/$MODE"
+    smoke &
     smoking=$!
 fi
-! wants tests || end "${short[@]:1}" "${long[@]}"
+! wants tests || end "${long[@]}"
 if [[ -n "${smoking:-}" ]]; then
-    # From here on the memory in use is the run's alone.
+    # From here on the GPUs are the run's alone: vime.bench.gpu_numbers counts no step that began before.
     nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 -i "$first" \
         >"$OUT/$MODE/gpu_memory.csv" &
     memory=$!
+    date +%s >"$OUT/$MODE/alone_from"
     wait "$smoking" || failed+=("$MODE")
     kill "$memory" || true
     step "$MODE"
@@ -108,17 +113,18 @@ if [[ -n "${smoking:-}" ]]; then
 fi
 if wants rollout; then
     step "rollout beside raw vLLM"
+    rm -f "$OUT/rollout_speed.json"
     "$PYTHON" -m vime.bench.rollout_speed --model "$model" --device cuda --rounds 2 \
         --vllm-gpu-memory-utilization 0.85 --out "$OUT/rollout_speed.json" || failed+=(rollout)
 fi
 if wants table; then
     step "figures and targets"
     read -ra paths <<<"${FIGURES:-}"
-    for path in "$OUT/$MODE" "$OUT/rollout_speed.json"; do
+    for path in "$OUT"/{colocate,disaggregated} "$OUT/rollout_speed.json"; do
         [[ ! -f "$path/metrics.jsonl" && ! -f "$path" ]] || paths+=("$path")
     done
     "$PYTHON" -m vime.bench.gpu_numbers benchmarks/results/operators_h200.json "${paths[@]}" \
-        --out "$OUT/figures.json" || failed+=(table)
+        --out "$OUT/figures.json" $(! wants smoke || echo "--require memory_growth") || failed+=(table)
 fi
 step "done"
 if ((${#failed[@]})); then

@@ -6,6 +6,7 @@ directory has safetensors files beside its config.json. Imports neither torch no
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,19 @@ def holds_hf_weights(directory: str | Path) -> bool:
     return any((Path(directory) / name).is_file() for name in (HF_SINGLE, HF_INDEX))
 
 
+def is_hf_directory(directory: str | Path) -> bool:
+    """Whether its config.json is that of a model; a run directory has one, too, which is not."""
+    try:
+        content = json.loads((Path(directory) / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "model_type" in content
+
+
 def start_directory(config: Any) -> str:
     """Where a run that resumes nothing takes its weights from: --load when that is an HF directory (when it is also
     --save, the first start finds it empty), else --ref-load, else --hf-checkpoint.
     """
-    if config.load and (Path(config.load) / "config.json").is_file():
+    if config.load and is_hf_directory(config.load):
         return config.load
     return config.ref_load or config.hf_checkpoint

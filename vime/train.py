@@ -169,17 +169,6 @@ def _private_weight_dir(config: Config) -> Path | None:
     return (Path(config.run_dir) / "weights").resolve()
 
 
-def _start_gate(config: Config, stack: ExitStack) -> Path | None:
-    """The file that engines on the trainers' GPUs wait for, see vime.engine.shared_gpu."""
-    if not config.colocate or config.device != "cuda":
-        return None
-    directory = Path(config.weight_dir).resolve()
-    directory.mkdir(parents=True, exist_ok=True)
-    gate = directory / f"trainers-built-{secrets.token_hex(4)}"
-    stack.callback(gate.unlink, missing_ok=True)
-    return gate
-
-
 def _start_engines(
     config: Config, placed: placement.Placement, stack: ExitStack, trainer: actors.TrainerGroup | None
 ) -> tuple[EnginePool, VllmEngineClient | None, dict[str, Any]]:
@@ -192,14 +181,15 @@ def _start_engines(
     host = ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
     threads = placement.cpu_threads(config)[1] if config.device == "cpu" else None
     settings = {**engine_settings(config), "run_key": run_key, "host": host, "cpu_threads": threads}
-    gate = _start_gate(config, stack) if trainer is not None else None
+    # An engine on a trainer's GPU measures what memory is left.
+    trainer_first = trainer is not None and config.colocate and config.device == "cuda"
     specs = [
         EngineSpec(
             **settings,
             index=i,
             log_path=str(logs / f"engine-{i}.log"),
             env=placed.visible(bundles),
-            waits_for=gate and str(gate),
+            waits=trainer_first,
         )
         for i, bundles in enumerate(placed.engine_bundles)
     ]
@@ -220,14 +210,8 @@ def _start_engines(
         health_check_timeout_s=config.rollout_health_check_timeout,
         health_check_first_wait_s=config.rollout_health_check_first_wait,
     )
-
-    def trainers_first() -> None:
-        if trainer is not None and gate is not None:
-            trainer.wait_built()
-            gate.touch()
-
     stack.callback(pool.stop)
-    pool.start(trainers_first)
+    pool.start(trainer.wait_built if trainer is not None and trainer_first else None)
     address = urlsplit(pool.router_url)
     headers = {"Authorization": f"Bearer {run_key}"}
     facts = {

@@ -127,6 +127,11 @@ def check_expert_width(c: Any, hf_config: dict[str, Any]) -> None:
     of 16 bytes."""
     etp = c.expert_tensor_parallel_size or c.tensor_model_parallel_size
     step, width = 4 if c.params_dtype == "float32" else 8, hf_config["moe_intermediate_size"]
+    if hf_config["hidden_size"] % step:
+        raise ValueError(
+            f"hidden_size in config.json must be a multiple of {step} in {c.params_dtype} where a model has experts, "
+            f"got {hf_config['hidden_size']}; such a model cannot be trained here"
+        )
     if width % (etp * step):
         raise ValueError(
             f"moe_intermediate_size in config.json must be a multiple of {step} in {c.params_dtype} on each of "

@@ -151,11 +151,12 @@ class Config:
     def namespace(self, **facts: Any) -> argparse.Namespace:
         """A flat, mutable copy for user hooks (their `args`) with run-time facts added (vllm_router_ip).
 
-        Holds every field by name, flags that are not supported or have no effect at their default, the negated names of
-        `NEGATED`, Megatron overrides by core field name and vLLM arguments with the prefix vllm_; `facts` win.
+        Holds every field by name, flags that are not supported at their default, switches without effect as False
+        (other flags without effect are not there: what they would say is not known), the negated names of `NEGATED`,
+        Megatron overrides by core field name and vLLM arguments with the prefix vllm_; `facts` win.
         """
         flat = {name: entry.default for name, entry in UNSUPPORTED.items()}
-        flat.update({name: spec.default for name, spec in NO_EFFECT.items()})
+        flat.update({name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None})
         flat.update({name: copy.deepcopy(getattr(self, name)) for name in SECTION_OF})
         flat.update({positive: not flat[negative] for positive, negative in NEGATED.items()})
         flat.update(

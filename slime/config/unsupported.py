@@ -176,7 +176,8 @@ _BARE = {
     "ckpt_fully_parallel_load": "checkpoints are always loaded in parallel",
     "ckpt_fully_parallel_save": "checkpoints are always saved in parallel",
     "use_mcore_models": "models are always megatron-core models",
-    "moe_grouped_gemm": "experts of a layer are always computed together, in grouped products",
+    "moe_grouped_gemm": "experts of a layer are always computed together, in torch's grouped products (one by one in "
+    "float32 and on GPUs of other compute capabilities than 9 and 10)",
     "moe_permute_fusion": "tokens are sorted by plain PyTorch, with the same result; fused it needs Transformer Engine",
 }
 NO_EFFECT = {

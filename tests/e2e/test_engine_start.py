@@ -46,11 +46,13 @@ def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> 
     assert psutil.Process().children(recursive=True) == before
 
 
-def test_a_server_waits_for_its_gate_before_it_takes_its_device(tmp_path: Path) -> None:
+def test_a_server_takes_its_device_once_its_gate_is_open(tmp_path: Path) -> None:
     """As beside a trainer on the same GPU; what vLLM logs once it has its device comes after the gate has opened."""
-    gate, log = tmp_path / "gate", tmp_path / "engine.log"
-    server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), waits_for=str(gate)))
-    url = server.start()
+    log = tmp_path / "engine.log"
+    gate = tmp_path / "engine.log.gate"
+    gate.touch()  # of a run before, which was killed
+    server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), waits=True, sleeps=False))
+    server.start()
     try:
         end = time.monotonic() + 120
         while f"the engine waits for {gate}" not in log.read_text() and time.monotonic() < end:
@@ -58,8 +60,7 @@ def test_a_server_waits_for_its_gate_before_it_takes_its_device(tmp_path: Path) 
             time.sleep(0.2)
         time.sleep(2)
         assert "Loading weights took" not in log.read_text()
-        assert not EngineControl(url, KEY).is_healthy(1)
-        gate.touch()
+        server.open_gate()
         server.wait_ready()
         waited, loaded = (
             log.read_text().index(text) for text in ("the engine waits", "Loading weights took")
@@ -67,6 +68,7 @@ def test_a_server_waits_for_its_gate_before_it_takes_its_device(tmp_path: Path) 
         assert waited < loaded
     finally:
         server.stop()
+    assert not gate.exists()
 
 
 def test_a_server_that_takes_too_long_shows_its_last_log_lines(tmp_path: Path) -> None:

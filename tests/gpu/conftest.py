@@ -1,5 +1,8 @@
 """Tests of this folder are skipped where GPUs are missing; --require-gpu, for hosts that have them, refuses instead."""
 
+import signal
+from types import FrameType
+
 import pytest
 import torch
 
@@ -13,6 +16,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="refuse to start where a test of tests/gpu would be skipped (give that path too)",
     )
+
+
+def pytest_configure() -> None:
+    """An end from outside is like Ctrl-C: fixtures end the runs that they have started."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have taken out what they do not want

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
+from slime.checkpoint_dir import start_directory
 from slime.config import parse_args
 
 
@@ -17,7 +18,7 @@ def directory(root: Path, *names: str, record: str = "") -> str:
     """A folder with these files; the record of the latest checkpoint where one is given."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
+        (root / name).write_text('{"model_type": "qwen3"}' if name == "config.json" else "")
     root.mkdir(exist_ok=True)
     if record:
         (root / "latest_checkpointed_iteration.txt").write_text(record)
@@ -84,6 +85,10 @@ def test_directories_that_the_trainer_can_read_are_taken(argv, tmp_path):
     cut_off = directory(tmp_path / "cut_off", "iter_0000001/metadata.json", ".iter_0000002.partial/common.pt")
     for path in (single, saved, cut_off, directory(tmp_path / "empty"), str(tmp_path / "absent")):
         assert parse_args([*argv, "--load", path, "--save", path]).load == path
+    # The records of a run may lie there, too: its config.json is no model's.
+    records = directory(tmp_path / "records")
+    (tmp_path / "records" / "config.json").write_text('{"rollout": {}}')
+    assert start_directory(parse_args([*argv, "--load", records, "--save", records])) != records
     # Resumed without a reference, nothing reads --ref-load.
     parse_args([*argv, "--load", saved, "--ref-load", "absent"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -100,7 +102,11 @@ def through_the_socket(each: list[LogprobsLists | None]) -> tuple[list[LogprobsL
             for i, found in enumerate(each)
         ]
     )
-    packed = MsgpackEncoder().encode_into(outputs, bytearray())
+    encoder = MsgpackEncoder()
+    usual = encoder.size_threshold
+    packed = encoder.encode_into(outputs, bytearray())
+    assert encoder.size_threshold == usual
+    assert len(packed) == 1, "one frame: the buffer must not be used again before it has been sent"
     arrays = 3 * sum(output.new_logprobs is not None for output in outputs.outputs)
     found = MsgpackDecoder(EngineCoreOutputs).decode(packed).outputs
     assert [output.request_id for output in found] == [str(i) for i in range(len(each))]
@@ -121,6 +127,7 @@ def same(got: LogprobsLists | None, sent: LogprobsLists | None) -> bool:
         ([None, lists([-0.5]), None, lists([-2.0])], 3),  # of the first request nobody wants any
         ([lists([-0.5]), lists([-0.25], width=3)], 6),  # another token's log-probs too: vLLM's own way
         ([lists([-0.5]), None], 3),
+        ([lists([-0.5 * i]) for i in range(1, 300)], 3),  # arrays that vLLM would send as frames of their own
         ([None, None], 0),
         ([], 0),
     ],
@@ -129,3 +136,15 @@ def test_log_probs_of_a_step_travel_together(each, arrays):
     got, packed = through_the_socket(each)
     assert packed == arrays
     assert all(map(same, got, each))
+
+
+def test_vllm_packs_its_outputs_where_they_are_merged():
+    sends = inspect.getsource(EngineCoreProc.process_output_sockets)
+    assert "encoder.encode_into(outputs" in sends
+
+
+def test_a_vllm_with_other_fields_is_refused(monkeypatch):
+    monkeypatch.setattr(LogprobsLists, "_fields", (*LogprobsLists._fields, "more"))
+    monkeypatch.setattr(LogprobsProcessor, "from_new_request", staticmethod(lambda *unused: None))
+    with pytest.raises(RuntimeError, match="must have the fields .* got .* more"):
+        compact_log_probs.install()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from engine_double import DoubleServer
 
@@ -35,7 +36,14 @@ def die(url: str) -> None:
 
 
 class Doubles:
-    def __init__(self, root: Path, count: int, **options: object) -> None:
+    def __init__(
+        self,
+        root: Path,
+        count: int,
+        spawn: type[DoubleServer] = DoubleServer,
+        waits: bool = False,
+        **options: object,
+    ) -> None:
         self.root = root
         specs = [
             EngineSpec(
@@ -45,12 +53,13 @@ class Doubles:
                 weight_dir=str(root),
                 start_timeout_s=30,
                 index=i,
+                waits=waits,
             )
             for i in range(count)
         ]
         router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
         settings = {"health_check_interval_s": 0.5, "health_check_timeout_s": 5, **options}
-        self.pool = VllmEnginePool(specs, router, spawn=DoubleServer, **settings)
+        self.pool = VllmEnginePool(specs, router, spawn=spawn, **settings)
 
     def requests(self, index: int) -> list[str]:
         """Control calls the engine got, in order."""
@@ -70,6 +79,61 @@ def doubles(tmp_path: Path) -> Iterator[Callable[..., Doubles]]:
     yield make
     for one in made:
         one.pool.stop()
+
+
+class Told(DoubleServer):
+    """A double that notes what is asked of it, by all of them in one list."""
+
+    calls: list[tuple[str, int, bool]] = []
+
+    def start(self) -> str:
+        self.calls.append(("start", self.spec.index, self.spec.waits))
+        return super().start()
+
+    def open_gate(self) -> None:
+        self.calls.append(("open", self.spec.index, self.gate_is_open))
+        super().open_gate()
+        assert self.gate_is_open == self.spec.waits
+
+    def wait_ready(self) -> None:
+        self.calls.append(("ready", self.spec.index, self.gate_is_open))
+        super().wait_ready()
+
+    @property
+    def gate_is_open(self) -> bool:
+        return Path(f"{self.spec.log_path}.gate").exists()
+
+
+def test_gates_open_between_meanwhile_and_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All start; then what engines wait for is done; then all take their devices. Who comes later waits for nothing."""
+    monkeypatch.setattr(Told, "calls", calls := [])
+    doubles = Doubles(tmp_path, 2, spawn=Told, waits=True)
+    try:
+        doubles.pool.start(lambda: calls.append(("meanwhile", 0, False)))
+        assert sorted(calls[:2]) == [("start", 0, True), ("start", 1, True)]
+        assert calls[2] == ("meanwhile", 0, False)
+        assert sorted(calls[3:5]) == [("open", 0, False), ("open", 1, False)]
+        assert sorted(calls[5:]) == [("ready", 0, True), ("ready", 1, True)]
+        die(doubles.pool.engine_urls[1])
+        wait_for(lambda: ("start", 1, False) in calls)
+        wait_for(lambda: len(doubles.pool.engine_urls) == 2)
+        assert calls[-1] == ("ready", 1, False) and ("open", 1, True) not in calls
+    finally:
+        doubles.pool.stop()
+    assert not list(tmp_path.glob("*.gate"))
+
+
+def test_what_goes_wrong_meanwhile_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Told, "calls", calls := [])
+    doubles = Doubles(tmp_path, 2, spawn=Told, waits=True)
+
+    def fail() -> None:
+        raise RuntimeError("no trainer")
+
+    with pytest.raises(RuntimeError, match="no trainer"):
+        doubles.pool.start(fail)
+    assert {call for call, *_ in calls} == {"start"}
+    assert not psutil.Process().children(recursive=True)
 
 
 def file_parts(receivers: dict[str, int]) -> Iterator[WeightUpdate]:

@@ -149,6 +149,31 @@ def test_memory_is_the_largest_of_a_step(tmp_path: Path) -> None:
     assert values(run)["memory_growth"] == [pytest.approx(0.02)]
 
 
+def test_steps_that_began_beside_others_do_not_count(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "a", [timed(update_s) for update_s in (9.0, 0.7, 0.6, 0.3, 0.2, 0.3)], colocate=False
+    )
+    assert values(run)["sync_disaggregated_s"] == [0.3]
+    (run / "alone_from").write_text(f"{BEGAN + 35:.0f}\n")  # step 3 had begun 5 s before
+    assert values(run)["sync_disaggregated_s"] == [pytest.approx(0.25)]
+    (run / "alone_from").write_text(f"{BEGAN + 99:.0f}\n")
+    assert values(run)["sync_disaggregated_s"] == []
+
+
+def test_memory_that_was_watched_too_late_is_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = write_run(tmp_path / "a", [timed(0.1)] * 11)
+    for began, code in ((29, 0), (31, 1)):  # step 3 is from 30 to 40 s
+        lines = [
+            f"{datetime.fromtimestamp(BEGAN + s):%Y/%m/%d %H:%M:%S}.000, 0, 100" for s in (began, 35, 105)
+        ]
+        (run / "gpu_memory.csv").write_text("\n".join(lines))
+        assert len(values(run)["memory_growth"]) == 1 - code
+        assert main([str(run), "--require", "memory_growth"]) == code
+    assert "memory_growth must be measured, got nothing of it" in capsys.readouterr().err
+
+
 def test_curves_are_counted_by_mode_and_kernels(tmp_path: Path) -> None:
     rise = [{"rollout/raw_reward": 0.1 * i} for i in range(8)]
     flat = [{"rollout/raw_reward": 0.5}] * 8

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from slime.data.packing import sample_flops
-from slime.tracking.trackers import METRICS_FILE
 from vime.bench.gpu_runs import GpuRun, Sources, read
 
 PEAK_TFLOPS = 989.0
@@ -109,7 +108,7 @@ def _loss_part(sources: Sources) -> Found:
 
 
 def _memory_growth(sources: Sources) -> Found:
-    """Largest memory in use during step 10 by that of step 3, minus 1."""
+    """Largest memory in use during step 10 by that of step 3, minus 1; nothing if it was not watched from there on."""
     for run in sources.runs:
         file = run.path / "gpu_memory.csv"
         if not file.exists():
@@ -119,7 +118,9 @@ def _memory_growth(sources: Sources) -> Found:
         used = [
             (datetime.strptime(row[0], "%Y/%m/%d %H:%M:%S.%f").timestamp(), float(row[2])) for row in rows
         ]
-        ends = _step_ends(run.path)
+        ends = run.step_ends
+        if not used or used[0][0] > ends.get(2, -np.inf):
+            continue
         peaks = [
             max(
                 (mib for time, mib in used if ends.get(step - 1, np.inf) < time <= ends.get(step, -np.inf)),
@@ -129,11 +130,6 @@ def _memory_growth(sources: Sources) -> Found:
         ]
         if None not in peaks:
             yield peaks[1] / peaks[0] - 1, run.series.name
-
-
-def _step_ends(path: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (path / METRICS_FILE).read_text().splitlines()]
-    return {row["step"]: row["time"] for row in rows if row["step_key"] == "rollout/step"}
 
 
 def _curves_that_rise(sources: Sources) -> Found:
@@ -286,6 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Figures of GPU runs against their targets.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="run directories and JSON files")
     parser.add_argument("--out", type=Path, help="the same as JSON")
+    parser.add_argument(
+        "--require", metavar="NAME", help="exit status 1 where no run or file has this figure"
+    )
     args = parser.parse_args(argv)
     try:
         found = rows(read(args.paths))
@@ -299,6 +298,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for t, value, source in found
         ]
         args.out.write_text(json.dumps(records, indent=1) + "\n")
+    if args.require is not None and all(value is None for t, value, _ in found if t.figure == args.require):
+        print(f"gpu_numbers: {args.require} must be measured, got nothing of it", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import numpy as np
 from slime.hf_config import read_hf_config
 from slime.model_shape import Shape
 from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.tracking.trackers import METRICS_FILE
 from vime.run_metrics import Run, load_run
 
+ALONE_FROM = "alone_from"
+"""File of a run directory that began beside other runs: seconds since 1970 from which on it had its GPUs alone."""
 LARGE = 3e9
 """Parameters in layers from which on a model counts for targets that are said for a Qwen3-4B (3.6e9)."""
 
@@ -42,12 +46,18 @@ class GpuRun:
         return cls(path, load_run(path), flags, model)
 
     def median(self, *metrics: str, where_present: Sequence[str] = ()) -> float | None:
-        """Of the sum of `metrics` over the steps that have them all, but the first; None where there is none. The
-        times `where_present` are added in the steps that have them."""
+        """Of the sum of `metrics` over the steps that have them all, but the first and those that began before the run
+        had its GPUs to itself (ALONE_FROM); None where there is none. The times `where_present` are added in the steps
+        that have them."""
         if not all(name in self.series.series for name in metrics):
             return None
         columns = [self._by_step(name) for name in metrics]
-        steps = sorted(set.intersection(*map(set, columns)))[1:]
+        began = {step + 1: end for step, end in self.step_ends.items()}
+        steps = [
+            s
+            for s in sorted(set.intersection(*map(set, columns)))[1:]
+            if began.get(s, 0.0) >= self.alone_from
+        ]
         more = [self._by_step(name) for name in where_present]
         sums = [sum(c[s] for c in columns) + sum(c.get(s, 0.0) for c in more) for s in steps]
         return float(np.median(sums)) if sums else None
@@ -55,6 +65,17 @@ class GpuRun:
     def _by_step(self, name: str) -> dict[int, float]:
         found = self.series.series.get(name)
         return {} if found is None else dict(zip(found.steps.tolist(), found.values.tolist(), strict=True))
+
+    @cached_property
+    def step_ends(self) -> dict[int, float]:
+        """Seconds since 1970 at which each rollout's step was over."""
+        rows = [json.loads(line) for line in (self.path / METRICS_FILE).read_text().splitlines()]
+        return {row["step"]: row["time"] for row in rows if row["step_key"] == "rollout/step"}
+
+    @property
+    def alone_from(self) -> float:
+        file = self.path / ALONE_FROM
+        return float(file.read_text()) if file.exists() else 0.0
 
     @property
     def layer_parameters(self) -> int:

@@ -27,6 +27,7 @@ def register() -> None:
         compact_log_probs.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
-    if gate := os.environ.get(shared_gpu.VARIABLE):
-        shared_gpu.install(gate)
+    gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
+    if gate is not None or sleeps:
+        shared_gpu.install(gate, sleeps=sleeps)
     register_backend(BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine")

@@ -34,13 +34,10 @@ class EngineHandle(Protocol):
     """What the pool needs of an engine server, wherever it runs (EngineServer, RayEngineServer)."""
 
     def start(self) -> str: ...
-
+    def open_gate(self) -> None: ...
     def wait_ready(self) -> None: ...
-
     def poll(self) -> int | None: ...
-
     def tail_log(self) -> str: ...
-
     def stop(self) -> None: ...
 
 
@@ -122,8 +119,9 @@ class VllmEnginePool:
         """A RolloutEngine that talks to the router; picklable."""
         return VllmEngineClient(self.router_url, self._router.spec.run_key)
 
-    def start(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Start the router and all engines; returns when they serve. `meanwhile` is called once their processes run.
+    def start(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Start the router and all engines; returns when they serve. `meanwhile` is called once their processes run,
+        and before those that wait (`EngineSpec.waits`) take their devices.
 
         On any failure everything is stopped and the failure raised: ValueError (port taken), RuntimeError with the
         last log lines (never healthy).
@@ -132,7 +130,9 @@ class VllmEnginePool:
             self._router.start()
             for engine in self._engines:
                 self._launch(engine)
-            meanwhile()
+            if meanwhile is not None:
+                meanwhile()
+            self._each(self._engines, lambda engine: engine.handle and engine.handle.open_gate())
             self._router.wait_ready()
             # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
             for engine in self._engines:
@@ -233,7 +233,8 @@ class VllmEnginePool:
     def _launch(self, engine: _Engine) -> None:
         engine.starts += 1
         env = {**engine.spec.env, ENGINE_VARIABLE: engine.name}
-        engine.handle = self._spawn(replace(engine.spec, env=env))
+        waits = engine.spec.waits and engine.starts == 1
+        engine.handle = self._spawn(replace(engine.spec, env=env, waits=waits))
         engine.control = EngineControl(engine.handle.start(), engine.spec.run_key)
 
     def _wait_ready(self, engine: _Engine) -> None:

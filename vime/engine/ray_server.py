@@ -24,6 +24,9 @@ class RayEngineServer:
     def start(self) -> str:
         return ray.get(self._actor.start.remote())
 
+    def open_gate(self) -> None:
+        ray.get(self._actor.open_gate.remote())
+
     def wait_ready(self) -> None:
         ray.get(self._actor.wait_ready.remote())
 

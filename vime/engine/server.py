@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from vime.engine import routed_experts, shared_gpu
@@ -53,8 +54,8 @@ class EngineSpec(ServerSpec):
     """Whether it must be able to give its device memory away and take it again."""
     tells_experts: bool = False
     """Whether its answers must say which experts each token went to."""
-    waits_for: str | None = None
-    """A file that must be there before it takes its device; `start_timeout_s` counts from `wait_ready`."""
+    waits: bool = False
+    """Whether it takes its device only after `open_gate`; `start_timeout_s` counts from `wait_ready`."""
 
 
 class EngineServer(Server[EngineSpec]):
@@ -63,6 +64,24 @@ class EngineServer(Server[EngineSpec]):
     name = "the engine server"
     ready_path = "/health"
     timeout_flag = "--engine-start-timeout-s"
+
+    @property
+    def _gate(self) -> Path:
+        """On this node, beside the log: no file system needs to be shared."""
+        return Path(f"{self.spec.log_path}.gate").absolute()
+
+    def start(self) -> str:
+        self._gate.unlink(missing_ok=True)
+        return super().start()
+
+    def open_gate(self) -> None:
+        """Let it take its device, where it waits for that."""
+        if self.spec.waits:
+            self._gate.touch()
+
+    def stop(self) -> None:
+        super().stop()
+        self._gate.unlink(missing_ok=True)
 
     def command(self) -> list[str]:
         spec = self.spec
@@ -110,9 +129,11 @@ class EngineServer(Server[EngineSpec]):
         }
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
-        if spec.waits_for is not None:
+        if spec.sleeps:
+            env[shared_gpu.SLEEPS_VARIABLE] = "1"
+        if spec.waits:
             # vLLM's own limit would count the wait, too; ours is start_timeout_s.
-            env |= {shared_gpu.VARIABLE: spec.waits_for, "VLLM_ENGINE_READY_TIMEOUT_S": str(24 * 3600)}
+            env |= {shared_gpu.GATE_VARIABLE: str(self._gate), "VLLM_ENGINE_READY_TIMEOUT_S": str(24 * 3600)}
         if spec.device == "cpu":
             env |= {
                 "OMP_NUM_THREADS": str(spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)),

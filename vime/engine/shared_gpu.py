@@ -1,8 +1,8 @@
 """What a server does otherwise when its engine shares a GPU with a trainer, and maybe with other jobs.
 
 It starts beside the trainer, and takes the GPU once the trainer has its part: an engine measures what memory is left,
-so it has to come second. Most of its start is other work, though (on an H200 host 45 s of imports and configuration in
-two processes, one after the other), and need not wait.
+so it has to come second. Most of its start is other work, though (imports and configuration in two processes, one after
+the other), and need not wait.
 
 And when it sleeps, memory that another process takes at the same time is not an error: vLLM asks for the whole GPU's
 free memory before and after, and takes less after for its own fault.
@@ -16,33 +16,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "VIME_WAITS_FOR"
-"""Names the file whose appearance opens the gate. A server that starts later, in place of a dead one, finds it open."""
+GATE_VARIABLE = "VIME_GATE"
+"""Names the file whose appearance lets a server take its device. Without it nothing is waited for."""
+SLEEPS_VARIABLE = "VIME_SLEEPS"
 LESS_IS_FREE = "Memory usage increased after sleeping."
 """What vLLM says. By then the engine sleeps, and nothing but a log line would follow."""
 _POLL_S = 0.05
 
 
-def install(file: str) -> None:
-    """For the workers of this process: wait for `file` before they take their devices, and sleep beside others. May run
+def install(gate: str | None, *, sleeps: bool) -> None:
+    """For the workers of this process: wait for `gate` before they take their devices, and sleep beside others. May run
     more than once."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     take_device = WorkerWrapperBase.init_device
-    if hasattr(take_device, "wraps"):
+    if hasattr(take_device, "in_turn"):
         return
 
     @functools.wraps(take_device)
     def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not Path(file).exists():
-            print(f"the engine waits for {file} before it takes its device", flush=True)
-        while not Path(file).exists():  # whoever should write it and dies takes this process along
-            time.sleep(_POLL_S)
-        self.worker.sleep = beside_others(self.worker.sleep)
+        if gate is not None:
+            wait_for(Path(gate))
+        if sleeps:
+            self.worker.sleep = beside_others(self.worker.sleep)
         return take_device(self, *args, **kwargs)
 
-    init_device.wraps = take_device  # type: ignore[attr-defined]
+    init_device.in_turn = True  # type: ignore[attr-defined]
     WorkerWrapperBase.init_device = init_device  # type: ignore[method-assign]
+
+
+def wait_for(gate: Path) -> None:
+    """Until it is there: whoever should open it either does, or dies and takes this process along."""
+    if not gate.exists():
+        print(f"the engine waits for {gate} before it takes its device", flush=True)
+    while not gate.exists():
+        time.sleep(_POLL_S)
 
 
 def beside_others(sleep: Callable[..., None]) -> Callable[..., None]:
