@@ -110,8 +110,7 @@ def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
         yield Item("layers, backward", kept.bytes + one + flight * size, back)
         head, how = head_memory(c, shape, tokens)
         # Layer by layer recomputation has not begun when the head runs.
-        held = kept.bytes
-        yield Item("head and loss", held + head, f"{amount(held)} of activations + {how}")
+        yield Item("head and loss", kept.bytes + head, f"{amount(kept.bytes)} of {kept.name} + {how}")
     rows = shape.vocab * shape.hidden
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
     if _grad_bytes(c) < 4:
@@ -211,9 +210,14 @@ def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
     layers = len(first) * c.pipeline_model_parallel_size
     width = shape.hidden / split if full else sum(widths) / len(widths)
     how = f"{count(tokens)} tokens x {size} B x {layers} layers x {width:.0f}"
-    return Item("activations", tokens * size * layers * width, how), tokens * size * max(
-        widths
-    ) if full else 0.0
+    one = tokens * size * max(widths) if full else 0.0
+    kept = Item("activations", tokens * size * layers * width, how)
+    if c.use_rollout_routing_replay:  # int16, of all layers on every stage (slime.data.routed_experts)
+        ids = tokens * shape.layers * shape.topk * 2 * c.pipeline_model_parallel_size
+        kept = Item(
+            "activations and experts' ids", kept.bytes + ids, f"{how} + {amount(ids)} of experts' ids"
+        )
+    return kept, one
 
 
 def layer_width(c: Any, shape: Shape, sparse: bool) -> float:
@@ -242,18 +246,27 @@ def head_memory(c: Any, shape: Shape, tokens: int) -> tuple[float, str]:
     if head in ("linear_token_loss", "linear_logp"):
         rows = 2 * tokens * shape.hidden * size
         if c.device != "cuda":  # the references work in one block of float32
-            return (
-                rows + tokens * columns * 8,
-                f"{count(tokens)} tokens x {columns:.0f} columns x 8 B, references",
-            )
+            how = f"{count(tokens)} tokens x {columns:.0f} columns x 8 B, references"
+            return rows + tokens * columns * 8, how
         workspace = c.rl_kernel_workspace_mib * 2**20
         return workspace + rows, f"--rl-kernel-workspace-mib + {amount(rows)} of hidden states"
-    each = 2 * size  # logits and their gradient
-    if (
-        head == "native"
-    ):  # the same of the responses' rows in float32, and a softmax for an entropy in the loss
-        each += 4 + (8 if c.entropy_coef else 0)
+    each = native_logit_bytes(c) if head == "native" else 2 * size  # logits and their gradient
     return tokens * columns * each, f"{count(tokens)} tokens x {columns:.0f} columns x {each} B"
+
+
+def native_logit_bytes(c: Any) -> int:
+    """Of one logit of a response in plain PyTorch (slime.megatron_backend.native), at the worst of its moments.
+
+    To float32: Megatron's logits and the responses' rows of them, in the model's dtype, and the same in float32. Then
+    the float32 logits z are left, with a temperature those before the division too. The entropy holds beside them
+    `z - max`, its exp, and the product of the two: 4 + 12 B. Cross entropy works in place. Where the loss has the
+    entropy, its softmax and log-probs stay, and its gradient, the product of two temporaries, meets the cross
+    entropy's: 2 x 4 + 3 x 4 + 4 B. What a --custom-loss-function-path does with logits is not known.
+    """
+    size = BYTES[c.params_dtype]
+    if c.loss_type in ("sft_loss", "custom_loss"):  # without entropy
+        return 2 * size + (4 if size < 4 else 0)
+    return max(16 + (4 if c.rollout_temperature != 1 else 0), 24 if c.entropy_coef else 0)
 
 
 def engine_share(c: Any) -> float:

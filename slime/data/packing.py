@@ -233,6 +233,8 @@ def pack(
     what the engine sent their tokens to."""
     lengths = [len(data["tokens"][i]) for i in samples]
     part = token_slice(lengths, rank=cp_rank, size=cp_size, multiple=multiple)
+    # the most of the host's work, before a copy waits for what the device still has to do
+    of_tokens = routed_experts.packed(data, samples, part) if experts else None
     packed = torch.cat([data["tokens"][i] for i in samples])
     tokens = torch.zeros(part.rows, dtype=torch.int64)
     tokens[: len(part.tokens)] = packed[part.tokens]
@@ -253,5 +255,5 @@ def pack(
         sample_of_row=sample_of_row.to(device),
         samples=list(samples),
         columns={name: torch.cat([data[name][i] for i in samples]).to(device) for name in columns},
-        experts=routed_experts.packed(data, samples, part).to(device) if experts else None,
+        experts=None if of_tokens is None else of_tokens.to(device),
     )

@@ -74,10 +74,16 @@ def of_sample(data: TrainData, i: int) -> np.ndarray | None:
 
 
 def packed(data: TrainData, samples: list[int], part: TokenSlice) -> Tensor:
-    """This context-parallel rank's rows of the micro-batch of `samples`: int16 [P, L, K], `OPEN` where nobody knew."""
+    """This context-parallel rank's rows of the micro-batch of `samples`: int16 [P, L, K], `OPEN` where nobody knew.
+
+    Each row is written once: 32,768 tokens of 48 layers and 8 experts take 3 to 9 ms of a CPU core.
+    """
     rows = [data[COLUMN][i] for i in samples]
-    last = torch.full((1, *rows[0].shape[1:]), OPEN, dtype=torch.int16)
-    whole = torch.cat([x for of_sample in rows for x in (of_sample.to(torch.int16), last)])
-    out = last.repeat(part.rows, 1, 1)
-    out[: len(part.tokens)] = whole[part.tokens]
+    out = torch.empty((part.rows, *rows[0].shape[1:]), dtype=torch.int16)
+    end = 0
+    for run in part.runs:
+        known = rows[run.sequence][run.start : run.stop]  # of a sample's last token there are none
+        out[end : end + len(known)] = known
+        out[end + len(known) : (end := end + run.stop - run.start)] = OPEN
+    out[end:] = OPEN
     return out

@@ -6,6 +6,7 @@ A custom generate function (`--custom-generate-function-path`) replaces `generat
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import inspect
 import time
@@ -165,7 +166,13 @@ async def generate_and_rm(
 
     A list comes back when a custom generate function fanned out; its siblings share a rollout_id. Aborted
     samples are not scored, and with --group-rm nobody is: see `generate_and_rm_group`.
+
+    In an evaluation `args.use_rollout_routing_replay` is False for all that is called here: nobody trains on its
+    samples, and all of them are held at once.
     """
+    if evaluation and args.use_rollout_routing_replay:
+        args = copy.copy(args)
+        args.use_rollout_routing_replay = False
     state: GenerateState = args.rollout_state
     finished = sample.status in FINISHED
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
@@ -178,9 +185,6 @@ async def generate_and_rm(
                 sample.status = Sample.Status.ABORTED
                 return sample
             result = await _generate_one(args, sample, sampling_params, evaluation)
-        if evaluation:  # nobody trains on it, and an evaluation holds all its samples at once
-            for one in result if isinstance(result, list) else [result]:
-                one.rollout_routed_experts = None
         with _blame("--rollout-sample-hook-path", sample):
             result = await apply_rollout_sample_hooks(
                 args, result, rollout_id=rollout_id, evaluation=evaluation

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.util
 import json
 import os
@@ -53,6 +54,25 @@ def striking_reward(args: Any, sample: Any, **kwargs: Any) -> float:
         order.write_text(str(version))
         order.rename(order.with_name("struck"))
     return parity_reward(args, sample)
+
+
+async def uneven_generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """Long responses for every third group: they still run when the others have filled the batch."""
+    from slime.rollout.generate import generate
+
+    return await generate(
+        args, sample, sampling_params | {"max_new_tokens": 4 if sample.group_index % 3 else 100}
+    )
+
+
+def note_experts(args: Any, sample: Any) -> Any:
+    """A sample hook: what of a response there is after each of its rollouts, tokens and a digest of their experts."""
+    rows = sample.rollout_routed_experts
+    if rows is not None:
+        sample.metadata.setdefault("parts", []).append(
+            [len(sample.tokens), hashlib.sha256(rows.tobytes()).hexdigest()]
+        )
+    return sample
 
 
 def broken_reward(args: Any, sample: Any, **kwargs: Any) -> float:

@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from allocations import peak_bytes
 from rollout_double import EngineDouble, make_args, make_tokenizer
 from test_train_data import make_args as make_data_args
 
 from slime.data.packing import pack
-from slime.data.routed_experts import COLUMN, OPEN, as_tensor, check_column
+from slime.data.routed_experts import COLUMN, OPEN, as_tensor, check_column, packed
 from slime.data.token_slice import token_slice
 from slime.data.train_data import make_rank_data
 from slime.megatron_backend.audit import samples_of
@@ -60,6 +61,7 @@ def run(prompt: str, *, evaluation: bool = False, turns: int = 1, **flags):
     tokenizer = make_tokenizer()
     engine = RoutingDouble(tokenizer)
     args.rollout_state = GenerateState(args, engine, tokenizer)
+    engine.args = args
     sample = Sample(index=0, prompt=prompt, reward=1.0)
 
     async def go():
@@ -82,11 +84,19 @@ def test_a_response_in_parts_has_the_rows_of_all_its_tokens_once():
     sample.check(require_experts=True)
 
 
-def test_nothing_is_asked_for_without_the_flag_nor_kept_of_an_evaluation():
-    sample, engine = run("len=5")
+async def by_hand(args, sample, sampling_params):
+    """A generate function as users write them: it does not know whether it evaluates."""
+    return await generate(args, sample, sampling_params)
+
+
+@pytest.mark.parametrize("function", [None, f"{__name__}.by_hand"])
+def test_nothing_is_asked_for_without_the_flag_nor_in_an_evaluation(function):
+    flags = {"custom_generate_function_path": function}
+    sample, engine = run("len=5", **flags)
     assert engine.asked is None and sample.rollout_routed_experts is None
-    sample, engine = run("len=5", evaluation=True, use_rollout_routing_replay=True)
-    assert engine.asked == 0 and sample.rollout_routed_experts is None
+    sample, engine = run("len=5", evaluation=True, use_rollout_routing_replay=True, **flags)
+    assert engine.asked is None and sample.rollout_routed_experts is None
+    assert engine.args.use_rollout_routing_replay  # the next rollout asks again
 
 
 def changed(place, value) -> np.ndarray:
@@ -168,6 +178,14 @@ def test_a_packed_row_has_them_beside_its_tokens(size, multiple):
                 row += 1
         assert torch.equal(batch.experts, wanted)
     assert pack(data, [0, 1], (), device="cpu").experts is None
+
+
+def test_packing_writes_each_row_once(tmp_path):
+    """The host does it in every pass: no copy but the result."""
+    data = {COLUMN: [as_tensor(np.resize(rows_of(0, 100), (n - 1, 3, 2))) for n in (500, 300)]}
+    part = token_slice([500, 300], multiple=1)
+    peak = peak_bytes(lambda: packed(data, [0, 1], part), tmp_path / "trace.json")
+    assert 800 * 3 * 2 * 2 <= peak < 801 * 3 * 2 * 2
 
 
 def test_saved_rollouts_keep_them(tmp_path):

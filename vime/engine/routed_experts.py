@@ -3,7 +3,8 @@
 vLLM collects them itself (--enable-return-routed-experts) and keeps them beside its prefix cache, so that the tokens of
 a cached prompt have theirs. Its newer model runner alone hands them on, and on CPUs that runner needs a Triton that
 compiles for them. Here the CPU's older runner does the same with vLLM's own collector: `install` wraps its set-up and
-its step, and the check that refuses it. On GPUs nothing is wrapped.
+its step, and the check that refuses it. On every device the writing of answers is wrapped: a server with the flag would
+send experts to all, and only requests with `START_FIELD` want them, those of evaluations do not.
 
 Shapes: N tokens of prompt and response, L layers of the model, K experts of a token. The last token of a response is
 never fed back, so that it has no row: [N - 1, L, K]. A layer without experts has zeros.
@@ -52,11 +53,19 @@ def decode(text: str | None, *, tokens: int, start: int) -> np.ndarray:
 
 
 def install() -> None:
-    """Let the older model runner of CPUs hand on what vLLM's collector has. May run more than once."""
+    """Answer with experts where asked for alone, and let the older model runner of CPUs hand on what vLLM's collector
+    has. May run more than once."""
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
+    write = OpenAIServingCompletion.request_output_to_completion_response
+    if not hasattr(write, "wraps"):
+        OpenAIServingCompletion.request_output_to_completion_response = _writing(write)  # type: ignore[method-assign]
+    if current_platform.is_cpu():
+        _let_older_runner()
+
+
+def _let_older_runner() -> None:
     from vllm.config import VllmConfig
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -68,6 +77,17 @@ def install() -> None:
     CPUModelRunner.initialize_kv_cache = _connecting(CPUModelRunner.initialize_kv_cache)
     CPUModelRunner.execute_model = _beginning(CPUModelRunner.execute_model)
     CPUModelRunner.sample_tokens = _handing_on(CPUModelRunner.sample_tokens)
+
+
+def _writing(vllms: Callable[..., Any]) -> Callable[..., Any]:
+    def request_output_to_completion_response(self: Any, outputs: Any, request: Any, *others: Any) -> Any:
+        if START_FIELD not in request.model_fields_set:
+            for completion in (one for output in outputs for one in output.outputs):
+                completion.routed_experts = None
+        return vllms(self, outputs, request, *others)
+
+    request_output_to_completion_response.wraps = vllms  # type: ignore[attr-defined]
+    return request_output_to_completion_response
 
 
 def _checking(vllms: Callable[..., Any]) -> Callable[..., Any]:
