@@ -21,7 +21,10 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python3}
 OUT=${OUT:-runs/test-gpu}
-gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
+if ! gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())" 2>/dev/null); then
+    echo "test-gpu: PYTHON must be an interpreter with torch, got $PYTHON; source .venv/bin/activate" >&2
+    exit 2
+fi
 first=${CUDA_VISIBLE_DEVICES:-0} first=${first%%,*}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if ((gpus == 0)); then

@@ -229,7 +229,7 @@ def test_a_plan_finds_wrong_flags_and_wrong_models(tmp_path, capfd, monkeypatch)
     four = str(ROOT / "examples" / "bench" / "qwen3-4b-gsm8k.yaml")
     assert vime(["bench", "plan", four, *out, "--model", str(tmp_path), "--data", "absent.jsonl"]) == 2
     found = capfd.readouterr()
-    assert "--prompt-data must name a file that exists, got absent.jsonl" in found.err
+    assert "must be a prompt file that exists, got absent.jsonl; name yours with --data" in found.err
     assert found.out == ""  # nothing to copy from a plan that is wrong
     assert not (tmp_path / "out").exists()
 

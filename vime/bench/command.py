@@ -22,11 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from slime.config.fields import nearest
+from slime.data.prompts import prompt_file
 from slime.tracking.environment import mask_command
 from vime.bench.operators import OPERATORS_FILE
 from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
 from vime.bench.running import execute
-from vime.bench.settings import Benchmark, read_settings
+from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
 from vime.engine.flags import parse_config
 from vime.plan import memory_in_short, notes
 
@@ -97,6 +98,11 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
     benchmark = read_settings(given.config, given.preset).with_line(
         steps=given.steps, repeats=given.repeats, model=given.model, data=given.data, flags=flags
     )
+    if benchmark.data != ARITHMETIC and not prompt_file(benchmark.data).is_file():
+        raise ValueError(
+            f"data of {given.config} must be a prompt file that exists, got {benchmark.data}; name yours with --data, "
+            "or take a --preset that makes its own (shallow, smoke: where the file has one)"
+        )
     sys.path.append(str(given.config.absolute().parent))  # hooks beside the file, as its runs find them
     return given, benchmark
 
