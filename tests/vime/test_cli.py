@@ -95,11 +95,12 @@ def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
         "attention_softmax_in_fp32": True,
         "attention_backend": "flash",
     }
-    assert len(c.notes) == 2 and c.notes[0].startswith(
+    assert len(c.notes) == 3 and c.notes[0].startswith(
         "--sglang-mem-fraction-static 0.7 becomes --vllm-gpu-memory"
     )
+    assert c.notes[-1] == "8 GPUs: runs on more than 2 of a host have not been made in this version"
     d = parse_config(renamed(stock))
-    assert len(d.notes) == 1 and d.vllm_argv == c.vllm_argv
+    assert len(d.notes) == 2 and d.vllm_argv == c.vllm_argv
 
 
 def test_vllm_and_router_flags_reach_their_parsers(stock):

@@ -125,15 +125,20 @@ def test_gates_open_between_meanwhile_and_the_wait(tmp_path: Path, monkeypatch: 
 
 def test_what_goes_wrong_meanwhile_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Told, "calls", calls := [])
+    before = set(psutil.Process().children(recursive=True))
     doubles = Doubles(tmp_path, 2, spawn=Told, waits=True)
+    started: set[psutil.Process] = set()
 
     def fail() -> None:
+        started.update(set(psutil.Process().children(recursive=True)) - before)
         raise RuntimeError("no trainer")
 
     with pytest.raises(RuntimeError, match="no trainer"):
         doubles.pool.start(fail)
     assert {call for call, *_ in calls} == {"start"}
-    assert not psutil.Process().children(recursive=True)
+    assert len(started) >= 3, "the router and two servers ran"
+    _, alive = psutil.wait_procs(started, timeout=5)
+    assert not alive
 
 
 def file_parts(receivers: dict[str, int]) -> Iterator[WeightUpdate]:

@@ -53,6 +53,8 @@ ROUTER_RESERVED = {
     "mini_lb": "the full router is used",
     "service_discovery": "the engine pool adds and removes workers itself",
 }
+MOST_GPUS = 2
+"""Of a run on a host that was made and measured: benchmarks/results."""
 
 
 @functools.cache
@@ -180,6 +182,10 @@ def _remarks(config: Config) -> Iterator[str]:
         )
     if config.actor_num_nodes > 1:
         yield f"--actor-num-nodes {config.actor_num_nodes}: several hosts have not been run in this version"
+    elif config.device == "cuda":
+        gpus = config.world_size + (0 if config.colocate else config.rollout_num_gpus or 0)
+        if gpus > MOST_GPUS:
+            yield f"{gpus} GPUs: runs on more than {MOST_GPUS} of a host have not been made in this version"
 
 
 def _given_parallel(config: Config, name: str) -> int | None:
