@@ -36,8 +36,8 @@ elif (($#)); then
     exec "$PYTHON" -m pytest -q --require-gpu -m "$marked" tests/gpu "$@"
 elif ((gpus == 1)); then
     PARTS=${PARTS:-tests smoke table} MODE=colocate marked="gpu and not multi_gpu"
-    faults=tests/gpu/test_faults_gpu.py alone=tests/gpu/test_offload_gpu.py
-    short=("$alone") long=("$faults -k engines" "$faults -k not_engines" "tests/gpu --ignore=$alone --ignore=$faults")
+    faults=tests/gpu/test_faults_gpu.py offload=tests/gpu/test_offload_gpu.py
+    short=("$offload") long=("$faults -k engines" "$faults -k not_engines" "tests/gpu --ignore=$offload --ignore=$faults")
 else
     PARTS=${PARTS:-tests smoke rollout table} MODE=disaggregated marked=multi_gpu
     faults=tests/gpu/test_faults_gpu.py layouts=tests/gpu/test_layouts_gpu.py

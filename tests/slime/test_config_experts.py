@@ -157,6 +157,10 @@ def test_experts_of_a_width_that_grouped_products_do_not_take(argv: list[str], t
         ValueError, match="of 4 in float32 on each of 2 ranks .* got 36; share it among fewer"
     ):
         parse_args([*argv, "--fp32", *sequence])
+    write_model(tmp_path / "model", **{**MOE, "hidden_size": 68})
+    parse_args([*argv, "--fp32"])
+    with pytest.raises(ValueError, match="hidden_size .* multiple of 8 in bfloat16 where .* got 68; such"):
+        parse_args([*argv, "--bf16"])
 
 
 def test_checkpoints_whose_experts_are_not_known(argv: list[str], tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def in_short(contents: Sequence[Content]) -> Iterator[str]:
             if values
         )
         yield f"- **Slower** than {lost} comparisons [below](#operators)"
-    held = [each for content in contents for each in _judged(content)]
+    held = [each for content in contents for each in _measured_targets(content)]
     missed = sum(not met for _, _, met, _ in held)
     if held:
         named = ", each named [below](#operators)" if missed else ""
@@ -173,14 +173,14 @@ def _shapes(content: Content) -> Iterator[str]:
         yield f"| {case['name']} | {shape} | {number(result['floor_ms'])} | {ms} |"
 
 
-def _judged(content: Content) -> list[tuple[str, str, bool | None, str]]:
+def _measured_targets(content: Content) -> list[tuple[str, str, bool | None, str]]:
     """Every target that was measured."""
     return [each for each in judged(dict(content)) if each[2] is not None]
 
 
 def missed_targets(content: Content) -> Iterator[str]:
     """Every target that is missed, a line a case."""
-    held = _judged(content)
+    held = _measured_targets(content)
     if not held:
         return
     short = [each for each in held if not each[2]]
