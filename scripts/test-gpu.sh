@@ -7,9 +7,9 @@
 #   bash scripts/test-gpu.sh -k attention              all tests with that name; any option of pytest
 #   PARTS="tests table" bash scripts/test-gpu.sh       some of: tests smoke rollout table
 #
-# Tests run side by side, and the run of the 4B (smoke) starts while they end; its steps count once it is alone. It needs
-# about 125 GiB on its GPU (an H200); the rollout's speed beside raw vLLM (rollout) a GPU that is idle. A test that would
-# be skipped is an error.
+# Tests run side by side. The run of the 4B (smoke) starts meanwhile, makes two steps and waits until the tests have ended;
+# the engine that is measured beside raw vLLM (rollout) starts meanwhile, too, and waits until that run has ended. They
+# need an H200 each. A test that would be skipped is an error.
 #
 #   OUT      records (default runs/test-gpu), each replaced by the part that makes it; the model in it is kept
 #   FIGURES  more run directories and JSON files for the table, see vime/bench/gpu_numbers.py
@@ -21,11 +21,13 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python3}
 OUT=${OUT:-runs/test-gpu}
+[[ "$OUT" == /* ]] || OUT="$PWD/$OUT"
 if ! gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())" 2>/dev/null); then
     echo "test-gpu: PYTHON must be an interpreter with torch, got $PYTHON; source .venv/bin/activate" >&2
     exit 2
 fi
-first=${CUDA_VISIBLE_DEVICES:-0} first=${first%%,*}
+visible=${CUDA_VISIBLE_DEVICES:-$(seq -s , 0 $((gpus - 1)))}
+first=${visible%%,*} last=${visible##*,}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if ((gpus == 0)); then
     echo "test-gpu: a GPU must be there, got none; tests without one: bash scripts/test.sh" >&2
@@ -41,7 +43,7 @@ elif ((gpus == 1)); then
 else
     PARTS=${PARTS:-tests smoke rollout table} MODE=disaggregated marked=multi_gpu
     faults=tests/gpu/test_faults_gpu.py layouts=tests/gpu/test_layouts_gpu.py
-    short=("$faults") long=("$layouts" "tests/gpu --ignore=$layouts --ignore=$faults")
+    short=() long=("$faults" "$layouts" "tests/gpu --ignore=$layouts --ignore=$faults")
     echo "test-gpu: tests of one GPU and a colocated run: CUDA_VISIBLE_DEVICES=0 bash scripts/test-gpu.sh"
 fi
 wants() { [[ " $PARTS " == *" $1 "* ]]; }
@@ -76,11 +78,18 @@ end() { # GROUP...
 }
 
 # Eleven steps, of which memory must not grow from the third to the tenth. Micro-batches of 16k tokens. The engine's keys
-# and values are given in bytes, as its own measurement would count what tests hold.
+# and values are given in bytes, as its own measurement would count what tests hold, and are just those of 256 samples.
 smoke() {
     SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT="$OUT" MODE=$MODE exec bash scripts/run-qwen3-4b-grpo.sh \
-        --num-rollout 11 --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.3 \
-        --vllm-kv-cache-memory-bytes "$((24 << 30))" --run-dir "$OUT/$MODE" >"$OUT/smoke.log" 2>&1
+        --num-rollout 11 --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.2 \
+        --vllm-kv-cache-memory-bytes "$((16 << 30))" --vllm-max-model-len 1024 --run-dir "$OUT/$MODE" \
+        --custom-generate-function-path vime.bench.gpu_runs.generate_when_alone >"$OUT/smoke.log" 2>&1
+}
+# On the last GPU: of two, the one where the run above has its engine.
+rollout() {
+    CUDA_VISIBLE_DEVICES=$last exec "$PYTHON" -m vime.bench.rollout_speed --model "$model" --device cuda --rounds 3 \
+        --vllm-gpu-memory-utilization 0.2 --vllm-kv-cache-memory-bytes "$((16 << 30))" \
+        --after "$OUT/smoke-ended" --out "$OUT/rollout_speed.json" >"$OUT/rollout_speed.log" 2>&1
 }
 model="$OUT/random-qwen3-4b"
 if { wants smoke || wants rollout; } && [[ ! -f "$model/config.json" ]]; then
@@ -95,6 +104,7 @@ if wants tests; then
     end "${short[@]}"
 fi
 [[ -z "${making:-}" ]] || wait "$making" || failed+=(model)
+rm -f "$OUT/smoke-ended"
 if wants smoke; then
     step "the Qwen3-4B starts, $MODE"
     rm -rf "${OUT:?}/$MODE"
@@ -102,9 +112,14 @@ if wants smoke; then
     smoke &
     smoking=$!
 fi
+if wants rollout; then
+    step "the engine to be measured beside raw vLLM starts"
+    rm -f "$OUT/rollout_speed.json"
+    rollout &
+    rolling=$!
+fi
 ! wants tests || end "${long[@]}"
 if [[ -n "${smoking:-}" ]]; then
-    # From here on the GPUs are the run's alone: vime.bench.gpu_numbers counts no step that began before.
     nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 -i "$first" \
         >"$OUT/$MODE/gpu_memory.csv" &
     memory=$!
@@ -114,11 +129,11 @@ if [[ -n "${smoking:-}" ]]; then
     step "$MODE"
     tail -n 30 "$OUT/smoke.log"
 fi
-if wants rollout; then
+if [[ -n "${rolling:-}" ]]; then
+    touch "$OUT/smoke-ended"
+    wait "$rolling" || failed+=(rollout)
     step "rollout beside raw vLLM"
-    rm -f "$OUT/rollout_speed.json"
-    "$PYTHON" -m vime.bench.rollout_speed --model "$model" --device cuda --rounds 2 \
-        --vllm-gpu-memory-utilization 0.85 --out "$OUT/rollout_speed.json" || failed+=(rollout)
+    tail -n 8 "$OUT/rollout_speed.log"
 fi
 if wants table; then
     step "figures and targets"

@@ -119,6 +119,8 @@ def test_saved_rollouts_and_kept_batches_are_found(run, tmp_path):
     config = run(rollout_id=1)
     save_debug_rollout_data(str(tmp_path / "audit" / "{rollout_id}.pt"), 3, [make_samples()])
     assert list(saved_rollouts(tmp_path, config)) == [1, 3]
+    trained_on = {"save_debug_rollout_data": None, "load_debug_rollout_data": config.save_debug_rollout_data}
+    assert list(saved_rollouts(tmp_path, config.with_values(**trained_on))) == [1, 3]
     assert read_source(tmp_path, config, None, 99).rollout_id == 1
     with pytest.raises(ValueError, match=r"--rollout must be one of the saved \[1, 3\], got 2"):
         read_source(tmp_path, config, 2, 99)

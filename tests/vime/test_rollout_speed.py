@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import make_tiny_model
@@ -28,6 +30,31 @@ def test_every_contender_makes_every_token(tmp_path: Path, capsys: pytest.Captur
         assert found["ours_to"][name] == pytest.approx(speed[OURS] / speed[name])
     assert str(tmp_path) not in found["machine"]["command"]
     assert "8 requests at a time, 12 + 20 tokens each" in capsys.readouterr().out
+
+
+def test_it_waits_for_a_file(tmp_path: Path) -> None:
+    make_tiny_model.main([str(tmp_path)])
+    sizes = [
+        "--requests",
+        "2",
+        "--group",
+        "2",
+        "--prompt-tokens",
+        "12",
+        "--response-tokens",
+        "2",
+        "--rounds",
+        "1",
+    ]
+    argv = ["--model", str(tmp_path / "base"), "--device", "cpu", "--instant", *sizes]
+    now, out = tmp_path / "now", tmp_path / "out.json"
+    waiting = threading.Thread(target=main, args=([*argv, "--after", str(now), "--out", str(out)],))
+    waiting.start()
+    time.sleep(8)
+    assert waiting.is_alive() and not out.exists()
+    now.touch()
+    waiting.join(60)
+    assert out.exists()
 
 
 def test_user_errors_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,9 +44,10 @@ def read_config(run_dir: Path) -> Config:
 
 
 def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
-    """Rollout -> template of its file: what --save-debug-rollout-data wrote, and what a stopped audit kept."""
+    """Rollout -> template of its file: what the run saved or trained on, and what a stopped audit kept."""
     kept = replay_template(config.with_values(run_dir=str(run_dir)))
-    templates = [t for t in (kept, config.save_debug_rollout_data) if t is not None]
+    given = (kept, config.load_debug_rollout_data, config.save_debug_rollout_data)
+    templates = [template for template in given if template is not None]
     found = {
         i: template
         for template in templates

@@ -88,6 +88,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--response-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5, help="that are counted (default 5)")
     parser.add_argument("--instant", action="store_true", help="an engine that answers at once (CPU seconds)")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="start, and measure when FILE is there")
     parser.add_argument("--out", type=Path, help="JSON file")
     parser.add_argument("--commit", help="for a machine that holds the files without their git history")
     args, flags = parser.parse_known_args(argv)
@@ -288,6 +289,8 @@ def report(args: argparse.Namespace, flags: list[str], argv: Sequence[str] | Non
         engine = stack.enter_context(instant_engine() if args.instant else vllm_engine(config, folder))
         contest = Contest(args, config, engine)
         stack.callback(contest.manager.close)
+        while args.after is not None and not args.after.exists():
+            time.sleep(0.1)
         turns = contest.run()
     command = ["vime.bench.rollout_speed", *(sys.argv[1:] if argv is None else argv)]
     machine = describe(torch.device(config.device), command, args.commit)
