@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import torch
 
 import rl_kernel
@@ -35,10 +36,10 @@ _PER_SAMPLE = (
     "multimodal_train_inputs",
 )
 _DTYPES = {
-    "tokens": torch.int64,
-    "loss_masks": torch.int32,
-    "rollout_log_probs": torch.float32,
-    "teacher_log_probs": torch.float32,
+    "tokens": np.int64,
+    "loss_masks": np.int32,
+    "rollout_log_probs": np.float32,
+    "teacher_log_probs": np.float32,
 }
 
 
@@ -149,7 +150,9 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
         part: TrainData = {"partition": partition}
         for column, dtype in _DTYPES.items():
             if column in data:
-                part[column] = [torch.tensor(data[column][i], dtype=dtype) for i in partition]
+                # By way of numpy, which takes a list three times as fast as torch.tensor.
+                values = [np.array(data[column][i], dtype=dtype) for i in partition]
+                part[column] = [torch.from_numpy(value) for value in values]
         if routed_experts.COLUMN in data:
             rows = data[routed_experts.COLUMN]
             part[routed_experts.COLUMN] = [routed_experts.as_tensor(rows[i]) for i in partition]

@@ -143,12 +143,14 @@ def pass_rate(rewards: Iterable[Sequence[float]]) -> dict[str, float]:
 
 def ends_in_repetition(text: str) -> bool:
     """Whether the text ends in a loop: 1 to 200 characters, 4 or more times, over at least 100 characters."""
-    for unit in range(1, _LONGEST_UNIT + 1):
+    last = at = len(text) - 1
+    # A unit ends where the last character stands once more. `rfind` goes from one such place to the one before.
+    while at >= 0 and (at := text.rfind(text[last], max(last - _LONGEST_UNIT, 0), at)) >= 0:
+        unit = last - at
         length = max(_REPEATED_CHARS, _REPEATED_TIMES * unit)
         if length > len(text):
             return False  # longer units need longer texts
-        # Hardly any text gets past its last character.
-        if text[-1] == text[-1 - unit] and text[unit - length :] == text[-length:-unit]:
+        if text[unit - length :] == text[-length:-unit]:
             return True
     return False
 

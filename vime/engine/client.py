@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from slime.protocols import GenerateResult
 from vime.engine import compact_log_probs, routed_experts
@@ -117,6 +118,7 @@ class VllmEngineClient:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
                 timeout=aiohttp.ClientTimeout(total=None),
                 trust_env=False,
+                json_serialize=lambda body: msgspec.json.encode(body).decode(),
             )
         return self._session
 
@@ -138,7 +140,7 @@ class VllmEngineClient:
                     raise _Transient(said)
                 raise ValueError(f"the engine must accept the request, got {said}")
             versions = response.headers[VERSIONS_HEADER]
-            answer = await response.json()
+            answer = msgspec.json.decode(await response.read())
         result = parse_completion(answer, versions)
         start = body.get(routed_experts.START_FIELD)
         if start is None or not result.token_ids:  # one that was aborted while it waited has nothing
