@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
@@ -203,6 +204,20 @@ def test_off_and_auto_are_held_against_the_noise_of_the_layout(tmp_path: Path) -
         runs.append(run)
     assert values(*runs)["audit"] == [pytest.approx(0.5)]
     assert values(runs[0])["audit"] == []
+
+
+def test_a_layout_that_moves_nothing_forgives_nothing(tmp_path: Path) -> None:
+    pairs = [{"first": "trainer, rows reordered", "second": "trainer, training rows", "mean": 0.0}]
+    sides = {"off": [{"abs_dlogp_mean": 0.002}], "auto": [{"abs_dlogp_mean": 0.0021}]}
+    file, out = tmp_path / "audit.json", tmp_path / "out.json"
+    file.write_text(json.dumps({"rlk_fast": sides, "pairs": pairs}))
+    assert values(file)["audit"] == [math.inf]
+    assert main([str(file), "--out", str(out)]) == 0
+    (row,) = (row for row in json.loads(out.read_text()) if row["figure"] == "audit")
+    assert row["value"] == "inf"
+    sides["auto"] = sides["off"]
+    file.write_text(json.dumps({"rlk_fast": sides, "pairs": pairs}))
+    assert values(file)["audit"] == [0.0]
 
 
 def test_the_table_says_met_missed_and_not_measured(

@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -148,28 +149,40 @@ def _curves_that_rise(sources: Sources) -> Found:
 
 def _audit(sources: Sources) -> Found:
     """How far the mean |log-prob difference| of the first rollout moves between off and auto, by what another batch
-    layout moves the trainer's log-probs by themselves (`vime audit`)."""
+    layout moves the trainer's log-probs by themselves (`vime audit`): infinite where that is nothing."""
     by_mode: dict[bool, dict[str, GpuRun]] = {}
     for run in sources.runs:
         if "consistency/abs_dlogp_mean" in run.series.series:
             by_mode.setdefault(run.flags["colocate"], {})[run.flags["rlk_fast"]] = run
-    for pair in by_mode.values():
-        noise = max((_layout_noise(run.path) for run in pair.values()), default=0.0)
-        if {"off", "auto"} <= pair.keys() and noise > 0:
-            off, auto = (
-                pair[fast].series.series["consistency/abs_dlogp_mean"].values[0] for fast in ("off", "auto")
+    for runs in by_mode.values():
+        noise = _layout_noise(pair for run in runs.values() for pair in _audited(run.path))
+        if {"off", "auto"} <= runs.keys() and noise is not None:
+            moved = runs["auto"].first("consistency/abs_dlogp_mean") - runs["off"].first(
+                "consistency/abs_dlogp_mean"
             )
-            yield abs(auto - off) / noise, f"{pair['off'].series.name}, {pair['auto'].series.name}"
+            yield _by_noise(moved, noise), f"{runs['off'].series.name}, {runs['auto'].series.name}"
+    for name, content in sources.files:
+        if "rlk_fast" in content and (noise := _layout_noise(content.get("pairs", ()))) is not None:
+            off, auto = (content["rlk_fast"][side][0]["abs_dlogp_mean"] for side in ("off", "auto"))
+            yield _by_noise(auto - off, noise), name
 
 
-def _layout_noise(path: Path) -> float:
-    """Nats: the largest mean difference between the trainer's training rows and its other layouts of them."""
-    records = [json.loads(file.read_text()) for file in (path / "audit").glob("rollout_*.json")]
-    pairs = [p for record in records for p in record["pairs"]]
+def _by_noise(moved: float, noise: float) -> float:
+    return abs(moved) / noise if noise else math.inf if moved else 0.0
+
+
+def _audited(path: Path) -> Iterator[dict[str, Any]]:
+    for file in (path / "audit").glob("rollout_*.json"):
+        yield from json.loads(file.read_text())["pairs"]
+
+
+def _layout_noise(pairs: Iterable[dict[str, Any]]) -> float | None:
+    """Nats: the largest mean difference between the trainer's training rows and its other layouts of them. None
+    without an audit."""
     layouts = [
-        p["mean"] for p in pairs if p["first"].startswith("trainer, ") and p["second"].startswith("trainer, ")
+        p["mean"] for p in pairs if all(p[which].startswith("trainer, ") for which in ("first", "second"))
     ]
-    return max(layouts, default=0.0)
+    return max(layouts, default=None)
 
 
 @dataclass(frozen=True)
@@ -266,6 +279,8 @@ def verdict(target: Target, value: float | None) -> str:
         return "not measured"
     if (value >= target.limit) if target.above else (value <= target.limit):
         return "met"
+    if math.isinf(value):
+        return "missed"
     return f"missed by {abs(value - target.limit) / target.limit:.0%}"
 
 
@@ -294,7 +309,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(found))
     if args.out is not None:
         records = [
-            {"figure": t.figure, "value": value, "limit": t.limit, "above": t.above, "from": source}
+            {
+                "figure": t.figure,
+                "value": "inf" if value == math.inf else value,
+                "limit": t.limit,
+                "above": t.above,
+                "from": source,
+            }
             for t, value, source in found
         ]
         args.out.write_text(json.dumps(records, indent=1) + "\n")

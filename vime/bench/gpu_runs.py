@@ -75,6 +75,9 @@ class GpuRun:
         sums = [sum(c[s] for c in columns) + sum(c.get(s, 0.0) for c in more) for s in steps]
         return float(np.median(sums)) if sums else None
 
+    def first(self, metric: str) -> float:
+        return float(self.series.series[metric].values[0])
+
     def _by_step(self, name: str) -> dict[int, float]:
         found = self.series.series.get(name)
         return {} if found is None else dict(zip(found.steps.tolist(), found.values.tolist(), strict=True))

@@ -230,7 +230,8 @@ def rollout_lines(content: Content, figures: Sequence[str] = ()) -> Iterator[str
 
 
 def audit_lines(content: Content, figures: Sequence[str] = ()) -> Iterator[str]:
-    """Both sides of the switch, rollout by rollout: reward and how far trainer and engine differ."""
+    """Both sides of the switch, rollout by rollout: reward and how far trainer and engine differ; then the layouts of
+    one rollout (`vime audit`)."""
     sides = content["rlk_fast"]
     yield from told(content)
     names = [
@@ -251,3 +252,10 @@ def audit_lines(content: Content, figures: Sequence[str] = ()) -> Iterator[str]:
         + "."
     )
     yield "One run a side, so this says nothing of a difference between the two."
+    yield from ("", *figures)
+    yield from ("", "| one | other | tokens | mean, nats | largest, nats | the same bits |")
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for pair in content["pairs"]:
+        cells = (number(pair[key]) for key in ("tokens", "mean", "max", "bitwise_equal"))
+        yield f"| {pair['first']} | {pair['second']} | {' | '.join(cells)} |"
+    yield from ("", _escaped(content["note"]))
