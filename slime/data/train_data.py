@@ -144,15 +144,15 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
     `global_batch_sizes` (rollouts) and `global_token_counts` (Σ max(trained tokens, 1)) have one entry per
     optimizer step.
     """
+    trained = [max(int(sum(mask)), 1) for mask in data["loss_masks"]]
+    token_counts = [sum(trained[i] for i in step) for step in schedule.step_samples]
     ranks = []
     for rank_steps in schedule.ranks:
         partition = [index for step in rank_steps for bin_ in step for index in bin_]
         part: TrainData = {"partition": partition}
         for column, dtype in _DTYPES.items():
             if column in data:
-                # By way of numpy, which takes a list three times as fast as torch.tensor.
-                values = [np.array(data[column][i], dtype=dtype) for i in partition]
-                part[column] = [torch.from_numpy(value) for value in values]
+                part[column] = [_host_tensor(data[column][i], dtype) for i in partition]
         if routed_experts.COLUMN in data:
             rows = data[routed_experts.COLUMN]
             part[routed_experts.COLUMN] = [routed_experts.as_tensor(rows[i]) for i in partition]
@@ -166,11 +166,16 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
         ]
         part["num_microbatches"] = [len(step) for step in rank_steps]
         part["global_batch_sizes"] = schedule.global_batch_sizes
-        part["global_token_counts"] = [
-            sum(max(sum(data["loss_masks"][i]), 1) for i in step) for step in schedule.step_samples
-        ]
+        part["global_token_counts"] = token_counts
         ranks.append(part)
     return ranks
+
+
+def _host_tensor(values: Any, dtype: type[np.generic]) -> torch.Tensor:
+    """A column's numbers of one sample, whatever a hook keeps them in."""
+    if isinstance(values, torch.Tensor):  # numpy knows neither bfloat16 nor other devices
+        values = values.tolist()
+    return torch.from_numpy(np.array(values, dtype=dtype))  # for a list three times as fast as torch.tensor
 
 
 def make_rank_data(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -182,6 +183,20 @@ def test_split_gives_each_rank_its_tensors():
     assert first["num_microbatches"] == [1, 1] and first["global_batch_sizes"] == [2, 2]
     # sample lengths 1 + 2, then 3 and a removed sample that still counts as one token
     assert first["global_token_counts"] == second["global_token_counts"] == [3, 4]
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.bfloat16)])
+def test_hooks_may_keep_their_numbers_in_anything(kind):
+    data = convert_samples_to_train_data(make_args(), four())
+    schedule = Schedule([[[[2, 0], [3]], [[1]]]], [[0, 2, 3], [1]], [3, 1])
+    (expected,) = split_by_dp(data, schedule)
+    for column, typed in (("loss_masks", kind), ("rollout_log_probs", kind)):
+        data[column] = [typed([float(x) for x in values]) for values in data[column]]
+    (actual,) = split_by_dp(data, schedule)
+    for column in ("loss_masks", "rollout_log_probs"):
+        assert [t.dtype for t in actual[column]] == [t.dtype for t in expected[column]]
+        assert [t.tolist() for t in actual[column]] == [t.tolist() for t in expected[column]]
+    assert actual["global_token_counts"] == expected["global_token_counts"] == [6, 2]
 
 
 def test_micro_batches_count_within_the_rank():
