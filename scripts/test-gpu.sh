@@ -8,8 +8,8 @@
 #   PARTS="tests table" bash scripts/test-gpu.sh       some of: tests smoke rollout table
 #
 # Tests run side by side. The run of the 4B (smoke) starts meanwhile, makes two steps and waits until the tests have ended;
-# the engine that is measured beside raw vLLM (rollout) starts meanwhile, too, and waits until that run has ended. They
-# need an H200 each. A test that would be skipped is an error.
+# on two GPUs the engine that is measured beside raw vLLM (rollout) starts meanwhile, too, and waits until that run has
+# ended. Both are for GPUs of 140 GiB. A test that would be skipped is an error.
 #
 #   OUT      records (default runs/test-gpu), each replaced by the part that makes it; the model in it is kept
 #   FIGURES  more run directories and JSON files for the table, see vime/bench/gpu_numbers.py
@@ -78,12 +78,13 @@ end() { # GROUP...
 }
 
 # Eleven steps, of which memory must not grow from the third to the tenth. Micro-batches of 16k tokens. The engine's keys
-# and values are given in bytes, as its own measurement would count what tests hold, and are just those of 256 samples.
+# and values are given in bytes, as its own measurement would count what tests hold: 16 GiB are 116,000 tokens, more than
+# the 256 samples of either part have.
 smoke() {
     SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT="$OUT" MODE=$MODE exec bash scripts/run-qwen3-4b-grpo.sh \
         --num-rollout 11 --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.2 \
         --vllm-kv-cache-memory-bytes "$((16 << 30))" --vllm-max-model-len 1024 --run-dir "$OUT/$MODE" \
-        --custom-generate-function-path vime.bench.gpu_runs.generate_when_alone >"$OUT/smoke.log" 2>&1
+        --custom-generate-function-path vime.bench.gpu_alone.generate_when_alone >"$OUT/smoke.log" 2>&1
 }
 # On the last GPU: of two, the one where the run above has its engine.
 rollout() {
@@ -112,12 +113,14 @@ if wants smoke; then
     smoke &
     smoking=$!
 fi
-if wants rollout; then
+start_rollout() {
     step "the engine to be measured beside raw vLLM starts"
     rm -f "$OUT/rollout_speed.json"
     rollout &
     rolling=$!
-fi
+}
+# One GPU has no room for it beside the 4B.
+! wants rollout || ((gpus == 1)) || start_rollout
 ! wants tests || end "${long[@]}"
 if [[ -n "${smoking:-}" ]]; then
     nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 -i "$first" \
@@ -129,8 +132,9 @@ if [[ -n "${smoking:-}" ]]; then
     step "$MODE"
     tail -n 30 "$OUT/smoke.log"
 fi
-if [[ -n "${rolling:-}" ]]; then
+if wants rollout; then
     touch "$OUT/smoke-ended"
+    [[ -n "${rolling:-}" ]] || start_rollout
     wait "$rolling" || failed+=(rollout)
     step "rollout beside raw vLLM"
     tail -n 8 "$OUT/rollout_speed.log"

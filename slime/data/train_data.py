@@ -144,15 +144,15 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
     `global_batch_sizes` (rollouts) and `global_token_counts` (Σ max(trained tokens, 1)) have one entry per
     optimizer step.
     """
-    trained = [max(int(sum(mask)), 1) for mask in data["loss_masks"]]
+    tensors = {column: _host_tensors(data, column) for column in _DTYPES if column in data}
+    trained = [max(int(mask.sum()), 1) for mask in tensors["loss_masks"]]
     token_counts = [sum(trained[i] for i in step) for step in schedule.step_samples]
     ranks = []
     for rank_steps in schedule.ranks:
         partition = [index for step in rank_steps for bin_ in step for index in bin_]
         part: TrainData = {"partition": partition}
-        for column, dtype in _DTYPES.items():
-            if column in data:
-                part[column] = [_host_tensor(data[column][i], dtype) for i in partition]
+        for column, values in tensors.items():
+            part[column] = [values[i] for i in partition]
         if routed_experts.COLUMN in data:
             rows = data[routed_experts.COLUMN]
             part[routed_experts.COLUMN] = [routed_experts.as_tensor(rows[i]) for i in partition]
@@ -171,11 +171,20 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
     return ranks
 
 
-def _host_tensor(values: Any, dtype: type[np.generic]) -> torch.Tensor:
-    """A column's numbers of one sample, whatever a hook keeps them in."""
-    if isinstance(values, torch.Tensor):  # numpy knows neither bfloat16 nor other devices
-        values = values.tolist()
-    return torch.from_numpy(np.array(values, dtype=dtype))  # for a list three times as fast as torch.tensor
+def _host_tensors(data: TrainData, column: str) -> list[torch.Tensor]:
+    """A column as tensors, whatever a hook keeps its numbers in. ValueError for what are no numbers."""
+    tensors = []
+    for place, values in enumerate(data[column]):
+        if isinstance(values, torch.Tensor):  # numpy knows neither bfloat16 nor other devices
+            values = values.tolist()
+        found = np.array(values)  # for a list three times as fast as torch.tensor
+        if found.ndim != 1 or found.dtype.kind not in "biuf":
+            raise ValueError(
+                f"{column} must be a list of numbers for every sample, got {str(values)[:80]} at place {place}; "
+                "a conversion hook has to fill it"
+            )
+        tensors.append(torch.from_numpy(found.astype(_DTYPES[column], copy=False)))
+    return tensors
 
 
 def make_rank_data(

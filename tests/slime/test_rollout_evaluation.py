@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import random
 
 import pytest
 import torch
@@ -266,6 +267,26 @@ def test_pass_rate_by_hand():
 )
 def test_repetition(text, loops):
     assert ends_in_repetition(text) is loops
+
+
+def test_repetition_of_any_text():
+    """Beside the definition, unit by unit, over texts of few letters, in which loops are common."""
+
+    def by_definition(text: str) -> bool:
+        lengths = {unit: max(100, 4 * unit) for unit in range(1, 201)}
+        return any(
+            len(text) >= n and all(text[-i] == text[-i - unit] for i in range(1, n - unit + 1))
+            for unit, n in lengths.items()
+        )
+
+    draw = random.Random(0)
+    found = []
+    for _ in range(300):
+        unit = "".join(draw.choices("ab", k=draw.randint(1, 60)))
+        text = "".join(draw.choices("ab", k=5)) + unit * draw.randint(1, 9) + "a" * draw.randint(0, 1)
+        found.append(ends_in_repetition(text))
+        assert found[-1] is by_definition(text), text
+    assert 50 < sum(found) < 250
 
 
 def test_replay_files_hold_plain_values(tmp_path):

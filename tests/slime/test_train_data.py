@@ -185,7 +185,9 @@ def test_split_gives_each_rank_its_tensors():
     assert first["global_token_counts"] == second["global_token_counts"] == [3, 4]
 
 
-@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.bfloat16)])
+@pytest.mark.parametrize(
+    "kind", [tuple, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.bfloat16)]
+)
 def test_hooks_may_keep_their_numbers_in_anything(kind):
     data = convert_samples_to_train_data(make_args(), four())
     schedule = Schedule([[[[2, 0], [3]], [[1]]]], [[0, 2, 3], [1]], [3, 1])
@@ -197,6 +199,22 @@ def test_hooks_may_keep_their_numbers_in_anything(kind):
         assert [t.dtype for t in actual[column]] == [t.dtype for t in expected[column]]
         assert [t.tolist() for t in actual[column]] == [t.tolist() for t in expected[column]]
     assert actual["global_token_counts"] == expected["global_token_counts"] == [6, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_tokens_are_counted_beyond_what_a_narrow_mask_can_say(dtype):
+    data = convert_samples_to_train_data(make_args(), [sample(0, 0, 1.0, response=5000)])
+    data["loss_masks"] = [torch.ones(5000, dtype=dtype)]
+    (only,) = split_by_dp(data, Schedule([[[[0]]]], [[0]], [1]))
+    assert only["global_token_counts"] == [5000]
+
+
+@pytest.mark.parametrize("wrong", [[-0.5, None], None, ["-0.5", "-1"], [[-0.5], [-1.0]]])
+def test_what_are_no_numbers_is_refused(wrong):
+    data = convert_samples_to_train_data(make_args(), [sample(i, 0, float(i)) for i in range(2)])
+    data["rollout_log_probs"][1] = wrong
+    with pytest.raises(ValueError, match=r"rollout_log_probs must be a list of numbers .* at place 1"):
+        split_by_dp(data, Schedule([[[[0, 1]]]], [[0, 1]], [2]))
 
 
 def test_micro_batches_count_within_the_rank():

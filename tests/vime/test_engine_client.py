@@ -132,14 +132,24 @@ def test_transient_faults_are_retried_with_the_key() -> None:
             return web.Response(status=429)
         if len(seen) == 3:
             request.transport.abort()  # type: ignore[union-attr]
+        if len(seen) == 4:
+            return web.Response(text="<html>busy</html>", headers={"x-weight-versions": "2"})
         return web.json_response(ANSWER, headers={"x-weight-versions": "2"})
 
     result = serve(handler, generate())
     assert result.token_ids == [8, 10, 2]
     assert result.weight_versions == [2]
-    assert len(seen) == 4
+    assert len(seen) == 5
     assert seen[0] == ("Bearer k", request_body([1, 2], {"max_new_tokens": 4}, 3))
-    assert seen[3] == seen[0], "a retry is the same request, with the same seed"
+    assert seen[4] == seen[0], "a retry is the same request, with the same seed"
+
+
+def test_an_answer_that_never_is_json_is_named() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(text="<html>busy</html>", headers={"x-weight-versions": "2"})
+
+    with pytest.raises(TimeoutError, match=r"/v1/completions must answer with JSON, got .*<html>busy"):
+        serve(handler, generate(deadline_s=0.5))
 
 
 def test_a_refusal_is_an_error_at_once() -> None:

@@ -20,9 +20,36 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """#!/bin/bash
+event() { echo "$1" >>"$EVENTS"; }
+until_there() { for ((i = 0; i < 600; i++)); do [[ ! -e "$1" ]] || return 0; sleep 0.05; done; exit 1; }
+after() { # the word behind OPTION, the last one wins
+    local word found="" next=""
+    for word in "${words[@]}"; do [[ -z "$next" ]] || found=$word; [[ "$word" == "$1" ]] && next=1 || next=""; done
+    echo "$found"
+}
+words=("$@")
 case "$*" in
     *device_count*) echo "$GPUS" ;;
-    *pytest*) echo "asked $*"; exec sleep "${SECONDS_OF_TESTS:-0}" ;;
+    "-m pytest "*)
+        echo "asked $*"
+        [[ -z "${SECONDS_OF_TESTS:-}" ]] || exec sleep "$SECONDS_OF_TESTS"
+        sleep 0.5
+        event tested ;;
+    *make_model*)
+        model=${!#}
+        mkdir -p "$model/arithmetic"
+        touch "$model/config.json" "$model/arithmetic/train.jsonl" ;;
+    "- "*train.jsonl) echo "--input-key prompt" ;;
+    -) ;;
+    "-m vime train "*)
+        event "train starts"
+        until_there "$(after --run-dir)/alone_from"
+        event "train ends"
+        exit "${TRAIN_ENDS:-0}" ;;
+    "-m vime.bench.rollout_speed "*)
+        event "rollout starts on $CUDA_VISIBLE_DEVICES"
+        until_there "$(after --after)"
+        event "rollout ends" ;;
     *) echo "other $*" ;;
 esac
 """
@@ -35,14 +62,29 @@ def environment(tmp_path: Path) -> dict[str, str]:
     python.write_text(STAND_IN)
     python.chmod(0o755)
     kept = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    return {**kept, "PYTHON": str(python), "OUT": str(tmp_path / "out"), "PARTS": "tests"}
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/bash\nfor i in 0 1 2 3; do echo $i, a GPU, 1 MiB, 0 MiB; done\n")
+    smi.chmod(0o755)
+    path = f"{smi.parent}{os.pathsep}{os.environ['PATH']}"
+    events = str(tmp_path / "events")
+    return {
+        **kept,
+        "PYTHON": str(python),
+        "OUT": str(tmp_path / "out"),
+        "PARTS": "tests",
+        "PATH": path,
+        "EVENTS": events,
+    }
 
 
-def run(environment: dict[str, str], gpus: int) -> str:
+def run(environment: dict[str, str], gpus: int, status: int = 0) -> str:
     command = ["bash", str(ROOT / "scripts" / "test-gpu.sh")]
-    done = subprocess.run(command, env={**environment, "GPUS": str(gpus)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    done = subprocess.run(
+        command, env={**environment, "GPUS": str(gpus)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def collected(arguments: list[str]) -> Counter[str]:
@@ -81,6 +123,35 @@ def test_records_of_parts_that_do_not_run_are_kept(environment, tmp_path):
     said = run({**environment, "PARTS": "table"}, 2)
     assert all(file.exists() for file in kept)
     assert f"operators_h200.json {kept[0].parent} {kept[1]} --out" in said
+
+
+ALL = "tests smoke rollout table"
+
+
+@pytest.mark.parametrize(("gpus", "last"), [(2, 1), (4, 3)])
+def test_the_parts_overlap_and_are_measured_alone(environment, gpus, last):
+    said = run({**environment, "PARTS": ALL}, gpus)
+    happened = Path(environment["EVENTS"]).read_text().splitlines()
+    assert set(happened[-2:]) == {"train ends", "rollout ends"} and happened[-1] == "rollout ends"
+    assert happened[:-2].count("tested") == 3
+    assert happened.index("train starts") < happened.index("train ends")
+    assert f"rollout starts on {last}" in happened[:-2]
+    assert "other -m vime.bench.gpu_numbers" in said
+
+
+def test_one_gpu_has_no_room_for_two_engines(environment):
+    run({**environment, "PARTS": ALL}, 1)
+    happened = Path(environment["EVENTS"]).read_text().splitlines()
+    assert happened[-3:] == ["train ends", "rollout starts on 0", "rollout ends"]
+
+
+def test_a_run_that_fails_keeps_no_part_waiting(environment, tmp_path):
+    """And OUT may be said from where one stands."""
+    out = os.path.relpath(tmp_path / "out", ROOT)
+    said = run({**environment, "PARTS": "smoke rollout", "TRAIN_ENDS": "1", "OUT": out}, 2, status=1)
+    assert "test-gpu: failed: disaggregated" in said and "failed: rollout" not in said
+    assert Path(environment["EVENTS"]).read_text().splitlines()[-1] == "rollout ends"
+    assert (tmp_path / "out" / "disaggregated" / "alone_from").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
-import threading
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import make_tiny_model
+import psutil
 import pytest
 
 from vime.bench.rollout_speed import LOG_PROBS, OURS, RAW, SAME_REQUEST, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 60
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return value
 
 
 def test_every_contender_makes_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,9 +47,22 @@ def test_every_contender_makes_every_token(tmp_path: Path, capsys: pytest.Captur
     assert "8 requests at a time, 12 + 20 tokens each" in capsys.readouterr().out
 
 
-def test_it_waits_for_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends_by", ["the file", "SIGTERM"])
+def test_it_waits_for_a_file_and_leaves_nothing_behind(tmp_path: Path, ends_by: str) -> None:
     make_tiny_model.main([str(tmp_path)])
-    sizes = [
+    (tmp_path / "tmp").mkdir()
+    now, out = tmp_path / "now", tmp_path / "out.json"
+    command = [
+        sys.executable,
+        "-m",
+        "vime.bench.rollout_speed",
+        "--model",
+        str(tmp_path / "base"),
+        "--device",
+        "cpu",
+    ]
+    command += [
+        "--instant",
         "--requests",
         "2",
         "--group",
@@ -43,18 +71,18 @@ def test_it_waits_for_a_file(tmp_path: Path) -> None:
         "12",
         "--response-tokens",
         "2",
-        "--rounds",
-        "1",
     ]
-    argv = ["--model", str(tmp_path / "base"), "--device", "cpu", "--instant", *sizes]
-    now, out = tmp_path / "now", tmp_path / "out.json"
-    waiting = threading.Thread(target=main, args=([*argv, "--after", str(now), "--out", str(out)],))
-    waiting.start()
-    time.sleep(8)
-    assert waiting.is_alive() and not out.exists()
-    now.touch()
-    waiting.join(60)
-    assert out.exists()
+    command += ["--rounds", "1", "--after", str(now), "--out", str(out)]
+    waiting = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
+    (engine,) = until(
+        lambda: [p for p in psutil.Process(waiting.pid).children() if "instant" in " ".join(p.cmdline())]
+    )
+    time.sleep(1)
+    assert waiting.poll() is None and not out.exists()
+    now.touch() if ends_by == "the file" else waiting.terminate()
+    assert (waiting.wait(60) == 0) == out.exists() == (ends_by == "the file")
+    until(lambda: not engine.is_running())
+    assert not list((tmp_path / "tmp").glob("vime-bench-*"))
 
 
 def test_user_errors_are_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

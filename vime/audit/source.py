@@ -70,7 +70,10 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
     rollout_id = min(saved) if rollout_id is None else rollout_id
     if rollout_id not in saved:
         raise ValueError(f"--rollout must be one of the saved {sorted(saved)}, got {rollout_id}")
-    groups, facts = load_with_facts(saved[rollout_id], rollout_id)
+    template = saved[rollout_id]
+    replayed = template == config.load_debug_rollout_data
+    part = config.load_debug_rollout_data_subsample if replayed else None
+    groups, facts = load_with_facts(template, rollout_id, subsample=part)
     samples = [sample for group in groups for sample in group]
     versions = Counter(s.weight_versions[0] for s in samples if len(s.weight_versions) == 1)
     version = versions.most_common(1)[0][0] if versions else rollout_id
@@ -129,6 +132,11 @@ def weights_of(config: Config, version: int, scratch: Path) -> str:
         raise ValueError(
             f"version 0 of the weights must be a Hugging Face directory, got {start}; export it with vime export and "
             "give --weights"
+        )
+    if config.load_debug_rollout_data:
+        raise ValueError(
+            f"version {version} of the weights must be that of the run that drew the rollouts, got another run's files "
+            f"({config.load_debug_rollout_data}); give --weights, or audit --rollout 0"
         )
     if config.save_hf:
         written = Path(config.save_hf.format(rollout_id=version - 1))

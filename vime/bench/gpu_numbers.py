@@ -148,8 +148,8 @@ def _curves_that_rise(sources: Sources) -> Found:
 
 
 def _audit(sources: Sources) -> Found:
-    """How far the mean |log-prob difference| of the first rollout moves between off and auto, by what another batch
-    layout moves the trainer's log-probs by themselves (`vime audit`): infinite where that is nothing."""
+    """How far the mean |trainer - engine| of the first rollout moves between off and auto, by the mean |difference| of
+    the trainer's own log-probs in another batch layout (`vime audit`): infinite where that is nothing."""
     by_mode: dict[bool, dict[str, GpuRun]] = {}
     for run in sources.runs:
         if "consistency/abs_dlogp_mean" in run.series.series:
@@ -311,9 +311,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = [
             {
                 "figure": t.figure,
-                "value": "inf" if value == math.inf else value,
+                "value": value
+                if value is not None and math.isfinite(value)
+                else None,  # JSON has no infinity
                 "limit": t.limit,
                 "above": t.above,
+                "verdict": verdict(t, value),
                 "from": source,
             }
             for t, value, source in found

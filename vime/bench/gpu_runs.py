@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,26 +13,13 @@ import numpy as np
 
 from slime.hf_config import read_hf_config
 from slime.model_shape import Shape
-from slime.rollout.generate import generate
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE
-from slime.types import Sample
+from vime.bench.gpu_alone import ALONE_FROM
 from vime.run_metrics import Run, load_run
 
-ALONE_FROM = "alone_from"
-"""File of a run directory that began beside other runs: seconds since 1970 from which on it had its GPUs alone."""
-BESIDE = 2
-"""Rollouts that such a run makes before: their steps compile kernels and warm up."""
 LARGE = 3e9
 """Parameters in layers from which on a model counts for targets that are said for a Qwen3-4B (3.6e9)."""
-
-
-async def generate_when_alone(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """For --custom-generate-function-path: a run goes on after BESIDE rollouts when its directory has ALONE_FROM."""
-    if sample.index >= BESIDE * args.rollout_batch_size * args.n_samples_per_prompt:
-        while not Path(args.run_dir, ALONE_FROM).exists():
-            await asyncio.sleep(0.1)
-    return await generate(args, sample, sampling_params)
 
 
 @dataclass(frozen=True)

@@ -154,10 +154,10 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     found = [row for row in figures if row[1] is not None]
     missed = [row for row in found if verdict(*row[:2]) != "met"]
     if found:
-        notes = {name: f"; note: {content['note']}" for name, content in plain if "note" in content}
-        texts = [f"{_figure_text(*row)}{notes.get(row[2], '')}" for row in missed]
+        why = {name: f", [why](#{_anchor(Path(name).stem)})" for name, content in plain if "note" in content}
+        texts = [f"{_figure_text(*row)}{why.get(row[2], '')}" for row in missed]
         yield f"- **Targets of runs** {len(found) - len(missed)} met, **{len(missed)} missed**" + (
-            f": {'. '.join(texts)}" if missed else ""
+            f": {'; '.join(texts)}" if missed else ""
         )
     tiers = {result.content.tier for result in results if isinstance(result.content, Record)}
     unmeasured = [target.what for target, value, _ in figures if value is None]
@@ -179,7 +179,7 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _anchor(title: str) -> str:
-    return title.lower().replace(" ", "-")
+    return title.lower().replace(" ", "-").replace("_", "-")
 
 
 def _machines(results: Sequence[Result]) -> str:

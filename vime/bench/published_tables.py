@@ -227,6 +227,9 @@ def rollout_lines(content: Content, figures: Sequence[str] = ()) -> Iterator[str
         turns = ", ".join(number(turn["tokens_per_s"]) for turn in content["turns"][name])
         yield f"| {name} | {number(speed)} | {share} | {turns} |"
     yield from ("", _escaped(content.get("note", "")))
+    yield from numbers(
+        {key: part for key, part in content.items() if isinstance(part, Mapping) and _tells(part)}
+    )
 
 
 def audit_lines(content: Content, figures: Sequence[str] = ()) -> Iterator[str]:

@@ -37,6 +37,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 import torch
 
 from rl_kernel.benchmarks.machine import describe
@@ -52,12 +53,15 @@ from vime.engine.client import VllmEngineClient, request_body
 from vime.engine.control import EngineControl
 from vime.engine.flags import engine_dtype, engine_settings, parse_config
 from vime.engine.pool import VllmEnginePool
+from vime.engine.process import sigterm_interrupts
 from vime.engine.router import RouterSpec
 from vime.engine.server import SERVED_MODEL_NAME, EngineSpec
 
 OURS, RAW = "ours", "raw"
 LOG_PROBS, SAME_REQUEST = "raw, log-probs", "raw, same request"
 TARGET = 0.9
+PATIENCE_S = 1800.0
+"""For the file of --after."""
 
 
 async def generate_whole(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -218,7 +222,7 @@ class Contest:
             async def one(body: dict[str, Any]) -> int:
                 async with session.post(f"{self.engine.url}/v1/completions", json=body) as response:
                     response.raise_for_status()
-                    return (await response.json())["usage"]["completion_tokens"]
+                    return msgspec.json.decode(await response.read())["usage"]["completion_tokens"]
 
             began = time.perf_counter()
             tokens = sum(await asyncio.gather(*map(one, bodies)))
@@ -268,10 +272,20 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def wait_for(file: Path | None) -> None:
+    """Return when it is there. TimeoutError after PATIENCE_S."""
+    end = time.monotonic() + PATIENCE_S
+    while file is not None and not file.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"--after must be there within {PATIENCE_S:g} s, got no {file}")
+        time.sleep(0.1)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parse(argv)
     try:
-        report(args, flags, argv)
+        with sigterm_interrupts():
+            report(args, flags, argv)
     except ValueError as error:
         print(f"rollout_speed: {error}", file=sys.stderr)
         return 2
@@ -289,8 +303,7 @@ def report(args: argparse.Namespace, flags: list[str], argv: Sequence[str] | Non
         engine = stack.enter_context(instant_engine() if args.instant else vllm_engine(config, folder))
         contest = Contest(args, config, engine)
         stack.callback(contest.manager.close)
-        while args.after is not None and not args.after.exists():
-            time.sleep(0.1)
+        wait_for(args.after)
         turns = contest.run()
     command = ["vime.bench.rollout_speed", *(sys.argv[1:] if argv is None else argv)]
     machine = describe(torch.device(config.device), command, args.commit)

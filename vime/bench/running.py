@@ -8,18 +8,15 @@ with this process: in order on Ctrl-C and SIGTERM, and by its supervisor when th
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from slime.tracking.environment import ENVIRONMENT_FILE
 from vime.bench.planning import UNFINISHED, Plan, Planned, flat, refuse_unlike_runs, resolved
 from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_json, read_steps
-from vime.engine.process import SupervisedProcess, tail
+from vime.engine.process import SupervisedProcess, sigterm_interrupts, tail
 
 GRACE_S = 120.0
 """How long a run may take to end by itself: a trainer in the middle of a step, engines, Ray."""
@@ -33,7 +30,7 @@ def execute(plan: Plan, command: str) -> int:
     ValueError, before anything but the model is made, for flags that are wrong and for runs that are there and were
     made with others.
     """
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         try:
             _make_model(plan)
             good = _run_all(plan, whats_missing(plan), command)
@@ -149,17 +146,3 @@ def _run(command: Sequence[str], log: Path, plan: Plan) -> int:
 
 def _last(log: Path, lines: int = LOG_LINES) -> str:
     return tail(str(log), lines) or "no output"
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends the benchmark as Ctrl-C does."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -118,7 +118,6 @@ class VllmEngineClient:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
                 timeout=aiohttp.ClientTimeout(total=None),
                 trust_env=False,
-                json_serialize=lambda body: msgspec.json.encode(body).decode(),
             )
         return self._session
 
@@ -140,7 +139,7 @@ class VllmEngineClient:
                     raise _Transient(said)
                 raise ValueError(f"the engine must accept the request, got {said}")
             versions = response.headers[VERSIONS_HEADER]
-            answer = msgspec.json.decode(await response.read())
+            answer = _decoded(await response.read(), url)
         result = parse_completion(answer, versions)
         start = body.get(routed_experts.START_FIELD)
         if start is None or not result.token_ids:  # one that was aborted while it waited has nothing
@@ -165,6 +164,14 @@ def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: in
         **compact_log_probs.REQUEST,
         "return_token_ids": True,
     }
+
+
+def _decoded(answer: bytes, url: str) -> Any:
+    """The JSON of an answer; what is none comes from something between, and may be gone at the next attempt."""
+    try:
+        return msgspec.json.decode(answer)
+    except msgspec.DecodeError as error:
+        raise _Transient(f"{url} must answer with JSON, got {error}: {answer[:200]!r}") from error
 
 
 def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:

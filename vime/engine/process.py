@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import ClassVar, Generic, TypeVar
 from urllib.parse import urlsplit
 
@@ -47,6 +49,20 @@ def require_free_port(host: str, port: int, what: str) -> None:
             raise ValueError(
                 f"{what} must be able to listen at {host}:{port}, got: {error.strerror}"
             ) from error
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM is Ctrl-C for this block: what it started ends in order."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class SupervisedProcess:
