@@ -67,6 +67,7 @@ def test_a_server_takes_its_device_once_its_gate_is_open(tmp_path: Path) -> None
             log.read_text().index(text) for text in ("the engine waits", "Loading weights took")
         )
         assert waited < loaded
+        assert "DeprecationWarning" not in log.read_text(), "nor of how we start it"
     finally:
         server.stop()
     assert not gate.exists()
