@@ -108,6 +108,23 @@ PY
 ) || die "PYTHON must be an interpreter, got $PYTHON; leave SETUP=0 out to have one set up"
 [[ -z "${missing// /}" ]] || die "PYTHON must have the packages of requirements/gpu.txt and vime itself" \
     "(pip install --no-deps --no-build-isolation --editable .), got $PYTHON without: $missing"
+if [[ -n "$MODEL" ]]; then
+    experts=$("$PYTHON" - "$MODEL" <<'PY'
+import sys
+
+from slime.hf_config import expert_count, read_hf_config
+
+try:
+    print(expert_count(read_hf_config(sys.argv[1])))
+except ValueError as error:
+    sys.exit(f"run-qwen3-4b-grpo: {error}")
+PY
+) || exit 2
+    # No rank would share its experts: by `vime plan`, a Qwen3-30B-A3B takes 191 GiB of each of 8 GPUs.
+    ((experts == 0)) || die "MODEL must be dense, got $MODEL with $experts experts a layer; commands for such a model" \
+        "(\`vime train\` with --expert-model-parallel-size) are printed by" \
+        "vime bench plan examples/bench/qwen3-30b-a3b-dapo-math-17k.yaml --model $MODEL --data $DATA"
+fi
 
 # 2. Model and data. Without MODEL this is a smoke run: a random model learns nothing, its rewards stay 0.
 SMOKE_ARGS=()

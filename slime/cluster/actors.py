@@ -55,6 +55,7 @@ class ActorError(RuntimeError):
 
 
 _DEATH_S = 3.0  # from the first complaint of a peer to Ray's word that a process is gone
+_CHECK_S = 1.0
 PROGRESS = {"progress": 1}
 """A concurrency group of its own, so that asking how far an actor is does not wait until it is done."""
 LIFE = {"life": 1}
@@ -139,8 +140,9 @@ class TrainerGroup:
         init_method = self._results([self._actors[0].rendezvous.remote()])[0]
         self._building = [actor.build.remote(init_method) for actor in self._actors]
 
-    def wait_built(self) -> None:
-        built = self._results(self._building)
+    def wait_built(self, check: Callable[[], None] | None = None) -> None:
+        """Returns when every rank has built its model. `check`: see `first_failure_or_all`."""
+        built = self._results(self._building, check)
         self._dp_ranks = [dp_rank for dp_rank, *_ in built]
         _, self.start_rollout_id, self.decisions, self.memory = built[0]
 
@@ -167,8 +169,9 @@ class TrainerGroup:
             refs = [call(actor, rank) for rank, actor in enumerate(self._actors)]
         return self._threads.submit(lambda: self._results(refs)[0])
 
-    def _results(self, refs: list[Any]) -> list[Any]:
-        return first_failure_or_all(self._config, {ref: f"trainer-{rank}" for rank, ref in enumerate(refs)})
+    def _results(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
+        calls = {ref: f"trainer-{rank}" for rank, ref in enumerate(refs)}
+        return first_failure_or_all(self._config, calls, check=check)
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -177,16 +180,25 @@ class TrainerGroup:
 
 
 def first_failure_or_all(
-    config: Any, calls: dict[Any, str], lives: Mapping[Any, str] = MappingProxyType({})
+    config: Any,
+    calls: dict[Any, str],
+    lives: Mapping[Any, str] = MappingProxyType({}),
+    *,
+    check: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Results of the calls (reference -> name of the actor), in order. `lives`: calls that end with their actor only.
 
     The first one that fails raises ActorError, while its peers still wait for it in a collective; and if a peer died,
-    that one does: what others say of a broken collective comes of it, and may come first.
+    that one does: what others say of a broken collective comes of it, and may come first. `check` is called in every
+    second without an answer, and what it raises ends the wait.
     """
     waiting, results, names = [*calls, *lives], {}, {**lives, **calls}
     while len(results) < len(calls):
-        (done,), waiting = ray.wait(waiting, num_returns=1)
+        ended, waiting = ray.wait(waiting, num_returns=1, timeout=None if check is None else _CHECK_S)
+        if not ended and check is not None:
+            check()
+            continue
+        (done,) = ended
         try:
             results[done] = ray.get(done)
         except RayActorError as error:

@@ -19,6 +19,7 @@ from slime.config.kernels import check_kernels
 from slime.config.megatron_rules import check_local_layers
 from slime.config.model_args import check_model_args
 from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
+from slime.config.packages import check_packages
 from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
 from slime.hooks import load_function
@@ -342,6 +343,7 @@ RULES = (
     check_routing_replay,
     check_kernels,
     _rewards,
+    check_packages,
     _intervals,
     check_profile_steps,
     _files,

@@ -114,17 +114,12 @@ class TensorBoardTracker:
     """Scalars under their own names, in one sub-directory per step unit (rollout, train, eval).
 
     Separate because TensorBoard's purge of replayed steps works on a directory and by one number, while a
-    resumed run has a different first step in each unit. Needs the package `tensorboard`.
+    resumed run has a different first step in each unit.
     """
 
     def __init__(self, log_dir: Path, resume: Mapping[str, int]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "--use-tensorboard must have the package tensorboard, got none installed; "
-                "install it or remove the flag"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._make_writer = SummaryWriter
         self._log_dir = Path(log_dir)
         self._resume = dict(resume)
@@ -166,12 +161,8 @@ class WandbTracker:
     """
 
     def __init__(self, config: Any, run_dir: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                "--use-wandb must have the package wandb, got none installed; install it or remove the flag"
-            ) from error
+        import wandb
+
         offline = config.wandb_mode in ("offline", "disabled")
         if config.wandb_key is not None and not offline:
             wandb.login(key=config.wandb_key, host=config.wandb_host)

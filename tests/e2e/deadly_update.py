@@ -19,6 +19,7 @@ import psutil
 
 from vime.cli import main
 from vime.engine.control import EngineControl
+from vime.engine.vllm_versions import server_module
 
 PART = int(sys.argv[1])
 updates, parts = 0, 0
@@ -43,7 +44,7 @@ def kill_engine(port: int | None) -> None:
     (server,) = [
         process
         for process in psutil.Process().children(recursive=True)
-        if {"vllm.entrypoints.openai.api_server", str(port)} <= set(process.cmdline())
+        if {server_module(), str(port)} <= set(process.cmdline())
         and "vime.engine.supervise" not in process.cmdline()
     ]
     cores = [child for child in server.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -66,9 +67,43 @@ def test_a_server_takes_its_device_once_its_gate_is_open(tmp_path: Path) -> None
             log.read_text().index(text) for text in ("the engine waits", "Loading weights took")
         )
         assert waited < loaded
+        assert "DeprecationWarning" not in log.read_text(), "nor of how we start it"
     finally:
         server.stop()
     assert not gate.exists()
+
+
+def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Path) -> None:
+    """A flag that is well formed and wrong for this model, while another actor builds a large one."""
+    import ray
+
+    from slime.cluster.actors import first_failure_or_all
+    from vime.engine.ray_server import RayEngineServer
+
+    @ray.remote(num_cpus=0)
+    class Trainer:
+        def build(self) -> None:
+            time.sleep(600)
+
+    model = str(make_checkpoint(tmp_path / "model"))
+    wrong = spec(tmp_path, model_path=model, waits=True, vllm_argv=("--max-model-len", "1000000"))
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+    try:
+        calls = {Trainer.remote().build.remote(): "trainer-0"}
+        pool = VllmEnginePool(
+            [wrong],
+            RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")),
+            spawn=lambda spec: RayEngineServer(spec, {"num_cpus": 1}),
+        )
+        config = SimpleNamespace(run_dir=str(tmp_path))
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?s)got exit status 1; the last lines of .*max_model_len"):
+            pool.start(lambda check: first_failure_or_all(config, calls, check=check))
+        assert time.monotonic() - began < 120
+        assert ray.wait(list(calls), timeout=0)[0] == [], "the trainer was not waited for"
+        assert (tmp_path / "engine.log").read_text().count("the engine waits") == 0
+    finally:
+        ray.shutdown()
 
 
 def test_a_server_that_takes_too_long_shows_its_last_log_lines(tmp_path: Path) -> None:

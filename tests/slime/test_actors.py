@@ -81,6 +81,24 @@ def test_a_call_is_not_waited_for_when_an_actor_that_it_will_need_has_died(
     assert time.monotonic() - began < 20
 
 
+def test_a_wait_ends_with_what_its_check_raises(tmp_path: Path, ranks: list) -> None:
+    """The calls go on; that an answer comes ends the wait as ever."""
+    config = SimpleNamespace(run_dir=str(tmp_path))
+    checks: list[float] = []
+
+    def check() -> None:
+        checks.append(time.monotonic())
+        if len(checks) == 3:
+            raise RuntimeError("an engine has ended")
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="an engine has ended"):
+        first_failure_or_all(config, {ranks[0].wait.remote(): "trainer-0"}, check=check)
+    assert 2 < time.monotonic() - began < 20
+    answered = {ranks[1].ready.remote(): "trainer-1"}
+    assert first_failure_or_all(config, answered, check=lambda: None) == [None]
+
+
 def test_a_call_that_is_answered_does_not_wait_for_lives(tmp_path: Path, ranks: list) -> None:
     config = SimpleNamespace(run_dir=str(tmp_path))
     began = time.monotonic()

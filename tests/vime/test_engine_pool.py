@@ -109,7 +109,7 @@ def test_gates_open_between_meanwhile_and_the_wait(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Told, "calls", calls := [])
     doubles = Doubles(tmp_path, 2, spawn=Told, waits=True)
     try:
-        doubles.pool.start(lambda: calls.append(("meanwhile", 0, False)))
+        doubles.pool.start(lambda check: calls.append(("meanwhile", 0, False)))
         assert sorted(calls[:2]) == [("start", 0, True), ("start", 1, True)]
         assert calls[2] == ("meanwhile", 0, False)
         assert sorted(calls[3:5]) == [("open", 0, False), ("open", 1, False)]
@@ -129,7 +129,7 @@ def test_what_goes_wrong_meanwhile_stops_all(tmp_path: Path, monkeypatch: pytest
     doubles = Doubles(tmp_path, 2, spawn=Told, waits=True)
     started: set[psutil.Process] = set()
 
-    def fail() -> None:
+    def fail(check: Callable[[], None]) -> None:
         started.update(set(psutil.Process().children(recursive=True)) - before)
         raise RuntimeError("no trainer")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import make_tiny_model
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from vime import cli
 
@@ -153,6 +155,23 @@ def test_what_is_wrong_is_said_at_once(tiny, monkeypatch, given, message):
     monkeypatch.chdir(tiny / "base")
     done = launch(**given)
     assert done.returncode == 2 and f"run-qwen3-4b-grpo: {message}" in done.stderr
+
+
+def test_a_model_with_experts_is_refused(tmp_path):
+    """Its flags are those of a dense model; a config.json that is none is refused as well."""
+    data = write(tmp_path / "d.jsonl", GSM8K)
+    given = {"PLAN": "1", "MODEL": str(tmp_path), "DATA": str(data)}
+    for number in ("num_experts", "n_routed_experts"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "some_moe", number: 128}))
+        done = launch(**given)
+        assert done.returncode == 2 and done.stdout == ""
+        assert f"MODEL must be dense, got {tmp_path} with 128 experts a layer" in done.stderr
+        config = re.search(r"vime bench plan (\S+) --model", done.stderr)
+        flags = yaml.safe_load((ROOT / config[1]).read_text())["flags"]
+        assert flags["expert-model-parallel-size"] > 1
+    (tmp_path / "config.json").write_text("{")
+    done = launch(**given)
+    assert done.returncode == 2 and "must hold a valid config.json" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has GPUs")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,22 @@ def test_the_installed_server_knows_what_it_is_started_with(device):
     parsed = vllm_parser().parse_args(EngineServer(spec).command()[3:])
     assert parsed.enable_per_request_metrics and parsed.enable_sleep_mode and parsed.port == 9
     assert parsed.middleware == ["vime.engine.middleware.RunKeyMiddleware"]
+
+
+def test_the_server_is_started_by_its_newest_name(tmp_path, monkeypatch):
+    """Of the vLLM that is found, which is not imported; without one a plan shows the oldest."""
+    newest, oldest = vllm_versions.SERVER_MODULES
+    assert vllm_versions.server_module() == newest, "the installed one has both"
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert vllm_versions.server_module() == oldest
+    for module in (oldest, newest):
+        file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True)
+        (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('imported')")
+        file.touch()
+        importlib.invalidate_caches()
+        assert vllm_versions.server_module() == module
 
 
 def test_a_parser_that_is_nowhere_is_an_error_and_one_that_is_broken_is_not_hidden(monkeypatch):

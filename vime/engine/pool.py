@@ -21,6 +21,7 @@ from slime.weight_sync.group import give_up, is_given_up
 from vime.engine.client import VllmEngineClient
 from vime.engine.control import ControlError, EngineControl, PauseMode
 from vime.engine.plugin import ENGINE_VARIABLE
+from vime.engine.process import require_running
 from vime.engine.router import Router, RouterSpec
 from vime.engine.server import EngineServer, EngineSpec
 from vime.engine.updates import finish, load, load_part
@@ -119,9 +120,10 @@ class VllmEnginePool:
         """A RolloutEngine that talks to the router; picklable."""
         return VllmEngineClient(self.router_url, self._router.spec.run_key)
 
-    def start(self, meanwhile: Callable[[], None] | None = None) -> None:
+    def start(self, meanwhile: Callable[[Callable[[], None]], object] | None = None) -> None:
         """Start the router and all engines; returns when they serve. `meanwhile` is called once their processes run,
-        and before those that wait (`EngineSpec.waits`) take their devices.
+        and before those that wait (`EngineSpec.waits`) take their devices. It gets a function to call now and then,
+        which raises when one of them has ended.
 
         On any failure everything is stopped and the failure raised: ValueError (port taken), RuntimeError with the
         last log lines (never healthy).
@@ -131,7 +133,8 @@ class VllmEnginePool:
             for engine in self._engines:
                 self._launch(engine)
             if meanwhile is not None:
-                meanwhile()
+                started = [self._router, *(engine.handle for engine in self._engines if engine.handle)]
+                meanwhile(functools.partial(require_running, started))
             self._each(self._engines, lambda engine: engine.handle and engine.handle.open_gate())
             self._router.wait_ready()
             # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
@@ -195,9 +198,7 @@ class VllmEnginePool:
         """Give the machine to the trainer: engines stop computing and, with `gives_memory`, free the device's."""
         with self._lock:
             self._asleep = True
-            if (
-                self._gives_memory
-            ):  # one that is starting has the memory too; it starts anew after the wake-up
+            if self._gives_memory:  # one that is starting has it too; it starts anew after the wake-up
                 starting = [engine for engine in self._engines if engine.starting]
                 self._each(starting, lambda engine: engine.handle.stop() if engine.handle else None)
             self._each(self._serving(), self._unless_dead(self._put_to_sleep))
@@ -339,9 +340,7 @@ class VllmEnginePool:
             try:
                 self._router.remove(engine.control.url)
             except (RuntimeError, OSError, http.client.HTTPException) as error:
-                logger.warning(
-                    "the router did not take engine %s off its list: %s", engine.control.url, error
-                )
+                logger.warning("the router keeps engine %s on its list: %s", engine.control.url, error)
         tail = engine.handle.tail_log()
         engine.handle.stop()
         return tail

@@ -13,11 +13,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import vime
@@ -151,6 +151,20 @@ class ServerSpec:
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+
+class Started(Protocol):
+    """What `require_running` needs of a server that is on its way."""
+
+    def wait_ready(self) -> None: ...
+    def poll(self) -> int | None: ...
+
+
+def require_running(servers: Iterable[Started]) -> None:
+    """For a wait on something else while servers start: what `wait_ready` says of the first one that has ended."""
+    for server in servers:
+        if server.poll() is not None:
+            server.wait_ready()
 
 
 S = TypeVar("S", bound=ServerSpec)

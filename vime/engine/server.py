@@ -17,7 +17,7 @@ from typing import Literal
 from vime.engine import routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.engine.process import Server, ServerSpec
-from vime.engine.vllm_versions import SERVER_MODULE, request_times
+from vime.engine.vllm_versions import request_times, server_module
 
 SERVED_MODEL_NAME = "policy"
 _CPU_ARGV = (
@@ -99,7 +99,7 @@ class EngineServer(Server[EngineSpec]):
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
             "middleware": "vime.engine.middleware.RunKeyMiddleware",
         }
-        argv = [sys.executable, "-m", SERVER_MODULE]
+        argv = [sys.executable, "-m", server_module()]
         for name, value in flags.items():
             argv += [f"--{name}", value]
         argv += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]

