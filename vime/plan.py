@@ -1,6 +1,6 @@
 """`vime plan`: what a set of flags means, worked out and checked. Starts nothing, allocates nothing.
 
-Memory figures are estimates from shapes (slime/memory_estimate.py); a run decides by the same ones.
+Memory figures are estimates from shapes (slime/memory_estimate.py); a run decides by the same ones (slime/memory_decision.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 from slime.config import Config
 from slime.hf_config import read_hf_config
-from slime.memory_estimate import BYTES, Item, amount, count, decide_residence, estimate
+from slime.memory_decision import decide_residence
+from slime.memory_estimate import BYTES, Item, amount, count, estimate
 from slime.model_shape import Shape
 from slime.operators import decide, headline
 from vime.engine.flags import engine_settings, engine_tensor_parallel, parse_config

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from slime.memory_estimate import Estimate, engine_share, lowering
+from slime.memory_decision import engine_share, lowering
+from slime.memory_estimate import Estimate
 from slime.tracking.timers import Timers
 
 

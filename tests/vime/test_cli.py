@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime.config.schema import own_flags
-from slime.memory_estimate import ENGINE_SHARE
+from slime.memory_decision import ENGINE_SHARE
 from slime.model_shape import Shape
 from vime.cli import COMMANDS, main
 from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings, parse_config
