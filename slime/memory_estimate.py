@@ -30,8 +30,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`kept` as long as the trainer runs, one of `work` at a time beside it."""
+    """`kept` as long as the trainer runs, one of `work` at a time beside it, for a model of `shape`."""
 
+    shape: Shape
     kept: tuple[Item, ...]
     work: tuple[Item, ...]
 
@@ -58,7 +59,7 @@ class Estimate:
 def estimate(c: Any, hf_config: dict[str, Any]) -> Estimate:
     """Bytes on one trainer rank, of the pipeline stage with the most parameters."""
     shape = Shape.of(hf_config)
-    return Estimate(tuple(kept_memory(c, shape)), tuple(work_memory(c, shape)))
+    return Estimate(shape, tuple(kept_memory(c, shape)), tuple(work_memory(c, shape)))
 
 
 def kept_memory(c: Any, shape: Shape) -> Iterator[Item]:
