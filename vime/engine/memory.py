@@ -58,7 +58,7 @@ def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
     if token * sequence > room:
         return (
             f"does not fit {gpu(device_bytes)}: {made_of}, {amount(room)} for the KV cache, but one sequence of "
-            f"{sequence} tokens needs {amount(token * sequence)}; raise {bound} or {more_gpus}, or lower "
+            f"{sequence} tokens needs {amount(token * sequence)}; raise {bound} or {more_gpus}, or set a lower "
             "--vllm-max-model-len"
         )
     return f"fits {gpu(device_bytes)}: {made_of}, {_at_a_time(c, room, token)}"
