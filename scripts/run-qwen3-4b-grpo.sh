@@ -4,7 +4,8 @@
 #   MODEL=Qwen3-4B DATA=gsm8k/train.jsonl bash scripts/run-qwen3-4b-grpo.sh
 #   bash scripts/run-qwen3-4b-grpo.sh                     random weights, sums for data: does it run, and how fast?
 #   bash scripts/run-qwen3-4b-grpo.sh --lr 2e-6           any flag of `vime train` (see `vime flags`), which wins
-#   PLAN=1 bash scripts/run-qwen3-4b-grpo.sh              `vime plan` of the same flags; needs no GPU, starts nothing
+#   PLAN=1 bash scripts/run-qwen3-4b-grpo.sh              `vime plan` of the same flags; needs no GPU, starts nothing;
+#                                                         with --gpu-memory-gib 80: does it fit such GPUs?
 #
 #   MODE      colocate (default): trainer and engines take turns on all GPUs
 #             disaggregated: half of the GPUs train, half generate; with --max-staleness 1 both at the same time

@@ -50,6 +50,10 @@ def run(command: str, argv: list[str]) -> int:
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {command}{near}")
     if command in ("train", "plan") and any(a in ("-h", "--help") for a in argv):
         print(f"usage: vime {command} --flag value ...   ({COMMANDS[command]})\n")
+        if command == "plan":
+            print(
+                "--gpu-memory-gib N, of the plan alone: do the flags fit GPUs of N GiB, what is offloaded there\n"
+            )
         return flags_main([])
     if command == "flags":
         return flags_main(argv)
@@ -67,7 +71,8 @@ def usage() -> str:
             "",
             "A first run:  bash scripts/run-tiny-grpo.sh",
             "Flags keep the names of slime, Megatron (--lr) and vLLM (--vllm-max-num-seqs).",
-            "`vime plan FLAGS` explains what a set of them means.",
+            "`vime plan FLAGS` explains what a set of them means;",
+            "`vime plan --gpu-memory-gib 80 FLAGS` also whether that fits GPUs of 80 GiB, which need not be here.",
         ]
     )
 

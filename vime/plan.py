@@ -1,10 +1,12 @@
 """`vime plan`: what a set of flags means, worked out and checked. Starts nothing, allocates nothing.
 
-Memory figures are estimates from shapes (slime/memory_estimate.py); a run decides by the same ones.
+Memory figures are estimates from shapes (slime/memory_estimate.py); a run decides by the same ones
+(slime/memory_decision.py).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -12,29 +14,16 @@ from typing import Any
 
 from slime.config import Config
 from slime.hf_config import read_hf_config
-from slime.memory_estimate import BYTES, Item, amount, count, decide_residence, estimate
+from slime.memory_decision import decide_residence
+from slime.memory_estimate import GIB, Item, amount, count, estimate
 from slime.model_shape import Shape
 from slime.operators import decide, headline
-from vime.engine.flags import engine_settings, engine_tensor_parallel, parse_config
-from vime.engine.server import EngineServer, EngineSpec
+from vime.engine.flags import engine_settings, parse_config
+from vime.engine.memory import engine_memory, engine_verdict
+from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 
-
-def engine_memory(c: Config, shape: Shape) -> list[Item]:
-    """Bytes on one GPU of an engine: weights, and the KV cache of the requests that may run at once."""
-    size = BYTES.get(c.engine.vllm_args.get("dtype", c.params_dtype), 2)
-    tp = engine_tensor_parallel(c)
-    token = 2 * shape.layers * shape.kv * size / tp
-    items = [
-        Item("weights", shape.params * size / tp, f"{count(shape.params)} x {size} B / TP {tp}"),
-        Item("KV cache per token", token, f"2 x {shape.layers} layers x {shape.kv} x {size} B / TP {tp}"),
-    ]
-    length = c.rollout_max_context_len or c.rollout_max_response_len
-    share = -(-c.over_sampling_batch_size * c.n_samples_per_prompt // max(c.num_engines, 1))
-    requests = min(c.vllm_server_concurrency, share)
-    if length is not None:
-        how = f"{requests} requests x {length} tokens, prompts left out, if all ran to the end at once"
-        items.append(Item("KV cache", token * requests * length, how))
-    return items
+GPU_MEMORY = "--gpu-memory-gib"
+"""The one option of the plan that is no flag of a run."""
 
 
 def routed(shape: Shape) -> str:
@@ -148,34 +137,16 @@ def prompts(c: Config) -> Iterator[str]:
 
 
 def engine_flags(c: Config) -> Iterator[str]:
-    """What each engine and router flag becomes on the server's own command line; a given one replaces ours."""
-    given = pair_up(c.engine.vllm_argv)
-    names = {option(tokens) for tokens in given}
-    for tokens in given:
+    """What each engine and router flag becomes on the server's own command line."""
+    for tokens in pair_up(c.engine.vllm_argv):
         yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
     spec = EngineSpec(**engine_settings(c), run_key="", log_path="")
     server = EngineServer(spec).command()[3:]  # after "python -m module"
     for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
-        if option(tokens) not in {"host", "port", *names}:  # the address is known when the server starts
+        if option(tokens) not in ("host", "port"):  # the address is known when the server starts
             yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"
     for tokens in pair_up(c.engine.router_argv):
         yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
-
-
-def option(tokens: Sequence[str]) -> str:
-    """What a flag sets: ["--no-enable-x"] and ["--enable-x=1"] -> "enable-x"."""
-    return tokens[0].partition("=")[0].removeprefix("--").removeprefix("no-")
-
-
-def pair_up(argv: Sequence[str]) -> list[list[str]]:
-    """["--a", "1", "--b"] -> [["--a", "1"], ["--b"]]."""
-    out: list[list[str]] = []
-    for token in argv:
-        if token.startswith("--"):
-            out.append([token])
-        else:
-            out[-1].append(token)
-    return out
 
 
 def check_model(c: Config) -> str | None:
@@ -207,30 +178,41 @@ def memory_lines(items: Sequence[Item]) -> Iterator[str]:
         yield f"{item.name:<20} {amount(item.bytes):>11}   {item.arithmetic}"
 
 
-def trainer_memory(c: Config, hf: dict[str, Any]) -> Iterator[str]:
-    """What a rank keeps, what a step adds, their sum at its worst moment, and what leaves for the engines' sake."""
+def trainer_memory(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> Iterator[str]:
+    """What a rank keeps, what a step adds, their sum at its worst moment; what leaves for the engines' sake, and where
+    the size of the GPU is known, whether it is large enough."""
     e = estimate(c, hf)
     yield from memory_lines(e.kept)
     yield "and one at a time, in a step:"
     yield from memory_lines(e.work)
     yield f"{'peak':<20} {amount(e.peak):>11}   reported against as perf/memory/estimate_gib"
-    yield from decide_residence(c, e, device_memory(c)).lines
+    yield from decide_residence(c, e, gpu_bytes).lines
+
+
+def memory_of_engine(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> Iterator[str]:
+    """Weights and KV cache, and whether the GPU is large enough, where its size is known."""
+    yield from memory_lines(engine_memory(c, Shape.of(hf)))
+    if gpu_bytes is not None:
+        yield engine_verdict(c, hf, gpu_bytes)
 
 
 def memory_in_short(c: Config) -> Iterator[str]:
-    """The estimates in a line, and in another what leaves the device for the engines, where that is a question."""
-    hf = read_hf_config(c.hf_checkpoint)
-    told, residence = [], tuple[str, ...]()
+    """The estimates in a line, then what `vime plan` decides from them for the GPU that is here."""
+    hf, gpu_bytes = read_hf_config(c.hf_checkpoint), device_memory(c)
+    estimates, decisions = [], list[str]()
     if not c.debug_rollout_only:
         e = estimate(c, hf)
-        told.append(f"a trainer rank {amount(e.peak)} at its peak")
-        residence = decide_residence(c, e, device_memory(c)).lines
+        estimates.append(f"a trainer rank {amount(e.peak)} at its peak")
+        decisions += decide_residence(c, e, gpu_bytes).lines
     if c.num_engines:
         items = engine_memory(c, Shape.of(hf))
-        told.append(f"an engine, per GPU, {', '.join(f'{item.name} {amount(item.bytes)}' for item in items)}")
-    yield "; ".join(told)
-    if residence:
-        yield "; ".join(line.strip() for line in residence).replace(":;", ":")
+        estimates.append(
+            f"an engine, per GPU, {', '.join(f'{item.name} {amount(item.bytes)}' for item in items)}"
+        )
+        if gpu_bytes is not None:
+            decisions.append(f"an engine {engine_verdict(c, hf, gpu_bytes)}")
+    yield "; ".join(estimates)
+    yield from decisions
 
 
 def device_memory(c: Config) -> int | None:
@@ -252,8 +234,9 @@ def transport(c: Config) -> str:
     }[c.update_weight_transport]
 
 
-def describe(c: Config) -> str:
-    """The whole plan as text."""
+def describe(c: Config, gpu_bytes: float | None = None) -> str:
+    """The whole plan as text, for GPUs of `gpu_bytes` each, or else for the one that is here."""
+    gpu_bytes = gpu_bytes or device_memory(c)
     remarks = notes(c)
     hf = read_hf_config(c.hf_checkpoint)
     shape = Shape.of(hf)
@@ -265,8 +248,8 @@ def describe(c: Config) -> str:
         "Operators": list(kernels(c)),
         "Batches": list(batches(c)),
         "Data": list(prompts(c)),
-        "Memory of a trainer rank": list(trainer_memory(c, hf)),
-        "Memory of an engine, per GPU": list(memory_lines(engine_memory(c, shape))),
+        "Memory of a trainer rank": list(trainer_memory(c, hf, gpu_bytes)),
+        "Memory of an engine, per GPU": list(memory_of_engine(c, hf, gpu_bytes)),
         "Engine flags": list(engine_flags(c)),
         "Records": [
             *watched(c),
@@ -284,7 +267,37 @@ def describe(c: Config) -> str:
     )
 
 
+def take_gpu_memory(argv: Sequence[str]) -> tuple[list[str], float | None]:
+    """Split GPU_MEMORY off the flags of a run: (these, the number of GiB; None without it). Of several the last counts.
+    ValueError unless it is a number above 0."""
+    flags, given = list[str](), None
+    tokens = iter(argv)
+    for token in tokens:
+        name, equals, value = token.partition("=")
+        if name.replace("_", "-") == GPU_MEMORY:
+            given = value if equals else next(tokens, "")
+        else:
+            flags.append(token)
+    if given is None:
+        return flags, None
+    try:
+        size = float(given)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise ValueError(
+            f"{GPU_MEMORY} must be a number above 0, got {given or 'none'}; the memory of one GPU"
+        )
+    return flags, size
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the plan of these flags. ValueError when anything about them is wrong."""
-    print(describe(parse_config(argv)))
+    flags, size = take_gpu_memory(argv)
+    c = parse_config(flags)
+    if size is not None and c.device != "cuda":
+        raise ValueError(
+            f"{GPU_MEMORY} must go with --device cuda, got --device {c.device}; leave out one of the two"
+        )
+    print(describe(c, None if size is None else size * GIB))
     return 0

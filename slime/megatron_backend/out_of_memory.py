@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from slime.memory_estimate import Estimate, engine_share, lowering
+from slime.memory_decision import engine_flag, lowering
+from slime.memory_estimate import Estimate
 from slime.tracking.timers import Timers
 
 
@@ -31,7 +32,7 @@ def _text(doing: str, config: Any, estimate: Estimate, peaks: dict[str, float], 
     measured = ", ".join(f"{name} {value:.2f}" for name, value in by_phase) or "none measured on this device"
     flags = lowering(config)
     if config.colocate:
-        flags.append(f"--vllm-gpu-memory-utilization (now {engine_share(config):g})")
+        flags.append(engine_flag(config))
         if not config.offload_train or config.offload_train_parts:
             flags.append("--offload-train with all its parts")
     lines = [

@@ -41,7 +41,8 @@ from slime.megatron_backend.pipeline import from_last_stage, run_stages
 from slime.megatron_backend.residence import Residence
 from slime.megatron_backend.routing_replay import Replay
 from slime.megatron_backend.weights import export_hf, load_weights, save_hf
-from slime.memory_estimate import decide_residence, estimate
+from slime.memory_decision import decide_residence
+from slime.memory_estimate import estimate
 from slime.protocols import TrainResult, WeightUpdate
 from slime.tracking.memory import device_memory, resident_peak_gib
 from slime.tracking.profiler import StepProfiler

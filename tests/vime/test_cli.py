@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from slime.config.schema import own_flags
-from slime.memory_estimate import ENGINE_SHARE
+from slime.memory_decision import ENGINE_SHARE
 from slime.model_shape import Shape
 from vime.cli import COMMANDS, main
 from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings, parse_config
+from vime.engine.memory import engine_memory
 from vime.engine.server import EngineServer, EngineSpec
 from vime.engine.sglang_flags import MAPPED, RENAMED
-from vime.plan import describe, engine_memory
+from vime.plan import describe
 
 ROOT = Path(__file__).parents[2]
 async_argv = runpy.run_path(str(ROOT / "train_async.py"))["async_argv"]

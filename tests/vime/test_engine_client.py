@@ -221,6 +221,9 @@ def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
     assert "s3cret" not in " ".join(words)
     assert "s3cret" not in repr(spec)
     assert words[-2:] == ["--max-num-seqs", "7"]
+    assert "--max-num-seqs=512" not in words, "a flag that is given replaces ours"
+    chunked = EngineSpec(**made, run_key="k", vllm_argv=("--enable-chunked-prefill",))
+    assert "--no-enable-chunked-prefill" not in EngineServer(chunked).command()
     env = EngineServer(spec).environment()
     assert (env["VIME_RUN_KEY"], env["VIME_WEIGHT_DIR"], env["A"]) == ("s3cret", "/weights", "1")
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

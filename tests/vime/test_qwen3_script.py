@@ -110,6 +110,18 @@ def test_without_a_model_it_is_loudly_a_smoke_run(tmp_path):
     assert not list(made.glob("*.safetensors"))
 
 
+def test_a_plan_for_gpus_that_are_not_here(tmp_path):
+    """The script hands the option on; of an engine flag that it sets, too, the one that was given is left."""
+    flags = ("--gpu-memory-gib", "80", "--vllm-gpu-memory-utilization", "0.3")
+    done = launch(*flags, PLAN="1", NUM_GPUS="2", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "\n  fits a GPU of 80 GiB\n" in done.stdout
+    assert "  fits a GPU of 80 GiB: 7.49 GiB of weights in 24.00 GiB, 0.3 of it" in done.stdout
+    assert done.stdout.count("vLLM --gpu-memory-utilization") == 1
+    done = launch(*flags, PLAN="1", NUM_GPUS="2", OUT=str(tmp_path), MODE="disaggregated")
+    assert "  does not fit a GPU of 80 GiB: 41.53 GiB too much while it trains, lower it with" in done.stdout
+
+
 def test_a_smoke_run_and_a_real_one_share_no_folder(tiny, tmp_path):
     """Without OUT; seen from a folder of links, as the default is one beside the scripts."""
     for entry in ("scripts", "rl_kernel", "slime", "vime"):

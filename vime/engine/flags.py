@@ -109,10 +109,10 @@ class _PrefixOwner:
 
     def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
         """Check every flag; return `<prefix>args` (typed values) and `<prefix>argv` (the project's flags)."""
-        argv: list[str] = []
+        argv: dict[int | str, list[str]] = {}
         given: dict[str, Any] = {}
         options = self.options()
-        for group in groups:
+        for number, group in enumerate(groups):
             # vLLM reads --flag.key value as an entry of a JSON flag.
             name, dot, key = group.name.removeprefix(self.prefix).partition(".")
             if name not in options:
@@ -122,15 +122,24 @@ class _PrefixOwner:
             if dest in self.reserved:
                 raise ValueError(f"{group.typed} must be left out; {self.reserved[dest]}")
             tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
-            given.update(self._typed(tokens, group.typed))
-            argv += tokens
-        return {f"{self.prefix}args": given, f"{self.prefix}argv": argv}
+            typed = self._typed(tokens, group.typed)
+            collects = isinstance(options[name], argparse._AppendAction)
+            given.update({dest: given.get(dest, []) + typed[dest]} if collects else typed)
+            # vLLM warns of what is given twice. Values that are collected, and entries of JSON, add up.
+            argv[number if dot or collects else dest] = tokens
+        return {
+            f"{self.prefix}args": given,
+            f"{self.prefix}argv": [t for group in argv.values() for t in group],
+        }
 
     def _typed(self, tokens: list[str], typed: str) -> dict[str, Any]:
         """What the project's parser makes of one flag, where that is a plain JSON value."""
         unset = object()
         parser = self.parser()
-        namespace = argparse.Namespace(**{a.dest: unset for a in parser._actions})
+        collecting = {a.dest for a in parser._actions if isinstance(a, argparse._AppendAction)}
+        namespace = argparse.Namespace(
+            **{a.dest: None if a.dest in collecting else unset for a in parser._actions}
+        )
         try:
             parsed = vars(parser.parse_args(tokens, namespace))
         except ValueError as error:
@@ -273,7 +282,7 @@ def check_context_length(config: Config) -> None:
 def engine_settings(config: Config) -> dict[str, Any]:
     """What the configuration says about every engine server: keyword arguments of `vime.engine.server.EngineSpec`.
 
-    `vllm_argv` comes last on the server's command line, so a flag the user gave wins over what is implied here.
+    `vllm_argv` replaces what is implied here.
     """
     return {
         "model_path": config.hf_checkpoint,

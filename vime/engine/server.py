@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -29,11 +29,27 @@ _CPU_ARGV = (
 )
 
 
+def option(tokens: Sequence[str]) -> str:
+    """What a flag sets: ["--no-enable-x"] and ["--enable-x=1"] -> "enable-x"."""
+    return tokens[0].partition("=")[0].removeprefix("--").removeprefix("no-")
+
+
+def pair_up(argv: Sequence[str]) -> list[list[str]]:
+    """["--a", "1", "--b"] -> [["--a", "1"], ["--b"]]."""
+    out: list[list[str]] = []
+    for token in argv:
+        if token.startswith("--"):
+            out.append([token])
+        else:
+            out[-1].append(token)
+    return out
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(ServerSpec):
     """What one engine server is to be.
 
-    `vllm_argv` are flags of vLLM's server and win over the defaults here; `env` is added to this process's
+    `vllm_argv` are flags of vLLM's server and replace the defaults here; `env` is added to this process's
     environment. `weight_dir` is the only directory weight updates may come from. `cpu_threads`: OpenMP threads of
     the engine on CPU; 0: half of the cores, which leaves the others to the API server (measured best on 2 cores).
     `index` is the engine's place in the pool, for whoever places it; it stays when the engine restarts.
@@ -99,7 +115,7 @@ class EngineServer(Server[EngineSpec]):
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
             "middleware": "vime.engine.middleware.RunKeyMiddleware",
         }
-        argv = [sys.executable, "-m", server_module()]
+        argv: list[str] = []
         for name, value in flags.items():
             argv += [f"--{name}", value]
         argv += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
@@ -112,7 +128,9 @@ class EngineServer(Server[EngineSpec]):
             argv += [routed_experts.FLAG]
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
-        return [*argv, *spec.vllm_argv]
+        given = {option(tokens) for tokens in pair_up(spec.vllm_argv)}
+        ours = [token for tokens in pair_up(argv) if option(tokens) not in given for token in tokens]
+        return [sys.executable, "-m", server_module(), *ours, *spec.vllm_argv]
 
     def environment(self) -> dict[str, str]:
         """What every server gets, what vLLM needs, and `spec.env` last."""

@@ -1,0 +1,40 @@
+"""A Qwen3-4B and the configuration of a run of it, for the tests of memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from config_cases import HF_CONFIG
+
+from slime.config.resolve import resolve
+from slime.config.schema import Config
+
+QWEN3_4B = HF_CONFIG | {
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def config(**flags: Any) -> Config:
+    """One rank and one engine on one GPU."""
+    given = {
+        "device": "cuda",
+        "actor_num_gpus_per_node": 1,
+        "colocate": True,
+        "rollout_batch_size": 32,
+        "n_samples_per_prompt": 8,
+        "global_batch_size": 256,
+        "rollout_max_response_len": 8192,
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 9216,
+        "overrides": FULL,
+        "vllm_args": {"gpu_memory_utilization": 0.4},
+    }
+    return resolve(given | flags)

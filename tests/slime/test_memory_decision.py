@@ -1,0 +1,195 @@
+"""What leaves the device on GPUs of several sizes, and what is said of it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from memory_cases import FULL, QWEN3_4B, config
+
+from slime.memory_decision import (
+    BESIDES_GENERATING,
+    BESIDES_TRAINER,
+    choices,
+    decide_residence,
+    engine_flag,
+    lowering,
+)
+from slime.memory_estimate import GIB, estimate
+
+
+def decided(device_gib: float | None, **flags: Any) -> tuple[tuple[str, ...], str]:
+    c = config(**flags)
+    size = None if device_gib is None else device_gib * GIB
+    decision = decide_residence(c, estimate(c, QWEN3_4B), size)
+    return decision.leaving, "\n".join(decision.lines)
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "leaving"),
+    [
+        (200, ()),
+        (129, ()),  # (68.88 + 7.5) / 0.6 = 127.3
+        (126, ("gradients",)),  # free: nobody needs their contents
+        (101, ("gradients", "parameters")),  # 7.5 GiB each way, where the optimizer would be 45
+        (89, ("gradients", "optimizer")),
+        (26, ("gradients", "parameters", "optimizer")),
+        (10, ("gradients", "parameters", "optimizer")),
+    ],
+)
+def test_as_little_travels_as_memory_asks_for(device_gib, leaving):
+    assert decided(device_gib)[0] == leaving
+
+
+def test_the_smallest_gpu_of_each_choice_is_where_its_sum_comes_out_even():
+    e = estimate(config(), QWEN3_4B)
+    sets = choices(e, ("gradients", "parameters", "optimizer"))
+    assert [e.left(s) for s in sets] == sorted((e.left(s) for s in sets), reverse=True)
+    for before, leaving in itertools.pairwise(sets):
+        least = (e.left(before) + BESIDES_GENERATING) / 0.6 / GIB
+        assert decided(least + 1e-6)[0] == before
+        assert decided(least - 1e-3)[0] == leaving
+
+
+def test_flags_decide_first():
+    everything = ("gradients", "parameters", "optimizer")
+    assert decided(1000, offload_train=True)[0] == everything
+    assert decided(1000, offload=True)[0] == everything
+    leaving, text = decided(40, offload_train=False)
+    assert leaving == () and "the trainer's state stays on the device (--no-offload-train)" in text
+    assert decided(None, offload_train=False) == ((), "")
+    assert decided(1000, offload_train=True, offload_train_parts=["optimizer"])[0] == ("optimizer",)
+    assert decided(26, offload_train_parts=["optimizer"])[0] == ("optimizer",)
+    assert decided(26, colocate=False, rollout_num_gpus=1)[0] == ()
+    leaving, text = decided(26, overrides=FULL | {"nccl_ub": True})
+    assert leaving == () and "stays on the device (--nccl-ub)" in text
+    assert "--offload-train" not in text  # they could not leave
+    assert decided(None, device="cpu") == decided(80, device="cpu") == ((), "")
+    leaving, text = decided(None, device="cpu", offload_train=True)
+    assert leaving == everything and "GPU" not in text
+
+
+def test_lines_say_what_leaves_and_what_is_short():
+    _, text = decided(140.4)
+    assert "the trainer's state stays on the device (as memory asks for it)" in text
+    assert "while engines generate 132.54 GiB of 140.40 GiB: 68.88 GiB of the trainer, 0.4 of the GPU" in text
+    assert (
+        "while it trains 75.45 GiB of 140.40 GiB: 72.05 GiB of tensors, a sleeping engine's and its own 3.40"
+        in text
+    )
+    assert text.endswith("\nfits a GPU of 140.4 GiB") and "too much" not in text
+    _, text = decided(60)
+    assert "gradients, optimizer leave the device, 44.95 GiB to the host and back a step" in text
+    assert (
+        "\ndoes not fit a GPU of 60 GiB: 15.45 GiB too much while it trains, lower it with --max-tokens-per-gpu (now "
+        "9216), --rl-kernel-workspace-mib" in text
+    )
+    _, text = decided(10, offload_train_parts=["gradients"])
+    assert (
+        "too much while engines generate, lower it with --vllm-gpu-memory-utilization (now 0.4), --offload-train with "
+        "all its parts; " in text
+    )
+    _, text = decided(10)
+    assert "with --vllm-gpu-memory-utilization (now 0.4); " in text  # all parts leave already
+    _, text = decided(None)
+    assert "  from 127.30 GiB on: nothing\n" in text and "  and training needs 75.45 GiB" in text
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [{"colocate": False, "rollout_num_gpus": 1}, {"debug_train_only": True}],
+    ids=["disaggregated", "alone"],
+)
+def test_a_trainer_with_a_gpu_of_its_own_gets_a_verdict(apart):
+    """Its tensors and 1.5 GiB; no engine sleeps there."""
+    needed = estimate(config(**apart), QWEN3_4B).peak / GIB + 1.5
+    leaving, text = decided(needed + 0.01, **apart)
+    assert leaving == () and text.endswith(f"\nfits a GPU of {needed + 0.01:.4g} GiB")
+    assert f"while it trains {needed:.2f} GiB of" in text and "engine" not in text
+    _, text = decided(needed - 1, **apart)
+    assert (
+        f"does not fit a GPU of {needed - 1:.4g} GiB: 1.00 GiB too much while it trains, lower it with --max"
+        in text
+    )
+    assert decided(None, **apart) == ((), "")
+
+
+def test_state_that_must_stay_counts_while_engines_generate():
+    """68.88 + 0.4 x 100 + 7.5 = 116.38, where training has room."""
+    _, text = decided(100, offload_train=False)
+    assert text.endswith(
+        "\ndoes not fit a GPU of 100 GiB: 16.38 GiB too much while engines generate, lower it with "
+        "--vllm-gpu-memory-utilization (now 0.4), --offload-train with all its parts"
+    )
+
+
+KV = 16 * GIB
+
+
+def given_kv(share: float) -> dict[str, Any]:
+    return {"vllm_args": {"gpu_memory_utilization": share, "kv_cache_memory_bytes": KV}}
+
+
+def test_kv_cache_in_bytes_is_what_an_engine_takes_whatever_its_share():
+    """68.88 of state, 7.49 + 16 of the engine, 7.5 besides = 99.87; a share of 0.2 has to be free at its start."""
+    leaving, text = decided(100, **given_kv(0.2))
+    assert leaving == () and text.endswith("\nfits a GPU of 100 GiB")
+    assert (
+        "while engines generate 99.87 GiB of 100.00 GiB: 68.88 GiB of the trainer, 7.49 GiB of weights and 16.00 GiB "
+        "of KV cache for the engine, 7.50 GiB besides" in text
+    )
+    assert decided(99.8, **given_kv(0.2))[0] == ("gradients",)
+    assert (
+        decided(70, **given_kv(0.2), offload_train_parts=["gradients"])[1].count("-memory-bytes (now 17179")
+        == 1
+    )
+    flags = [engine_flag(config(**given)) for given in (given_kv(0.2), {})]
+    assert flags == [f"--vllm-kv-cache-memory-bytes (now {KV})", "--vllm-gpu-memory-utilization (now 0.4)"]
+    two = config(rollout_num_gpus_per_engine=2, actor_num_gpus_per_node=2, **given_kv(0.2))
+    lines = decide_residence(two, estimate(two, QWEN3_4B), 100 * GIB).lines
+    assert any("3.75 GiB of weights" in line for line in lines)
+
+
+def test_the_share_must_be_free_when_an_engine_starts_even_where_its_kv_cache_is_given():
+    """vLLM refuses to start otherwise: 68.88 + 1.5 + 0.4 x 116 = 116.78."""
+    assert decided(116, **given_kv(0.4))[0] == ("gradients",)
+    _, text = decided(116, **given_kv(0.4), offload_train=False)
+    assert (
+        "when an engine starts 116.78 GiB of 116.00 GiB: 70.38 GiB of the trainer, 0.4 of the GPU that vLLM wants to "
+        "find free" in text
+    )
+    assert (
+        "MiB too much when an engine starts, lower it with --vllm-gpu-memory-utilization (now 0.4), " in text
+    )
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.92])
+def test_the_sizes_told_without_a_gpu_are_those_that_decide_on_one(share):
+    e, weights = estimate(config(**given_kv(share)), QWEN3_4B), 4_022_272_000 * 2
+    told = decided(None, **given_kv(share))[1].splitlines()[1:]
+    sets = choices(e, ("gradients", "parameters", "optimizer"))
+    for before, leaving, line in zip([None, *sets], sets, told, strict=False):
+        least = max(
+            e.left(leaving) + weights + KV + BESIDES_GENERATING,
+            (e.left(leaving) + BESIDES_TRAINER) / (1 - share),
+        )
+        assert line == f"  from {least / GIB:.2f} GiB on: {', '.join(leaving) or 'nothing'}"
+        assert decided(least / GIB + 1e-6, **given_kv(share))[0] == leaving
+        assert before is None or decided(least / GIB + 1e-6, **given_kv(share))[0] != before
+
+
+def test_flags_that_would_lower_a_peak():
+    assert lowering(config(overrides={}))[:2] == [
+        "--max-tokens-per-gpu (now 9216)",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 (now none)",
+    ]
+    assert "--rlk-fast auto (now off)" in lowering(config(rlk_fast="off"))
+    plain = config(
+        use_dynamic_batch_size=False,
+        micro_batch_size=4,
+        actor_num_gpus_per_node=2,
+        use_distributed_optimizer=False,
+    )
+    assert lowering(plain)[0] == "--micro-batch-size (now 4)"
+    assert lowering(plain)[-1] == "--use-distributed-optimizer (now off)"

@@ -1,0 +1,252 @@
+"""`vime plan --gpu-memory-gib N`: what is decided on a GPU that is not here, and engine flags that were given twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from slime.memory_estimate import GIB
+from vime import plan
+from vime.cli import main, usage
+from vime.engine.flags import VLLM, engine_settings, parse_config
+from vime.engine.memory import engine_memory, engine_verdict
+from vime.engine.server import EngineServer, EngineSpec
+
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "num_hidden_layers": 36,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+}
+FLAGS = """
+--hf-checkpoint {dir} --prompt-data {dir}/p.jsonl --num-rollout 1 --device cuda --actor-num-gpus-per-node 1
+--num-gpus-per-node 2 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192
+--use-dynamic-batch-size --max-tokens-per-gpu 9216 --recompute-granularity full --recompute-method uniform
+--recompute-num-layers 1 --vllm-server-concurrency 256
+"""
+COLOCATED = ("--colocate", "--vllm-gpu-memory-utilization", "0.4")
+APART = ("--rollout-num-gpus", "1", "--vllm-gpu-memory-utilization", "0.85")
+TRAINER, ENGINE = "Memory of a trainer rank", "Memory of an engine, per GPU"
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """A run of a Qwen3-4B, but for who runs where."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
+    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 64)
+    return FLAGS.format(dir=tmp_path).split()
+
+
+def parts(capsys, *argv: str) -> dict[str, list[str]]:
+    """The parts of a printed plan by their titles."""
+    assert main(["plan", *argv]) == 0, capsys.readouterr().err
+    found: dict[str, list[str]] = {}
+    title = ""
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("  "):
+            found[title].append(line[2:])
+        else:
+            title = line
+            found[title] = []
+    return found
+
+
+def test_a_colocated_plan_decides_for_the_gpu_that_is_named(flags, capsys):
+    found = parts(capsys, *flags, *COLOCATED, "--gpu-memory-gib", "140.4")
+    assert found[TRAINER][-4:] == [
+        "between trainings the trainer's state stays on the device (as memory asks for it)",
+        "while engines generate 132.54 GiB of 140.40 GiB: 68.88 GiB of the trainer, 0.4 of the GPU for the engine, "
+        "7.50 GiB besides",
+        "while it trains 75.45 GiB of 140.40 GiB: 72.05 GiB of tensors, a sleeping engine's and its own 3.40 GiB "
+        "besides",
+        "fits a GPU of 140.4 GiB",
+    ]
+    found = parts(capsys, "--gpu-memory-gib=60", *flags, *COLOCATED)
+    assert found[TRAINER][-4].startswith("between trainings gradients, optimizer leave the device")
+    assert found[TRAINER][-1].startswith("does not fit a GPU of 60 GiB: 15.45 GiB too much while it trains")
+    found = parts(capsys, *flags, *COLOCATED, "--gpu_memory_gib", "60", "--gpu-memory-gib", "80")
+    assert found[TRAINER][-1] == "fits a GPU of 80 GiB"
+
+
+def test_a_disaggregated_plan_gets_both_verdicts(flags, capsys):
+    found = parts(capsys, *flags, *APART, "--gpu-memory-gib", "80")
+    assert found[TRAINER][-1] == "fits a GPU of 80 GiB"
+    assert found[ENGINE][-1] == (
+        "fits a GPU of 80 GiB: 7.49 GiB of weights in 68.00 GiB, 0.85 of it, at most 60.51 GiB for the KV cache, "
+        "53 of 256 requests of 8192 tokens at a time, the others wait"
+    )
+    found = parts(capsys, *flags, *APART)
+    assert not any("fit" in line for title in (TRAINER, ENGINE) for line in found[title])
+
+
+def test_the_gpu_that_is_here_is_the_one_without_the_option(flags, capsys, monkeypatch):
+    """No machine of these tests has one: what torch would say of it is put in its place."""
+    monkeypatch.setattr(plan, "device_memory", lambda c: int(140.4 * GIB))
+    here = parts(capsys, *flags, *COLOCATED)
+    assert here[TRAINER][-1] == "fits a GPU of 140.4 GiB" and here[ENGINE][-1].startswith(
+        "fits a GPU of 140.4 GiB: "
+    )
+    named = parts(capsys, *flags, *COLOCATED, "--gpu-memory-gib", "80")
+    assert named[TRAINER][-1] == "fits a GPU of 80 GiB" and named[ENGINE][-1].startswith(
+        "fits a GPU of 80 GiB: "
+    )
+    short = list(plan.memory_in_short(parse_config([*flags, *COLOCATED])))
+    assert short[1:-1] == here[TRAINER][-4:] and short[-1] == f"an engine {here[ENGINE][-1]}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_in_short_says_each_decision_in_a_line(flags, capsys):
+    first, *lines = plan.memory_in_short(parse_config([*flags, *COLOCATED]))
+    assert first.startswith(
+        "a trainer rank 72.05 GiB at its peak; an engine, per GPU, weights 7.49 GiB, KV cache per"
+    )
+    assert lines == parts(capsys, *flags, *COLOCATED)[TRAINER][-len(lines) :]
+    assert lines[0].endswith("here it is not:") and lines[1] == "  from 127.30 GiB on: nothing"
+
+
+@pytest.mark.parametrize(
+    ("size", "engine", "said"),
+    [
+        (
+            80,
+            "",
+            "in 73.60 GiB, 0.92 of it, at most 66.11 GiB for the KV cache, 58 of 256 requests of 8192 tokens",
+        ),
+        (400, "", "360.51 GiB for the KV cache, enough for 256 requests of 8192 tokens"),
+        (
+            8,
+            "",
+            "in 7.36 GiB, 0.92 of it, 135.23 MiB too much; raise --vllm-gpu-memory-utilization (now 0.92) or --roll",
+        ),
+        (
+            12,
+            "",
+            "3.55 GiB for the KV cache, but one sequence of 40960 tokens needs 5.62 GiB; raise --vllm-gpu-memory-uti",
+        ),
+        (
+            12,
+            "--vllm-max-model-len 16384",
+            "3.55 GiB for the KV cache, 3 of 256 requests of 8192 tokens at a time",
+        ),
+        (12, "--vllm-max-model-len -1", "3.55 GiB for the KV cache, 3 of 256 requests"),
+        (
+            80,
+            f"--vllm-kv-cache-memory-bytes {32 * GIB} --vllm-gpu-memory-utilization 0.1",
+            "7.49 GiB of weights, 32.00 GiB of KV cache, 6.00 GiB besides, at most 32.00 GiB for the KV cache, 28 of",
+        ),
+        (
+            40,
+            f"--vllm-kv-cache-memory-bytes {32 * GIB}",
+            f"6.00 GiB besides, 5.49 GiB too much; lower --vllm-kv-cache-memory-bytes (now {32 * GIB}) or raise --roll",
+        ),
+        (
+            40,
+            f"--vllm-kv-cache-memory-bytes {4 * GIB}",
+            f"one sequence of 40960 tokens needs 5.62 GiB; raise --vllm-kv-cache-memory-bytes (now {4 * GIB}) or ",
+        ),
+        (
+            80,
+            "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2",
+            "3.75 GiB of weights in 73.60 GiB, 0.92 of it, at most 69.85 GiB for the KV cache, 124 of 256 requests",
+        ),
+        (
+            80,
+            "--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2 --vllm-pipeline-parallel-size 2",
+            "3.75 GiB of weights in 73.60 GiB, 0.92 of it, at most 69.85 GiB for the KV cache, 124 of 256 requests",
+        ),
+    ],
+)
+def test_verdicts_of_an_engine(flags, size, engine, said):
+    c = parse_config([*flags, "--num-gpus-per-node", "3", "--rollout-num-gpus", "1", *engine.split()])
+    verdict = engine_verdict(c, QWEN3_4B, size * GIB)
+    assert said in verdict
+    wrong = "too much" in said or "one sequence" in said
+    assert verdict.startswith(f"{'does not fit' if wrong else 'fits'} a GPU of {size} GiB: ")
+
+
+def test_memory_of_a_pipeline_stage_of_an_engine(flags):
+    stages = "--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2 --vllm-pipeline-parallel-size 2"
+    c = parse_config([*flags, "--num-gpus-per-node", "3", *stages.split()])
+    weights, token, _ = engine_memory(c, plan.Shape.of(QWEN3_4B))
+    assert (weights.bytes, token.bytes) == (4_022_272_000, 36 * 1024 * 2)
+    assert token.arithmetic == "2 x 36 layers x 1024 x 2 B / TP 1 / PP 2"
+
+
+@pytest.mark.parametrize("value", ["0", "-80", "80GiB", "nan", "inf", "", None, "--device"])
+def test_a_size_that_is_none_is_refused(flags, capsys, value):
+    assert main(["plan", *flags, *COLOCATED, "--gpu-memory-gib", *([] if value is None else [value])]) == 2
+    assert capsys.readouterr().err == (
+        f"vime plan: --gpu-memory-gib must be a number above 0, got {value or 'none'}; the memory of one GPU\n"
+    )
+
+
+def test_it_is_an_option_of_plans_for_gpus(flags, capsys):
+    assert main(["plan", *flags, *COLOCATED, "--device", "cpu", "--gpu-memory-gib", "80"]) == 2
+    assert (
+        "--gpu-memory-gib must go with --device cuda, got --device cpu; leave out" in capsys.readouterr().err
+    )
+    assert main(["train", *flags, *COLOCATED, "--gpu-memory-gib", "80"]) == 2
+    assert "vime train: --gpu-memory-gib is not a known flag" in capsys.readouterr().err
+    assert "--gpu-memory-gib 80" in usage()
+    for command in ("plan", "train"):
+        assert main([command, "--help"]) == 0
+        assert ("--gpu-memory-gib N" in capsys.readouterr().out) == (command == "plan")
+
+
+def test_of_an_engine_flag_that_is_given_twice_the_last_one_is_left(flags, capsys, caplog):
+    twice = (
+        "--vllm-gpu-memory-utilization 0.3 --vllm-enforce-eager --vllm-no-enforce-eager --vllm-dtype float16"
+    )
+    argv = [*flags, *COLOCATED, *twice.split()]
+    c = parse_config(argv)
+    assert c.engine.vllm_argv == [
+        "--gpu-memory-utilization",
+        "0.3",
+        "--no-enforce-eager",
+        "--dtype",
+        "float16",
+    ]
+    assert c.engine.vllm_args == {"gpu_memory_utilization": 0.3, "enforce_eager": False, "dtype": "float16"}
+    command = EngineServer(EngineSpec(**engine_settings(c), run_key="k", log_path="")).command()[3:]
+    told = [line.partition("vLLM ")[2].split()[0] for line in parts(capsys, *argv)["Engine flags"]]
+    names = [word for word in command if word.startswith("--")]
+    assert sorted([*told, "--host", "--port"]) == sorted(names) and len(names) == len(set(names))
+
+    logger = logging.getLogger("vllm.utils.argparse_utils")
+    logger.addHandler(caplog.handler)
+    try:
+        assert VLLM.parser().parse_args(command).gpu_memory_utilization == 0.3
+        assert "Found duplicate keys" not in caplog.text
+        VLLM.parser().parse_args([*command, "--dtype", "auto"])
+        assert "Found duplicate keys --dtype" in caplog.text  # what it would have said
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+def test_what_collects_its_values_keeps_all_of_them(flags):
+    given = [
+        *("--vllm-compilation-config.mode", "3", "--vllm-compilation-config.cudagraph_mode", "NONE"),
+        *("--router-wasm-middleware-route", "a", "--router-wasm-middleware-route", "b"),
+    ]
+    c = parse_config([*flags, *COLOCATED, *given])
+    assert c.engine.vllm_argv[2:] == [
+        "--compilation-config.mode",
+        "3",
+        "--compilation-config.cudagraph_mode",
+        "NONE",
+    ]
+    assert c.engine.router_args == {"wasm_middleware_routes": ["a", "b"]}
+    assert c.engine.router_argv == ["--wasm-middleware-route", "a", "--wasm-middleware-route", "b"]

@@ -1,0 +1,96 @@
+"""Memory of an engine, per GPU, from shapes: weights, KV cache of requests, and whether a GPU of some size is enough.
+
+What it takes beside a trainer is in slime.memory_decision. Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.config import Config
+from slime.memory_decision import (
+    BESIDES_GENERATING,
+    BESIDES_TRAINER,
+    engine_kv_bytes,
+    engine_share,
+    engine_weights,
+    gpu,
+)
+from slime.memory_estimate import BYTES, Item, amount
+from slime.model_shape import Shape
+from vime.engine.flags import engine_tensor_parallel
+
+
+def engine_memory(c: Config, shape: Shape) -> list[Item]:
+    """Bytes on one GPU of an engine: weights, and the KV cache of the requests that may run at once."""
+    token, length = _token(c, shape), _length(c)
+    items = [engine_weights(c, shape), token]
+    if length is not None:
+        how = f"{_requests(c)} requests x {length} tokens, prompts left out, if all ran to the end at once"
+        items.append(Item("KV cache", token.bytes * _requests(c) * length, how))
+    return items
+
+
+def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
+    """Whether an engine fits a GPU of `device_bytes`, and how many requests it has room for there at a time.
+
+    Its share of the GPU - weights = bytes for KV cache, where these are not given. Fewer requests than may run is no
+    fault, the others wait; but vLLM does not start without room for one sequence of --vllm-max-model-len.
+    """
+    shape = Shape.of(hf)
+    weights, token = engine_weights(c, shape).bytes, _token(c, shape).bytes
+    more_gpus = f"--rollout-num-gpus-per-engine (now {c.rollout_num_gpus_per_engine})"
+    if given := engine_kv_bytes(c):
+        besides = BESIDES_GENERATING - BESIDES_TRAINER
+        room, short = float(given), weights + given + besides - device_bytes
+        made_of = f"{amount(weights)} of weights, {amount(given)} of KV cache, {amount(besides)} besides"
+        bound = f"--vllm-kv-cache-memory-bytes (now {given})"
+        change = f"lower {bound} or raise {more_gpus}"
+    else:
+        share = engine_share(c)
+        room, short = share * device_bytes - weights, weights - share * device_bytes
+        made_of = f"{amount(weights)} of weights in {amount(share * device_bytes)}, {share:g} of it"
+        bound = f"--vllm-gpu-memory-utilization (now {share:g})"
+        change = f"raise {bound} or {more_gpus}"
+    if short > 0:
+        return f"does not fit {gpu(device_bytes)}: {made_of}, {amount(short)} too much; {change}"
+    sequence = c.engine.vllm_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
+    if token * sequence > room:
+        return (
+            f"does not fit {gpu(device_bytes)}: {made_of}, {amount(room)} for the KV cache, but one sequence of "
+            f"{sequence} tokens needs {amount(token * sequence)}; raise {bound} or {more_gpus}, or set a lower "
+            "--vllm-max-model-len"
+        )
+    return f"fits {gpu(device_bytes)}: {made_of}, {_at_a_time(c, room, token)}"
+
+
+def _at_a_time(c: Config, room: float, token: float) -> str:
+    """How many requests of full length the KV cache holds."""
+    requests, length = _requests(c), _length(c)
+    held = f"at most {amount(room)} for the KV cache"
+    if length is None:
+        return f"{held}, {room / token:.0f} tokens"
+    fitting = int(room / (token * length))
+    if fitting >= requests:
+        return f"{held}, enough for {requests} requests of {length} tokens"
+    return f"{held}, {fitting} of {requests} requests of {length} tokens at a time, the others wait"
+
+
+def _requests(c: Config) -> int:
+    """Requests that one engine may run at once."""
+    share = -(-c.over_sampling_batch_size * c.n_samples_per_prompt // max(c.num_engines, 1))
+    return min(c.vllm_server_concurrency, share)
+
+
+def _length(c: Config) -> int | None:
+    """The most tokens of a request, prompts left out where they are not bounded."""
+    return c.rollout_max_context_len or c.rollout_max_response_len
+
+
+def _token(c: Config, shape: Shape) -> Item:
+    """Keys and values of one token, which tensor-parallel ranks and pipeline stages share."""
+    size = BYTES.get(c.engine.vllm_args.get("dtype", c.params_dtype), 2)
+    tp, stages = engine_tensor_parallel(c), c.engine.vllm_args.get("pipeline_parallel_size") or 1
+    split = f"TP {tp}" + (f" / PP {stages}" if stages > 1 else "")
+    how = f"2 x {shape.layers} layers x {shape.kv} x {size} B / {split}"
+    return Item("KV cache per token", 2 * shape.layers * shape.kv * size / tp / stages, how)
