@@ -37,7 +37,7 @@ def check_column(data: TrainData, hf_config: dict[str, Any]) -> None:
         expert_count(hf_config),
     )
     sparse = np.array(sparse_layers(hf_config))
-    found = data.get(COLUMN) or [None] * len(data["tokens"])
+    found: list[Any] = data.get(COLUMN) or [None] * len(data["tokens"])
     names = data.get("sample_indices", range(len(found)))
     for name, tokens, rows in zip(names, data["tokens"], found, strict=True):
         wanted = [len(tokens) - 1, layers, topk]
@@ -52,8 +52,10 @@ def check_column(data: TrainData, hf_config: dict[str, Any]) -> None:
             raise ValueError(
                 f"{COLUMN} must be below {experts}, the experts, got {chosen.max()} for sample {name}"
             )
-        (twice,) = np.nonzero((chosen[..., 0] == chosen[..., 1]).any(1)) if topk > 1 else ([],)
-        if len(twice):
+        twice = (
+            np.nonzero((chosen[..., 0] == chosen[..., 1]).any(1))[0] if topk > 1 else np.empty(0, np.int64)
+        )
+        if twice.size:
             raise ValueError(
                 f"{COLUMN} must name different experts of a token, got {rows[twice[0]].tolist()} by layer for token "
                 f"{twice[0]} of sample {name}"

@@ -1,4 +1,4 @@
-"""The linter and the formatter find nothing, in the version of requirements/dev.txt."""
+"""The linter, the formatter and the type checker find nothing, in the versions of requirements/dev.txt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from house_tree import ROOT
 
 
@@ -18,3 +19,11 @@ def test_ruff(arguments: list[str]) -> None:
         text=True,
     )
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\nto fix: ruff {arguments[0]} ."
+
+
+def test_mypy_as_a_commit_asks_for_it() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    (entry,) = (hook["entry"] for hook in hooks if hook["id"] == "mypy")
+    command = [sys.executable, "-m", "mypy", *entry.split()[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}\nto see it: {entry}"

@@ -129,6 +129,6 @@ def _log_probs_only(
     return log_probs, entropy
 
 
-def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Rows of all blocks; None if there are none."""
-    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
+def joined(parts: Sequence[Any]) -> Any:
+    """Rows of all blocks, a tensor each; None if they are None."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(list(parts))

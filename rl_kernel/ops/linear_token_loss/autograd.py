@@ -87,10 +87,11 @@ class _OnePass(torch.autograd.Function):
             outputs.append(values)
             found.append(extra)
         metrics.update({name: joined([extra[name] for extra in found]) for name in found[0]})
-        if total is not None:
+        if total is not None and grads.weight is not None:
             grads.weight.copy_(total)
         # Neither inputs nor outputs, and handed over by the backward: not for save_for_backward.
-        ctx.grads = grads.hidden, grads.weight, None if grads.bias is None else grads.bias.to(bias.dtype)
+        d_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
+        ctx.grads = grads.hidden, grads.weight, d_bias
         log_probs, entropy = (joined(column) for column in zip(*outputs, strict=True))
         ctx.mark_non_differentiable(*(x for x in (log_probs, entropy) if x is not None))
         ctx.set_materialize_grads(False)
@@ -140,7 +141,7 @@ def _block(
         loss, metrics = token_loss(*leaves, rows)
     if wanted:
         inputs = [leaf for leaf in leaves if leaf is not None]
-        grads = [None] * len(inputs)
+        grads: list[Tensor | None] = [None] * len(inputs)
         if loss.requires_grad:
             grads = list(torch.autograd.grad(loss, inputs, allow_unused=True))
         grad, grad_entropy = (*grads, None)[:2]

@@ -27,7 +27,7 @@ def linear_token_loss_reference(
     targets, temperature, keep_mask, shard, rounding = settings
     dtype = compute_dtype(hidden, weight, bias)
     takes = weight_grad is not None and weight.requires_grad and torch.is_grad_enabled()
-    layer = hidden, weight, bias
+    layer: tuple[Tensor | None, ...] = hidden, weight, bias
     if takes:
         # Leaves of their own; the weight in the compute dtype, so that its gradient is not rounded on the way.
         layer = tuple(
@@ -46,9 +46,10 @@ def linear_token_loss_reference(
     loss, metrics = token_loss(log_probs, entropy, slice(0, len(hidden)))
     loss = loss + log_probs[:0].sum()  # a loss that uses neither has gradients of zero
     if takes and weight_grad is not None:
-        wanted = [x is not None and x.requires_grad for x in layer]
-        grads = iter(torch.autograd.grad(loss, [x for x, on in zip(layer, wanted, strict=True) if on]))
-        d_hidden, d_weight, d_bias = (next(grads) if on else None for on in wanted)
+        leaves = [x if x is not None and x.requires_grad else None for x in layer]
+        grads = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None]))
+        d_hidden, d_weight, d_bias = (None if x is None else next(grads) for x in leaves)
+        assert d_weight is not None
         weight_grad.add_(d_weight)
         loss = _HandOver.apply(hidden, weight, bias, loss.detach(), d_hidden, d_bias)
     detached = {name: value.detach() for name, value in metrics.items()}

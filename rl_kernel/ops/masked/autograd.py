@@ -29,7 +29,8 @@ class _Total(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        grad = kernels.spread_grad(*ctx.saved_tensors, upstream, ctx.dtype, mean=ctx.mean)
+        mask, stats = ctx.saved_tensors
+        grad = kernels.spread_grad(mask, stats, upstream, ctx.dtype, mean=ctx.mean)
         return grad.view(ctx.shape), None, None
 
 
@@ -47,7 +48,9 @@ class _Whiten(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
-        grad = kernels.whiten_backward(*ctx.saved_tensors, *ctx.terms, flat(d_out))
+        values, mask, stats = ctx.saved_tensors
+        eps, shift_mean = ctx.terms
+        grad = kernels.whiten_backward(values, mask, stats, eps, shift_mean, flat(d_out))
         return grad.view(ctx.shape), None, None, None
 
 

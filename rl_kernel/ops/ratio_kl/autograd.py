@@ -26,11 +26,12 @@ class RatioKL(Function):
         kl_type: str,
         unbiased: bool,
     ) -> tuple[Tensor, Tensor]:
-        inputs: list[Any] = [None if value is None else flat(value) for value in (log_probs, old, ref, mask)]
-        ctx.save_for_backward(*inputs)
+        log_probs, old = flat(log_probs), flat(old)
+        ref, mask = (None if value is None else flat(value) for value in (ref, mask))
+        ctx.save_for_backward(log_probs, old, ref, mask)
         ctx.terms = (kl_type, unbiased)
         ctx.set_materialize_grads(False)
-        ratio, kl = kernels.forward(*inputs, kl_type=kl_type, unbiased=unbiased)
+        ratio, kl = kernels.forward(log_probs, old, ref, mask, kl_type=kl_type, unbiased=unbiased)
         if ref is None:
             ctx.mark_non_differentiable(kl)
         return ratio, kl
@@ -41,9 +42,9 @@ class RatioKL(Function):
         grad = None
         if d_ratio is not None or d_kl is not None:
             kl_type, unbiased = ctx.terms
-            inputs: list[Any] = ctx.saved_tensors
-            with timed("ratio_kl", inputs[0].device):
+            log_probs, old, ref, mask = ctx.saved_tensors
+            with timed("ratio_kl", log_probs.device):
                 grad = kernels.backward(
-                    *inputs, kl_type=kl_type, unbiased=unbiased, d_ratio=d_ratio, d_kl=d_kl
+                    log_probs, old, ref, mask, kl_type=kl_type, unbiased=unbiased, d_ratio=d_ratio, d_kl=d_kl
                 )
         return grad, None, None, None, None, None

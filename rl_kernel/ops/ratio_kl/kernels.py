@@ -237,7 +237,7 @@ def backward(
                 d_kl if has_kl else log_probs,
                 grad,
                 1 if d_ratio is None else d_ratio.stride(0),
-                d_kl.stride(0) if has_kl else 1,
+                1 if d_kl is None else d_kl.stride(0),
                 tokens,
                 HAS_RATIO=d_ratio is not None,
                 HAS_KL=has_kl,
