@@ -124,7 +124,8 @@ PY
     # No rank would share its experts: by `vime plan`, a Qwen3-30B-A3B takes 191 GiB of each of 8 GPUs.
     ((experts == 0)) || die "MODEL must be dense, got $MODEL with $experts experts a layer; commands for such a model" \
         "(\`vime train\` with --expert-model-parallel-size) are printed by" \
-        "vime bench plan examples/bench/qwen3-30b-a3b-dapo-math-17k.yaml --model $MODEL --data $DATA"
+        "vime bench plan examples/bench/qwen3-30b-a3b-dapo-math-17k.yaml --model $MODEL --data $DATA;" \
+        "take that of rl_kernel-0 under e2e, and --save"
 fi
 
 # 2. Model and data. Without MODEL this is a smoke run: a random model learns nothing, its rewards stay 0.

@@ -3,12 +3,12 @@
 # trains it until it adds visibly better. About six minutes on two CPU cores; no GPU, no download but Python packages.
 #
 #   bash scripts/run-tiny-grpo.sh                       trainer and engine take turns (colocated)
-#   MODE=disaggregated bash scripts/run-tiny-grpo.sh    both stay alive, each on half of the cores
-#   MODE=async bash scripts/run-tiny-grpo.sh            generation runs one rollout ahead of training
+#   OUT=runs/apart MODE=disaggregated bash scripts/run-tiny-grpo.sh    both stay alive, each on half of the cores
+#   OUT=runs/async MODE=async bash scripts/run-tiny-grpo.sh            generation runs one rollout ahead of training
 #   bash scripts/run-tiny-grpo.sh --num-rollout 100     any flag of `vime train` (see `vime flags`)
 #
 # OUT=DIR names the folder for model, checkpoints and records (default runs/tiny). A second call goes on where the
-# first one stopped; remove the folder to start anew.
+# first one stopped, in the same MODE; remove the folder to start anew.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -23,6 +23,13 @@ case "$MODE" in
     async) MODE_ARGS=(--rollout-num-gpus 1 --max-staleness 1) ;;
     *) echo "MODE must be colocate, disaggregated or async, got $MODE" >&2; exit 2 ;;
 esac
+mkdir -p "$OUT"
+before=$(cat "$OUT/mode" 2>/dev/null || echo "$MODE")
+if [[ "$before" != "$MODE" ]]; then
+    echo "OUT must be a folder of this MODE, got $OUT, where MODE=$before began; name another: OUT=runs/$MODE" >&2
+    exit 2
+fi
+echo "$MODE" >"$OUT/mode"
 
 # 1. A random model and its arithmetic.
 [[ -f "$OUT/sft.jsonl" ]] || python scripts/make_tiny_model.py "$OUT"
@@ -111,6 +118,9 @@ with open(f"{sys.argv[1]}/metrics.jsonl") as lines:
 rewards = [r["rollout/raw_reward"] for r in records if "rollout/raw_reward" in r]
 gaps = [r["train/train_rollout_logprob_abs_diff"] for r in records if "train/train_rollout_logprob_abs_diff" in r]
 print(f"reward: {rewards[0]:.3f} in the first rollout, {rewards[-1]:.3f} in the last of {len(rewards)}")
-print(f"log-prob difference between engine and trainer: mean of every step at most {max(gaps):.1e}")
+with open(f"{sys.argv[1]}/config.json") as file:
+    stale = any(part.get("max_staleness") for part in json.load(file).values() if isinstance(part, dict))
+whose = "the trainer and an engine that may be an update behind" if stale else "engine and trainer"
+print(f"log-prob difference between {whose}: mean of every step at most {max(gaps):.1e}")
 print(f"the picture: {sys.argv[1]}/plots/overview.png")
 END

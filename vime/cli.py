@@ -52,7 +52,8 @@ def run(command: str, argv: list[str]) -> int:
         print(f"usage: vime {command} --flag value ...   ({COMMANDS[command]})\n")
         if command == "plan":
             print(
-                "--gpu-memory-gib N, of the plan alone: do the flags fit GPUs of N GiB, what is offloaded there\n"
+                "--gpu-memory-gib N, of the plan alone: do the flags fit GPUs of N GiB (exit status 1 if\n"
+                "not), and what is offloaded there\n"
             )
         return flags_main([])
     if command == "flags":

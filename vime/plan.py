@@ -292,12 +292,16 @@ def take_gpu_memory(argv: Sequence[str]) -> tuple[list[str], float | None]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan of these flags. ValueError when anything about them is wrong."""
+    """Print the plan of these flags. 1 when they do not fit the GPUs that were asked about; ValueError when anything
+    about them is wrong."""
     flags, size = take_gpu_memory(argv)
+    if size is not None and not any(flag.partition("=")[0] == "--device" for flag in flags):
+        flags = [*flags, "--device", "cuda"]
     c = parse_config(flags)
     if size is not None and c.device != "cuda":
         raise ValueError(
             f"{GPU_MEMORY} must go with --device cuda, got --device {c.device}; leave out one of the two"
         )
-    print(describe(c, None if size is None else size * GIB))
-    return 0
+    told = describe(c, None if size is None else size * GIB)
+    print(told)
+    return int(size is not None and "does not fit" in told)

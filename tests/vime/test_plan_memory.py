@@ -52,10 +52,13 @@ def flags(tmp_path: Path) -> list[str]:
 
 def parts(capsys, *argv: str) -> dict[str, list[str]]:
     """The parts of a printed plan by their titles."""
-    assert main(["plan", *argv]) == 0, capsys.readouterr().err
+    status = main(["plan", *argv])
+    said = capsys.readouterr()
+    asked = any(word.startswith(("--gpu-memory", "--gpu_memory")) for word in argv)
+    assert status == (asked and "does not fit" in said.out), said.err
     found: dict[str, list[str]] = {}
     title = ""
-    for line in capsys.readouterr().out.splitlines():
+    for line in said.out.splitlines():
         if line.startswith("  "):
             found[title].append(line[2:])
         else:
@@ -198,6 +201,9 @@ def test_it_is_an_option_of_plans_for_gpus(flags, capsys):
     assert (
         "--gpu-memory-gib must go with --device cuda, got --device cpu; leave out" in capsys.readouterr().err
     )
+    without = [flag for flag in (*flags, *COLOCATED) if flag not in ("--device", "cuda")]
+    assert main(["plan", *without, "--gpu-memory-gib", "80"]) == 0, "it says that the device is a GPU"
+    assert "fits a GPU of 80 GiB" in capsys.readouterr().out
     assert main(["train", *flags, *COLOCATED, "--gpu-memory-gib", "80"]) == 2
     assert "vime train: --gpu-memory-gib is not a known flag" in capsys.readouterr().err
     assert "--gpu-memory-gib 80" in usage()

@@ -115,7 +115,9 @@ def _show(plans: Sequence[Plan]) -> int:
     for plan, remarks in zip(plans, told, strict=True):
         print(f"# {plan.tier}: {plan.benchmark.repeats} x 2 runs of {plan.benchmark.steps} steps, {plan.out}")
         print("\n".join([*remarks, *plan.lines()]))
-    print("# the flags are good", flush=True)
+    print(
+        "# the flags are good; does it fit a GPU: `vime plan --gpu-memory-gib N` and a line above", flush=True
+    )
     return 0
 
 
