@@ -31,6 +31,10 @@ BESIDES_TRAINER = 1.5 * GIB
 """A trainer's context and libraries."""
 
 
+TOO_SMALL = "does not fit"
+"""How a verdict begins on a GPU that is not enough, for trainer and engine; a plan of such GPUs ends with status 1."""
+
+
 def engine_share(c: Any) -> float:
     """Part of a GPU that vLLM wants to find free at its start, and takes where its KV cache is not given in bytes."""
     return c.engine.vllm_args.get("gpu_memory_utilization", ENGINE_SHARE)
@@ -192,7 +196,7 @@ def _fits(c: Any, e: Estimate, leaving: Collection[str], device_bytes: float | N
         for moment in moments
         if moment.bytes > device_bytes
     ]
-    yield f"does not fit {gpu(device_bytes)}: {'; '.join(short)}" if short else f"fits {gpu(device_bytes)}"
+    yield f"{TOO_SMALL} {gpu(device_bytes)}: {'; '.join(short)}" if short else f"fits {gpu(device_bytes)}"
 
 
 def _by_size(c: Any, e: Estimate, allowed: Collection[str]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.config import Config
 from slime.hf_config import read_hf_config
-from slime.memory_decision import decide_residence
+from slime.memory_decision import TOO_SMALL, decide_residence
 from slime.memory_estimate import GIB, Item, amount, count, estimate
 from slime.model_shape import Shape
 from slime.operators import decide, headline
@@ -304,4 +304,5 @@ def main(argv: Sequence[str]) -> int:
         )
     told = describe(c, None if size is None else size * GIB)
     print(told)
-    return int(size is not None and "does not fit" in told)
+    verdicts = [line.strip() for line in told.splitlines()]
+    return int(size is not None and any(line.startswith(TOO_SMALL) for line in verdicts))

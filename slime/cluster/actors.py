@@ -194,7 +194,8 @@ def first_failure_or_all(
     """
     waiting, results, names = [*calls, *lives], {}, {**lives, **calls}
     while len(results) < len(calls):
-        ended, waiting = ray.wait(waiting, num_returns=1, timeout=None if check is None else _CHECK_S)
+        every_s = None if check is None else _CHECK_S
+        ended, waiting = ray.wait(waiting, timeout=every_s)  # ok: the call of an actor that dies ends, too
         if not ended and check is not None:
             check()
             continue

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from config_cases import HF_CONFIG
+from architectures import ARCHITECTURES
 
 from slime.config.resolve import resolve
 from slime.config.schema import Config
 
-QWEN3_4B = HF_CONFIG | {
-    "num_hidden_layers": 36,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
+QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from architectures import ARCHITECTURES
 
 from slime.config.schema import own_flags
 from slime.memory_decision import ENGINE_SHARE
@@ -21,20 +22,7 @@ from vime.plan import describe
 
 ROOT = Path(__file__).parents[2]
 async_argv = runpy.run_path(str(ROOT / "train_async.py"))["async_argv"]
-QWEN3_4B = {
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "num_hidden_layers": 36,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": True,
-}
+QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 STOCK = """
 --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate --device cuda
 --swiglu --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32

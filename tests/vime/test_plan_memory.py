@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import ARCHITECTURES
 
 from slime.memory_estimate import GIB
 from vime import plan
@@ -16,21 +17,7 @@ from vime.engine.flags import VLLM, engine_settings, parse_config
 from vime.engine.memory import engine_memory, engine_verdict
 from vime.engine.server import EngineServer, EngineSpec
 
-QWEN3_4B = {
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "num_hidden_layers": 36,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": True,
-}
+QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 FLAGS = """
 --hf-checkpoint {dir} --prompt-data {dir}/p.jsonl --num-rollout 1 --device cuda --actor-num-gpus-per-node 1
 --num-gpus-per-node 2 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192

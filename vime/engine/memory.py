@@ -11,6 +11,7 @@ from slime.config import Config
 from slime.memory_decision import (
     BESIDES_GENERATING,
     BESIDES_TRAINER,
+    TOO_SMALL,
     engine_kv_bytes,
     engine_share,
     engine_weights,
@@ -53,11 +54,11 @@ def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
         bound = f"--vllm-gpu-memory-utilization (now {share:g})"
         change = f"raise {bound} or {more_gpus}"
     if short > 0:
-        return f"does not fit {gpu(device_bytes)}: {made_of}, {amount(short)} too much; {change}"
+        return f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(short)} too much; {change}"
     sequence = c.engine.vllm_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
     if token * sequence > room:
         return (
-            f"does not fit {gpu(device_bytes)}: {made_of}, {amount(room)} for the KV cache, but one sequence of "
+            f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(room)} for the KV cache, but one sequence of "
             f"{sequence} tokens needs {amount(token * sequence)}; raise {bound} or {more_gpus}, or set a lower "
             "--vllm-max-model-len"
         )
