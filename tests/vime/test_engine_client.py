@@ -214,7 +214,9 @@ def test_a_client_travels_and_hides_its_key() -> None:
     assert serve(handler, ask).text == "46"
 
 
-def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last() -> None:
+def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights"}
     spec = EngineSpec(**made, run_key="s3cret", port=9, vllm_argv=("--max-num-seqs", "7"), env={"A": "1"})
     words = EngineServer(spec).command()
@@ -229,6 +231,9 @@ def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     gpu = EngineSpec(**made, run_key="k", device="cuda", dtype="bfloat16")
     assert "--enforce-eager" not in EngineServer(gpu).command()
+    assert EngineServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    assert EngineServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "a user's choice stays"
 
 
 def test_request_times_are_asked_for() -> None:

@@ -23,6 +23,23 @@ subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_n
 print("up", flush=True)
 time.sleep(100)
 """
+# What a server does for an engine: fork one, which forks a worker; a child of another thread outlives that thread.
+_FORKS = """
+import os, threading, time
+from vime.engine.supervise import forks_die_with_parent
+forks_die_with_parent()
+forks_die_with_parent()
+def fork(then):
+    if os.fork() == 0:
+        then()
+        time.sleep(100)
+thread = threading.Thread(target=fork, args=[lambda: None])
+thread.start()
+thread.join()
+time.sleep(0.5)
+fork(lambda: fork(lambda: None))
+time.sleep(100)
+"""
 _OWNER = """
 import os, sys, time
 from vime.engine.process import SupervisedProcess
@@ -86,6 +103,21 @@ def test_nothing_survives_a_kill_9_of_the_owner(tmp_path: Path) -> None:
     owner.kill()
     owner.wait()
     assert psutil.wait_procs(below, timeout=5)[1] == []
+
+
+def test_forks_of_the_main_thread_alone_die_with_their_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _FORKS])
+    below = processes_below(parent.pid, 3)
+    engine = next(one for one in below if one.children())
+    worker = engine.children()[0]
+    (of_a_thread,) = set(below) - {engine, worker}
+    parent.kill()
+    parent.wait()
+    try:
+        assert psutil.wait_procs([engine, worker], timeout=5)[1] == []
+        assert of_a_thread.is_running()
+    finally:
+        of_a_thread.kill()
 
 
 def test_a_process_that_ends_before_it_is_ready_shows_its_log(tmp_path: Path) -> None:

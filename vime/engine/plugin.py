@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from vime.engine import compact_log_probs, merged_log_probs, routed_experts, shared_gpu
-from vime.engine.supervise import die_with_parent
+from vime.engine.supervise import die_with_parent, forks_die_with_parent
 from vime.engine.vllm_versions import register_backend
 
 BACKEND = "vime"
@@ -24,6 +24,7 @@ def register() -> None:
     """
     if SUPERVISED_VARIABLE in os.environ:
         die_with_parent()
+        forks_die_with_parent()
         compact_log_probs.install()
         merged_log_probs.install()
     if routed_experts.VARIABLE in os.environ:

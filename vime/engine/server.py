@@ -152,6 +152,10 @@ class EngineServer(Server[EngineSpec]):
         if spec.waits:
             # vLLM's own limit would count the wait, too; ours is start_timeout_s.
             env |= {shared_gpu.GATE_VARIABLE: str(self._gate), "VLLM_ENGINE_READY_TIMEOUT_S": str(24 * 3600)}
+        if spec.device == "cuda":
+            # The engine's process begins as a copy of the server's, with everything imported. vLLM takes another one
+            # where it cannot fork.
+            env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if spec.device == "cpu":
             env |= {
                 "OMP_NUM_THREADS": str(spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)),

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -25,6 +27,23 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent's calling thread ends. Linux only."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@functools.cache
+def forks_die_with_parent() -> None:
+    """Tie what this process forks to it, too: the kernel forgets `die_with_parent` in a fork. Forks of the main thread
+    alone, as a child is tied to the thread that forked it, and other threads may end before it. Once a process."""
+    by_main = False
+
+    def before() -> None:
+        nonlocal by_main
+        by_main = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        if by_main:
+            die_with_parent()
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,0 +1,11 @@
+"""A reward for weights that were never trained: they get half of it, so that groups have advantages and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def odd_share(args: Any, sample: Any, **kwargs: Any) -> float:
+    """The share of the response's tokens whose id is odd; a tiny model learns more of it within a few steps."""
+    response = sample.tokens[-sample.response_length :]
+    return sum(token % 2 for token in response) / len(response)
