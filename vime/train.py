@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -133,7 +133,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if not config.debug_rollout_only:
             trainer = actors.TrainerGroup(config, placed)
             stack.callback(trainer.stop)
-        pool, client, facts = _start_engines(config, placed, stack, trainer)
+        pool, rollout = _start_engines(config, placed, stack, trainer)
         if trainer is not None:
             trainer.wait_built()
             print(f"operators: {headline(config)}")
@@ -142,9 +142,6 @@ def run(config: Config, argv: Sequence[str]) -> None:
             for line in trainer.memory:
                 print(f"memory: {line}")
         start = trainer.start_rollout_id if trainer is not None else config.start_rollout_id or 0
-        lives = {} if trainer is None else trainer.lives
-        rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts, lives)
-        stack.callback(rollout.stop)
         rollout.load(start)
         report = Reporter(config, make_trackers(config, run_dir, start), StepLine(total=config.num_rollout))
         stack.callback(report.close)
@@ -171,10 +168,10 @@ def _private_weight_dir(config: Config) -> Path | None:
 
 def _start_engines(
     config: Config, placed: placement.Placement, stack: ExitStack, trainer: actors.TrainerGroup | None
-) -> tuple[EnginePool, VllmEngineClient | None, dict[str, Any]]:
-    """Pool, client for the rollout manager, and the facts hooks may read. Nothing is started without engines."""
+) -> tuple[EnginePool, actors.RolloutGroup]:
+    """The engines, and the rollout manager that asks them; it starts while they do."""
     if not placed.engine_bundles:
-        return NoEngines(), None, {}
+        return NoEngines(), _start_rollout(config, None, {}, trainer, stack)
     run_key = secrets.token_hex(32)
     logs = Path(config.run_dir).resolve() / "logs"
     # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
@@ -211,13 +208,35 @@ def _start_engines(
         health_check_first_wait_s=config.rollout_health_check_first_wait,
     )
     stack.callback(pool.stop)
-    pool.start(trainer.wait_built if trainer is not None and trainer_first else None)
-    address = urlsplit(pool.router_url)
-    headers = {"Authorization": f"Bearer {run_key}"}
-    facts = {
-        "vllm_router_ip": host,
-        "vllm_router_port": address.port,
-        "vllm_router_headers": headers,
-        "rollout_engine_dtype": engine_dtype(config),
-    }
-    return pool, pool.client(), facts
+    started: list[actors.RolloutGroup] = []
+
+    def meanwhile(check: Callable[[], None]) -> None:
+        facts = {
+            "vllm_router_ip": host,
+            "vllm_router_port": urlsplit(pool.router_url).port,
+            "vllm_router_headers": {"Authorization": f"Bearer {run_key}"},
+            "rollout_engine_dtype": engine_dtype(config),
+        }
+        started.append(_start_rollout(config, pool.client(), facts, trainer, stack, check))
+        if trainer is not None and trainer_first:
+            trainer.wait_built(check)
+
+    pool.start(meanwhile)
+    return pool, started[0]
+
+
+def _start_rollout(
+    config: Config,
+    client: VllmEngineClient | None,
+    facts: dict[str, Any],
+    trainer: actors.TrainerGroup | None,
+    stack: ExitStack,
+    check: Callable[[], None] | None = None,
+) -> actors.RolloutGroup:
+    """`facts`: what hooks may read beside the flags. A hook or a data set that cannot be loaded ends the run here, in
+    seconds: engines and trainers take longer."""
+    lives = {} if trainer is None else trainer.lives
+    rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts, lives)
+    stack.callback(rollout.stop)
+    rollout.wait_made(check)
+    return rollout

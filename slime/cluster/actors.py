@@ -240,6 +240,9 @@ class RolloutActor(RolloutManager):
         log_to(config, "rollout")
         super().__init__(config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
 
+    def made(self) -> None:
+        """Answers once the constructor has ended."""
+
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:
         return self.state.progress
@@ -257,6 +260,10 @@ class RolloutGroup:
         actor = ray.remote(concurrency_groups=PROGRESS)(RolloutActor).options(num_cpus=0)
         self._actor = actor.remote(config, engine, dp_size, facts)
 
+    def wait_made(self, check: Callable[[], None] | None = None) -> None:
+        """Returns when hooks and data are loaded. `check`: see `first_failure_or_all`."""
+        self._result(self._actor.made.remote(), check)
+
     def load(self, start_rollout_id: int) -> None:
         """Bring the data source to where it stood before rollout `start_rollout_id`."""
         self._result(self._actor.load.remote(start_rollout_id))
@@ -270,8 +277,8 @@ class RolloutGroup:
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
         return self._threads.submit(self._result, self._actor.evaluate.remote(rollout_id))
 
-    def _result(self, ref: Any) -> Any:
-        return first_failure_or_all(self._config, {ref: "rollout"}, self._lives)[0]
+    def _result(self, ref: Any, check: Callable[[], None] | None = None) -> Any:
+        return first_failure_or_all(self._config, {ref: "rollout"}, self._lives, check=check)[0]
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

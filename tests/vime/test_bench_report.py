@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from vime.bench import pictures, report
 from vime.bench.compare import pairs_of
 from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, SIDES
-from vime.bench.verdicts import PASS_TIME, compared
+from vime.bench.verdicts import PASS_PARTS, PASS_TIME, compared
 
 E2E_PICTURES = {
     "differences",
@@ -252,10 +252,13 @@ def test_bars_begin_at_zero_and_steps_without_a_value_are_gaps(tmp_path):
 
 def test_forward_loss_and_backward_are_compared_as_one(tmp_path):
     record = full_steps(repeats=3, steps=6)
-    (found,) = (c for c in compared(record, pairs_of(record)[0]) if c.metric.name == PASS_TIME)
+    every = compared(record, pairs_of(record)[0])
+    (found,) = (c for c in every if c.metric.name == PASS_TIME)
     parts = ("forward", "policy_loss", "backward")
     steps = [sum(s[f"perf/{p}_time"] for p in parts) for s in record.sides[BASELINE][0].steps[1:]]
     assert found.sides[BASELINE].repeats[0] == pytest.approx(np.mean(steps))
+    assert [c.difference for c in every if c.metric.name in PASS_PARTS] == [None] * 3
+    assert rows(reported(tmp_path, record), "backward")[0][-1] == "only their sum compares"
 
 
 def test_small_parts_are_named_and_not_listed(tmp_path):

@@ -8,6 +8,7 @@ from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
 from vime.bench.verdicts import (
+    PASS_PARTS,
     SIZES,
     SMALL,
     SPEEDS,
@@ -28,8 +29,8 @@ HEADLINES = (
     "train/train_rollout_logprob_abs_diff",
 )
 HEAD_NOTE = (
-    "The LM head's log-probs may be in the forward of one path and in the loss of the other: of forward, loss and "
-    "backward only the sum compares like with like."
+    "The LM head's log-probs may be in the forward of one path and in the loss of the other: forward, loss and "
+    "backward have a difference together, and none alone."
 )
 PERCENTILES_OF = ("perf/step_time",)
 MOST_PAIRS = 6
@@ -97,7 +98,12 @@ def _judged(c: Comparison) -> list[str]:
     """Cells: difference, interval, pairs, verdict (bold where a difference is shown)."""
     d, metric = c.difference, c.metric
     if d is None:
-        return ["none", "none", "none", "no step in which both sides recorded it"]
+        why = (
+            "only their sum compares"
+            if metric.name in PASS_PARTS
+            else "no step in which both sides recorded it"
+        )
+        return ["none", "none", "none", why]
     words = verdict(metric, d)
     return [
         amount(metric, d, d.value, "+"),

@@ -40,7 +40,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric. `sides`: None for one that did not record it. `difference`: None unless both did."""
+    """One metric. `sides`: None for one that did not record it. `difference`: None unless both did, and for PASS_PARTS
+    where their sum has one."""
 
     metric: Metric
     sides: dict[str, Summary | None]
@@ -98,6 +99,8 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     found = [
         c for c in found if len(c.missing) < len(SIDES)
     ]  # a sum of parts of which each side lacks another one
+    if any(c.metric.name == PASS_TIME for c in found):
+        found = [replace(c, difference=None) if c.metric.name in PASS_PARTS else c for c in found]
     step = next((c for c in found if c.metric.name == "perf/step_time"), None)
     return [replace(c, small=step is not None and _is_small(c, step)) for c in found]
 
