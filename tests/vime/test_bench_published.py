@@ -6,14 +6,16 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_cases import full_steps
 
-from vime.bench import published, report
+from vime.bench import published
 from vime.bench.published import COMMAND, IMAGES, PAGE, RESULTS, ROOT, page, read_results, stale, write
+from vime.bench.report import MOE_LIMIT
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def test_a_reader_learns_in_the_first_screen_what_is_fast_what_is_missed_and_whe
     screen = "\n".join((ROOT / PAGE).read_text().splitlines()[:12])
     assert "Measured on **NVIDIA H200**" in screen
     assert "- **LM head and loss** (`linear_token_loss" in screen and "of the bare matrix products" in screen
-    assert "- **Slower** than" in screen and "- **Not measured**, that is" in screen
+    assert "- **Slower** than" in screen
     assert re.search(r"\*\*Targets of operators\*\* \d+ met, \*\*\d+ missed\*\*, each named", screen)
     assert re.search(r"\*\*Targets of runs\*\* \d+ met, \*\*\d+ missed\*\*", screen)
 
@@ -80,7 +82,8 @@ def test_a_case_is_told_before_it_is_used():
 
 
 def test_a_changed_number_makes_page_and_picture_stale(copy: Path):
-    assert len(stale(copy, read_results(copy))) == 2
+    drawn = published.pictures(read_results(copy))
+    assert len(drawn) > 1 and len(stale(copy, read_results(copy))) == 1 + len(drawn)
     write(copy, read_results(copy))
     assert stale(copy, read_results(copy)) == []
     assert (copy / PAGE).read_text() == (ROOT / PAGE).read_text()
@@ -99,6 +102,16 @@ def test_a_changed_number_makes_page_and_picture_stale(copy: Path):
     assert stale(copy, read_results(copy)) == []
     (copy / picture).unlink()
     assert stale(copy, read_results(copy)) == [f"{picture} was not drawn from its file as it is"]
+
+
+def test_a_record_is_told_in_a_line_drawn_and_folded():
+    text = (ROOT / PAGE).read_text()
+    (line,) = (line for line in text.splitlines() if line.endswith("[below](#e2e-glm-4-5-air-h200)"))
+    assert "**step** -" in line and "**trainer, peak memory** -" in line
+    part = text[text.index("### e2e glm 4 5 air h200") :]
+    assert MOE_LIMIT in part[: part.index("**Hardware**")]
+    assert f"]({Path('images')}/e2e-glm-4-5-air-h200-time-breakdown.png)" in part
+    assert part.index("<details>") < part.index("#### Time") < part.index("</details>")
 
 
 def test_a_missed_figure_is_said_first(copy: Path):
@@ -131,13 +144,10 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
         "## Full steps\n\nWhole steps: rollout, training and weight transfer.\n\n### grpo both sides" in text
     )
     assert record.command in text and "95 % interval" in text
-    assert f"- **{record.claim}** (e2e): [below](#full-steps)" in text
-    assert "baseline against rl_kernel: a trainer alone" in text and "#### Fallbacks" in text
-    assert "report.md" not in text
-    report.main([str(folder)])
-    assert f"with pictures: [report](../{RESULTS}/grpo_both_sides/report/report.md)" in page(
-        read_results(tmp_path)
-    )
+    assert "[below](#grpo-both-sides)" in text and "#### Fallbacks" in text
+    assert "full steps of qwen3-4b-gsm8k" in text and "full steps of tiny-cpu" not in text
+    replace(record, name="qwen3-4b-gsm8k").write(folder)
+    assert "full steps of qwen3-4b-gsm8k" not in page(read_results(tmp_path))
 
 
 def test_a_file_of_no_known_kind_is_told_in_full(tmp_path: Path):
@@ -184,7 +194,8 @@ def test_the_command_checks_and_writes(copy: Path, monkeypatch, capsys):
     assert published.main(["--check"]) == 1
     assert f"run {COMMAND}" in capsys.readouterr().out
     assert published.main([]) == 0
-    assert capsys.readouterr().out.split() == [str(PAGE), str(IMAGES / "operators-h200-Q4B-16k.png")]
+    drawn = published.pictures(read_results(copy))
+    assert capsys.readouterr().out.split() == [str(PAGE), *map(str, drawn)]
     assert published.main(["--check"]) == 0
     (copy / RESULTS / "broken.json").write_text("{")
     assert published.main([]) == 2

@@ -40,6 +40,19 @@ def draw_pictures(
     record: Record, pairs: Sequence[Pair], found: Sequence[Comparison], out: Path, prefix: str
 ) -> tuple[list[Picture], list[str]]:
     """Write `prefix`-*.png to `out`; returns (what was written, what was not drawn and why)."""
+    pictures, notes = [], []
+    for name, (caption, figure) in figures(record, pairs, found).items():
+        if isinstance(figure, str):
+            notes.append(f"{caption}: not drawn, as {figure}")
+        else:
+            pictures.append(Picture(save(figure, out / f"{prefix}-{name}.png").name, caption))
+    return pictures, notes
+
+
+def figures(
+    record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]
+) -> dict[str, tuple[str, Figure | str]]:
+    """Name -> (caption, the picture, or why there is none)."""
     both = {c.metric.name: c for c in found if not c.missing and not c.small}
     wanted: list[tuple[str, str, Figure | str]] = [
         ("differences", f"Differences with {LEVEL_TEXT} intervals", _differences(list(both.values())))
@@ -59,14 +72,10 @@ def draw_pictures(
         ("raw_reward", "raw_reward", steps[REWARD]),
         ("logprob_diff", "train_rollout_logprob_abs_diff", steps[LOGPROB_DIFF]),
     ]
-    pictures, notes = [], []
-    for name, caption, figure in wanted:
-        if isinstance(figure, str):
-            notes.append(f"{caption}: not drawn, as {figure}")
-            continue
-        figure.axes[0].set_title(caption, loc="left", fontsize=11, fontweight="bold")
-        pictures.append(Picture(save(figure, out / f"{prefix}-{name}.png").name, caption))
-    return pictures, notes
+    for _, caption, figure in wanted:
+        if not isinstance(figure, str):
+            figure.axes[0].set_title(caption, loc="left", fontsize=11, fontweight="bold")
+    return {name: (caption, figure) for name, caption, figure in wanted}
 
 
 def _absent(name: str, missing: dict[str, list[str]]) -> str:

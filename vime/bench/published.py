@@ -27,6 +27,7 @@ from vime.bench.gpu_runs import Sources
 from vime.bench.operator_pages import in_short, missed_targets, operator_page, pictured
 from vime.bench.operator_pictures import case_picture
 from vime.bench.operators import OPERATORS_FILE, check
+from vime.bench.pictures import figures
 from vime.bench.published_tables import (
     audit_lines,
     parallel_in_short,
@@ -35,8 +36,8 @@ from vime.bench.published_tables import (
     rollout_lines,
 )
 from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, SIDES, Record
-from vime.bench.report import MOE_LIMIT, REPORT_FILE, TIER_LIMITS, is_moe
-from vime.bench.tables import fallbacks, verdicts
+from vime.bench.report import MOE_LIMIT, TIER_LIMITS, is_moe
+from vime.bench.tables import fallbacks, headlines, verdicts
 from vime.bench.tables import in_short as record_in_short
 from vime.bench.verdicts import compared, number
 from vime.bench.where import facts
@@ -44,6 +45,7 @@ from vime.plot import save
 
 COMMAND = "python -m vime.bench.published"
 ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = Path("examples/bench")
 RESULTS, PAGE, IMAGES = Path("benchmarks/results"), Path("docs/benchmarks.md"), Path("docs/images")
 SECTIONS = {
     "Operators": (TIER_LIMITS["op"], ("operators", "elementwise", "parallel")),
@@ -56,6 +58,9 @@ SECTIONS = {
 }
 """Title -> (what it claims, the files of it by how their names begin); records go where their tier says."""
 TIERS = {"module": "A trainer alone", "e2e": "Full steps"}
+SHOWN = ("differences", "time_breakdown")
+"""Pictures of a record that are on the page."""
+SHORTEST = ("perf/step_time", "perf/trainer_peak_gib")
 LINES = {"parallel": parallel_lines, "rollout": rollout_lines, "audit": audit_lines}
 STAMP = "drawn-from"
 OLD, MOVED = "vime.benchmarks", " (`vime.benchmarks` is `vime.bench` today)"
@@ -68,7 +73,6 @@ class Result:
     path: Path
     content: Record | dict[str, Any]
     digest: str
-    report: Path | None = None  # what `vime bench report` wrote beside it
 
     @property
     def name(self) -> str:
@@ -99,9 +103,7 @@ def read_results(root: Path) -> list[Result]:
         if path.parent.name != RESULTS.name and path.name not in (RECORD_FILE, OPERATORS_FILE):
             continue
         content: Any = records.read(path.parent) if path.name == RECORD_FILE else _object(path, place)
-        report = path.parent / "report" / REPORT_FILE
-        beside = report.relative_to(root) if path.parent.name != RESULTS.name and report.is_file() else None
-        found.append(Result(place, content, hashlib.sha256(path.read_bytes()).hexdigest()[:16], beside))
+        found.append(Result(place, content, hashlib.sha256(path.read_bytes()).hexdigest()[:16]))
         if found[-1].is_operators:
             check(content, place)
     return found
@@ -137,8 +139,7 @@ def _lines(results: Sequence[Result]) -> Iterator[str]:
         for result in members:
             yield from ("", f"### {result.name.replace('_', ' ')}", "")
             yield from _part(result)
-            more = f"; with pictures: [report](../{result.report})" if result.report else ""
-            yield from ("", f"File: [{result.path}](../{result.path}){more}")
+            yield from ("", f"File: [{result.path}](../{result.path})")
 
 
 def _in_short(results: Sequence[Result]) -> Iterator[str]:
@@ -159,14 +160,15 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
         yield f"- **Targets of runs** {len(found) - len(missed)} met, **{len(missed)} missed**" + (
             f": {'; '.join(texts)}" if missed else ""
         )
-    tiers = {result.content.tier for result in results if isinstance(result.content, Record)}
     unmeasured = [target.what for target, value, _ in figures if value is None]
-    unmeasured += [f"{BASELINE} against {RL_KERNEL}: {t.lower()}" for k, t in TIERS.items() if k not in tiers]
+    unmeasured += _without_record(results)
     if unmeasured:
-        yield f"- **Not measured**, that is no run that meets a target's conditions: {'; '.join(unmeasured)}"
+        yield f"- **Not measured**: {'; '.join(unmeasured)}"
     for result in results:
         if isinstance(result.content, Record):
-            yield f"- **{result.content.claim}** ({result.content.tier}): [below](#{_anchor(result.section)})"
+            pairs, _ = pairs_of(result.content)
+            told = "; ".join(headlines(compared(result.content, pairs), SHORTEST))
+            yield f"- {result.content.claim}: {told}, [below](#{_anchor(result.name)})"
     yield ""
     yield from _figure_table(sorted(found, key=lambda row: verdict(*row[:2]) == "met"))
     yield ""
@@ -178,6 +180,13 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     )
 
 
+def _without_record(results: Sequence[Result]) -> list[str]:
+    """The benchmarks of the examples that no record of full steps is of; that for a CPU proves the harness alone."""
+    told = {r.content.name for r in results if isinstance(r.content, Record) and r.content.tier == "e2e"}
+    names = [path.stem for path in sorted((ROOT / EXAMPLES).glob("*.yaml")) if not path.stem.endswith("-cpu")]
+    return [f"full steps of {name}" for name in names if name not in told]
+
+
 def _anchor(title: str) -> str:
     return title.lower().replace(" ", "-").replace("_", "-")
 
@@ -187,8 +196,8 @@ def _machines(results: Sequence[Result]) -> str:
     drivers: dict[str, set[str]] = {}
     for result in results:
         if isinstance(result.content, Record):
-            told = dict(facts(result.content.sides[BASELINE][0].environment))["Hardware"]
-            drivers.setdefault(told, set())
+            for gpu in result.content.sides[BASELINE][0].environment.get("gpus", []):
+                drivers.setdefault(gpu["name"], set()).add(gpu["driver"])
             continue
         machine = result.content.get("machine", {})
         if name := result.content.get("gpu", machine.get("gpu")):
@@ -225,11 +234,11 @@ def _figure_table(found: Sequence[tuple[Target, float | None, str]]) -> list[str
 def _part(result: Result) -> Iterator[str]:
     content = result.content
     if isinstance(content, Record):
-        yield from _record_lines(content)
+        yield from _record_lines(result.name, content)
         return
     if result.is_operators:
         case = pictured(content)
-        link = case and f"![{case.name}: time of a call](images/{_picture_name(result, case.name)})"
+        link = case and f"![{case.name}: time of a call](images/{_file_name(result.name, case.name)})"
         yield from operator_page(content, link)
         yield from missed_targets(content)
         return
@@ -237,8 +246,8 @@ def _part(result: Result) -> Iterator[str]:
     yield from LINES.get(result.kind, result_lines)(content, _figure_table(figures))
 
 
-def _record_lines(record: Record) -> Iterator[str]:
-    """Both sides of the switch: what `vime bench report` shows, without its pictures and configuration."""
+def _record_lines(name: str, record: Record) -> Iterator[str]:
+    """Both sides of the switch: what `vime bench report` shows, without its configuration and with fewer pictures."""
     pairs, left_out = pairs_of(record)
     refuse_unlike(record, pairs)
     found = compared(record, pairs)
@@ -249,7 +258,7 @@ def _record_lines(record: Record) -> Iterator[str]:
         + "."
     )
     yield ""
-    if is_moe(record.claim, pairs[0][0]):
+    if is_moe(record):
         yield from (MOE_LIMIT, "")
     yield from (f"- **{name}** {text}" for name, text in facts(pairs[0][0].environment))
     yield f"- **Difference** {RL_KERNEL} less {BASELINE}, {len(pairs)} pair(s) of repeats"
@@ -258,21 +267,31 @@ def _record_lines(record: Record) -> Iterator[str]:
     yield from (f"- **Left out** {text}" for text in left_out)
     yield from ("", "```bash", record.command, "```")
     yield from record_in_short(found)
-    yield from verdicts(record, found)
-    yield from fallbacks(pairs)
+    for picture, (caption, drawn) in figures(record, pairs, found).items():
+        if picture in SHOWN and not isinstance(drawn, str):
+            yield from ("", f"![{caption}](images/{_file_name(name, picture)})")
+    yield from ("", "<details>", "<summary>All metrics</summary>")
+    yield from (*verdicts(record, found), *fallbacks(pairs))
+    yield from ("", "</details>")
 
 
-def _picture_name(result: Result, case: str) -> str:
-    return f"{result.name}-{case}.png".replace("_", "-")
+def _file_name(result: str, picture: str) -> str:
+    return f"{result}-{picture}.png".replace("_", "-")
 
 
 def pictures(results: Sequence[Result]) -> dict[Path, tuple[str, partial[Path]]]:
     """Path below the root -> (digest of the file that it shows, how to draw it to a path)."""
     found = {}
     for result in results:
-        if result.is_operators and (case := pictured(result.content)) is not None:
+        if isinstance(result.content, Record):
+            pairs, _ = pairs_of(result.content)
+            drawn = figures(result.content, pairs, compared(result.content, pairs))
+            for name in SHOWN:
+                if not isinstance(figure := drawn[name][1], str):
+                    found[IMAGES / _file_name(result.name, name)] = result.digest, partial(save, figure)
+        elif result.is_operators and (case := pictured(result.content)) is not None:
             draw = partial(save, case_picture(case))
-            found[IMAGES / _picture_name(result, case.name)] = result.digest, draw
+            found[IMAGES / _file_name(result.name, case.name)] = result.digest, draw
     return found
 
 

@@ -75,7 +75,8 @@ class Record:
     """One benchmark. `switch`: {"field": configuration field, side: its value}, the one thing that differs.
 
     `warm_up`: steps of each repeat that count for nothing. `claim`: what a difference may be called, a title of the
-    report ("R3 against R3 + rl_kernel"). `notes`: what is reduced, and other things a reader has to know.
+    report ("R3 against R3 + rl_kernel"). `notes`: what is reduced, and other things a reader has to know. `experts`:
+    routed ones of a layer, 0 of a dense model.
     """
 
     tier: str
@@ -86,6 +87,7 @@ class Record:
     switch: dict[str, Any]
     warm_up: int
     sides: dict[str, list[Repeat]]
+    experts: int = 0
 
     def write(self, directory: Path) -> Path:
         check(self)

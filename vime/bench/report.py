@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.bench import record as records
-from vime.bench.compare import EXCEPTED, Pair, cautions, flatten, in_order, pairs_of, refuse_unlike
+from vime.bench.compare import EXCEPTED, Pair, cautions, in_order, pairs_of, refuse_unlike
 from vime.bench.operator_tables import operator_lines
 from vime.bench.operators import OPERATORS_FILE, has_operators, read_operators
 from vime.bench.pictures import Picture, draw_pictures
@@ -146,7 +146,7 @@ def _part(found: Findings) -> Iterator[str]:
     """One record, from its title to its configuration."""
     record = found.record
     yield from ("", f"### {record.claim}", "")
-    if is_moe(record.claim, found.pairs[0][0]):
+    if is_moe(record):
         yield from (MOE_LIMIT, "")
     yield from _what_ran(found)
     yield from in_short(found.comparisons)
@@ -203,10 +203,8 @@ def _full(record: Record, repeat: Repeat) -> Iterator[str]:
     yield from folded(f"Environment of {repeat.run}", repeat.environment)
 
 
-def is_moe(claim: str, repeat: Repeat) -> bool:
-    names = ("num_experts", "num_moe_experts", "num_local_experts")  # the last is transformers'
-    experts = [value for path, value in flatten(repeat.config) if path.rpartition(".")[2] in names]
-    return any(experts) or re.search(r"\b(R3|MoE|experts?)\b", claim, re.IGNORECASE) is not None
+def is_moe(record: Record) -> bool:
+    return record.experts > 0 or re.search(r"\b(R3|MoE|experts?)\b", record.claim, re.IGNORECASE) is not None
 
 
 def _plural(count: int, word: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slime.hf_config import expert_count
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 from vime.bench.planning import UNFINISHED, Plan, Planned, flat
@@ -147,6 +148,7 @@ def collect(plan: Plan, command: str) -> Record:
         switch=_switch(benchmark.switch, sides),
         warm_up=benchmark.warm_up,
         sides=sides,
+        experts=expert_count(read_json(plan.model / "config.json")),
     )
 
 

@@ -39,14 +39,20 @@ MOST_PAIRS = 6
 
 def in_short(found: Sequence[Comparison]) -> Iterator[str]:
     """The metrics that a benchmark of runs is made for, a line each."""
-    members = [c for c in found if c.metric.name in HEADLINES and c.difference is not None]
-    if members:
+    if texts := headlines(found):
         yield ""
-    for c in members:
-        d = c.difference
-        assert d is not None
-        interval = f" ({INTERVAL}: {_interval(c, d)})" if d.low is not None else ""
-        yield f"- **{c.metric.label}** {amount(c.metric, d, d.value, '+')}{interval}: {verdict(c.metric, d)}"
+    yield from (f"- {text}" for text in texts)
+
+
+def headlines(found: Sequence[Comparison], names: Sequence[str] = HEADLINES) -> list[str]:
+    """Of the metrics `names` that both sides recorded: difference, interval where there is one, verdict."""
+    texts = []
+    for c in found:
+        if c.metric.name in names and (d := c.difference) is not None:
+            interval = f" ({INTERVAL}: {_interval(c, d)})" if d.low is not None else ""
+            difference = amount(c.metric, d, d.value, "+")
+            texts.append(f"**{c.metric.label}** {difference}{interval}: {verdict(c.metric, d)}")
+    return texts
 
 
 def verdicts(record: Record, found: Sequence[Comparison]) -> Iterator[str]:

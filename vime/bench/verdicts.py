@@ -26,7 +26,7 @@ SPEED_OVER = {
 """A speed -> the time it was measured over. Its mean is all tokens by all seconds: a step weighs as its time does."""
 
 PEAK = "_peak_gib"
-SMALL = 0.01
+SMALL, ALIKE = 0.01, 0.001
 TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
 
 
@@ -140,6 +140,8 @@ def _copies(difference: Difference) -> bool:
 def verdict(metric: Metric, difference: Difference) -> str:
     """In words what the interval allows to say, no more."""
     if difference.low is None and _copies(difference):
+        if metric.unit in SIZES and abs(difference.value) >= ALIKE:  # equal batches take equal memory
+            return f"{_direction(metric, difference.value > 0)}, by as much in every repeat"
         return "the same in every repeat: one sample, no verdict"
     if difference.low is None or difference.high is None or difference.within is None:
         return "too few repeats and steps for a verdict"

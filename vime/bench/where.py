@@ -21,7 +21,9 @@ def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         kinds = dict.fromkeys(
             f"{gpu['name']}, {gpu['memory_mib']} MiB, driver {gpu['driver']}" for gpu in gpus
         )
-        yield "Hardware", f"{len(gpus)} x " + "; ".join(kinds)
+        seen = told.get("variables.CUDA_VISIBLE_DEVICES")
+        count = f"{len(seen.split(','))} of {len(gpus)}" if seen else str(len(gpus))
+        yield "Hardware", f"{count} x " + "; ".join(kinds)
     elif told.get("gpu"):
         yield "Hardware", f"{told['gpu']}, driver {told.get('gpu_facts.driver_version', 'unknown')}"
     elif isinstance(cpu, Mapping):
