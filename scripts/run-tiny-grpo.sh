@@ -35,37 +35,8 @@ echo "$MODE" >"$OUT/mode"
 [[ -f "$OUT/sft.jsonl" ]] || python scripts/make_tiny_model.py "$OUT"
 source scripts/models/qwen3-tiny.sh
 
-# 2. Supervised warm-up, by the trainer that GRPO uses. Its teacher is wrong three times in ten, and so is the model.
-if [[ ! -f "$OUT/warm/config.json" ]]; then
-    SFT_ARGS=(
-        --loss-type sft_loss
-        --rollout-function-path slime.rollout.sft_rollout.generate_rollout
-        --debug-train-only # no engine: the answers are in the data
-        --prompt-data "$OUT/sft.jsonl"
-        --input-key messages
-        --rollout-shuffle
-        --num-rollout 24
-        --rollout-batch-size 1280
-        --global-batch-size 128 # ten optimizer steps a rollout
-        --disable-compute-advantages-and-returns
-        --calculate-per-token-loss
-        --lr 1e-3
-        --lr-warmup-iters 10
-        --adam-beta2 0.95
-        --weight-decay 0
-        --actor-num-gpus-per-node 1
-        --use-dynamic-batch-size
-        --max-tokens-per-gpu 16384
-        --save "$OUT/sft-checkpoint"
-        --no-save-optim
-    )
-    vime train --hf-checkpoint "$OUT/base" "${MODEL_ARGS[@]}" "${SFT_ARGS[@]}" --run-dir "$OUT/sft"
-    vime export --load "$OUT/sft-checkpoint" --hf-checkpoint "$OUT/base" --output-dir "$OUT/warm"
-fi
-
-# 3. GRPO.
+# 2. The flags of GRPO.
 CKPT_ARGS=(
-    --hf-checkpoint "$OUT/warm"
     --load "$OUT/checkpoint" # resume from here when there is something
     --save "$OUT/checkpoint"
     --save-interval 10
@@ -105,10 +76,44 @@ PERF_ARGS=(
     --max-tokens-per-gpu 16384
     --balance-data
 )
-vime train "${MODE_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" \
-    "${GRPO_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" --use-tensorboard --run-dir "$OUT/grpo" "$@"
+GRPO_RUN=(
+    "${MODE_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" "${GRPO_ARGS[@]}"
+    "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" --use-tensorboard --run-dir "$OUT/grpo" "$@"
+)
 
-# 4. Look at it.
+# 3. Supervised warm-up, by the trainer that GRPO uses. Its teacher is wrong three times in ten, and so is the model.
+if [[ ! -f "$OUT/warm/config.json" ]]; then
+    vime plan --hf-checkpoint "$OUT/base" "${GRPO_RUN[@]}" >/dev/null # a wrong flag shows now, not after the warm-up
+    SFT_ARGS=(
+        --loss-type sft_loss
+        --rollout-function-path slime.rollout.sft_rollout.generate_rollout
+        --debug-train-only # no engine: the answers are in the data
+        --prompt-data "$OUT/sft.jsonl"
+        --input-key messages
+        --rollout-shuffle
+        --num-rollout 24
+        --rollout-batch-size 1280
+        --global-batch-size 128 # ten optimizer steps a rollout
+        --disable-compute-advantages-and-returns
+        --calculate-per-token-loss
+        --lr 1e-3
+        --lr-warmup-iters 10
+        --adam-beta2 0.95
+        --weight-decay 0
+        --actor-num-gpus-per-node 1
+        --use-dynamic-batch-size
+        --max-tokens-per-gpu 16384
+        --save "$OUT/sft-checkpoint"
+        --no-save-optim
+    )
+    vime train --hf-checkpoint "$OUT/base" "${MODEL_ARGS[@]}" "${SFT_ARGS[@]}" --run-dir "$OUT/sft"
+    vime export --load "$OUT/sft-checkpoint" --hf-checkpoint "$OUT/base" --output-dir "$OUT/warm"
+fi
+
+# 4. GRPO.
+vime train --hf-checkpoint "$OUT/warm" "${GRPO_RUN[@]}"
+
+# 5. Look at it.
 vime plot "$OUT/grpo"
 python - "$OUT/grpo" <<'END'
 import json, sys

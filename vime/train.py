@@ -10,6 +10,7 @@ Whatever was started ends with the driver, in reverse order, also on Ctrl-C and 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import secrets
@@ -17,7 +18,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -40,7 +41,7 @@ from slime.tracking.report import Reporter
 from vime.engine.client import VllmEngineClient
 from vime.engine.flags import engine_dtype, engine_settings, gives_memory, parse_config
 from vime.engine.pool import VllmEnginePool
-from vime.engine.process import tail
+from vime.engine.process import free_port, tail
 from vime.engine.ray_server import RayEngineServer
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineSpec
@@ -135,7 +136,6 @@ def run(config: Config, argv: Sequence[str]) -> None:
             stack.callback(trainer.stop)
         pool, rollout = _start_engines(config, placed, stack, trainer)
         if trainer is not None:
-            trainer.wait_built()
             print(f"operators: {headline(config)}")
             for decision in trainer.decisions:
                 print(f"  {decision}")
@@ -171,7 +171,9 @@ def _start_engines(
 ) -> tuple[EnginePool, actors.RolloutGroup]:
     """The engines, and the rollout manager that asks them; it starts while they do."""
     if not placed.engine_bundles:
-        return NoEngines(), _start_rollout(config, None, {}, trainer, stack)
+        rollout = _start_rollout(config, None, {}, trainer, stack)
+        actors.wait_built(config, trainer, rollout)
+        return NoEngines(), rollout
     run_key = secrets.token_hex(32)
     logs = Path(config.run_dir).resolve() / "logs"
     # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
@@ -197,6 +199,7 @@ def _start_engines(
             run_key=run_key,
             log_path=str(logs / "router.log"),
             host=host,
+            port=free_port(host),
             argv=tuple(config.engine.router_argv),
             request_timeout_s=config.rollout_deadline_s,
         ),
@@ -208,21 +211,15 @@ def _start_engines(
         health_check_first_wait_s=config.rollout_health_check_first_wait,
     )
     stack.callback(pool.stop)
-    started: list[actors.RolloutGroup] = []
-
-    def meanwhile(check: Callable[[], None]) -> None:
-        facts = {
-            "vllm_router_ip": host,
-            "vllm_router_port": urlsplit(pool.router_url).port,
-            "vllm_router_headers": {"Authorization": f"Bearer {run_key}"},
-            "rollout_engine_dtype": engine_dtype(config),
-        }
-        started.append(_start_rollout(config, pool.client(), facts, trainer, stack, check))
-        if trainer is not None and trainer_first:
-            trainer.wait_built(check)
-
-    pool.start(meanwhile)
-    return pool, started[0]
+    facts = {
+        "vllm_router_ip": host,
+        "vllm_router_port": urlsplit(pool.router_url).port,
+        "vllm_router_headers": {"Authorization": f"Bearer {run_key}"},
+        "rollout_engine_dtype": engine_dtype(config),
+    }
+    rollout = _start_rollout(config, pool.client(), facts, trainer, stack)
+    pool.start(functools.partial(actors.wait_built, config, trainer, rollout))
+    return pool, rollout
 
 
 def _start_rollout(
@@ -231,12 +228,9 @@ def _start_rollout(
     facts: dict[str, Any],
     trainer: actors.TrainerGroup | None,
     stack: ExitStack,
-    check: Callable[[], None] | None = None,
 ) -> actors.RolloutGroup:
-    """`facts`: what hooks may read beside the flags. A hook or a data set that cannot be loaded ends the run here, in
-    seconds: engines and trainers take longer."""
+    """`facts`: what hooks may read beside the flags. It reads its data while engines and trainers start."""
     lives = {} if trainer is None else trainer.lives
     rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts, lives)
     stack.callback(rollout.stop)
-    rollout.wait_made(check)
     return rollout

@@ -7,5 +7,7 @@ from typing import Any
 
 def odd_share(args: Any, sample: Any, **kwargs: Any) -> float:
     """The share of the response's tokens whose id is odd; a tiny model learns more of it within a few steps."""
+    if sample.response_length == 0:  # aborted before its first token
+        return 0.0
     response = sample.tokens[-sample.response_length :]
     return sum(token % 2 for token in response) / len(response)

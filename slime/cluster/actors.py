@@ -138,11 +138,12 @@ class TrainerGroup:
         ]
         self.lives = {actor.live.remote(): f"trainer-{rank}" for rank, actor in enumerate(self._actors)}
         init_method = self._results([self._actors[0].rendezvous.remote()])[0]
-        self._building = [actor.build.remote(init_method) for actor in self._actors]
+        self.building = {
+            actor.build.remote(init_method): f"trainer-{rank}" for rank, actor in enumerate(self._actors)
+        }
 
-    def wait_built(self, check: Callable[[], None] | None = None) -> None:
-        """Returns when every rank has built its model. `check`: see `first_failure_or_all`."""
-        built = self._results(self._building, check)
+    def take_built(self, built: list[Any]) -> None:
+        """The answers of `building`; see `wait_built`."""
         self._dp_ranks = [dp_rank for dp_rank, *_ in built]
         _, self.start_rollout_id, self.decisions, self.memory = built[0]
 
@@ -169,9 +170,8 @@ class TrainerGroup:
             refs = [call(actor, rank) for rank, actor in enumerate(self._actors)]
         return self._threads.submit(lambda: self._results(refs)[0])
 
-    def _results(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
-        calls = {ref: f"trainer-{rank}" for rank, ref in enumerate(refs)}
-        return first_failure_or_all(self._config, calls, check=check)
+    def _results(self, refs: list[Any]) -> list[Any]:
+        return first_failure_or_all(self._config, {ref: f"trainer-{rank}" for rank, ref in enumerate(refs)})
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -236,12 +236,13 @@ def ask_progress(actor: Any) -> tuple[int, int]:
 class RolloutActor(RolloutManager):
     """The rollout manager in its own process, which keeps its rank data in Ray's object store."""
 
-    def __init__(self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
+    def __init__(self, config: Any) -> None:
         log_to(config, "rollout")
-        super().__init__(config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
+        self.config = config
 
-    def made(self) -> None:
-        """Answers once the constructor has ended."""
+    def build(self, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
+        """Not in the constructor: of one that raises Ray says that the process died."""
+        super().__init__(self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
 
     @ray.method(concurrency_group="progress")
     def progress(self) -> tuple[int, int]:
@@ -258,11 +259,8 @@ class RolloutGroup:
         self._config, self._lives = config, lives
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-group")
         actor = ray.remote(concurrency_groups=PROGRESS)(RolloutActor).options(num_cpus=0)
-        self._actor = actor.remote(config, engine, dp_size, facts)
-
-    def wait_made(self, check: Callable[[], None] | None = None) -> None:
-        """Returns when hooks and data are loaded. `check`: see `first_failure_or_all`."""
-        self._result(self._actor.made.remote(), check)
+        self._actor = actor.remote(config)
+        self.building = {self._actor.build.remote(engine, dp_size, facts): "rollout"}
 
     def load(self, start_rollout_id: int) -> None:
         """Bring the data source to where it stood before rollout `start_rollout_id`."""
@@ -277,9 +275,23 @@ class RolloutGroup:
     def evaluate(self, rollout_id: int) -> Future[dict[str, float]]:
         return self._threads.submit(self._result, self._actor.evaluate.remote(rollout_id))
 
-    def _result(self, ref: Any, check: Callable[[], None] | None = None) -> Any:
-        return first_failure_or_all(self._config, {ref: "rollout"}, self._lives, check=check)[0]
+    def _result(self, ref: Any) -> Any:
+        return first_failure_or_all(self._config, {ref: "rollout"}, self._lives)[0]
 
     def stop(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         ray.kill(self._actor)
+
+
+def wait_built(
+    config: Any,
+    trainer: TrainerGroup | None,
+    rollout: RolloutGroup,
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Returns when every rank has its model and the rollout manager its data; whoever fails first ends the wait.
+    `check`: see `first_failure_or_all`."""
+    ranks = {} if trainer is None else trainer.building
+    answers = first_failure_or_all(config, {**ranks, **rollout.building}, check=check)
+    if trainer is not None:
+        trainer.take_built(answers[: len(ranks)])

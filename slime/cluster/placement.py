@@ -29,8 +29,8 @@ _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
 def connect() -> None:
     """Join the cluster at RAY_ADDRESS, or start one on this host that ends with this process.
 
-    Its object store only carries rollout data, so a small
-    one serves: Ray would reserve 30% of memory. What actors print goes to the run directory (actors.log_to).
+    Its object store only carries rollout data, so a small one serves: Ray would reserve 30% of memory. Nor does it
+    start idle workers, one a core, before anything asks. What actors print goes to the run directory (actors.log_to).
     """
     # Ray makes a token by itself and says so each time; that is as it should be and no news to the reader.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -38,7 +38,13 @@ def connect() -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
     else:
-        ray.init(address="local", include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=512 * 2**20,
+            _system_config={"prestart_worker_first_driver": False},
+            **quiet,
+        )
 
 
 def on_one_host(config: Any) -> bool:

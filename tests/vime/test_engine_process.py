@@ -120,6 +120,32 @@ def test_forks_of_the_main_thread_alone_die_with_their_parent() -> None:
         of_a_thread.kill()
 
 
+_LISTENS = """
+import os, socket, sys, time
+from vime.engine.supervise import forks_die_with_parent
+forks_die_with_parent()
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+ours, theirs = socket.socketpair()
+if os.fork() == 0:
+    theirs.sendall(b"a pair stays")
+    time.sleep(100)
+print(ours.recv(20).decode(), flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_fork_does_not_keep_the_port_of_its_server_open() -> None:
+    port = free_port("127.0.0.1")
+    parent = subprocess.Popen([sys.executable, "-c", _LISTENS, str(port)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None and parent.stdout.readline() == "a pair stays\n"
+    engine = psutil.Process(parent.pid).children()[0]
+    assert [c.laddr.port for c in psutil.Process(parent.pid).net_connections("tcp")] == [port]
+    assert engine.net_connections("tcp") == [] and engine.net_connections("unix") != []
+    parent.kill()
+    parent.wait()
+    assert psutil.wait_procs([engine], timeout=5)[1] == []
+
+
 def test_a_process_that_ends_before_it_is_ready_shows_its_log(tmp_path: Path) -> None:
     script = "print('line 1'); print('no such model'); raise SystemExit(2)"
     process = SupervisedProcess([sys.executable, "-c", script], os.environ, str(tmp_path / "l.log"))

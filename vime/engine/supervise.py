@@ -14,6 +14,7 @@ import functools
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +33,10 @@ def die_with_parent() -> None:
 @functools.cache
 def forks_die_with_parent() -> None:
     """Tie what this process forks to it, too: the kernel forgets `die_with_parent` in a fork. Forks of the main thread
-    alone, as a child is tied to the thread that forked it, and other threads may end before it. Once a process."""
+    alone, as a child is tied to the thread that forked it, and other threads may end before it. Once a process.
+
+    They also close the TCP sockets that they got with it: a server's port would listen until its engine has ended, too.
+    """
     by_main = False
 
     def before() -> None:
@@ -42,8 +46,19 @@ def forks_die_with_parent() -> None:
     def in_child() -> None:
         if by_main:
             die_with_parent()
+            _close_tcp_sockets()
 
     os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def _close_tcp_sockets() -> None:
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own is closed by now, and others are no sockets
+            found = socket.socket(fileno=int(entry))
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                found.close()
+            else:
+                found.detach()
 
 
 def main(argv: Sequence[str]) -> int:
