@@ -83,7 +83,7 @@ def test_a_case_is_told_before_it_is_used():
 
 def test_a_changed_number_makes_page_and_picture_stale(copy: Path):
     drawn = published.pictures(read_results(copy))
-    assert len(drawn) > 1 and len(stale(copy, read_results(copy))) == 1 + len(drawn)
+    assert drawn and len(stale(copy, read_results(copy))) == 1 + len(drawn)
     write(copy, read_results(copy))
     assert stale(copy, read_results(copy)) == []
     assert (copy / PAGE).read_text() == (ROOT / PAGE).read_text()
@@ -104,13 +104,22 @@ def test_a_changed_number_makes_page_and_picture_stale(copy: Path):
     assert stale(copy, read_results(copy)) == [f"{picture} was not drawn from its file as it is"]
 
 
-def test_a_record_is_told_in_a_line_drawn_and_folded():
-    text = (ROOT / PAGE).read_text()
-    (line,) = (line for line in text.splitlines() if line.endswith("[below](#e2e-glm-4-5-air-h200)"))
-    assert "**step** -" in line and "**trainer, peak memory** -" in line
-    part = text[text.index("### e2e glm 4 5 air h200") :]
-    assert MOE_LIMIT in part[: part.index("**Hardware**")]
-    assert f"]({Path('images')}/e2e-glm-4-5-air-h200-time-breakdown.png)" in part
+def test_a_record_is_told_in_a_line_drawn_and_folded(tmp_path: Path):
+    folder = tmp_path / RESULTS / "e2e_glm_h200"
+    folder.mkdir(parents=True)
+    replace(full_steps(repeats=3, steps=6), experts=128, notes=["another run on the next GPU"]).write(folder)
+    write(tmp_path, read_results(tmp_path))
+    text = (tmp_path / PAGE).read_text()
+    (line,) = (line for line in text.splitlines() if line.endswith("[below](#e2e-glm-h200)"))
+    assert "**step** " in line and "**trainer, peak memory** " in line
+    part = text[text.index("### e2e glm h200") :]
+    assert (
+        MOE_LIMIT in part[: part.index("**Hardware**")] and "- **Note** another run on the next GPU" in part
+    )
+    for name in ("differences", "time_breakdown"):
+        picture = f"e2e-glm-h200-{name.replace('_', '-')}.png"
+        assert f"](images/{picture})" in part and (tmp_path / IMAGES / picture).is_file()
+    assert stale(tmp_path, read_results(tmp_path)) == []
     assert part.index("<details>") < part.index("#### Time") < part.index("</details>")
 
 
@@ -146,6 +155,8 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
     assert record.command in text and "95 % interval" in text
     assert "[below](#grpo-both-sides)" in text and "#### Fallbacks" in text
     assert "full steps of qwen3-4b-gsm8k" in text and "full steps of tiny-cpu" not in text
+    replace(record, name="qwen3-4b-gsm8k", preset="smoke").write(folder)
+    assert "full steps of qwen3-4b-gsm8k (but for smoke)" in page(read_results(tmp_path))
     replace(record, name="qwen3-4b-gsm8k").write(folder)
     assert "full steps of qwen3-4b-gsm8k" not in page(read_results(tmp_path))
 
@@ -178,7 +189,7 @@ def test_a_file_of_no_known_kind_is_told_in_full(tmp_path: Path):
         ("a.json", "[1]", r"benchmarks/results/a\.json must hold a JSON object, got list"),
         ("a.json", '{"figures": {"speed": 1}}', r"figures of a\.json must be of .* got speed"),
         ("a.json", '{"linear": [], "elementwise": null}', r"benchmarks/results/a\.json must be of schema 1"),
-        ("a/bench.json", '{"schema": 0}', "bench.json must be of schema 1"),
+        ("a/bench.json", '{"schema": 0}', "bench.json must be of schema 2"),
     ],
 )
 def test_what_is_no_result_is_named(tmp_path: Path, name: str, text: str, message: str):

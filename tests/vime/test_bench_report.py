@@ -72,13 +72,13 @@ def test_a_difference_of_3_percent_is_found_and_equal_things_are_not_called_diff
     text = reported(tmp_path, full_steps(repeats=4, gain=0.03))
     step = rows(text, "step")[0]
     assert step[-1] == "**faster**" and -4.5 < float(step[3].removesuffix(" %")) < -1.5
-    assert rows(text, "loss, peak memory")[0][3:] == [
+    assert rows(text, "trainer, peak memory")[0][3:] == [
         "-8.0 %",
-        "-8.0 to -8.0 %",
+        "none",
         "-8.0, -8.0, -8.0, -8.0 %",
-        "**less memory**",
+        "less memory, by as much in every repeat",
     ]
-    assert rows(text, "forward, peak memory")[0][-1] == "equal"
+    assert rows(text, "optimizer, peak memory")[0][-1] == "equal"
     assert rows(text, "raw_reward")[0][-1].startswith("no difference shown (within 0.0")
     assert "- **Counted** 4 pairs of repeats, 24 steps each, after 1 of warm-up" in text
 
@@ -107,13 +107,16 @@ def test_copies_of_one_run_are_one_sample(tmp_path):
 
 
 def test_memory_that_differs_alike_in_every_repeat_is_less(tmp_path):
-    record = full_steps(repeats=2, steps=6)
-    for repeat in record.sides[RL_KERNEL]:
-        for step in repeat.steps:
-            step["perf/trainer_peak_gib"], step["perf/backward_peak_gib"] = 60.0, 71.001
-    text = reported(tmp_path, record)
-    assert rows(text, "trainer, peak memory")[0][-1] == "less memory, by as much in every repeat"
-    assert rows(text, "backward, peak memory")[0][-1] == "the same in every repeat: one sample, no verdict"
+    for repeats in (2, 3, 4):
+        record = full_steps(repeats=repeats, steps=6)
+        for repeat in record.sides[RL_KERNEL]:
+            for step in repeat.steps:
+                step["perf/trainer_peak_gib"], step["perf/optimizer_peak_gib"] = 60.0, 52.001
+        text = reported(tmp_path, record)
+        *_, interval, _, words = rows(text, "trainer, peak memory")[0]
+        assert (interval, words) == ("none", "less memory, by as much in every repeat")
+        alike = rows(text, "optimizer, peak memory")[0]
+        assert alike[-1] == "the same in every repeat: one sample, no verdict"
 
 
 def test_peak_memory_is_the_largest_of_all_steps(tmp_path):
@@ -264,7 +267,8 @@ def test_forward_loss_and_backward_are_compared_as_one(tmp_path):
     steps = [sum(s[f"perf/{p}_time"] for p in parts) for s in record.sides[BASELINE][0].steps[1:]]
     assert found.sides[BASELINE].repeats[0] == pytest.approx(np.mean(steps))
     assert [c.difference for c in every if c.metric.name in PASS_PARTS] == [None] * 3
-    assert rows(reported(tmp_path, record), "backward")[0][-1] == "only their sum compares"
+    assert rows(reported(tmp_path, record), "backward")[0][-1] == "see forward + loss + backward"
+    assert rows(reported(tmp_path, record), "loss, peak memory")[0][-1] == "see trainer, peak memory"
 
 
 def test_small_parts_are_named_and_not_listed(tmp_path):
@@ -289,4 +293,4 @@ def test_a_record_survives_the_file(tmp_path):
     record = full_steps(repeats=1, steps=3)
     record.write(tmp_path)
     assert report.records.read(tmp_path) == record
-    assert json.loads((tmp_path / RECORD_FILE).read_text())["schema"] == 1
+    assert json.loads((tmp_path / RECORD_FILE).read_text())["schema"] == 2

@@ -234,9 +234,22 @@ def test_random_weights_and_reduced_depth_are_made_and_told(bench, tmp_path):
     notes = bench.record().notes
     assert any(note.startswith("random weights of the shape of qwen3-tiny") for note in notes)
     assert "reduced depth: 1 of the 2 layers, every other dimension is true" in notes
+    assert bench.record().experts == 0
     elsewhere = Bench(tmp_path / "b", bench.out / "model-qwen3-tiny-1-layers")
     elsewhere.orders = bench.orders
     assert elsewhere.run(repeats=1) == 0 and elsewhere.record().notes[:2] == notes[:2]
+
+
+def test_a_record_has_what_the_caller_notes_the_experts_and_no_path_of_python(bench):
+    text = bench.file.read_text().splitlines()
+    text[2:4] = ["model: {arch: qwen3-moe-tiny}", "data: arithmetic"]
+    bench.file.write_text("\n".join(text))
+    assert bench.run(repeats=1, notes=["another run on the next GPU"]) == 0
+    record = bench.record()
+    assert record.notes[0] == "another run on the next GPU" and record.preset is None and record.experts > 0
+    environment = record.sides["baseline"][0].environment
+    assert environment["python"]["executable"].startswith("PREFIX/bin/python")
+    assert sys.prefix not in json.dumps(environment)
 
 
 def test_a_step_is_whole_when_its_last_optimizer_step_is_there(bench):

@@ -231,6 +231,7 @@ def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     gpu = EngineSpec(**made, run_key="k", device="cuda", dtype="bfloat16")
     assert "--enforce-eager" not in EngineServer(gpu).command()
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it where it is imported
     assert EngineServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     assert EngineServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "a user's choice stays"

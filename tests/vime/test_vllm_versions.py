@@ -15,6 +15,7 @@ from vime.engine.plugin import BACKEND, register
 from vime.engine.server import EngineServer, EngineSpec
 from vime.engine.vllm_versions import LAST, LEAST, RUN, check, installed
 
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 ROOT = Path(__file__).parents[2]
 # What vLLM 0.26 declares abstract, whatever the installed one does.
 ABSTRACT_IN_0_26 = {
@@ -143,6 +144,18 @@ def test_the_receiver_is_whole_for_each_version_and_known_to_the_workers():
     assert own >= ABSTRACT_IN_0_26 and WeightTransferEngine.__abstractmethods__ <= own
     with pytest.raises(RuntimeError, match=r"must be sent by slime\.weight_sync"):
         receiver.trainer_send_weights(iter([]), {})
+
+
+def test_a_server_forks_its_engine_where_it_is_told_to(monkeypatch):
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.system_utils import get_mp_context
+
+    monkeypatch.setenv(METHOD, "fork")
+    cli_env_setup()  # spawns where nothing is said
+    assert get_mp_context().get_start_method() == "fork"
+    monkeypatch.delenv(METHOD)
+    cli_env_setup()
+    assert get_mp_context().get_start_method() == "spawn"
 
 
 def test_installed_one_is_found():

@@ -93,10 +93,22 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
     parser.add_argument("--repeats", type=int, metavar="N", help="runs a side")
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face directory instead of the file's model")
     parser.add_argument("--data", metavar="FILE", help="a prompt file instead of the file's data")
+    parser.add_argument(
+        "--note",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="what a reader has to know, such as who else used the machine",
+    )
     parser.add_argument("--dry-run", action="store_true", help="show and check the commands, start nothing")
     given = parser.parse_args(ours)
     benchmark = read_settings(given.config, given.preset).with_line(
-        steps=given.steps, repeats=given.repeats, model=given.model, data=given.data, flags=flags
+        steps=given.steps,
+        repeats=given.repeats,
+        model=given.model,
+        data=given.data,
+        flags=flags,
+        notes=given.note,
     )
     if benchmark.data != ARITHMETIC and not prompt_file(benchmark.data).is_file():
         raise ValueError(

@@ -55,7 +55,7 @@ def figures(
     """Name -> (caption, the picture, or why there is none)."""
     both = {c.metric.name: c for c in found if not c.missing and not c.small}
     wanted: list[tuple[str, str, Figure | str]] = [
-        ("differences", f"Differences with {LEVEL_TEXT} intervals", _differences(list(both.values())))
+        ("differences", _differences_title(found), _differences(list(both.values())))
     ]
     missing = {c.metric.name: c.missing for c in found}
     lines = ((STEP_TIME, "step time (s)"), (REWARD, "mean reward"), (LOGPROB_DIFF, "|difference| (nats)"))
@@ -138,6 +138,11 @@ def _peaks(both: dict[str, Comparison]) -> Figure | str:
     )
 
 
+def _differences_title(found: Sequence[Comparison]) -> str:
+    some = any(c.difference is not None and c.difference.low is not None for c in found)
+    return f"Differences with {LEVEL_TEXT} intervals" if some else "Differences, too few runs for intervals"
+
+
 def _differences(found: Sequence[Comparison]) -> Figure | str:
     """Relative differences of all metrics that have one, with their intervals, around zero."""
     shown = [(c, c.difference) for c in found if c.difference is not None and c.difference.relative]
@@ -149,7 +154,7 @@ def _differences(found: Sequence[Comparison]) -> Figure | str:
     for row, (c, d) in enumerate(shown):
         good = c.metric.better is not None and (d.value > 0) == c.metric.better
         colour = "#4D4D4D" if not d.shown or c.metric.better is None else COLOURS[2] if good else COLOURS[1]
-        axes.plot(100 * np.array(d.pairs), [row] * len(d.pairs), "|", color="#8C8C8C", markersize=9, zorder=1)
+        axes.plot(100 * np.array(d.pairs), [row] * len(d.pairs), ".", color="#8C8C8C", markersize=5, zorder=1)
         if d.low is not None and d.high is not None:
             ends = [100 * d.low, 100 * d.high]
             axes.plot(ends, [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
@@ -169,7 +174,7 @@ def _differences(found: Sequence[Comparison]) -> Figure | str:
     over = " or ".join(dict.fromkeys(told[d.over] for _, d in shown))
     _say(
         figure,
-        f"lines: {LEVEL_TEXT} interval over {over} (none: too little for one); ticks: each pair of repeats\n"
+        f"lines: {LEVEL_TEXT} interval over {over} (none: too little for one); dots: each pair of repeats\n"
         "filled: away from zero, green for the better, orange for the worse",
     )
     return figure

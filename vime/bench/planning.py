@@ -180,7 +180,9 @@ def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]]
         environment = dict(kept.get(run.name, now))
         sides[run.side].append(Repeat(order, run.name, False, [], config, environment, {}))
     benchmark = plan.benchmark
-    record = Record(plan.tier, benchmark.name, benchmark.claim, "", [], told, benchmark.warm_up, sides)
+    record = Record(
+        plan.tier, benchmark.name, benchmark.claim, "", [], told, benchmark.warm_up, sides, None, 0
+    )
     refuse_unlike(record, list(zip(*sides.values(), strict=True)))
 
 

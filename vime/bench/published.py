@@ -181,10 +181,16 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _without_record(results: Sequence[Result]) -> list[str]:
-    """The benchmarks of the examples that no record of full steps is of; that for a CPU proves the harness alone."""
-    told = {r.content.name for r in results if isinstance(r.content, Record) and r.content.tier == "e2e"}
-    names = [path.stem for path in sorted((ROOT / EXAMPLES).glob("*.yaml")) if not path.stem.endswith("-cpu")]
-    return [f"full steps of {name}" for name in names if name not in told]
+    """The benchmarks of the examples that no record of full steps is of as they stand, with the presets that one is of;
+    that for a CPU proves the harness alone."""
+    found = [r.content for r in results if isinstance(r.content, Record) and r.content.tier == "e2e"]
+    texts = []
+    for name in (path.stem for path in sorted((ROOT / EXAMPLES).glob("*.yaml"))):
+        presets = {record.preset for record in found if record.name == name}
+        if None not in presets and not name.endswith("-cpu"):
+            only = f" (but for {', '.join(sorted(map(str, presets)))})" if presets else ""
+            texts.append(f"full steps of {name}{only}")
+    return texts
 
 
 def _anchor(title: str) -> str:

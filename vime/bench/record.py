@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
 RECORD_FILE = "bench.json"
 TIERS = ("module", "e2e")
 BASELINE, RL_KERNEL = "baseline", "rl_kernel"
@@ -76,7 +76,7 @@ class Record:
 
     `warm_up`: steps of each repeat that count for nothing. `claim`: what a difference may be called, a title of the
     report ("R3 against R3 + rl_kernel"). `notes`: what is reduced, and other things a reader has to know. `experts`:
-    routed ones of a layer, 0 of a dense model.
+    routed ones of a layer, 0 of a dense model. `preset`: of the file that describes it, None for the file as it stands.
     """
 
     tier: str
@@ -87,7 +87,8 @@ class Record:
     switch: dict[str, Any]
     warm_up: int
     sides: dict[str, list[Repeat]]
-    experts: int = 0
+    preset: str | None
+    experts: int
 
     def write(self, directory: Path) -> Path:
         check(self)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.hf_config import expert_count
+from slime.hf_config import expert_count, read_hf_config
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 from vime.bench.planning import UNFINISHED, Plan, Planned, flat
@@ -20,8 +20,12 @@ from vime.engine.process import tail
 
 COUNTERS = ("rollout/step", "train/step")
 FALLBACKS = ("rl_kernel/", "/fallbacks")
-NOT_OF_A_TRAINER = ("perf/rollout_time", "perf/update_weights_time")
-"""A run on saved rollouts times the reading of a file, and a transfer to nobody, under these names."""
+NOT_OF_A_TRAINER = (
+    *("perf/rollout_time", "perf/update_weights_time"),
+    *("rollout/raw_reward", "rollout/response_len/mean"),
+)
+"""Of a run on saved rollouts the first two time the reading of a file and a transfer to nobody; the others are those of
+the file."""
 MADE_FILE = "make_model.json"
 """What scripts/make_model.py says of a model that it made."""
 
@@ -123,9 +127,18 @@ def read_repeat(run: Planned, order: int, root: Path) -> Repeat:
         finished=len(steps) == run.steps,
         steps=steps,
         config=read_json(run.run_dir / "config.json"),
-        environment=read_json(run.run_dir / ENVIRONMENT_FILE),
+        environment=_without_prefix(read_json(run.run_dir / ENVIRONMENT_FILE)),
         fallbacks={operator: calls for operator, calls in fallbacks.items() if calls},
     )
+
+
+def _without_prefix(environment: dict[str, Any]) -> dict[str, Any]:
+    """Paths into Python's installation say nothing but where it lies: PREFIX stands for it."""
+    python = environment.get("python", {}).get("executable")
+    if python is None:
+        return environment
+    prefix = json.dumps(str(Path(python).parents[1]))[1:-1]
+    return json.loads(json.dumps(environment).replace(prefix + "/", "PREFIX/"))
 
 
 def collect(plan: Plan, command: str) -> Record:
@@ -144,11 +157,12 @@ def collect(plan: Plan, command: str) -> Record:
         name=benchmark.name,
         claim=benchmark.claim,
         command=command,
-        notes=[*_conditions(plan), *_remarks(plan)],
+        notes=[*benchmark.notes, *_conditions(plan), *_remarks(plan)],
         switch=_switch(benchmark.switch, sides),
         warm_up=benchmark.warm_up,
         sides=sides,
-        experts=expert_count(read_json(plan.model / "config.json")),
+        preset=benchmark.preset,
+        experts=expert_count(read_hf_config(plan.model)),
     )
 
 

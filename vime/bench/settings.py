@@ -112,6 +112,7 @@ class Benchmark:
     warm_up: int = 1
     repeats: int = 1
     preset: str | None = None
+    notes: tuple[str, ...] = ()
 
     def with_line(
         self,
@@ -121,12 +122,13 @@ class Benchmark:
         model: str | None = None,
         data: str | None = None,
         flags: Sequence[str] = (),
+        notes: Sequence[str] = (),
     ) -> Benchmark:
         """What the command line says wins. ValueError for what it must not say."""
         own = None if model is None else Model(path=model)
         given: dict[str, Any] = {"steps": steps, "repeats": repeats, "data": data, "model": own}
         changed = {name: value for name, value in given.items() if value is not None}
-        merged = replace(self, flags=(*self.flags, *flags), **changed)
+        merged = replace(self, flags=(*self.flags, *flags), notes=tuple(notes), **changed)
         _check(merged, "the command line")
         return merged
 

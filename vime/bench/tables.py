@@ -8,14 +8,15 @@ from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
 from vime.bench.verdicts import (
-    PASS_PARTS,
     SIZES,
     SMALL,
     SPEEDS,
     TIMES,
+    WHOLE_OF,
     Comparison,
     amount,
     bare,
+    metric_of,
     number,
     verdict,
     with_unit,
@@ -30,7 +31,7 @@ HEADLINES = (
 )
 HEAD_NOTE = (
     "The LM head's log-probs may be in the forward of one path and in the loss of the other: forward, loss and "
-    "backward have a difference together, and none alone."
+    "backward have a difference together, and none alone; their memory has the trainer's."
 )
 PERCENTILES_OF = ("perf/step_time",)
 MOST_PAIRS = 6
@@ -104,11 +105,8 @@ def _judged(c: Comparison) -> list[str]:
     """Cells: difference, interval, pairs, verdict (bold where a difference is shown)."""
     d, metric = c.difference, c.metric
     if d is None:
-        why = (
-            "only their sum compares"
-            if metric.name in PASS_PARTS
-            else "no step in which both sides recorded it"
-        )
+        whole = WHOLE_OF.get(metric.name)
+        why = f"see {metric_of(whole).label}" if whole else "no step in which both sides recorded it"
         return ["none", "none", "none", why]
     words = verdict(metric, d)
     return [

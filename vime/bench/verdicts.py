@@ -15,6 +15,12 @@ from vime.run_metrics import TIME_METRICS
 PASS_TIME = "perf/pass_time"
 PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time")
 """The head's log-probs are in the forward of one path and in the loss of the other: only their sum is like and like."""
+PEAK = "_peak_gib"
+TRAINER_PEAK = f"perf/trainer{PEAK}"
+WHOLE_OF = dict.fromkeys(PASS_PARTS, PASS_TIME) | {
+    part.replace("_time", PEAK): TRAINER_PEAK for part in PASS_PARTS
+}
+"""What has no difference of its own where the metric is there that it is a part of."""
 DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
 
 SPEED_OVER = {
@@ -25,8 +31,9 @@ SPEED_OVER = {
 }
 """A speed -> the time it was measured over. Its mean is all tokens by all seconds: a step weighs as its time does."""
 
-PEAK = "_peak_gib"
-SMALL, ALIKE = 0.01, 0.001
+SMALL = 0.01
+UNEQUAL = 0.001
+"""The least share by which memory that differs alike in every repeat is called less or more."""
 TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
 
 
@@ -40,8 +47,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric. `sides`: None for one that did not record it. `difference`: None unless both did, and for PASS_PARTS
-    where their sum has one."""
+    """One metric. `sides`: None for one that did not record it. `difference`: None unless both did, and for what
+    compares as a part of WHOLE_OF alone."""
 
     metric: Metric
     sides: dict[str, Summary | None]
@@ -99,8 +106,8 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     found = [
         c for c in found if len(c.missing) < len(SIDES)
     ]  # a sum of parts of which each side lacks another one
-    if any(c.metric.name == PASS_TIME for c in found):
-        found = [replace(c, difference=None) if c.metric.name in PASS_PARTS else c for c in found]
+    together = {c.metric.name for c in found} & set(WHOLE_OF.values())
+    found = [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in together else c for c in found]
     step = next((c for c in found if c.metric.name == "perf/step_time"), None)
     return [replace(c, small=step is not None and _is_small(c, step)) for c in found]
 
@@ -127,7 +134,7 @@ def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:
         for i, side in enumerate(SIDES)
     }
     difference = paired_difference(values, weights, relative=relative) if all(sides.values()) else None
-    if difference is not None and not relative and _copies(difference):
+    if difference is not None and (not relative or metric.unit in SIZES) and _copies(difference):
         difference = replace(difference, low=None, high=None)
     return Comparison(metric, sides, difference, len(flat) // 2)
 
@@ -140,7 +147,7 @@ def _copies(difference: Difference) -> bool:
 def verdict(metric: Metric, difference: Difference) -> str:
     """In words what the interval allows to say, no more."""
     if difference.low is None and _copies(difference):
-        if metric.unit in SIZES and abs(difference.value) >= ALIKE:  # equal batches take equal memory
+        if metric.unit in SIZES and abs(difference.value) >= UNEQUAL:  # equal batches take equal memory
             return f"{_direction(metric, difference.value > 0)}, by as much in every repeat"
         return "the same in every repeat: one sample, no verdict"
     if difference.low is None or difference.high is None or difference.within is None:

@@ -1,4 +1,5 @@
-"""What vLLM loads from the `vllm.general_plugins` entry point, in every process of an engine server."""
+"""What vLLM loads from the `vllm.general_plugins` entry point, in every process of an engine server that is not forked
+from one that has."""
 
 from __future__ import annotations
 

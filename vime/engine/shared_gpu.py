@@ -1,8 +1,7 @@
 """What a server does otherwise when its engine shares a GPU with a trainer, and maybe with other jobs.
 
 It starts beside the trainer, and takes the GPU once the trainer has its part: an engine measures what memory is left,
-so it has to come second. Most of its start is other work, though (imports and configuration in two processes, one after
-the other), and need not wait.
+so it has to come second. Most of its start is other work, though (imports and configuration), and need not wait.
 
 And when it sleeps, memory that another process takes at the same time is not an error: vLLM asks for the whole GPU's
 free memory before and after, and takes less after for its own fault.

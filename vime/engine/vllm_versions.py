@@ -34,7 +34,8 @@ The same in both, and relied on: a server by `python -m`, with --middleware and 
 /pause, /resume, /reset_prefix_cache and their query; /v1/completions with token ids, `logprobs`, `seed` and
 `vllm_xargs`; what vime.engine.compact_log_probs and merged_log_probs wrap (tests look at the installed one's source),
 and the writing of answers that routed_experts does; WorkerWrapperBase.init_device and what a worker's sleep says last
-(vime.engine.shared_gpu, whose tests look, too);
+(vime.engine.shared_gpu, whose tests look, too); that a server forks where VLLM_WORKER_MULTIPROC_METHOD says so and CUDA
+has not begun (a test asks);
 --enable-per-request-metrics; layerwise reloading (vllm.model_executor.model_loader.reload); the registry of backends.
 /inference/v1/generate is in both and not used: vllm-router balances /v1/completions.
 """
