@@ -68,7 +68,9 @@ def test_module_trains_both_sides_on_the_same_rollouts(folder: Path, module: Rec
     assert fast.steps[0]["train/train_rollout_logprob_abs_diff"] < 1e-5 < fast.steps[1][SAME[2]]
     assert fast.steps[0]["train/grad_norm"] > 0
     assert not {"perf/rollout_time", "perf/update_weights_time"} & fast.steps[0].keys(), "no engine was there"
-    assert not {"rollout/raw_reward", "rollout/response_len/mean"} & fast.steps[0].keys(), "they are the file's"
+    assert not {"rollout/raw_reward", "rollout/response_len/mean"} & fast.steps[0].keys(), (
+        "they are the file's"
+    )
     assert sorted(path.name for path in (folder / "module" / "rollouts").iterdir()) == [
         "0.pt",
         "1.pt",
