@@ -28,7 +28,7 @@ def flags(world: World, name: str, mode: str) -> list[str]:
         # The most likely token at every position. All samples of a prompt are equal then, and have equal rewards: what
         # is trained on is the reward itself.
         *("--rollout-top-k", "1", "--disable-rewards-normalization"),
-        # One request at a time: sums depend on a batch, and once a near tie of two tokens fell otherwise in one run.
+        # One request at a time: sums depend on a batch, and so may which of two near equal tokens is the most likely.
         *("--vllm-server-concurrency", "1"),
         *("--global-batch-size", str(PROMPTS * SAMPLES // 2)),
     ]
