@@ -31,7 +31,7 @@ HEADLINES = (
 )
 HEAD_NOTE = (
     "The LM head's log-probs may be in the forward of one path and in the loss of the other: forward, loss and "
-    "backward have a difference together, and none alone; their memory has the trainer's."
+    "backward have a difference together, and none alone; of memory see the trainer's peak."
 )
 PERCENTILES_OF = ("perf/step_time",)
 MOST_PAIRS = 6
