@@ -90,6 +90,13 @@ def test_a_sum_whose_parts_no_side_has_whole_is_no_row(tmp_path):
     assert "- forward: rl_kernel" in text and "- log-probs, ratio, KL and loss: baseline" in text
 
 
+def test_the_preset_is_told_beside_the_benchmark_it_is_of(tmp_path):
+    whole = full_steps(repeats=1, steps=6)
+    assert f"**Benchmark** {whole.name};" in reported(tmp_path / "whole", whole)
+    smoke = reported(tmp_path / "smoke", replace(whole, preset="smoke"))
+    assert f"**Benchmark** {whole.name}, preset smoke;" in smoke
+
+
 def test_copies_of_one_run_are_one_sample(tmp_path):
     record = full_steps(repeats=1, steps=6)
     for side, (only,) in record.sides.items():

@@ -18,7 +18,7 @@ from vime.bench.compare import EXCEPTED, Pair, cautions, in_order, pairs_of, ref
 from vime.bench.operator_tables import operator_lines
 from vime.bench.operators import OPERATORS_FILE, has_operators, read_operators
 from vime.bench.pictures import Picture, draw_pictures
-from vime.bench.record import BASELINE, RL_KERNEL, Record, Repeat
+from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, MIN_PAIRS, MIN_STEPS
 from vime.bench.tables import fallbacks, in_short, percentiles, verdicts
 from vime.bench.verdicts import Comparison, compared
@@ -160,9 +160,9 @@ def _part(found: Findings) -> Iterator[str]:
 def _what_ran(found: Findings) -> Iterator[str]:
     record = found.record
     switch = record.switch
-    yield f"- **Benchmark** {record.name}; `{switch['field']}` is `{switch[BASELINE]}` in {BASELINE}, " + (
-        f"`{switch[RL_KERNEL]}` in {RL_KERNEL}"
-    )
+    preset = "" if record.preset is None else f", preset {record.preset}"
+    sides = ", ".join(f"`{switch[side]}` in {side}" for side in SIDES)
+    yield f"- **Benchmark** {record.name}{preset}; `{switch['field']}` is {sides}"
     steps = sorted({len(repeat.steps) - record.warm_up for pair in found.pairs for repeat in pair})
     warm_up = f", after {record.warm_up} of warm-up" if record.warm_up else ""
     counts = " to ".join(str(count) for count in dict.fromkeys((steps[0], steps[-1])))

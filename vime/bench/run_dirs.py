@@ -209,6 +209,4 @@ def _conditions(plan: Plan) -> list[str]:
             f"trainer alone, on {count} saved rollouts that are the same for every run: drawn by the model before its "
             "first step, so that later steps are as far off policy as they have moved away from it"
         )
-    if plan.benchmark.preset is not None:
-        found.append(f"preset {plan.benchmark.preset}")
     return found
