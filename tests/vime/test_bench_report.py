@@ -97,6 +97,16 @@ def test_the_preset_is_told_beside_the_benchmark_it_is_of(tmp_path):
     assert f"**Benchmark** {whole.name}, preset smoke;" in smoke
 
 
+def test_rollouts_that_differ_are_not_laid_to_the_switch(tmp_path):
+    record = full_steps(repeats=4)
+    assert "The rollouts differ" not in reported(tmp_path / "alike", record)
+    for only in record.sides[RL_KERNEL]:
+        for step in only.steps:
+            step["perf/rollout_time"] *= 0.8
+    told = reported(tmp_path / "unlike", record)
+    assert re.search(r"\*\*Mind\*\* The rollouts differ by -(19|20|21)\.\d %, and no operator", told)
+
+
 def test_copies_of_one_run_are_one_sample(tmp_path):
     record = full_steps(repeats=1, steps=6)
     for side, (only,) in record.sides.items():

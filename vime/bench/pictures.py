@@ -20,7 +20,7 @@ from slime.tracking.metrics import LOGPROB_DIFF
 from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, OVER_REPEATS, OVER_STEPS, Difference
-from vime.bench.verdicts import PEAK, Comparison, number
+from vime.bench.verdicts import PEAK, Comparison, is_shown, number
 from vime.plot import COLOURS, LONG, PART_COLOURS, decades, dress, legend, save
 from vime.run_metrics import Run, Series, running_mean, smoothing_window, step_times
 
@@ -152,13 +152,14 @@ def _differences(found: Sequence[Comparison]) -> Figure | str:
     left, right = _span([d for _, d in shown])
     axes.axvline(0, color="#8C8C8C", linewidth=1)
     for row, (c, d) in enumerate(shown):
+        differs = is_shown(c.metric, d)
         good = c.metric.better is not None and (d.value > 0) == c.metric.better
-        colour = "#4D4D4D" if not d.shown or c.metric.better is None else COLOURS[2] if good else COLOURS[1]
+        colour = "#4D4D4D" if not differs or c.metric.better is None else COLOURS[2] if good else COLOURS[1]
         axes.plot(100 * np.array(d.pairs), [row] * len(d.pairs), ".", color="#8C8C8C", markersize=5, zorder=1)
         if d.low is not None and d.high is not None:
             ends = [100 * d.low, 100 * d.high]
             axes.plot(ends, [row, row], color=colour, linewidth=2.2, solid_capstyle="butt")
-        look = {"color": colour, "markersize": 6, "fillstyle": "full" if d.shown else "none"}
+        look = {"color": colour, "markersize": 6, "fillstyle": "full" if differs else "none"}
         axes.plot(100 * d.value, row, "o", **look)
         if not left <= 100 * d.value <= right:
             text, beyond = f"{100 * d.value:+.0f} %", d.value > 0

@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from vime.bench import record as records
-from vime.bench.compare import cautions, pairs_of, refuse_unlike
+from vime.bench.compare import pairs_of, refuse_unlike
 from vime.bench.gpu_numbers import Target, rows, verdict
 from vime.bench.gpu_runs import Sources
 from vime.bench.operator_pages import in_short, missed_targets, operator_page, pictured
@@ -37,7 +37,7 @@ from vime.bench.published_tables import (
 )
 from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, SIDES, Record
 from vime.bench.report import MOE_LIMIT, TIER_LIMITS, is_moe
-from vime.bench.tables import fallbacks, headlines, verdicts
+from vime.bench.tables import fallbacks, headlines, minds, rollouts_differ, verdicts
 from vime.bench.tables import in_short as record_in_short
 from vime.bench.verdicts import compared, number
 from vime.bench.where import facts
@@ -50,7 +50,7 @@ RESULTS, PAGE, IMAGES = Path("benchmarks/results"), Path("docs/benchmarks.md"), 
 SECTIONS = {
     "Operators": (TIER_LIMITS["op"], ("operators", "elementwise", "parallel")),
     "A trainer alone": ("Nothing here says how much faster a whole step is.", ("training", "offload")),
-    "Full steps": (TIER_LIMITS["e2e"], ("colocated", "experts")),
+    "Full steps": (TIER_LIMITS["e2e"], ("colocated",)),
     "Engines and weights": ("What a rollout and an update of the weights cost.", ("rollout", "weights")),
     "Agreement and learning": ("What trainer and engine say of the same tokens.", ("curves", "audit")),
     "Tests on a GPU": ("", ("tests",)),
@@ -60,7 +60,7 @@ SECTIONS = {
 TIERS = {"module": "A trainer alone", "e2e": "Full steps"}
 SHOWN = ("differences", "time_breakdown")
 """Pictures of a record that are on the page."""
-SHORTEST = ("perf/step_time", "perf/trainer_peak_gib")
+SHORTEST = ("perf/step_time", "perf/actor_train_time", "perf/trainer_peak_gib")
 LINES = {"parallel": parallel_lines, "rollout": rollout_lines, "audit": audit_lines}
 STAMP = "drawn-from"
 OLD, MOVED = "vime.benchmarks", " (`vime.benchmarks` is `vime.bench` today)"
@@ -167,7 +167,10 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         if isinstance(result.content, Record):
             pairs, _ = pairs_of(result.content)
-            told = "; ".join(headlines(compared(result.content, pairs), SHORTEST))
+            comparisons = compared(result.content, pairs)
+            told = "; ".join(headlines(comparisons, SHORTEST))
+            if (differ := rollouts_differ(comparisons)) is not None:
+                told += f"; mind that the **rollouts**, where no kernel of it runs, differ by {differ}"
             yield f"- {result.content.claim}: {told}, [below](#{_anchor(result.name)})"
     yield ""
     yield from _figure_table(sorted(found, key=lambda row: verdict(*row[:2]) == "met"))
@@ -269,7 +272,7 @@ def _record_lines(name: str, record: Record) -> Iterator[str]:
     yield from (f"- **{name}** {text}" for name, text in facts(pairs[0][0].environment))
     yield f"- **Difference** {RL_KERNEL} less {BASELINE}, {len(pairs)} pair(s) of repeats"
     yield from (f"- **Note** {note}" for note in record.notes)
-    yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
+    yield from minds(record, pairs, found)
     yield from (f"- **Left out** {text}" for text in left_out)
     yield from ("", "```bash", record.command, "```")
     yield from record_in_short(found)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from vime.bench import record as records
-from vime.bench.compare import EXCEPTED, Pair, cautions, in_order, pairs_of, refuse_unlike
+from vime.bench.compare import EXCEPTED, Pair, in_order, pairs_of, refuse_unlike
 from vime.bench.operator_tables import operator_lines
 from vime.bench.operators import OPERATORS_FILE, has_operators, read_operators
 from vime.bench.pictures import Picture, draw_pictures
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, MIN_PAIRS, MIN_STEPS
-from vime.bench.tables import fallbacks, in_short, percentiles, verdicts
+from vime.bench.tables import fallbacks, in_short, minds, percentiles, verdicts
 from vime.bench.verdicts import Comparison, compared
 from vime.bench.where import facts, folded
 
@@ -177,7 +177,7 @@ def _what_ran(found: Findings) -> Iterator[str]:
     yield f"- **Order** {order} ({BASELINE[0]}: {BASELINE}, {RL_KERNEL[0]}: {RL_KERNEL})"
     yield from (f"- **{name}** {text}" for name, text in facts(found.pairs[0][0].environment))
     yield from (f"- **Note** {note}" for note in record.notes)
-    yield from (f"- **Mind** {text}" for text in cautions(record, found.pairs))
+    yield from minds(record, found.pairs, found.comparisons)
     yield from (f"- **Left out** {text}" for text in found.left_out)
     yield from ("", "```bash", record.command, "```")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vime.bench.compare import Pair
+from vime.bench.compare import Pair, cautions
 from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
 from vime.bench.verdicts import (
@@ -16,6 +16,7 @@ from vime.bench.verdicts import (
     Comparison,
     amount,
     bare,
+    is_shown,
     metric_of,
     number,
     verdict,
@@ -25,6 +26,7 @@ from vime.bench.verdicts import (
 INTERVAL = f"{100 * LEVEL:.0f} % interval"
 HEADLINES = (
     "perf/step_time",
+    "perf/actor_train_time",
     "perf/trainer_peak_gib",
     "rollout/raw_reward",
     "train/train_rollout_logprob_abs_diff",
@@ -33,6 +35,7 @@ HEAD_NOTE = (
     "The LM head's log-probs may be in the forward of one path and in the loss of the other: forward, loss and "
     "backward have a difference together, and none alone; of memory see the trainer's peak."
 )
+ROLLOUT = "perf/rollout_time"
 PERCENTILES_OF = ("perf/step_time",)
 MOST_PAIRS = 6
 """Pairs that a row lists; of more it says the least and the largest difference."""
@@ -54,6 +57,25 @@ def headlines(found: Sequence[Comparison], names: Sequence[str] = HEADLINES) -> 
             difference = amount(c.metric, d, d.value, "+")
             texts.append(f"**{c.metric.label}** {difference}{interval}: {verdict(c.metric, d)}")
     return texts
+
+
+def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) -> Iterator[str]:
+    """What has to be known to read a comparison, a line each."""
+    yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
+    if (differ := rollouts_differ(found)) is not None:
+        yield (
+            f"- **Mind** The rollouts differ by {differ}, and no operator of rl_kernel runs in an engine: what made "
+            "them differ (other work on the host, a drift, answers of other lengths) is in the difference of the step "
+            "and of its tokens too. What the switch does to time, training shows."
+        )
+
+
+def rollouts_differ(found: Sequence[Comparison]) -> str | None:
+    """By how much the time of rollouts does, None where no difference is shown."""
+    for c in found:
+        if c.metric.name == ROLLOUT and (d := c.difference) is not None and is_shown(c.metric, d):
+            return amount(c.metric, d, d.value, "+")
+    return None
 
 
 def verdicts(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
@@ -113,7 +135,7 @@ def _judged(c: Comparison) -> list[str]:
         amount(metric, d, d.value, "+"),
         _interval(c, d),
         _pairs(c, d),
-        f"**{words}**" if d.shown else words,
+        f"**{words}**" if is_shown(metric, d) else words,
     ]
 
 

@@ -33,7 +33,7 @@ SPEED_OVER = {
 
 SMALL = 0.01
 UNEQUAL = 0.001
-"""The least share by which memory that differs alike in every repeat is called less or more."""
+"""The share of memory below which a difference, however certain, is an allocator's rounding: neither less nor more."""
 TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
 
 
@@ -155,6 +155,8 @@ def verdict(metric: Metric, difference: Difference) -> str:
     bound = amount(metric, difference, difference.within)
     if difference.within == 0:
         words = "equal"
+    elif _is_rounding(metric, difference):
+        words = f"same within {100 * UNEQUAL:.1f} %"
     elif not difference.shown:
         words = f"same within {bound}" if metric.better is None else f"no difference shown (within {bound})"
     elif metric.better is None:
@@ -162,6 +164,15 @@ def verdict(metric: Metric, difference: Difference) -> str:
     else:
         words = _direction(metric, difference.value > 0)
     return f"{words}, in these runs" if difference.over == OVER_STEPS else words
+
+
+def is_shown(metric: Metric, difference: Difference) -> bool:
+    """Whether the verdict is that the sides differ."""
+    return difference.shown and not _is_rounding(metric, difference)
+
+
+def _is_rounding(metric: Metric, difference: Difference) -> bool:
+    return metric.unit in SIZES and difference.within is not None and difference.within < UNEQUAL
 
 
 def _direction(metric: Metric, more: bool) -> str:
