@@ -101,14 +101,19 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:
     """Random weights from `seed` in config.dtype; the caller's random state is left as it was.
 
-    transformers' own initialisation: matrices normal with standard deviation initializer_range, biases 0, norms 1.
-    On the device "meta" it has shapes and no weights.
+    transformers' own initialisation: matrices normal with standard deviation initializer_range, biases 0, norms 1. But
+    the padding token's embedding is drawn like any other, where transformers leaves zeros: an untrained model samples
+    that token too, and norms divide by the length of what it is, in the backward. On the device "meta" it has shapes
+    and no weights.
     """
     on_gpu = device == "cuda"
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []), torch.device(device):
         # torch.manual_seed would seed the GPUs of a model that is made on the CPU, too.
         (torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
         model = AutoModelForCausalLM.from_config(config)
+        torch.nn.init.normal_(
+            model.get_input_embeddings().weight[config.pad_token_id], std=config.initializer_range
+        )
     model.config.architectures = [type(model).__name__]
     return model
 

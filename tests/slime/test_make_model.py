@@ -118,6 +118,14 @@ def test_what_a_token_uses_is_as_published():
     assert f"{(sample_flops(1, 0, config) - pair) / 2e9:.1f}" == "12.2"
 
 
+@pytest.mark.parametrize("arch", ["qwen3-tiny", "qwen3-moe-tiny", "glm-moe-tiny"])
+def test_every_token_has_an_embedding(arch):
+    """Zeros of the padding token's make gradients of an answer that holds it thousands of times larger."""
+    weight = build_model(build_config(arch), 0, "cpu").get_input_embeddings().weight.detach()
+    lengths = weight.float().norm(dim=-1)
+    assert lengths.min() > 0.5 * lengths.mean()
+
+
 @pytest.mark.parametrize(("arch", "layers"), [("qwen3-moe-tiny", 2), ("glm-moe-tiny", 1)])
 def test_experts_are_written_one_by_one(tmp_path, arch, layers):
     model = build_model(build_config(arch), 5, "cpu")

@@ -59,14 +59,15 @@ def correlated(rng: np.random.Generator, steps: int, rho: float) -> np.ndarray:
 def step_rows(
     rng: np.random.Generator, steps: int, *, slower: float = 0.0, drop: tuple[str, ...] = ()
 ) -> list[Any]:
-    """What a run reports: parts of a step up to `slower` (a share) longer, correlated noise, a reward that rises."""
-    level = (1 + slower) * (1 + 0.002 * rng.normal())  # of this run: what no step of it can tell
+    """What a run reports: a trainer up to `slower` (a share) longer, correlated noise, a reward that rises."""
+    level = 1 + 0.002 * rng.normal()  # of this run: what no step of it can tell
     noise = 0.02 * correlated(rng, steps, 0.5)
     rows = []
     for k in range(steps):
         warm = 4.0 if k == 0 else 1.0
         scale = warm * level * (1 + noise[k])
-        times = {f"perf/{name}_time": mean * scale for name, mean in PARTS.items()}
+        times = {f"perf/{name}_time": mean * scale * (1 + slower) for name, mean in PARTS.items()}
+        times["perf/train_wait_time"] /= 1 + slower
         total = sum(times.values()) * 1.01
         tokens = 60_000
         row = {

@@ -194,7 +194,12 @@ def told(record) -> str:
 
 def test_what_has_to_be_known_is_said():
     record = full_steps(repeats=2, steps=4)
-    assert told(record).startswith("baseline ran first in every pair") and "." not in told(record)[:-1]
+    first, layers = told(record).rstrip(".").split(". ")
+    assert (
+        first.startswith("baseline ran first in every pair") and "plain PyTorch in the layers too" in layers
+    )
+    assert "the experts" not in layers and "SwiGLU in the experts" in told(replace(record, experts=8))
+    assert "layers too" not in told(replace(record, switch={**record.switch, "field": "rl_kernel_ops"}))
     swapped = {1: 2, 2: 1}
     sides = {
         s: [replace(r, order=swapped.get(r.order, r.order)) for r in rs] for s, rs in record.sides.items()
@@ -207,6 +212,20 @@ def test_what_has_to_be_known_is_said():
     assert "Which commit" in told(changed(record, BASELINE, 0, placed("git", value=None)))
     fell = changed(record, RL_KERNEL, 1, lambda r: replace(r, fallbacks={"logp": 3, "ratio_kl": 0}))
     assert "ran no kernel: logp fell back" in told(fell)
+
+
+def without_kl(repeat, steps_a_rollout):
+    steps = [{**step, "train/ppo_kl": 0.0} for step in repeat.steps]
+    config = {**repeat.config, "data": {"num_steps_per_rollout": steps_a_rollout}}
+    return replace(repeat, steps=steps, config=config)
+
+
+def test_a_kl_that_cannot_be_anything_else_is_told():
+    record = full_steps(repeats=2, steps=4)
+    assert "0 by construction" not in told(record)
+    for steps_a_rollout, is_told in ((1, True), (2, False)):
+        sides = {side: [without_kl(r, steps_a_rollout) for r in rs] for side, rs in record.sides.items()}
+        assert ("0 by construction" in told(replace(record, sides=sides))) is is_told
 
 
 def test_a_benchmark_without_kernels_says_so():

@@ -58,6 +58,12 @@ def test_every_file_stands_with_its_commands():
         assert found, f"{file.name} must say the command that made it"
         assert f"File: [{RESULTS / file.name}](../{RESULTS / file.name})" in text
         assert [command for command in found if command not in text] == []
+    records = sorted((ROOT / RESULTS).glob("*/bench.json"))
+    assert len(records) >= 4
+    for file in records:
+        part = text[text.index(f"### {file.parent.name.replace('_', ' ')}\n") :]
+        assert json.loads(file.read_text())["command"] in part
+        assert f"File: [{file.relative_to(ROOT)}](../{file.relative_to(ROOT)})" in part
 
 
 def test_claims_of_the_tiers_stand_apart():
@@ -149,16 +155,29 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
     record = full_steps(repeats=3, steps=6)
     record.write(folder)
     text = page(read_results(tmp_path))
+    section = text[text.index("## Full steps\n\nWhole steps: rollout, training and weight transfer.\n") :]
     assert (
-        "## Full steps\n\nWhole steps: rollout, training and weight transfer.\n\n### grpo both sides" in text
+        section.index("<summary>How to read")
+        < section.index("### grpo both sides")
+        < section.index("p50 from")
     )
     assert record.command in text and "95 % interval" in text
     assert "[below](#grpo-both-sides)" in text and "#### Fallbacks" in text
-    assert "full steps of qwen3-4b-gsm8k" in text and "full steps of tiny-cpu" not in text
+
+    def unmeasured() -> list[str]:
+        return re.findall(r"^- \*\*Not measured\*\*.*", page(read_results(tmp_path)), re.M)[0].split("; ")[
+            -2:
+        ]
+
+    full, alone = unmeasured()
+    assert (
+        "full steps of" in full and "alone (`vime bench module`)" in alone and "tiny-cpu" not in full + alone
+    )
+    assert "qwen3-4b-gsm8k" in full and "qwen3-4b-gsm8k" in alone
     replace(record, name="qwen3-4b-gsm8k", preset="smoke").write(folder)
-    assert "full steps of qwen3-4b-gsm8k (but for smoke)" in page(read_results(tmp_path))
+    assert "qwen3-4b-gsm8k (but for smoke)" in unmeasured()[0]
     replace(record, name="qwen3-4b-gsm8k").write(folder)
-    assert "full steps of qwen3-4b-gsm8k" not in page(read_results(tmp_path))
+    assert "qwen3-4b-gsm8k" not in unmeasured()[0] and "qwen3-4b-gsm8k" in unmeasured()[1]
 
 
 def test_a_file_of_no_known_kind_is_told_in_full(tmp_path: Path):

@@ -76,7 +76,7 @@ def test_a_difference_of_3_percent_is_found_and_equal_things_are_not_called_diff
         "-8.0 %",
         "none",
         "-8.0, -8.0, -8.0, -8.0 %",
-        "less memory, by as much in every repeat",
+        "**less memory, by as much in every repeat**",
     ]
     assert rows(text, "optimizer, peak memory")[0][-1] == "equal"
     assert rows(text, "raw_reward")[0][-1].startswith("no difference shown (within 0.0")
@@ -98,13 +98,42 @@ def test_the_preset_is_told_beside_the_benchmark_it_is_of(tmp_path):
 
 
 def test_rollouts_that_differ_are_not_laid_to_the_switch(tmp_path):
-    record = full_steps(repeats=4)
-    assert "The rollouts differ" not in reported(tmp_path / "alike", record)
+    """Nor are the steps that they are part of; training is, as before."""
+    record = full_steps(repeats=4, gain=0.05)
+    plain = reported(tmp_path / "alike", record)
+    assert "The rollouts differ" not in plain
+    assert rows(plain, "step")[0][-1] == rows(plain, "forward + loss + backward")[0][-1] == "**faster**"
     for only in record.sides[RL_KERNEL]:
         for step in only.steps:
             step["perf/rollout_time"] *= 0.8
     told = reported(tmp_path / "unlike", record)
     assert re.search(r"\*\*Mind\*\* The rollouts differ by -(19|20|21)\.\d %, and no operator", told)
+    for label in ("step", "rollout", "tokens by the step's time"):
+        assert rows(told, label)[0][-1] == "**differs**", label
+    assert rows(told, "forward + loss + backward")[0][-1] == "**faster**"
+    assert re.search(r"- \*\*step\*\* .*: differs\n", told)
+    assert colours(record) & {"step (s)", "rollout (s)"} == set()
+    assert rows(reported(tmp_path / "else", other_switch(record)), "rollout")[0][-1] == "**faster**"
+
+
+def colours(record) -> set[str]:
+    """The metrics that the picture of differences calls better or worse."""
+    pairs = pairs_of(record)[0]
+    figure = pictures.figures(record, pairs, compared(record, pairs))["differences"][1]
+    (axes,) = figure.axes
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    marks = [line for line in axes.lines if line.get_marker() == "o"]
+    return {labels[int(m.get_ydata()[0])] for m in marks if m.get_color() != "#4D4D4D"}
+
+
+def other_switch(record):
+    """The same runs, as if they differed in the engine's memory."""
+    sides = {}
+    for side, repeats in record.sides.items():
+        value = {"vllm_gpu_memory_utilization": 0.4 if side == BASELINE else 0.8}
+        sides[side] = [replace(r, config={**r.config, "engine": value, "kernels": {}}) for r in repeats]
+    switch = {"field": "vllm_gpu_memory_utilization", BASELINE: 0.4, RL_KERNEL: 0.8}
+    return replace(record, sides=sides, switch=switch)
 
 
 def test_copies_of_one_run_are_one_sample(tmp_path):
@@ -131,9 +160,18 @@ def test_memory_that_differs_alike_in_every_repeat_is_less(tmp_path):
                 step["perf/trainer_peak_gib"], step["perf/optimizer_peak_gib"] = 60.0, 52.001
         text = reported(tmp_path, record)
         *_, interval, _, words = rows(text, "trainer, peak memory")[0]
-        assert (interval, words) == ("none", "less memory, by as much in every repeat")
+        assert (interval, words) == ("none", "**less memory, by as much in every repeat**")
         alike = rows(text, "optimizer, peak memory")[0]
-        assert alike[-1] == "the same in every repeat: one sample, no verdict"
+        assert alike[-1] == "same within 0.1 %"
+
+
+def test_a_warm_up_is_one_of_times_and_not_of_numbers(tmp_path):
+    record = full_steps(repeats=3, steps=6)
+    for repeat in record.sides[BASELINE]:
+        repeat.steps[0] |= {"perf/step_time": 1e4, "train/grad_norm": 1e4}
+    text = reported(tmp_path, record)
+    assert float(rows(text, "step")[0][1].split()[0]) < 100
+    assert float(rows(text, "gradient norm")[0][1].split()[0].replace(",", "")) > 1000
 
 
 def test_peak_memory_is_the_largest_of_all_steps(tmp_path):

@@ -19,7 +19,7 @@ from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from vime.bench import planning
 from vime.bench.planning import Plan, make_plan
 from vime.bench.record import BASELINE, RL_KERNEL, Record, all_repeats, read
-from vime.bench.run_dirs import read_steps
+from vime.bench.run_dirs import read_repeat, read_steps
 from vime.bench.running import execute
 from vime.bench.settings import read_settings
 
@@ -252,14 +252,31 @@ def test_a_record_has_what_the_caller_notes_the_experts_and_no_path_of_python(be
     assert sys.prefix not in json.dumps(environment)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "told"), [("/usr", "/usr"), ("/usr/local", "/usr/local"), ("/env", "PREFIX")]
+)
+def test_paths_beside_a_system_python_are_told_whole(tmp_path, prefix, told):
+    noted = {"python": {"executable": f"{prefix}/bin/python3"}, "variables": {"CUDA_HOME": "/usr/local/cuda"}}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "environment.json").write_text(json.dumps(noted))
+    run = planning.Planned("run", BASELINE, tmp_path / "run", steps=1, argv=())
+    environment = read_repeat(run, 0, tmp_path).environment
+    assert environment["python"]["executable"] == f"{told}/bin/python3"
+    assert environment["variables"] == noted["variables"]
+
+
 def test_a_step_is_whole_when_its_last_optimizer_step_is_there(bench):
     assert bench.run(repeats=1) == 0
     run_dir = bench.out / "runs" / "baseline-0"
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     last = max(i for i, line in enumerate(lines) if '"train/step"' in line)
-    path.write_text("".join(lines[:last]))
+    so_far = '"perf/step_time": 1.0, "perf/step_time_p50": 1.0'
+    path.write_text("".join(lines[:last]).replace('"perf/step_time": 1.0', so_far))
     assert len(read_steps(run_dir).values) == 2
+    assert all(
+        step["perf/step_time"] and "perf/step_time_p50" not in step for step in read_steps(run_dir).values
+    )
     assert len(read_steps(run_dir, trained=False).values) == 3
     assert read_steps(bench.out).values == []
 

@@ -132,19 +132,38 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
         found.append("Which commit was measured is not known for all runs.")
     if any(_leaf(repeat.environment, key) for repeat in runs for key in ("git.modified", "dirty")):
         found.append("The checkout had changes that are in no commit.")
-    return found + _kernel_cautions(record, pairs)
+    return [*found, *_kernel_cautions(record, pairs), *_number_cautions(pairs)]
 
 
 def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
-    """Whether the side named for the kernels ran them."""
+    """Whether the side named for the kernels ran them, and what else the switch turns."""
     steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
     shares = [step["rl_kernel/fast"] for step in steps if "rl_kernel/fast" in step]
     if shares and max(shares) == 0:
         return [f"No kernel ran in {RL_KERNEL}: both sides are PyTorch, and nothing here is about kernels."]
+    found = []
+    if shares and (record.switch["field"], record.switch[BASELINE]) == ("rlk_fast", "off"):
+        inside = ", and holds that of SwiGLU in the experts" if record.experts else ""
+        found.append(
+            f"{BASELINE} is plain PyTorch in the layers too (SwiGLU, rotary embedding), where Megatron has fused "
+            f"forms: the difference is not that of the LM head and the loss alone{inside}."
+        )
     fell_back = {op for _, repeat in pairs for op, calls in repeat.fallbacks.items() if calls}
     if fell_back:
-        return [
+        found.append(
             f"Part of {RL_KERNEL} ran no kernel: {', '.join(sorted(fell_back))} fell back (below, how often)."
+        )
+    return found
+
+
+def _number_cautions(pairs: Sequence[Pair]) -> list[str]:
+    """What of the numbers says nothing."""
+    runs = in_order(pairs)
+    counts = {value for r in runs for path, value in flatten(r.config) if _is(path, "num_steps_per_rollout")}
+    if counts <= {None, 1} and all(step.get("train/ppo_kl") == 0 for repeat in runs for step in repeat.steps):
+        return [
+            "The KL to the policy that sampled is 0 by construction: a rollout is one optimizer step, whose own "
+            "log-probs are the old ones."
         ]
     return []
 

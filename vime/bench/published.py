@@ -35,12 +35,11 @@ from vime.bench.published_tables import (
     result_lines,
     rollout_lines,
 )
-from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, SIDES, Record
-from vime.bench.report import MOE_LIMIT, TIER_LIMITS, is_moe
-from vime.bench.tables import fallbacks, headlines, minds, rollouts_differ, verdicts
+from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, Record
+from vime.bench.report import MOE_LIMIT, TIER_LIMITS, how_to_read, is_moe, what_ran
+from vime.bench.tables import fallbacks, headlines, percentiles, verdicts
 from vime.bench.tables import in_short as record_in_short
 from vime.bench.verdicts import compared, number
-from vime.bench.where import facts
 from vime.plot import save
 
 COMMAND = "python -m vime.bench.published"
@@ -58,6 +57,8 @@ SECTIONS = {
 }
 """Title -> (what it claims, the files of it by how their names begin); records go where their tier says."""
 TIERS = {"module": "A trainer alone", "e2e": "Full steps"}
+MEASURED = {"e2e": "full steps of", "module": "a trainer alone (`vime bench module`) on"}
+"""Tiers that a benchmark of the examples has; how its record is called where there is none."""
 SHOWN = ("differences", "time_breakdown")
 """Pictures of a record that are on the page."""
 SHORTEST = ("perf/step_time", "perf/actor_train_time", "perf/trainer_peak_gib")
@@ -136,6 +137,9 @@ def _lines(results: Sequence[Result]) -> Iterator[str]:
             yield from ("", f"## {title}")
         if members and claim:
             yield from ("", claim)
+        if any(isinstance(r.content, Record) for r in members):
+            summary = f"<summary>How to read the parts with {BASELINE} and {RL_KERNEL}</summary>"
+            yield from ("", "<details>", summary, "", *how_to_read(), "", "</details>")
         for result in members:
             yield from ("", f"### {result.name.replace('_', ' ')}", "")
             yield from _part(result)
@@ -169,8 +173,6 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
             pairs, _ = pairs_of(result.content)
             comparisons = compared(result.content, pairs)
             told = "; ".join(headlines(comparisons, SHORTEST))
-            if (differ := rollouts_differ(comparisons)) is not None:
-                told += f"; mind that the **rollouts**, where no kernel of it runs, differ by {differ}"
             yield f"- {result.content.claim}: {told}, [below](#{_anchor(result.name)})"
     yield ""
     yield from _figure_table(sorted(found, key=lambda row: verdict(*row[:2]) == "met"))
@@ -184,15 +186,18 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _without_record(results: Sequence[Result]) -> list[str]:
-    """The benchmarks of the examples that no record of full steps is of as they stand, with the presets that one is of;
-    that for a CPU proves the harness alone."""
-    found = [r.content for r in results if isinstance(r.content, Record) and r.content.tier == "e2e"]
+    """A line a tier: the benchmarks of the examples that no record is of as they stand, with the presets that one is
+    of; that for a CPU proves the harness alone."""
+    found = [r.content for r in results if isinstance(r.content, Record)]
     texts = []
-    for name in (path.stem for path in sorted((ROOT / EXAMPLES).glob("*.yaml"))):
-        presets = {record.preset for record in found if record.name == name}
-        if None not in presets and not name.endswith("-cpu"):
-            only = f" (but for {', '.join(sorted(map(str, presets)))})" if presets else ""
-            texts.append(f"full steps of {name}{only}")
+    for tier, what in MEASURED.items():
+        names = []
+        for name in (path.stem for path in sorted((ROOT / EXAMPLES).glob("*.yaml"))):
+            presets = {record.preset for record in found if (record.tier, record.name) == (tier, name)}
+            if None not in presets and not name.endswith("-cpu"):
+                names.append(name + (f" (but for {', '.join(sorted(map(str, presets)))})" if presets else ""))
+        if names:
+            texts.append(f"{what} {', '.join(names)}")
     return texts
 
 
@@ -260,27 +265,16 @@ def _record_lines(name: str, record: Record) -> Iterator[str]:
     pairs, left_out = pairs_of(record)
     refuse_unlike(record, pairs)
     found = compared(record, pairs)
-    switch = record.switch
-    yield (
-        f"{record.claim}: `{switch['field']}` is "
-        + " and ".join(f"`{switch[s]}` in {s}" for s in SIDES)
-        + "."
-    )
-    yield ""
+    yield from (f"{record.claim}.", "")
     if is_moe(record):
         yield from (MOE_LIMIT, "")
-    yield from (f"- **{name}** {text}" for name, text in facts(pairs[0][0].environment))
-    yield f"- **Difference** {RL_KERNEL} less {BASELINE}, {len(pairs)} pair(s) of repeats"
-    yield from (f"- **Note** {note}" for note in record.notes)
-    yield from minds(record, pairs, found)
-    yield from (f"- **Left out** {text}" for text in left_out)
-    yield from ("", "```bash", record.command, "```")
+    yield from what_ran(record, pairs, left_out, found)
     yield from record_in_short(found)
     for picture, (caption, drawn) in figures(record, pairs, found).items():
         if picture in SHOWN and not isinstance(drawn, str):
             yield from ("", f"![{caption}](images/{_file_name(name, picture)})")
     yield from ("", "<details>", "<summary>All metrics</summary>")
-    yield from (*verdicts(record, found), *fallbacks(pairs))
+    yield from (*verdicts(record, found), *percentiles(record, found), *fallbacks(pairs))
     yield from ("", "</details>")
 
 

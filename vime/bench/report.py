@@ -107,7 +107,7 @@ def write_report(
 def _lines(found: Sequence[Findings], benched: Sequence[str]) -> Iterator[str]:
     yield f"# {BASELINE} against {RL_KERNEL}"
     yield ""
-    yield from _how_to_read()
+    yield from how_to_read()
     for tier, title in TIER_TITLES.items():
         of_tier = [each for each in found if each.record.tier == tier]
         lines = benched if tier == "op" else []
@@ -118,14 +118,15 @@ def _lines(found: Sequence[Findings], benched: Sequence[str]) -> Iterator[str]:
             yield from _part(each)
 
 
-def _how_to_read() -> Iterator[str]:
+def how_to_read() -> Iterator[str]:
+    """What the words and figures of a comparison mean."""
     level = f"{100 * LEVEL:.0f} %"
     yield (
-        f"**Difference** is {RL_KERNEL} less {BASELINE}, of means over the steps after the warm-up (a speed: all "
-        "tokens by all seconds; memory: the highest peak of all steps). Times, speeds and memory are averaged over "
-        f"repeats geometrically and compared in percent of {BASELINE}, other metrics in their unit. Repeat i of a side "
-        "pairs with repeat i of the other; a step that one of them did not report counts in neither. **±** is the "
-        "standard deviation of the repeats' means."
+        f"**Difference** is {RL_KERNEL} less {BASELINE}, of means: of times and speeds over the steps after the "
+        "warm-up (a speed: all tokens by all seconds), of numbers over all steps; of memory it is the highest peak of "
+        "all steps. Times, speeds and memory are averaged over repeats geometrically and compared in percent of "
+        f"{BASELINE}, other metrics in their unit. Repeat i of a side pairs with repeat i of the other; a step that "
+        "one of them did not report counts in neither. **±** is the standard deviation of the repeats' means."
     )
     yield ""
     yield (
@@ -148,7 +149,7 @@ def _part(found: Findings) -> Iterator[str]:
     yield from ("", f"### {record.claim}", "")
     if is_moe(record):
         yield from (MOE_LIMIT, "")
-    yield from _what_ran(found)
+    yield from what_ran(record, found.pairs, found.left_out, found.comparisons)
     yield from in_short(found.comparisons)
     yield from verdicts(record, found.comparisons)
     yield from percentiles(record, found.comparisons)
@@ -157,29 +158,34 @@ def _part(found: Findings) -> Iterator[str]:
     yield from _full(record, found.pairs[0][0])
 
 
-def _what_ran(found: Findings) -> Iterator[str]:
-    record = found.record
+def what_ran(
+    record: Record, pairs: Sequence[Pair], left_out: Sequence[str], comparisons: Sequence[Comparison]
+) -> Iterator[str]:
+    """Switch, counts, order, machine, command, and what has to be known to read what follows."""
     switch = record.switch
     preset = "" if record.preset is None else f", preset {record.preset}"
-    sides = ", ".join(f"`{switch[side]}` in {side}" for side in SIDES)
+    sides = ", ".join(f"`{_switched(switch[side])}` in {side}" for side in SIDES)
     yield f"- **Benchmark** {record.name}{preset}; `{switch['field']}` is {sides}"
-    steps = sorted({len(repeat.steps) - record.warm_up for pair in found.pairs for repeat in pair})
+    steps = sorted({len(repeat.steps) - record.warm_up for pair in pairs for repeat in pair})
     warm_up = f", after {record.warm_up} of warm-up" if record.warm_up else ""
     counts = " to ".join(str(count) for count in dict.fromkeys((steps[0], steps[-1])))
     yield (
-        f"- **Counted** {_plural(len(found.pairs), 'pair')} of repeats, {counts} {_word(steps[-1], 'step')} each"
+        f"- **Counted** {_plural(len(pairs), 'pair')} of repeats, {counts} {_word(steps[-1], 'step')} each"
         + warm_up
     )
-    baselines = {id(repeat) for repeat, _ in found.pairs}
-    order = " ".join(
-        BASELINE[0] if id(repeat) in baselines else RL_KERNEL[0] for repeat in in_order(found.pairs)
-    )
+    baselines = {id(repeat) for repeat, _ in pairs}
+    order = " ".join(BASELINE[0] if id(repeat) in baselines else RL_KERNEL[0] for repeat in in_order(pairs))
     yield f"- **Order** {order} ({BASELINE[0]}: {BASELINE}, {RL_KERNEL[0]}: {RL_KERNEL})"
-    yield from (f"- **{name}** {text}" for name, text in facts(found.pairs[0][0].environment))
+    yield from (f"- **{name}** {text}" for name, text in facts(pairs[0][0].environment))
     yield from (f"- **Note** {note}" for note in record.notes)
-    yield from minds(record, found.pairs, found.comparisons)
-    yield from (f"- **Left out** {text}" for text in found.left_out)
+    yield from minds(record, pairs, comparisons)
+    yield from (f"- **Left out** {text}" for text in left_out)
     yield from ("", "```bash", record.command, "```")
+
+
+def _switched(value: Any) -> str:
+    """The value of a switch as it is typed."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _pictures(found: Findings) -> Iterator[str]:

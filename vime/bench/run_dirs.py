@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.hf_config import expert_count, read_hf_config
 from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.tracking.percentiles import PERCENTILES
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 from vime.bench.planning import UNFINISHED, Plan, Planned, flat
 from vime.bench.record import SIDES, Record, Repeat
@@ -28,6 +29,10 @@ NOT_OF_A_TRAINER = (
 the file."""
 MADE_FILE = "make_model.json"
 """What scripts/make_model.py says of a model that it made."""
+SYSTEM_PREFIXES = (Path("/usr"), Path("/usr/local"))
+"""Where a system's Python lies, beside much else: CUDA, say."""
+OVER_STEPS = tuple(f"_p{p}" for p in PERCENTILES)
+"""How figures end that a run gives of its steps so far: of them the report has its own, from enough steps on."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ def read_steps(run_dir: Path, *, trained: bool = True) -> Steps:
             continue
         of_rollout = line["step_key"] == "rollout/step"
         step = line["step"] if of_rollout else line["step"] // each
-        values = {k: v for k, v in line.items() if k not in RESERVED and k not in COUNTERS and v is not None}
+        own = (k for k in line if k not in RESERVED and k not in COUNTERS and not k.endswith(OVER_STEPS))
+        values = {k: line[k] for k in own if line[k] is not None}
         (rollouts if of_rollout else optimizer).setdefault(line["step"], {}).update(values)
         broken += [(step, name, word) for name, word in line.get("nonfinite", {}).items()]
     found: list[dict[str, float]] = []
@@ -133,12 +139,13 @@ def read_repeat(run: Planned, order: int, root: Path) -> Repeat:
 
 
 def _without_prefix(environment: dict[str, Any]) -> dict[str, Any]:
-    """Paths into Python's installation say nothing but where it lies: PREFIX stands for it."""
+    """Paths into Python's own installation say nothing but where it lies: PREFIX stands for it."""
     python = environment.get("python", {}).get("executable")
-    if python is None:
+    prefix = None if python is None else Path(python).parents[1]
+    if prefix is None or prefix in SYSTEM_PREFIXES:
         return environment
-    prefix = json.dumps(str(Path(python).parents[1]))[1:-1]
-    return json.loads(json.dumps(environment).replace(prefix + "/", "PREFIX/"))
+    escaped = json.dumps(f"{prefix}/")[1:-1]
+    return json.loads(json.dumps(environment).replace(escaped, "PREFIX/"))
 
 
 def collect(plan: Plan, command: str) -> Record:

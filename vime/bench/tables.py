@@ -8,6 +8,7 @@ from vime.bench.compare import Pair, cautions
 from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
 from vime.bench.verdicts import (
+    KERNEL_SWITCHES,
     SIZES,
     SMALL,
     SPEEDS,
@@ -19,6 +20,7 @@ from vime.bench.verdicts import (
     is_shown,
     metric_of,
     number,
+    rollouts_differ,
     verdict,
     with_unit,
 )
@@ -35,7 +37,6 @@ HEAD_NOTE = (
     "The LM head's log-probs may be in the forward of one path and in the loss of the other: forward, loss and "
     "backward have a difference together, and none alone; of memory see the trainer's peak."
 )
-ROLLOUT = "perf/rollout_time"
 PERCENTILES_OF = ("perf/step_time",)
 MOST_PAIRS = 6
 """Pairs that a row lists; of more it says the least and the largest difference."""
@@ -62,20 +63,11 @@ def headlines(found: Sequence[Comparison], names: Sequence[str] = HEADLINES) -> 
 def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) -> Iterator[str]:
     """What has to be known to read a comparison, a line each."""
     yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
-    if (differ := rollouts_differ(found)) is not None:
+    if record.switch["field"] in KERNEL_SWITCHES and (differ := rollouts_differ(found)) is not None:
         yield (
-            f"- **Mind** The rollouts differ by {differ}, and no operator of rl_kernel runs in an engine: what made "
-            "them differ (other work on the host, a drift, answers of other lengths) is in the difference of the step "
-            "and of its tokens too. What the switch does to time, training shows."
+            f"- **Mind** The rollouts differ by {differ}, and no operator of rl_kernel runs in an engine: something "
+            "else moved them, and whole steps with them. Of both is said that they differ, not that one is faster."
         )
-
-
-def rollouts_differ(found: Sequence[Comparison]) -> str | None:
-    """By how much the time of rollouts does, None where no difference is shown."""
-    for c in found:
-        if c.metric.name == ROLLOUT and (d := c.difference) is not None and is_shown(c.metric, d):
-            return amount(c.metric, d, d.value, "+")
-    return None
 
 
 def verdicts(record: Record, found: Sequence[Comparison]) -> Iterator[str]:

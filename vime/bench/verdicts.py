@@ -34,6 +34,11 @@ SPEED_OVER = {
 SMALL = 0.01
 UNEQUAL = 0.001
 """The share of memory below which a difference, however certain, is an allocator's rounding: neither less nor more."""
+KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
+ROLLOUT = "perf/rollout_time"
+OF_ROLLOUT = (ROLLOUT, "perf/train_wait_time", "perf/tokens_per_gpu_per_sec")
+"""What a switch of kernels does not move: none runs in an engine. A difference says that something else did."""
+WITH_ROLLOUT = ("perf/step_time", "perf/step_tokens_per_sec", "perf/step_tokens_per_gpu_per_sec")
 TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
 
 
@@ -70,16 +75,22 @@ def metric_of(name: str) -> Metric:
 
 
 def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
-    """[S] of the steps after warm-up, NaN where a step did not report it; derived metrics where all parts did.
+    """[S], NaN where a step did not report it; derived metrics where all parts did. Times and speeds are of the steps
+    after the warm-up, which is one of clocks, caches and compilers: numbers are of all steps.
 
-    Of peak memory [1], the largest of all steps, the warm-up's too: what runs out of memory is not the mean.
+    Of peak memory [1], the largest of all steps: what runs out of memory is not the mean.
     """
     if name.endswith(PEAK):
         return np.array([max((step[name] for step in repeat.steps if name in step), default=np.nan)])
-    steps = repeat.steps[warm_up:]
+    steps = repeat.steps[warm_up:] if is_timed(name) else repeat.steps
     if name == PASS_TIME:
         return np.sum([values_of(repeat, part, warm_up) for part in PASS_PARTS], axis=0)
     return np.array([step.get(name, np.nan) for step in steps], dtype=np.float64)
+
+
+def is_timed(name: str) -> bool:
+    """Whether a warm-up is no part of the metric."""
+    return metric_of(name).unit in (*TIMES, *SPEEDS)
 
 
 def weights_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
@@ -108,8 +119,26 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     ]  # a sum of parts of which each side lacks another one
     together = {c.metric.name for c in found} & set(WHOLE_OF.values())
     found = [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in together else c for c in found]
+    if record.switch["field"] in KERNEL_SWITCHES:
+        found = _without_credit(found)
     step = next((c for c in found if c.metric.name == "perf/step_time"), None)
     return [replace(c, small=step is not None and _is_small(c, step)) for c in found]
+
+
+def _without_credit(found: Sequence[Comparison]) -> list[Comparison]:
+    """Of rollouts neither direction is the better one, for no kernel runs there; of whole steps neither, where their
+    rollouts differ: whatever moved those is in the steps."""
+    differ = rollouts_differ(found) is not None
+    names = (*OF_ROLLOUT, *(WITH_ROLLOUT if differ else ()))
+    return [replace(c, metric=replace(c.metric, better=None)) if c.metric.name in names else c for c in found]
+
+
+def rollouts_differ(found: Sequence[Comparison]) -> str | None:
+    """By how much the time of rollouts does, None where no difference is shown."""
+    for c in found:
+        if c.metric.name == ROLLOUT and (d := c.difference) is not None and is_shown(c.metric, d):
+            return amount(c.metric, d, d.value, "+")
+    return None
 
 
 def _is_small(c: Comparison, step: Comparison) -> bool:
@@ -146,8 +175,10 @@ def _copies(difference: Difference) -> bool:
 
 def verdict(metric: Metric, difference: Difference) -> str:
     """In words what the interval allows to say, no more."""
+    if _is_rounding(metric, difference):
+        return f"same within {100 * UNEQUAL:.1f} %"
     if difference.low is None and _copies(difference):
-        if metric.unit in SIZES and abs(difference.value) >= UNEQUAL:  # equal batches take equal memory
+        if metric.unit in SIZES and difference.relative:  # equal batches take equal memory
             return f"{_direction(metric, difference.value > 0)}, by as much in every repeat"
         return "the same in every repeat: one sample, no verdict"
     if difference.low is None or difference.high is None or difference.within is None:
@@ -155,10 +186,8 @@ def verdict(metric: Metric, difference: Difference) -> str:
     bound = amount(metric, difference, difference.within)
     if difference.within == 0:
         words = "equal"
-    elif _is_rounding(metric, difference):
-        words = f"same within {100 * UNEQUAL:.1f} %"
     elif not difference.shown:
-        words = f"same within {bound}" if metric.better is None else f"no difference shown (within {bound})"
+        words = f"no difference shown (within {bound})"
     elif metric.better is None:
         words = "differs"
     else:
@@ -168,11 +197,16 @@ def verdict(metric: Metric, difference: Difference) -> str:
 
 def is_shown(metric: Metric, difference: Difference) -> bool:
     """Whether the verdict is that the sides differ."""
-    return difference.shown and not _is_rounding(metric, difference)
+    alike = metric.unit in SIZES and difference.relative and difference.low is None and _copies(difference)
+    return (difference.shown or alike) and not _is_rounding(metric, difference)
 
 
 def _is_rounding(metric: Metric, difference: Difference) -> bool:
-    return metric.unit in SIZES and difference.within is not None and difference.within < UNEQUAL
+    """Memory that differs by less than UNEQUAL, by the interval or alike in every repeat; not what is equal."""
+    if metric.unit not in SIZES or not difference.relative:
+        return False
+    within = abs(difference.value) if _copies(difference) else difference.within
+    return within is not None and 0 < within < UNEQUAL
 
 
 def _direction(metric: Metric, more: bool) -> str:
