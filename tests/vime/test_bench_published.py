@@ -175,8 +175,15 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
     )
     assert "qwen3-4b-gsm8k" in full and "qwen3-4b-gsm8k" in alone
     replace(record, name="qwen3-4b-gsm8k", preset="smoke").write(folder)
+    assert "qwen3-4b-gsm8k (but for smoke by `rlk_fast`, not `rl_kernel_ops`)" in unmeasured()[0]
+    values = {"baseline": ["swiglu"], "rl_kernel": ["swiglu", "logp"]}
+    for side, repeats in record.sides.items():
+        for repeat in repeats:
+            repeat.config["kernels"] = {"rl_kernel_ops": values[side]}
+    record = replace(record, name="qwen3-4b-gsm8k", switch={"field": "rl_kernel_ops", **values})
+    replace(record, preset="smoke").write(folder)
     assert "qwen3-4b-gsm8k (but for smoke)" in unmeasured()[0]
-    replace(record, name="qwen3-4b-gsm8k").write(folder)
+    record.write(folder)
     assert "qwen3-4b-gsm8k" not in unmeasured()[0] and "qwen3-4b-gsm8k" in unmeasured()[1]
 
 

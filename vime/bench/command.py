@@ -128,7 +128,8 @@ def _show(plans: Sequence[Plan]) -> int:
         print(f"# {plan.tier}: {plan.benchmark.repeats} x 2 runs of {plan.benchmark.steps} steps, {plan.out}")
         print("\n".join([*remarks, *plan.lines()]))
     print(
-        "# the flags are good; does it fit a GPU: `vime plan --gpu-memory-gib N` and a line above", flush=True
+        "# the flags are good; do they fit: make the model, then `vime plan --gpu-memory-gib N` and a line's flags",
+        flush=True,
     )
     return 0
 

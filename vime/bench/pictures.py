@@ -175,8 +175,8 @@ def _differences(found: Sequence[Comparison]) -> Figure | str:
     over = " or ".join(dict.fromkeys(told[d.over] for _, d in shown))
     _say(
         figure,
-        f"lines: {LEVEL_TEXT} interval over {over} (none: too little for one); dots: each pair of repeats\n"
-        "filled: away from zero, green for the better, orange for the worse",
+        f"lines: {LEVEL_TEXT} interval over {over} (unseen: narrow, or none); small dots: pairs of repeats\n"
+        "filled: away from zero; green: better, orange: worse, grey: neither is claimed",
     )
     return figure
 

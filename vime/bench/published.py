@@ -37,6 +37,7 @@ from vime.bench.published_tables import (
 )
 from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, Record
 from vime.bench.report import MOE_LIMIT, TIER_LIMITS, how_to_read, is_moe, what_ran
+from vime.bench.settings import read_settings
 from vime.bench.tables import fallbacks, headlines, percentiles, verdicts
 from vime.bench.tables import in_short as record_in_short
 from vime.bench.verdicts import compared, number
@@ -187,18 +188,26 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
 
 def _without_record(results: Sequence[Result]) -> list[str]:
     """A line a tier: the benchmarks of the examples that no record is of as they stand, with the presets that one is
-    of; that for a CPU proves the harness alone."""
+    of, and by which switch where that is not the file's; that for a CPU proves the harness alone."""
     found = [r.content for r in results if isinstance(r.content, Record)]
     texts = []
     for tier, what in MEASURED.items():
         names = []
-        for name in (path.stem for path in sorted((ROOT / EXAMPLES).glob("*.yaml"))):
-            presets = {record.preset for record in found if (record.tier, record.name) == (tier, name)}
-            if None not in presets and not name.endswith("-cpu"):
-                names.append(name + (f" (but for {', '.join(sorted(map(str, presets)))})" if presets else ""))
+        for path in sorted((ROOT / EXAMPLES).glob("*.yaml")):
+            name, switch = path.stem, read_settings(path).switch.field
+            own = [record for record in found if (record.tier, record.name) == (tier, name)]
+            if name.endswith("-cpu") or any((r.preset, r.switch["field"]) == (None, switch) for r in own):
+                continue
+            but = sorted(_apart(record, switch) for record in own)
+            names.append(name + (f" (but for {', '.join(but)})" if but else ""))
         if names:
             texts.append(f"{what} {', '.join(names)}")
     return texts
+
+
+def _apart(record: Record, switch: str) -> str:
+    field = record.switch["field"]
+    return (record.preset or "all of it") + ("" if field == switch else f" by `{field}`, not `{switch}`")
 
 
 def _anchor(title: str) -> str:
