@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from vime.bench import record as records
-from vime.bench.compare import pairs_of, refuse_unlike
+from vime.bench.compare import Pair, pairs_of, refuse_unlike
 from vime.bench.gpu_numbers import Target, rows, verdict
 from vime.bench.gpu_runs import Sources
 from vime.bench.operator_pages import in_short, missed_targets, operator_page, pictured
@@ -40,7 +40,7 @@ from vime.bench.report import MOE_LIMIT, TIER_LIMITS, how_to_read, is_moe, what_
 from vime.bench.settings import read_settings
 from vime.bench.tables import fallbacks, headlines, percentiles, verdicts
 from vime.bench.tables import in_short as record_in_short
-from vime.bench.verdicts import compared, number
+from vime.bench.verdicts import Comparison, compared, number
 from vime.plot import save
 
 COMMAND = "python -m vime.bench.published"
@@ -171,9 +171,7 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
         yield f"- **Not measured**: {'; '.join(unmeasured)}"
     for result in results:
         if isinstance(result.content, Record):
-            pairs, _ = pairs_of(result.content)
-            comparisons = compared(result.content, pairs)
-            told = "; ".join(headlines(comparisons, SHORTEST))
+            told = "; ".join(headlines(_judged(result.content)[2], SHORTEST))
             yield f"- {result.content.claim}: {told}, [below](#{_anchor(result.name)})"
     yield ""
     yield from _figure_table(sorted(found, key=lambda row: verdict(*row[:2]) == "met"))
@@ -269,11 +267,16 @@ def _part(result: Result) -> Iterator[str]:
     yield from LINES.get(result.kind, result_lines)(content, _figure_table(figures))
 
 
-def _record_lines(name: str, record: Record) -> Iterator[str]:
-    """Both sides of the switch: what `vime bench report` shows, without its configuration and with fewer pictures."""
+def _judged(record: Record) -> tuple[list[Pair], list[str], list[Comparison]]:
+    """(pairs, what was left out, every metric compared) of a record. ValueError for runs that are not alike."""
     pairs, left_out = pairs_of(record)
     refuse_unlike(record, pairs)
-    found = compared(record, pairs)
+    return pairs, left_out, compared(record, pairs)
+
+
+def _record_lines(name: str, record: Record) -> Iterator[str]:
+    """Both sides of the switch: what `vime bench report` shows, without its configuration and with fewer pictures."""
+    pairs, left_out, found = _judged(record)
     yield from (f"{record.claim}.", "")
     if is_moe(record):
         yield from (MOE_LIMIT, "")
@@ -296,8 +299,8 @@ def pictures(results: Sequence[Result]) -> dict[Path, tuple[str, partial[Path]]]
     found = {}
     for result in results:
         if isinstance(result.content, Record):
-            pairs, _ = pairs_of(result.content)
-            drawn = figures(result.content, pairs, compared(result.content, pairs))
+            pairs, _, comparisons = _judged(result.content)
+            drawn = figures(result.content, pairs, comparisons)
             for name in SHOWN:
                 if not isinstance(figure := drawn[name][1], str):
                     found[IMAGES / _file_name(result.name, name)] = result.digest, partial(save, figure)
