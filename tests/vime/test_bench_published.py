@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def test_a_record_is_told_in_a_line_drawn_and_folded(tmp_path: Path):
     replace(full_steps(repeats=3, steps=6), experts=128, notes=["another run on the next GPU"]).write(folder)
     write(tmp_path, read_results(tmp_path))
     text = (tmp_path / PAGE).read_text()
-    (line,) = (line for line in text.splitlines() if line.endswith("[below](#e2e-glm-h200)"))
+    (line,) = (line for line in text.splitlines() if line.startswith("- [full steps](#e2e-glm-h200): "))
     assert "**step** " in line and "**trainer, peak memory** " in line
     part = text[text.index("### e2e glm h200") :]
     assert (
@@ -162,7 +163,7 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
         < section.index("p50 from")
     )
     assert record.command in text and "95 % interval" in text
-    assert "[below](#grpo-both-sides)" in text and "#### Fallbacks" in text
+    assert "- [full steps](#grpo-both-sides): " in text and "#### Fallbacks" in text
 
     def unmeasured() -> list[str]:
         return re.findall(r"^- \*\*Not measured\*\*.*", page(read_results(tmp_path)), re.M)[0].split("; ")[
@@ -174,7 +175,10 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
         "full steps of" in full and "alone (`vime bench module`)" in alone and "tiny-cpu" not in full + alone
     )
     assert "qwen3-4b-gsm8k" in full and "qwen3-4b-gsm8k" in alone
-    replace(record, name="qwen3-4b-gsm8k", preset="smoke").write(folder)
+    beside = folder.parent / "grpo_rlk_fast"
+    beside.mkdir()
+    other = deepcopy(replace(record, name="qwen3-4b-gsm8k", preset="smoke"))
+    other.write(folder)
     assert "qwen3-4b-gsm8k (but for smoke by `rlk_fast`, not `rl_kernel_ops`)" in unmeasured()[0]
     values = {"baseline": ["swiglu"], "rl_kernel": ["swiglu", "logp"]}
     for side, repeats in record.sides.items():
@@ -183,6 +187,8 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
     record = replace(record, name="qwen3-4b-gsm8k", switch={"field": "rl_kernel_ops", **values})
     replace(record, preset="smoke").write(folder)
     assert "qwen3-4b-gsm8k (but for smoke)" in unmeasured()[0]
+    other.write(beside)
+    assert "qwen3-4b-gsm8k (but for smoke)" in unmeasured()[0], "measured as the file says, and otherwise too"
     record.write(folder)
     assert "qwen3-4b-gsm8k" not in unmeasured()[0] and "qwen3-4b-gsm8k" in unmeasured()[1]
 

@@ -20,12 +20,12 @@ from slime.tracking.metrics import LOGPROB_DIFF
 from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, OVER_REPEATS, OVER_STEPS, Difference
-from vime.bench.verdicts import PEAK, Comparison, is_shown, number
+from vime.bench.verdicts import PEAK, STEP, Comparison, is_shown, number
 from vime.plot import COLOURS, LONG, PART_COLOURS, decades, dress, legend, save
 from vime.run_metrics import Run, Series, running_mean, smoothing_window, step_times
 
 SIDE_COLOURS = {BASELINE: COLOURS[0], RL_KERNEL: COLOURS[1]}
-STEP_TIME, REWARD = "perf/step_time", "rollout/raw_reward"
+REWARD = "rollout/raw_reward"
 WIDTH = 7.5  # inches
 LEVEL_TEXT = f"{100 * LEVEL:.0f} %"
 
@@ -58,15 +58,15 @@ def figures(
         ("differences", _differences_title(found), _differences(list(both.values())))
     ]
     missing = {c.metric.name: c.missing for c in found}
-    lines = ((STEP_TIME, "step time (s)"), (REWARD, "mean reward"), (LOGPROB_DIFF, "|difference| (nats)"))
+    lines = ((STEP, "step time (s)"), (REWARD, "mean reward"), (LOGPROB_DIFF, "|difference| (nats)"))
     steps = {
         name: _steps(record, pairs, name, ylabel) if name in both else _absent(name, missing)
         for name, ylabel in lines
     }
-    bars = _bars([both[STEP_TIME]]) if STEP_TIME in both else _absent(STEP_TIME, missing)
+    bars = _bars([both[STEP]]) if STEP in both else _absent(STEP, missing)
     wanted += [
         ("step_time", "Mean time of a step", bars),
-        ("step_time_steps", "Time of a step, over the steps", steps[STEP_TIME]),
+        ("step_time_steps", "Time of a step, over the steps", steps[STEP]),
         ("time_breakdown", "Where the time of a step goes", _breakdown(record, pairs)),
         ("peak_memory", "Peak memory by phase", _peaks(both)),
         ("raw_reward", "raw_reward", steps[REWARD]),

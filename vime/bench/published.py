@@ -40,7 +40,7 @@ from vime.bench.report import MOE_LIMIT, TIER_LIMITS, how_to_read, is_moe, what_
 from vime.bench.settings import read_settings
 from vime.bench.tables import fallbacks, headlines, percentiles, verdicts
 from vime.bench.tables import in_short as record_in_short
-from vime.bench.verdicts import Comparison, compared, number
+from vime.bench.verdicts import OUTSIDE, STEP, Comparison, compared, number
 from vime.plot import save
 
 COMMAND = "python -m vime.bench.published"
@@ -62,7 +62,7 @@ MEASURED = {"e2e": "full steps of", "module": "a trainer alone (`vime bench modu
 """Tiers that a benchmark of the examples has; how its record is called where there is none."""
 SHOWN = ("differences", "time_breakdown")
 """Pictures of a record that are on the page."""
-SHORTEST = ("perf/step_time", "perf/actor_train_time", "perf/trainer_peak_gib")
+SHORTEST = (STEP, OUTSIDE, "perf/actor_train_time", "perf/trainer_peak_gib")
 LINES = {"parallel": parallel_lines, "rollout": rollout_lines, "audit": audit_lines}
 STAMP = "drawn-from"
 OLD, MOVED = "vime.benchmarks", " (`vime.benchmarks` is `vime.bench` today)"
@@ -172,7 +172,8 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     for result in results:
         if isinstance(result.content, Record):
             told = "; ".join(headlines(_judged(result.content)[2], SHORTEST))
-            yield f"- {result.content.claim}: {told}, [below](#{_anchor(result.name)})"
+            place = f"[{TIERS[result.content.tier].lower()}](#{_anchor(result.name)})"
+            yield f"- {place}: {result.content.claim}: {told}"
     yield ""
     yield from _figure_table(sorted(found, key=lambda row: verdict(*row[:2]) == "met"))
     yield ""
@@ -196,16 +197,17 @@ def _without_record(results: Sequence[Result]) -> list[str]:
             own = [record for record in found if (record.tier, record.name) == (tier, name)]
             if name.endswith("-cpu") or any((r.preset, r.switch["field"]) == (None, switch) for r in own):
                 continue
-            but = sorted(_apart(record, switch) for record in own)
+            alike = {record.preset or "" for record in own if record.switch["field"] == switch}
+            others = {_otherwise(record, switch) for record in own if record.preset not in alike}
+            but = sorted(alike | others)
             names.append(name + (f" (but for {', '.join(but)})" if but else ""))
         if names:
             texts.append(f"{what} {', '.join(names)}")
     return texts
 
 
-def _apart(record: Record, switch: str) -> str:
-    field = record.switch["field"]
-    return (record.preset or "all of it") + ("" if field == switch else f" by `{field}`, not `{switch}`")
+def _otherwise(record: Record, switch: str) -> str:
+    return f"{record.preset or 'all of it'} by `{record.switch['field']}`, not `{switch}`"
 
 
 def _anchor(title: str) -> str:

@@ -21,7 +21,7 @@ from vime.bench.pictures import Picture, draw_pictures
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, MIN_PAIRS, MIN_STEPS
 from vime.bench.tables import fallbacks, in_short, minds, percentiles, verdicts
-from vime.bench.verdicts import Comparison, compared
+from vime.bench.verdicts import OUTSIDE, Comparison, compared, metric_of
 from vime.bench.where import facts, folded
 
 REPORT_FILE = "report.md"
@@ -135,6 +135,12 @@ def how_to_read() -> Iterator[str]:
         "steps resemble each other), and the verdict says *in these runs*: how much two runs of one side differ is not "
         f"in it. With fewer than {MIN_STEPS} paired steps there is none. A difference is shown when its interval does "
         "not hold zero."
+    )
+    yield ""
+    yield (
+        f"**Rollouts** run no operator of {RL_KERNEL}. Where operators are the switch, rollouts, and steps, which hold "
+        "them, are said to differ, never to be faster: what operators change of a step is in "
+        f"*{metric_of(OUTSIDE).label}*."
     )
     yield ""
     yield (

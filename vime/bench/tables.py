@@ -9,9 +9,11 @@ from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
 from vime.bench.verdicts import (
     KERNEL_SWITCHES,
+    OUTSIDE,
     SIZES,
     SMALL,
     SPEEDS,
+    STEP,
     TIMES,
     WHOLE_OF,
     Comparison,
@@ -20,14 +22,15 @@ from vime.bench.verdicts import (
     is_shown,
     metric_of,
     number,
-    rollouts_differ,
+    rollout_of_step,
     verdict,
     with_unit,
 )
 
 INTERVAL = f"{100 * LEVEL:.0f} % interval"
 HEADLINES = (
-    "perf/step_time",
+    STEP,
+    OUTSIDE,
     "perf/actor_train_time",
     "perf/trainer_peak_gib",
     "rollout/raw_reward",
@@ -37,7 +40,7 @@ HEAD_NOTE = (
     "The LM head's log-probs may be in the forward of one path and in the loss of the other: forward, loss and "
     "backward have a difference together, and none alone; of memory see the trainer's peak."
 )
-PERCENTILES_OF = ("perf/step_time",)
+PERCENTILES_OF = (STEP,)
 MOST_PAIRS = 6
 """Pairs that a row lists; of more it says the least and the largest difference."""
 
@@ -63,10 +66,11 @@ def headlines(found: Sequence[Comparison], names: Sequence[str] = HEADLINES) -> 
 def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) -> Iterator[str]:
     """What has to be known to read a comparison, a line each."""
     yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
-    if record.switch["field"] in KERNEL_SWITCHES and (differ := rollouts_differ(found)) is not None:
+    if record.switch["field"] in KERNEL_SWITCHES and (parts := rollout_of_step(found)) is not None:
+        step, wait = (with_unit(number(seconds, "+", digits=3), metric_of(STEP)) for seconds in parts)
         yield (
-            f"- **Mind** The rollouts differ by {differ}, and no operator of rl_kernel runs in an engine: something "
-            "else moved them, and whole steps with them. Of both is said that they differ, not that one is faster."
+            f"- **Mind** A step takes {step}, of which {wait} are the wait for its rollout, where no operator of "
+            "rl_kernel runs: of the whole step is said that it differs, not that it is faster."
         )
 
 

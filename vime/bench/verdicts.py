@@ -21,7 +21,14 @@ WHOLE_OF = dict.fromkeys(PASS_PARTS, PASS_TIME) | {
     part.replace("_time", PEAK): TRAINER_PEAK for part in PASS_PARTS
 }
 """What has no difference of its own where the metric is there that it is a part of."""
-DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
+STEP, WAIT = "perf/step_time", "perf/train_wait_time"
+OUTSIDE = "perf/outside_rollout_time"
+DERIVED = {
+    OUTSIDE: ("step outside its rollout", "s", False),
+    PASS_TIME: ("forward + loss + backward", "s", False),
+}
+SUMS = {OUTSIDE: ((STEP, 1), (WAIT, -1)), PASS_TIME: tuple((part, 1) for part in PASS_PARTS)}
+"""A derived metric -> the metrics that it is the sum of, each with its sign."""
 
 SPEED_OVER = {
     "perf/step_tokens_per_sec": "perf/step_time",
@@ -35,10 +42,11 @@ SMALL = 0.01
 UNEQUAL = 0.001
 """The share of memory below which a difference, however certain, is an allocator's rounding: neither less nor more."""
 KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
-ROLLOUT = "perf/rollout_time"
-OF_ROLLOUT = (ROLLOUT, "perf/train_wait_time", "perf/tokens_per_gpu_per_sec")
-"""What a switch of kernels does not move: none runs in an engine. A difference says that something else did."""
-WITH_ROLLOUT = ("perf/step_time", "perf/step_tokens_per_sec", "perf/step_tokens_per_gpu_per_sec")
+WITH_ROLLOUT = (
+    *("perf/rollout_time", WAIT, "perf/tokens_per_gpu_per_sec"),
+    *(STEP, "perf/step_tokens_per_sec", "perf/step_tokens_per_gpu_per_sec"),
+)
+"""Rollouts, and what holds one: no kernel of the switch runs in an engine, so that part of a difference is not its."""
 TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
 
 
@@ -83,8 +91,8 @@ def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
     if name.endswith(PEAK):
         return np.array([max((step[name] for step in repeat.steps if name in step), default=np.nan)])
     steps = repeat.steps[warm_up:] if is_timed(name) else repeat.steps
-    if name == PASS_TIME:
-        return np.sum([values_of(repeat, part, warm_up) for part in PASS_PARTS], axis=0)
+    if name in SUMS:
+        return np.sum([sign * values_of(repeat, part, warm_up) for part, sign in SUMS[name]], axis=0)
     return np.array([step.get(name, np.nan) for step in steps], dtype=np.float64)
 
 
@@ -107,11 +115,11 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     reported = {
         name for pair in pairs for repeat in pair for step in repeat.steps[record.warm_up :] for name in step
     }
-    if all(part in reported for part in PASS_PARTS):
-        reported.add(PASS_TIME)
+    reported |= {name for name, parts in SUMS.items() if all(part in reported for part, _ in parts)}
     order = list(METRICS)
-    after = order.index(PASS_PARTS[-1]) + 1
-    order = [*order[:after], *DERIVED, *order[after:], *TIME_METRICS]
+    for name, parts in SUMS.items():
+        order.insert(order.index(parts[-1][0]) + 1, name)
+    order += TIME_METRICS
     names = [name for name in dict.fromkeys(order) if name in reported]
     found = [_compare(record, pairs, name) for name in names]
     found = [
@@ -121,24 +129,31 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     found = [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in together else c for c in found]
     if record.switch["field"] in KERNEL_SWITCHES:
         found = _without_credit(found)
-    step = next((c for c in found if c.metric.name == "perf/step_time"), None)
+    step = next((c for c in found if c.metric.name == STEP), None)
     return [replace(c, small=step is not None and _is_small(c, step)) for c in found]
 
 
 def _without_credit(found: Sequence[Comparison]) -> list[Comparison]:
-    """Of rollouts neither direction is the better one, for no kernel runs there; of whole steps neither, where their
-    rollouts differ: whatever moved those is in the steps."""
-    differ = rollouts_differ(found) is not None
-    names = (*OF_ROLLOUT, *(WITH_ROLLOUT if differ else ()))
-    return [replace(c, metric=replace(c.metric, better=None)) if c.metric.name in names else c for c in found]
+    """Of what holds a rollout neither direction is the better one: it differs, whatever moved it."""
+    return [
+        replace(c, metric=replace(c.metric, better=None)) if c.metric.name in WITH_ROLLOUT else c
+        for c in found
+    ]
 
 
-def rollouts_differ(found: Sequence[Comparison]) -> str | None:
-    """By how much the time of rollouts does, None where no difference is shown."""
-    for c in found:
-        if c.metric.name == ROLLOUT and (d := c.difference) is not None and is_shown(c.metric, d):
-            return amount(c.metric, d, d.value, "+")
-    return None
+def rollout_of_step(found: Sequence[Comparison]) -> tuple[float, float] | None:
+    """(what a step takes more on the side of the kernels, how much of it is the wait for its rollout), seconds. None
+    where steps are not shown to differ, or no wait was recorded."""
+    by_name = {c.metric.name: c for c in found}
+    step, wait = by_name.get(STEP), by_name.get(WAIT)
+    if step is None or wait is None or step.difference is None or not is_shown(step.metric, step.difference):
+        return None
+    return _more(step), _more(wait)
+
+
+def _more(c: Comparison) -> float:
+    baseline, rl_kernel = (c.sides[side] for side in SIDES)
+    return rl_kernel.mean - baseline.mean if baseline and rl_kernel else float("nan")
 
 
 def _is_small(c: Comparison, step: Comparison) -> bool:
