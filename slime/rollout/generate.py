@@ -144,10 +144,6 @@ def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: 
         ids = sample.tokens[-sample.response_length :]
         sample.response = str(state.tokenizer.decode(ids, skip_special_tokens=skip))
     for version in result.weight_versions if result.token_ids else []:
-        if (
-            state.args.debug_rollout_only
-        ):  # no update comes: the checkpoint's weights are those before the first step
-            version = max(version, 0)
         if not sample.weight_versions or sample.weight_versions[-1] != version:
             sample.weight_versions.append(version)
     for name, tokens in (

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 
 CONFIG = ROOT / "examples" / "bench" / "tiny-cpu.yaml"
 STEPS = 3
-PARTS = ("forward", "policy_loss", "backward", "optimizer")
+PARTS = ("log_probs", "ref_log_probs", "forward", "policy_loss", "backward", "optimizer")
 SAME = ("train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff")
 
 
@@ -56,6 +56,9 @@ def pair(record: Record) -> tuple[Repeat, Repeat]:
                 f"perf/{part}_time" for part in (*PARTS, "step", "actor_train")
             } <= step.keys() & METRICS.keys()
             assert all(step[f"perf/{part}_time"] > 0 for part in PARTS)
+            assert step["train/ppo_kl"] > 0 and step["train/kl_loss"] > 0, (
+                "of the second of two optimizer steps"
+            )
     assert baseline.fallbacks == {} and {"linear_token_loss", "grpo_loss"} <= fast.fallbacks.keys()
     return baseline, fast
 

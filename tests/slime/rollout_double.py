@@ -36,7 +36,7 @@ log_reward_category hf_checkpoint
 _OFF = """
 rollout_shuffle apply_chat_template disable_rollout_global_dataset partial_rollout trust_remote_code
 mask_offpolicy_in_partial_rollout rollout_skip_special_tokens group_rm log_passrate log_multi_turn
-log_correct_samples use_rollout_routing_replay debug_rollout_only
+log_correct_samples use_rollout_routing_replay
 """
 
 

@@ -65,14 +65,6 @@ def test_a_finished_response_fills_the_sample():
     sample.check()
 
 
-def test_without_a_trainer_the_checkpoint_is_version_0():
-    """A trainer that replays the rollouts begins with those weights; with one, they are weights that it never had."""
-    for alone, versions in ((True, [0]), (False, [-1])):
-        args, state = setup(debug_rollout_only=alone)
-        state.engine.version = -1
-        assert run(args, Sample(prompt="q: len=2 :")).weight_versions == versions
-
-
 def test_messages_are_rendered_for_the_engine():
     args, state = setup()
     run(args, Sample(prompt=[{"role": "user", "content": "hi"}]))

@@ -143,6 +143,8 @@ def test_what_is_missing_is_said_with_what_to_add(run, tmp_path, capsys):
 def test_weights_of_a_version(run, tmp_path, checkpoint):
     config = run(save=str(tmp_path / "save"), save_hf=str(tmp_path / "hf-{rollout_id}"))
     assert weights_of(config, 0, tmp_path) == str(checkpoint)
+    other = config.with_values(ref_load=str(tmp_path / "other"))  # where a trainer begins, and no engine
+    assert weights_of(other, -1, tmp_path) == str(checkpoint)
     with pytest.raises(
         ValueError, match=r"version 2 of the weights .* got no checkpoint 1 .* run again with --save-hf"
     ):

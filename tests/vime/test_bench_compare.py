@@ -200,6 +200,15 @@ def test_what_has_to_be_known_is_said():
     )
     assert "the experts" not in layers and "SwiGLU in the experts" in told(replace(record, experts=8))
     assert "layers too" not in told(replace(record, switch={**record.switch, "field": "rl_kernel_ops"}))
+    switch = {"field": "rl_kernel_ops", BASELINE: ["swiglu"], RL_KERNEL: ["swiglu", "logp", "ratio_kl"]}
+    assert "never called, so that nothing here is about them: logp, ratio_kl." in told(
+        replace(record, switch=switch)
+    )
+    for step in record.sides[RL_KERNEL][0].steps:
+        step["rl_kernel/logp/calls"] = 2.0
+    assert "never called, so that nothing here is about them: ratio_kl." in told(
+        replace(record, switch=switch)
+    )
     swapped = {1: 2, 2: 1}
     sides = {
         s: [replace(r, order=swapped.get(r.order, r.order)) for r in rs] for s, rs in record.sides.items()

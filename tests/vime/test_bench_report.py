@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from vime.bench import pictures, report
 from vime.bench.compare import pairs_of
 from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, SIDES
-from vime.bench.verdicts import OUTSIDE, PASS_PARTS, PASS_TIME, compared
+from vime.bench.verdicts import PASS_PARTS, PASS_TIME, compared
 
 E2E_PICTURES = {
     "differences",
@@ -70,7 +70,7 @@ def test_the_command_writes_a_report_with_its_pictures(tmp_path, capsys):
 
 def test_a_difference_of_3_percent_is_found_and_equal_things_are_not_called_different(tmp_path):
     text = reported(tmp_path, full_steps(repeats=4, gain=0.03))
-    step = rows(text, "step outside its rollout")[0]
+    step = rows(text, "forward + loss + backward")[0]
     assert step[-1] == "**faster**" and -4.5 < float(step[3].removesuffix(" %")) < -1.5
     assert rows(text, "trainer, peak memory")[0][3:] == [
         "-8.0 %",
@@ -97,45 +97,46 @@ def test_the_preset_is_told_beside_the_benchmark_it_is_of(tmp_path):
     assert f"**Benchmark** {whole.name}, preset smoke;" in smoke
 
 
-def test_rollouts_and_whole_steps_are_not_laid_to_the_switch(tmp_path):
-    """What a step takes outside its rollout is, as training is."""
+def test_only_training_is_laid_to_a_switch_of_operators(tmp_path):
+    """Not the rollouts, hand-overs and weights that a step holds, and so not the step."""
     record = full_steps(repeats=4, gain=0.05)
     told = reported(tmp_path / "alike", record)
     assert rows(told, "step")[0][-1] == "**differs**" and rows(told, "rollout")[0][-1].startswith(
         "no difference"
     )
-    for label in ("step outside its rollout", "forward + loss + backward"):
-        assert rows(told, label)[0][-1] == "**faster**", label
+    assert rows(told, "forward + loss + backward")[0][-1] == "**faster**"
     for only in record.sides[RL_KERNEL]:
         for step in only.steps:
             step["perf/rollout_time"] *= 0.8
             step["perf/step_time"] -= 0.2 * step["perf/train_wait_time"]
             step["perf/train_wait_time"] *= 0.8
+            step["perf/update_weights_time"] *= 0.5
+    for repeat in (*record.sides[BASELINE], *record.sides[RL_KERNEL]):
+        for step in repeat.steps:
+            step["perf/actor_train_time"] = sum(step[name] for name in PASS_PARTS)
     told = reported(tmp_path / "unlike", record)
-    taken = re.search(r"\*\*Mind\*\* A step takes (-[\d.]+) s, of which (-[\d.]+) s are the wait", told)
+    pattern = (
+        r"A step is (\S+) s shorter, the wait for its rollout (\S+) s shorter, its training (\S+) s shorter"
+    )
     means = {
         name: [np.mean([s[name] for r in record.sides[side] for s in r.steps[1:]]) for side in SIDES]
-        for name in ("perf/step_time", "perf/train_wait_time")
+        for name in ("perf/step_time", "perf/train_wait_time", "perf/actor_train_time")
     }
-    assert [float(x) for x in taken.groups()] == pytest.approx([b - a for a, b in means.values()], abs=0.02)
-    for label in ("step", "rollout", "tokens by the step's time"):
+    shorter = [float(x) for x in re.search(pattern, told).groups()]
+    assert shorter == pytest.approx([a - b for a, b in means.values()], abs=0.02)
+    for label in ("step", "rollout", "weights to engines", "tokens by the step's time"):
         assert rows(told, label)[0][-1] == "**differs**", label
-    for label in ("step outside its rollout", "forward + loss + backward"):
+    for label in ("training", "forward + loss + backward"):
         assert rows(told, label)[0][-1] == "**faster**", label
     assert re.search(r"- \*\*step\*\* .*: differs\n", told)
     coloured = colours(record)
-    assert coloured >= {"step outside its rollout (s)", "forward + loss + backward (s)"}
-    assert coloured.isdisjoint({"step (s)", "rollout (s)"})
+    assert coloured >= {"training (s)", "forward + loss + backward (s)"}
+    assert coloured.isdisjoint({"step (s)", "rollout (s)", "weights to engines (s)"})
     assert rows(reported(tmp_path / "else", other_switch(record)), "rollout")[0][-1] == "**faster**"
-
-
-def test_a_step_outside_its_rollout_is_the_step_less_the_wait_step_by_step():
-    record = full_steps(repeats=2, steps=6)
-    (found,) = (c for c in compared(record, pairs_of(record)[0]) if c.metric.name == OUTSIDE)
-    steps = [s["perf/step_time"] - s["perf/train_wait_time"] for s in record.sides[BASELINE][0].steps[1:]]
-    assert found.sides[BASELINE].repeats[0] == pytest.approx(np.mean(steps))
-    record = drop(record, RL_KERNEL, "perf/train_wait_time")
-    assert OUTSIDE not in {c.metric.name for c in compared(record, pairs_of(record)[0]) if not c.missing}
+    half = drop(record, RL_KERNEL, "perf/train_wait_time")
+    assert "A step is" not in reported(tmp_path / "half", half), (
+        "what a side did not record has no difference"
+    )
 
 
 def colours(record) -> set[str]:

@@ -238,7 +238,7 @@ def test_a_plan_tells_memory_and_notes_as_vime_plan_does(tmp_path, capfd, monkey
     monkeypatch.setattr(sys, "path", list(sys.path))
     tiny = str(ROOT / "examples" / "bench" / "tiny-cpu.yaml")
     line = ["bench", "plan", tiny, "--out", str(tmp_path), "--", "--seq-length", "64", "--offload-train"]
-    assert vime([*line, "--kl-coef", "0.1", "--rl-kernel-workspace-mib", "1"]) == 0
+    assert vime([*line, "--rl-kernel-workspace-mib", "1"]) == 0
     out = capfd.readouterr().out
     _, whole_steps = out.split("# e2e: ")
     (command,) = [text for text in whole_steps.splitlines() if "runs/baseline-0" in text]

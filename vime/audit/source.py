@@ -19,6 +19,7 @@ from slime.hf_config import read_hf_config
 from slime.rollout.debug_data import load_with_facts
 from slime.rollout.facts import first_difference, replay_template, sample_facts
 from slime.types import Sample
+from vime.engine.middleware import CHECKPOINT_VERSION
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ def weights_of(config: Config, version: int, scratch: Path) -> str:
     """
     from slime.megatron_backend.export import export_checkpoint
 
+    if version == CHECKPOINT_VERSION:  # of a run without a trainer: what its engines start from
+        return str(config.hf_checkpoint)
     if version == 0:
         start = start_directory(config)
         if (Path(start) / "config.json").is_file():

@@ -148,6 +148,11 @@ def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
             f"{BASELINE} is plain PyTorch in the layers too (SwiGLU, rotary embedding), where Megatron has fused "
             f"forms: the difference is not that of the LM head and the loss alone{inside}."
         )
+    if shares and record.switch["field"] == "rl_kernel_ops":
+        switched = set(record.switch[BASELINE]) ^ set(record.switch[RL_KERNEL])
+        idle = sorted(op for op in switched if not any(step.get(f"rl_kernel/{op}/calls") for step in steps))
+        if idle:
+            found.append(f"Switched and never called, so that nothing here is about them: {', '.join(idle)}.")
     fell_back = {op for _, repeat in pairs for op, calls in repeat.fallbacks.items() if calls}
     if fell_back:
         found.append(

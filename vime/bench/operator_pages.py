@@ -110,7 +110,8 @@ def operator_page(content: Content, picture: str | None) -> Iterator[str]:
         yield ""
         yield (
             "Cells: the ratio, bold where a difference is shown, with its interval where there is one and the number "
-            "of calls where they are too few for a verdict; below it the extra memory of both in GiB."
+            "of calls where they are too few for a verdict; below it the extra memory of both in GiB. What the rows "
+            "are: [benchmarks/README.md](../benchmarks/README.md#rows)."
         )
     for form in dict.fromkeys(_form(match) for case in linear for match in case.matches):
         yield from _matrix(form, linear)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ from vime.bench.report import MOE_LIMIT, TIER_LIMITS, how_to_read, is_moe, what_
 from vime.bench.settings import read_settings
 from vime.bench.tables import fallbacks, headlines, percentiles, verdicts
 from vime.bench.tables import in_short as record_in_short
-from vime.bench.verdicts import OUTSIDE, STEP, Comparison, compared, number
+from vime.bench.verdicts import STEP, TRAINER_PEAK, TRAINING, Comparison, compared, number
 from vime.plot import save
 
 COMMAND = "python -m vime.bench.published"
@@ -62,7 +63,7 @@ MEASURED = {"e2e": "full steps of", "module": "a trainer alone (`vime bench modu
 """Tiers that a benchmark of the examples has; how its record is called where there is none."""
 SHOWN = ("differences", "time_breakdown")
 """Pictures of a record that are on the page."""
-SHORTEST = (STEP, OUTSIDE, "perf/actor_train_time", "perf/trainer_peak_gib")
+SHORTEST = (TRAINER_PEAK, TRAINING, STEP)
 LINES = {"parallel": parallel_lines, "rollout": rollout_lines, "audit": audit_lines}
 STAMP = "drawn-from"
 OLD, MOVED = "vime.benchmarks", " (`vime.benchmarks` is `vime.bench` today)"
@@ -160,8 +161,7 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     found = [row for row in figures if row[1] is not None]
     missed = [row for row in found if verdict(*row[:2]) != "met"]
     if found:
-        why = {name: f", [why](#{_anchor(Path(name).stem)})" for name, content in plain if "note" in content}
-        texts = [f"{_figure_text(*row)}{why.get(row[2], '')}" for row in missed]
+        texts = [_figure_text(*row) for row in missed]
         yield f"- **Targets of runs** {len(found) - len(missed)} met, **{len(missed)} missed**" + (
             f": {'; '.join(texts)}" if missed else ""
         )
@@ -234,7 +234,15 @@ def _machines(results: Sequence[Result]) -> str:
 
 
 def _figure_text(target: Target, value: float, source: str) -> str:
-    return f"{target.what} {value:.3g} {target.unit} ({_limit(target)}, {verdict(target, value)})"
+    name = Path(source).stem
+    place = f"[{name.replace('_', ' ')}](#{_anchor(name)})"
+    return f"{target.what} {_measured(target, value)} ({_limit(target)}, {verdict(target, value)}) in {place}"
+
+
+def _measured(target: Target, value: float) -> str:
+    if math.isinf(value):
+        return "infinite (by a noise of 0)"
+    return f"{number(value, digits=3)} {target.unit}".strip()
 
 
 def _limit(target: Target) -> str:
@@ -246,8 +254,7 @@ def _figure_table(found: Sequence[tuple[Target, float | None, str]]) -> list[str
     for target, value, source in found:
         words = verdict(target, value)
         assert value is not None
-        measured = f"{number(value, digits=3)} {target.unit}".strip()
-        cells = [measured, _limit(target), words if words == "met" else f"**{words}**"]
+        cells = [_measured(target, value), _limit(target), words if words == "met" else f"**{words}**"]
         lines.append(
             f"| {target.what} | {' | '.join(cells)} | [{Path(source).stem}](../{RESULTS / source}) |"
         )
@@ -282,7 +289,7 @@ def _record_lines(name: str, record: Record) -> Iterator[str]:
     yield from (f"{record.claim}.", "")
     if is_moe(record):
         yield from (MOE_LIMIT, "")
-    yield from what_ran(record, pairs, left_out, found)
+    yield from what_ran(record, pairs, left_out, found, _of_another_switch(record))
     yield from record_in_short(found)
     for picture, (caption, drawn) in figures(record, pairs, found).items():
         if picture in SHOWN and not isinstance(drawn, str):
@@ -290,6 +297,17 @@ def _record_lines(name: str, record: Record) -> Iterator[str]:
     yield from ("", "<details>", "<summary>All metrics</summary>")
     yield from (*verdicts(record, found), *percentiles(record, found), *fallbacks(pairs))
     yield from ("", "</details>")
+
+
+def _of_another_switch(record: Record) -> list[str]:
+    """What to know of a command whose file has changed its switch since."""
+    path = ROOT / EXAMPLES / f"{record.name}.yaml"
+    was = record.switch["field"]
+    if not path.is_file() or (switch := read_settings(path).switch.field) == was:
+        return []
+    return [
+        f"The file switched `{was}` at that commit and switches `{switch}` today: to repeat this, check out the commit."
+    ]
 
 
 def _file_name(result: str, picture: str) -> str:

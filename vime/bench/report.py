@@ -21,8 +21,8 @@ from vime.bench.pictures import Picture, draw_pictures
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, MIN_PAIRS, MIN_STEPS
 from vime.bench.tables import fallbacks, in_short, minds, percentiles, verdicts
-from vime.bench.verdicts import OUTSIDE, Comparison, compared, metric_of
-from vime.bench.where import facts, folded
+from vime.bench.verdicts import Comparison, compared
+from vime.bench.where import facts, folded, rollouts_of
 
 REPORT_FILE = "report.md"
 TIER_TITLES = {"op": "Operators", "module": "Modules", "e2e": "Full steps"}
@@ -138,9 +138,10 @@ def how_to_read() -> Iterator[str]:
     )
     yield ""
     yield (
-        f"**Rollouts** run no operator of {RL_KERNEL}. Where operators are the switch, rollouts, and steps, which hold "
-        "them, are said to differ, never to be faster: what operators change of a step is in "
-        f"*{metric_of(OUTSIDE).label}*."
+        "**Where operators are the switch,** of times and speeds only training and its passes are said to be faster or "
+        "slower: they hold the operators. Rollouts, hand-overs, weights to engines, and whole steps, which hold them, "
+        "are said to differ. In a model of reduced depth the LM head is a larger share of a step than in the whole "
+        "model: percentages are of that depth alone."
     )
     yield ""
     yield (
@@ -165,13 +166,18 @@ def _part(found: Findings) -> Iterator[str]:
 
 
 def what_ran(
-    record: Record, pairs: Sequence[Pair], left_out: Sequence[str], comparisons: Sequence[Comparison]
+    record: Record,
+    pairs: Sequence[Pair],
+    left_out: Sequence[str],
+    comparisons: Sequence[Comparison],
+    more: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Switch, counts, order, machine, command, and what has to be known to read what follows."""
+    """Switch, rollouts, counts, order, machine, command, and what has to be known to read what follows, `more` too."""
     switch = record.switch
     preset = "" if record.preset is None else f", preset {record.preset}"
     sides = ", ".join(f"`{_switched(switch[side])}` in {side}" for side in SIDES)
     yield f"- **Benchmark** {record.name}{preset}; `{switch['field']}` is {sides}"
+    yield from (f"- **Rollouts** {text}" for text in rollouts_of(pairs[0][0].config))
     steps = sorted({len(repeat.steps) - record.warm_up for pair in pairs for repeat in pair})
     warm_up = f", after {record.warm_up} of warm-up" if record.warm_up else ""
     counts = " to ".join(str(count) for count in dict.fromkeys((steps[0], steps[-1])))
@@ -184,7 +190,7 @@ def what_ran(
     yield f"- **Order** {order} ({BASELINE[0]}: {BASELINE}, {RL_KERNEL[0]}: {RL_KERNEL})"
     yield from (f"- **{name}** {text}" for name, text in facts(pairs[0][0].environment))
     yield from (f"- **Note** {note}" for note in record.notes)
-    yield from minds(record, pairs, comparisons)
+    yield from (*minds(record, pairs, comparisons), *(f"- **Mind** {text}" for text in more))
     yield from (f"- **Left out** {text}" for text in left_out)
     yield from ("", "```bash", record.command, "```")
 

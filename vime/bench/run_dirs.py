@@ -208,8 +208,7 @@ def _conditions(plan: Plan) -> list[str]:
         )
     if made and made["layers"] < made["of"]:
         found.append(
-            f"reduced depth: {made['layers']} of the {made['of']} layers, every other dimension is true; of the whole "
-            "model the LM head is a smaller share, so that percentages are of this depth alone"
+            f"reduced depth: {made['layers']} of the {made['of']} layers, every other dimension is true"
         )
     if plan.tier == "module":
         count = plan.benchmark.steps

@@ -9,12 +9,13 @@ from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
 from vime.bench.verdicts import (
     KERNEL_SWITCHES,
-    OUTSIDE,
     SIZES,
     SMALL,
     SPEEDS,
     STEP,
     TIMES,
+    TRAINER_PEAK,
+    TRAINING,
     WHOLE_OF,
     Comparison,
     amount,
@@ -22,17 +23,16 @@ from vime.bench.verdicts import (
     is_shown,
     metric_of,
     number,
-    rollout_of_step,
+    parts_of_step,
     verdict,
     with_unit,
 )
 
 INTERVAL = f"{100 * LEVEL:.0f} % interval"
 HEADLINES = (
+    TRAINER_PEAK,
+    TRAINING,
     STEP,
-    OUTSIDE,
-    "perf/actor_train_time",
-    "perf/trainer_peak_gib",
     "rollout/raw_reward",
     "train/train_rollout_logprob_abs_diff",
 )
@@ -53,24 +53,33 @@ def in_short(found: Sequence[Comparison]) -> Iterator[str]:
 
 
 def headlines(found: Sequence[Comparison], names: Sequence[str] = HEADLINES) -> list[str]:
-    """Of the metrics `names` that both sides recorded: difference, interval where there is one, verdict."""
+    """Of the metrics `names` that both sides recorded: means, difference, interval where there is one, verdict."""
+    by_name = {c.metric.name: c for c in found}
     texts = []
-    for c in found:
-        if c.metric.name in names and (d := c.difference) is not None:
+    for c in (by_name[name] for name in names if name in by_name):
+        if (d := c.difference) is not None:
+            baseline, rl_kernel = (
+                number(side.mean, digits=3) for side in c.sides.values() if side is not None
+            )
+            means = f"{baseline} to {with_unit(rl_kernel, c.metric)}"
             interval = f" ({INTERVAL}: {_interval(c, d)})" if d.low is not None else ""
-            difference = amount(c.metric, d, d.value, "+")
-            texts.append(f"**{c.metric.label}** {difference}{interval}: {verdict(c.metric, d)}")
+            texts.append(
+                f"**{c.metric.label}** {means}, {amount(c.metric, d, d.value, '+')}{interval}: {verdict(c.metric, d)}"
+            )
     return texts
 
 
 def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) -> Iterator[str]:
     """What has to be known to read a comparison, a line each."""
     yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
-    if record.switch["field"] in KERNEL_SWITCHES and (parts := rollout_of_step(found)) is not None:
-        step, wait = (with_unit(number(seconds, "+", digits=3), metric_of(STEP)) for seconds in parts)
+    if record.switch["field"] in KERNEL_SWITCHES and (parts := parts_of_step(found)) is not None:
+        step, wait, training = (
+            f"{with_unit(number(abs(seconds), digits=3), metric_of(STEP))} {'longer' if seconds > 0 else 'shorter'}"
+            for seconds in parts
+        )
         yield (
-            f"- **Mind** A step takes {step}, of which {wait} are the wait for its rollout, where no operator of "
-            "rl_kernel runs: of the whole step is said that it differs, not that it is faster."
+            f"- **Mind** A step is {step}, the wait for its rollout {wait}, its training {training}. The operators are "
+            "the trainer's, so that training may be called faster, and of a whole step is said that it differs."
         )
 
 

@@ -21,14 +21,7 @@ WHOLE_OF = dict.fromkeys(PASS_PARTS, PASS_TIME) | {
     part.replace("_time", PEAK): TRAINER_PEAK for part in PASS_PARTS
 }
 """What has no difference of its own where the metric is there that it is a part of."""
-STEP, WAIT = "perf/step_time", "perf/train_wait_time"
-OUTSIDE = "perf/outside_rollout_time"
-DERIVED = {
-    OUTSIDE: ("step outside its rollout", "s", False),
-    PASS_TIME: ("forward + loss + backward", "s", False),
-}
-SUMS = {OUTSIDE: ((STEP, 1), (WAIT, -1)), PASS_TIME: tuple((part, 1) for part in PASS_PARTS)}
-"""A derived metric -> the metrics that it is the sum of, each with its sign."""
+DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
 
 SPEED_OVER = {
     "perf/step_tokens_per_sec": "perf/step_time",
@@ -42,11 +35,12 @@ SMALL = 0.01
 UNEQUAL = 0.001
 """The share of memory below which a difference, however certain, is an allocator's rounding: neither less nor more."""
 KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
-WITH_ROLLOUT = (
-    *("perf/rollout_time", WAIT, "perf/tokens_per_gpu_per_sec"),
-    *(STEP, "perf/step_tokens_per_sec", "perf/step_tokens_per_gpu_per_sec"),
+STEP, WAIT, TRAINING = "perf/step_time", "perf/train_wait_time", "perf/actor_train_time"
+HOLD_KERNELS = (
+    *("perf/log_probs_time", "perf/ref_log_probs_time", *PASS_PARTS, PASS_TIME),
+    *(TRAINING, "perf/actor_train_tok_per_s"),
 )
-"""Rollouts, and what holds one: no kernel of the switch runs in an engine, so that part of a difference is not its."""
+"""Times and speeds that hold switched kernels; what moves the others, of engines and hand-overs, is something else."""
 TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
 
 
@@ -91,8 +85,8 @@ def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
     if name.endswith(PEAK):
         return np.array([max((step[name] for step in repeat.steps if name in step), default=np.nan)])
     steps = repeat.steps[warm_up:] if is_timed(name) else repeat.steps
-    if name in SUMS:
-        return np.sum([sign * values_of(repeat, part, warm_up) for part, sign in SUMS[name]], axis=0)
+    if name == PASS_TIME:
+        return np.sum([values_of(repeat, part, warm_up) for part in PASS_PARTS], axis=0)
     return np.array([step.get(name, np.nan) for step in steps], dtype=np.float64)
 
 
@@ -115,11 +109,11 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     reported = {
         name for pair in pairs for repeat in pair for step in repeat.steps[record.warm_up :] for name in step
     }
-    reported |= {name for name, parts in SUMS.items() if all(part in reported for part, _ in parts)}
+    if all(part in reported for part in PASS_PARTS):
+        reported.add(PASS_TIME)
     order = list(METRICS)
-    for name, parts in SUMS.items():
-        order.insert(order.index(parts[-1][0]) + 1, name)
-    order += TIME_METRICS
+    after = order.index(PASS_PARTS[-1]) + 1
+    order = [*order[:after], *DERIVED, *order[after:], *TIME_METRICS]
     names = [name for name in dict.fromkeys(order) if name in reported]
     found = [_compare(record, pairs, name) for name in names]
     found = [
@@ -134,26 +128,31 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
 
 
 def _without_credit(found: Sequence[Comparison]) -> list[Comparison]:
-    """Of what holds a rollout neither direction is the better one: it differs, whatever moved it."""
-    return [
-        replace(c, metric=replace(c.metric, better=None)) if c.metric.name in WITH_ROLLOUT else c
-        for c in found
-    ]
+    """Of times and speeds outside HOLD_KERNELS, so of rollouts and of whole steps, neither direction is the better one:
+    they differ, whatever moved them."""
+
+    def judged(metric: Metric) -> Metric:
+        timed = metric.unit in (*TIMES, *SPEEDS)
+        return replace(metric, better=None) if timed and metric.name not in HOLD_KERNELS else metric
+
+    return [replace(c, metric=judged(c.metric)) for c in found]
 
 
-def rollout_of_step(found: Sequence[Comparison]) -> tuple[float, float] | None:
-    """(what a step takes more on the side of the kernels, how much of it is the wait for its rollout), seconds. None
-    where steps are not shown to differ, or no wait was recorded."""
-    by_name = {c.metric.name: c for c in found}
-    step, wait = by_name.get(STEP), by_name.get(WAIT)
-    if step is None or wait is None or step.difference is None or not is_shown(step.metric, step.difference):
+def parts_of_step(found: Sequence[Comparison]) -> list[float] | None:
+    """Seconds that a step, the wait for its rollout and its training take more on the side of the kernels. None where
+    steps are not shown to differ, or a side did not record one of the three."""
+    by_name = {c.metric.name: c for c in found if not c.missing and c.difference is not None}
+    if any(name not in by_name for name in (STEP, WAIT, TRAINING)):
         return None
-    return _more(step), _more(wait)
+    step = by_name[STEP]
+    if step.difference is None or not is_shown(step.metric, step.difference):
+        return None
+    return [_more(by_name[name]) for name in (STEP, WAIT, TRAINING)]
 
 
 def _more(c: Comparison) -> float:
-    baseline, rl_kernel = (c.sides[side] for side in SIDES)
-    return rl_kernel.mean - baseline.mean if baseline and rl_kernel else float("nan")
+    baseline, rl_kernel = (side.mean for side in c.sides.values() if side is not None)
+    return rl_kernel - baseline
 
 
 def _is_small(c: Comparison, step: Comparison) -> bool:

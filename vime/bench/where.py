@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from slime.tracking.environment import mask_secrets
@@ -38,6 +39,19 @@ def facts(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     known = [f"{name} {version}" for name, version in {"Python": python, **versions}.items() if version]
     yield "Versions", ", ".join(known) or "unknown"
     yield "Commit", str(told.get("git.commit") or told.get("commit") or "unknown")
+
+
+def rollouts_of(config: Mapping[str, Any]) -> Iterator[str]:
+    """How many answers of what length to which prompts, and what rewards them; nothing where no flags are known."""
+    told = {path.rpartition(".")[2]: value for path, value in flatten(config)}
+    if not told.get("prompt_data"):
+        return
+    file = "/".join(Path(told["prompt_data"]).parts[-3:])
+    reward = told.get("custom_rm_path") or told.get("rm_type")
+    yield (
+        f"{told['rollout_batch_size']} prompts x {told['n_samples_per_prompt']} answers of at most "
+        f"{told['rollout_max_response_len']} tokens, prompts of `{file}`, reward `{reward}`"
+    )
 
 
 def folded(title: str, values: Mapping[str, Any]) -> Iterator[str]:
