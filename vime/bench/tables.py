@@ -78,8 +78,8 @@ def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) ->
             for seconds in parts
         )
         yield (
-            f"- **Mind** A step is {step}, the wait for its rollout {wait}, its training {training}. The operators are "
-            "the trainer's, so that training may be called faster, and of a whole step is said that it differs."
+            f"- **Mind** A step is {step}, the wait for its rollout {wait}, its training {training}. Operators run in "
+            "training: only that is called faster or slower, of the whole step is said that it differs."
         )
 
 
