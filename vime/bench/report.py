@@ -28,8 +28,8 @@ REPORT_FILE = "report.md"
 TIER_TITLES = {"op": "Operators", "module": "Modules", "e2e": "Full steps"}
 TIER_LIMITS = {
     "op": "One operator at a time. Nothing here says how much faster a training step is.",
-    "module": "A trainer alone, on rollouts that were saved: waiting for one is reading its file. Nothing here says how "
-    "much faster a whole step is.",
+    "module": "A trainer alone, on rollouts that were saved: waiting for one is reading its file. Nothing here says "
+    "how much faster a whole step is.",
     "e2e": "Whole steps: rollout, training and weight transfer.",
 }
 MOE_LIMIT = "Nothing here is a claim about the kernels of experts or routers."
