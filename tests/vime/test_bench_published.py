@@ -179,6 +179,11 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
     beside.mkdir()
     other = deepcopy(replace(record, name="qwen3-4b-gsm8k", preset="smoke"))
     other.write(folder)
+    assert (
+        "- **Mind** The file switched `rlk_fast` at that commit and switches `rl_kernel_ops` today"
+        in page(read_results(tmp_path))
+    )
+    assert "switches `rl_kernel_ops` today" not in text, "of a record that no file of the examples is of"
     assert "qwen3-4b-gsm8k (but for smoke by `rlk_fast`, not `rl_kernel_ops`)" in unmeasured()[0]
     values = {"baseline": ["swiglu"], "rl_kernel": ["swiglu", "logp"]}
     for side, repeats in record.sides.items():
