@@ -23,6 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from vime.bench import record as records
 from vime.bench.compare import Pair, pairs_of, refuse_unlike
+from vime.bench.coverage import of_another_switch, without_record
 from vime.bench.gpu_numbers import Target, rows, verdict
 from vime.bench.gpu_runs import Sources
 from vime.bench.operator_pages import in_short, missed_targets, operator_page, pictured
@@ -38,7 +39,6 @@ from vime.bench.published_tables import (
 )
 from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, Record
 from vime.bench.report import MOE_LIMIT, TIER_LIMITS, how_to_read, is_moe, what_ran
-from vime.bench.settings import read_settings
 from vime.bench.tables import fallbacks, headlines, percentiles, verdicts
 from vime.bench.tables import in_short as record_in_short
 from vime.bench.verdicts import STEP, TRAINER_PEAK, TRAINING, Comparison, compared, number
@@ -46,7 +46,7 @@ from vime.plot import save
 
 COMMAND = "python -m vime.bench.published"
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = Path("examples/bench")
+EXAMPLES = ROOT / "examples" / "bench"
 RESULTS, PAGE, IMAGES = Path("benchmarks/results"), Path("docs/benchmarks.md"), Path("docs/images")
 SECTIONS = {
     "Operators": (TIER_LIMITS["op"], ("operators", "elementwise", "parallel")),
@@ -59,8 +59,6 @@ SECTIONS = {
 }
 """Title -> (what it claims, the files of it by how their names begin); records go where their tier says."""
 TIERS = {"module": "A trainer alone", "e2e": "Full steps"}
-MEASURED = {"e2e": "full steps of", "module": "a trainer alone (`vime bench module`) on"}
-"""Tiers that a benchmark of the examples has; how its record is called where there is none."""
 SHOWN = ("differences", "time_breakdown")
 """Pictures of a record that are on the page."""
 SHORTEST = (TRAINER_PEAK, TRAINING, STEP)
@@ -166,7 +164,7 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
             f": {'; '.join(texts)}" if missed else ""
         )
     unmeasured = [target.what for target, value, _ in figures if value is None]
-    unmeasured += _without_record(results)
+    unmeasured += without_record([r.content for r in results if isinstance(r.content, Record)], EXAMPLES)
     if unmeasured:
         yield f"- **Not measured**: {'; '.join(unmeasured)}"
     for result in results:
@@ -183,31 +181,6 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
         f"they were typed at their commit{MOVED if any(OLD in json.dumps(c) for _, c in plain) else ''}. How to "
         "measure: [benchmarks/README.md](../benchmarks/README.md)."
     )
-
-
-def _without_record(results: Sequence[Result]) -> list[str]:
-    """A line a tier: the benchmarks of the examples that no record is of as they stand, with the presets that one is
-    of, and by which switch where that is not the file's; that for a CPU proves the harness alone."""
-    found = [r.content for r in results if isinstance(r.content, Record)]
-    texts = []
-    for tier, what in MEASURED.items():
-        names = []
-        for path in sorted((ROOT / EXAMPLES).glob("*.yaml")):
-            name, switch = path.stem, read_settings(path).switch.field
-            own = [record for record in found if (record.tier, record.name) == (tier, name)]
-            if name.endswith("-cpu") or any((r.preset, r.switch["field"]) == (None, switch) for r in own):
-                continue
-            alike = {record.preset or "" for record in own if record.switch["field"] == switch}
-            others = {_otherwise(record, switch) for record in own if record.preset not in alike}
-            but = sorted(alike | others)
-            names.append(name + (f" (but for {', '.join(but)})" if but else ""))
-        if names:
-            texts.append(f"{what} {', '.join(names)}")
-    return texts
-
-
-def _otherwise(record: Record, switch: str) -> str:
-    return f"{record.preset or 'all of it'} by `{record.switch['field']}`, not `{switch}`"
 
 
 def _anchor(title: str) -> str:
@@ -289,7 +262,7 @@ def _record_lines(name: str, record: Record) -> Iterator[str]:
     yield from (f"{record.claim}.", "")
     if is_moe(record):
         yield from (MOE_LIMIT, "")
-    yield from what_ran(record, pairs, left_out, found, _of_another_switch(record))
+    yield from what_ran(record, pairs, left_out, found, of_another_switch(record, EXAMPLES))
     yield from record_in_short(found)
     for picture, (caption, drawn) in figures(record, pairs, found).items():
         if picture in SHOWN and not isinstance(drawn, str):
@@ -297,17 +270,6 @@ def _record_lines(name: str, record: Record) -> Iterator[str]:
     yield from ("", "<details>", "<summary>All metrics</summary>")
     yield from (*verdicts(record, found), *percentiles(record, found), *fallbacks(pairs))
     yield from ("", "</details>")
-
-
-def _of_another_switch(record: Record) -> list[str]:
-    """What to know of a command whose file has changed its switch since."""
-    path = ROOT / EXAMPLES / f"{record.name}.yaml"
-    was = record.switch["field"]
-    if not path.is_file() or (switch := read_settings(path).switch.field) == was:
-        return []
-    return [
-        f"The file switched `{was}` at that commit and switches `{switch}` today: to repeat this, check out the commit."
-    ]
 
 
 def _file_name(result: str, picture: str) -> str:
