@@ -8,6 +8,7 @@ from vime.bench.compare import Pair, cautions
 from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
 from vime.bench.verdicts import (
+    HOLD_KERNELS,
     KERNEL_SWITCHES,
     SIZES,
     SMALL,
@@ -73,13 +74,16 @@ def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) ->
     """What has to be known to read a comparison, a line each."""
     yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
     if record.switch["field"] in KERNEL_SWITCHES and (parts := parts_of_step(found)) is not None:
-        step, wait, training = (
-            f"{with_unit(number(abs(seconds), digits=3), metric_of(STEP))} {'longer' if seconds > 0 else 'shorter'}"
-            for seconds in parts
+        step, *texts = (
+            f"{metric_of(name).label} {with_unit(number(abs(seconds), digits=3), metric_of(name))} "
+            f"{'longer' if seconds > 0 else 'shorter'}"
+            for name, seconds in parts.items()
         )
+        *others, last = (metric_of(name).label for name in parts if name in HOLD_KERNELS)
+        passes = f"{', '.join(others)} and {last}" if others else last
         yield (
-            f"- **Mind** A step is {step}, the wait for its rollout {wait}, its training {training}. Operators run in "
-            "training: only that is called faster or slower, of the whole step is said that it differs."
+            f"- **Mind** Of the means, a {step}: {', '.join(texts)}. Operators run in {passes}: only that is called "
+            "faster or slower, of the whole step is said that it differs."
         )
 
 

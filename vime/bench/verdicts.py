@@ -36,10 +36,8 @@ UNEQUAL = 0.001
 """The share of memory below which a difference, however certain, is an allocator's rounding: neither less nor more."""
 KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
 STEP, WAIT, TRAINING = "perf/step_time", "perf/train_wait_time", "perf/actor_train_time"
-HOLD_KERNELS = (
-    *("perf/log_probs_time", "perf/ref_log_probs_time", *PASS_PARTS, PASS_TIME),
-    *(TRAINING, "perf/actor_train_tok_per_s"),
-)
+LOG_PROBS = ("perf/log_probs_time", "perf/ref_log_probs_time")
+HOLD_KERNELS = (*LOG_PROBS, *PASS_PARTS, PASS_TIME, TRAINING, "perf/actor_train_tok_per_s")
 """Times and speeds that hold switched kernels; what moves the others, of engines and hand-overs, is something else."""
 TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
 
@@ -138,16 +136,16 @@ def _without_credit(found: Sequence[Comparison]) -> list[Comparison]:
     return [replace(c, metric=judged(c.metric)) for c in found]
 
 
-def parts_of_step(found: Sequence[Comparison]) -> list[float] | None:
-    """Seconds that a step, the wait for its rollout and its training take more on the side of the kernels. None where
-    steps are not shown to differ, or a side did not record one of the three."""
+def parts_of_step(found: Sequence[Comparison]) -> dict[str, float] | None:
+    """Seconds that a step, the wait for its rollout and its passes of the trainer take more on the side of the kernels,
+    by metric. None where steps are not shown to differ, or a side did not record their wait or training."""
     by_name = {c.metric.name: c for c in found if not c.missing and c.difference is not None}
     if any(name not in by_name for name in (STEP, WAIT, TRAINING)):
         return None
     step = by_name[STEP]
     if step.difference is None or not is_shown(step.metric, step.difference):
         return None
-    return [_more(by_name[name]) for name in (STEP, WAIT, TRAINING)]
+    return {name: _more(by_name[name]) for name in (STEP, WAIT, *LOG_PROBS, TRAINING) if name in by_name}
 
 
 def _more(c: Comparison) -> float:
