@@ -87,7 +87,7 @@ class FaultyRun:
     def assert_right_weights(self) -> None:
         """No step was trained on what other weights than the last published ones had sampled."""
         for step, row in self.steps().items():
-            assert row["train/train_rollout_logprob_abs_diff"] < self.kind.logprob_diff, step
+            assert row["train/train_rollout_logprob_abs_diff"] < self.kind.logprob_diff, (step, row)
             drawn = samples(self.run_dir, step)
             assert len(drawn) == PROMPTS * SAMPLES
             # Not the checkpoint's weights that a new server begins with (-1).

@@ -31,8 +31,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SAMPLES = 8, 4
 _PR_SET_CHILD_SUBREAPER = 36
-_SCORED: Counter[int] = Counter()
-"""Samples of each weight version that striking_reward has seen; one process computes all rewards of a run."""
+_SCORED: Counter[tuple[int, int]] = Counter()
+"""Samples of each weight version and group that striking_reward has seen; one process computes all rewards of a run."""
 
 
 def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
@@ -41,18 +41,21 @@ def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 def striking_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """parity_reward that carries out what a test has ordered in the file `strike` ("PID SIGNAL") when a quarter of a
-    rollout is scored, and then calls the file `struck`, with the rollout's number inside.
+    """parity_reward that carries out what a test has ordered in the file `strike` ("PID SIGNAL") when the second group
+    of a rollout is scored, and then calls the file `struck`, with the rollout's number inside.
 
-    From outside, a rollout of a tiny model can be over between looking and striking.
+    From outside, a rollout of a tiny model can be over between looking and striking. Whole groups are counted: samples
+    of all groups may come first, and a strike that leaves no group whole ends a run, rightly, for its deadline.
     """
     order, version = Path(args.run_dir) / "strike", sample.weight_versions[-1]
-    _SCORED[version] += 1
-    if _SCORED[version] == PROMPTS * SAMPLES // 4 and order.exists():
-        pid, number = map(int, order.read_text().split())
-        os.kill(pid, number)
-        order.write_text(str(version))
-        order.rename(order.with_name("struck"))
+    _SCORED[version, sample.group_index] += 1
+    whole = sum(count == SAMPLES for (of, _), count in [*_SCORED.items()] if of == version)
+    if whole == 2:
+        with contextlib.suppress(FileNotFoundError):  # no order, or another thread's: rewards have one each
+            taken = order.rename(order.with_name("taken"))
+            os.kill(*map(int, taken.read_text().split()))
+            taken.write_text(str(version))
+            taken.rename(order.with_name("struck"))
     return parity_reward(args, sample)
 
 
