@@ -28,7 +28,7 @@ flags: {device: cpu, colocate: true, balance-data: false, train-env-vars: {A: "1
 switch: {field: rlk_fast, baseline: off, rl_kernel: strict}
 steps: 4
 presets:
-  long: {steps: 40, repeats: 3, flags: {lr: 1e-4}}
+  long: {steps: 40, repeats: 3, flags: {lr: 1e-4, balance_data: true, weight-decay: 0.1}}
   own: {model: {path: somewhere}, data: file.jsonl, claim: mine}
 """
 
@@ -63,13 +63,15 @@ def test_a_file_its_defaults_and_words_that_yaml_takes_for_booleans(tmp_path):
 def test_presets_replace_and_add_flags_and_the_command_line_wins(tmp_path):
     path = write(tmp_path)
     long = read_settings(path, "long")
-    assert (long.steps, long.repeats, long.warm_up, long.flags[-4:]) == (
-        40,
-        3,
-        1,
-        ("--lr", "1e-3", "--lr", "1e-4"),
-    )
-    assert long.flags[:-2] == read_settings(path).flags
+    assert (long.steps, long.repeats, long.warm_up) == (40, 3, 1)
+    assert long.flags == (
+        *("--device", "cpu", "--colocate", "--balance-data"),
+        *("--train-env-vars", '{"A": "1"}', "--lr", "1e-4", "--weight-decay", "0.1"),
+    ), "each flag once"
+    typed = SMALL.replace("  own:", "  typed: {flags: [--lr 1e-5]}\n  own:")
+    path = write(tmp_path, typed)
+    listed = read_settings(path, "typed")
+    assert listed.flags == (*read_settings(path).flags, "--lr", "1e-5"), "a list comes after"
     own = read_settings(path, "own")
     assert (own.model, own.data, own.steps) == (Model(path="somewhere"), "file.jsonl", 4)
     line = long.with_line(steps=3, model="other", flags=["--lr", "1e-5"])

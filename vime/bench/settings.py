@@ -10,7 +10,7 @@
     steps: 12                           of each run, the warm-up included
     warm_up: 2                          steps that count for nothing (default 1)
     repeats: 3                          runs a side (default 1)
-    presets: {smoke: {steps: 3}}        other values by name: `flags` are added, the rest replaces
+    presets: {smoke: {steps: 3}}        other values by name: of `flags` those it names, of the rest the whole
 
 YAML's booleans are true and false only: `off` is a word here, as it is on a command line.
 """
@@ -155,7 +155,7 @@ def read_settings(path: Path, preset: str | None = None) -> Benchmark:
                 f"{path}: preset {preset} must say `claim`, got none; with a model or data of its own it shows "
                 "something else than the file"
             )
-    flags = [*_flags(content.pop("flags", {}), path), *_flags(chosen.get("flags", {}), path)]
+    flags = _flags(content.pop("flags", {}), chosen.get("flags", {}), path)
     values = {**content, **{key: value for key, value in chosen.items() if key != "flags"}}
     values["model"] = _model(values["model"], path)
     values["switch"] = _switch(values.get("switch", {}), path)
@@ -194,12 +194,23 @@ def _mapping(value: Any, what: str, keys: Sequence[str] | None = None) -> dict[s
     return dict(value)
 
 
-def _flags(value: Any, path: Path) -> list[str]:
-    """Tokens of a mapping of flags, or of a list of them as they are typed."""
-    if isinstance(value, list):
-        return [token for item in value for token in shlex.split(str(item))]
-    entries = _mapping(value, f"{path}: flags")
-    return [token for name, given in entries.items() for token in tokens(str(name), given)]
+def _flags(of_file: Any, of_preset: Any, path: Path) -> list[str]:
+    """Tokens of flags, a mapping of them or a list of them as they are typed. What a preset's mapping names takes the
+    place of the file's; a list comes after, where the later one wins."""
+    if isinstance(of_file, Mapping) and isinstance(of_preset, Mapping):
+        of_file, of_preset = {**_by_name(of_file), **_by_name(of_preset)}, []
+    found: list[str] = []
+    for value in (of_file, of_preset):
+        if isinstance(value, list):
+            found += (token for item in value for token in shlex.split(str(item)))
+        else:
+            entries = _mapping(value, f"{path}: flags")
+            found += (token for name, given in entries.items() for token in tokens(str(name), given))
+    return found
+
+
+def _by_name(flags: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(name).replace("_", "-"): value for name, value in flags.items()}
 
 
 def _model(value: Any, path: Path) -> Model:
