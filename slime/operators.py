@@ -14,7 +14,7 @@ from rl_kernel.dispatch import HOST_OPERATORS, Refused, machine_refusal
 from rl_kernel.mode import settings
 from rl_kernel.telemetry import set_timing
 from slime.config.algorithm import CENTRED
-from slime.config.kernels import OPERATORS
+from slime.config.kernels import HEADS, OPERATORS
 
 REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
 """Deterministic reductions that go with group_advantage, on the list and off it."""
@@ -53,7 +53,7 @@ def loss_head(config: Any) -> tuple[Head, str]:
     if config.loss_type == "custom_loss":
         return "native", "--custom-loss-function-path takes logits"
     reason = whole_sequences(config)
-    for head in ("linear_token_loss", "linear_logp", "logp"):
+    for head in HEADS:
         if head == "linear_token_loss" and reason:
             continue
         if head in config.rl_kernel_ops:

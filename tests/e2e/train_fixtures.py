@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ PROMPTS, SAMPLES = 8, 4
 _PR_SET_CHILD_SUBREAPER = 36
 _SCORED: Counter[tuple[int, int]] = Counter()
 """Samples of each weight version and group that striking_reward has seen; one process computes all rewards of a run."""
+_SCORING = threading.Lock()
+"""Each reward is computed in a thread of its own."""
 
 
 def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
@@ -41,21 +44,21 @@ def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 def striking_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """parity_reward that carries out what a test has ordered in the file `strike` ("PID SIGNAL") when the second group
-    of a rollout is scored, and then calls the file `struck`, with the rollout's number inside.
+    """parity_reward that carries out what a test has ordered in the file `strike` ("PID SIGNAL") amid a rollout, when
+    two groups or more are scored and two or more are not, and then calls the file `struck`, with the rollout's number
+    inside.
 
-    From outside, a rollout of a tiny model can be over between looking and striking. Whole groups are counted: samples
-    of all groups may come first, and a strike that leaves no group whole ends a run, rightly, for its deadline.
+    From outside, a rollout of a tiny model can be over between looking and striking. Whole groups are counted: a strike
+    that leaves none whole ends a run, rightly, for its deadline.
     """
     order, version = Path(args.run_dir) / "strike", sample.weight_versions[-1]
-    _SCORED[version, sample.group_index] += 1
-    whole = sum(count == SAMPLES for (of, _), count in [*_SCORED.items()] if of == version)
-    if whole == 2:
-        with contextlib.suppress(FileNotFoundError):  # no order, or another thread's: rewards have one each
-            taken = order.rename(order.with_name("taken"))
-            os.kill(*map(int, taken.read_text().split()))
-            taken.write_text(str(version))
-            taken.rename(order.with_name("struck"))
+    with _SCORING:
+        _SCORED[version, sample.group_index] += 1
+        whole = sum(of == version and count >= SAMPLES for (of, _), count in _SCORED.items())
+        if 2 <= whole <= PROMPTS - 2 and order.exists():
+            os.kill(*map(int, order.read_text().split()))
+            order.write_text(str(version))
+            order.rename(order.with_name("struck"))
     return parity_reward(args, sample)
 
 

@@ -204,6 +204,12 @@ def test_what_has_to_be_known_is_said():
     assert "never called, so that nothing here is about them: logp, ratio_kl." in told(
         replace(record, switch=switch)
     )
+    assert "native +entropy" not in told(replace(record, switch=switch))
+    for step in record.sides[RL_KERNEL][0].steps:
+        step["train/entropy_loss"] = 11.4
+    assert "baseline has its log-probs from Megatron's cross entropy" in told(replace(record, switch=switch))
+    heads = {"field": "rl_kernel_ops", BASELINE: ["logp"], RL_KERNEL: ["linear_logp"]}
+    assert "native +entropy" not in told(replace(record, switch=heads))
     for step in record.sides[RL_KERNEL][0].steps:
         step["rl_kernel/logp/calls"] = 2.0
     assert "never called, so that nothing here is about them: ratio_kl." in told(
@@ -235,6 +241,10 @@ def test_a_kl_that_cannot_be_anything_else_is_told():
     for steps_a_rollout, is_told in ((1, True), (2, False)):
         sides = {side: [without_kl(r, steps_a_rollout) for r in rs] for side, rs in record.sides.items()}
         assert ("0 by construction" in told(replace(record, sides=sides))) is is_told
+        assert "So is the loss" not in told(replace(record, sides=sides))
+        for step in (step for repeats in sides.values() for repeat in repeats for step in repeat.steps):
+            step["train/loss"] = 3e-9
+        assert ("So is the loss, but for rounding" in told(replace(record, sides=sides))) is is_told
 
 
 def test_a_benchmark_without_kernels_says_so():

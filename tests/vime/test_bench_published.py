@@ -15,8 +15,11 @@ import pytest
 from bench_cases import full_steps
 
 from vime.bench import published
+from vime.bench.compare import pairs_of
 from vime.bench.published import COMMAND, IMAGES, PAGE, RESULTS, ROOT, page, read_results, stale, write
+from vime.bench.record import Record
 from vime.bench.report import MOE_LIMIT
+from vime.bench.verdicts import STEP, TRAINER_PEAK, TRAINING, Comparison, compared
 
 
 @pytest.fixture
@@ -48,6 +51,30 @@ def test_a_reader_learns_in_the_first_screen_what_is_fast_what_is_missed_and_whe
     assert "- **Slower** than" in screen
     assert re.search(r"\*\*Targets of operators\*\* \d+ met, \*\*\d+ missed\*\*, each named", screen)
     assert re.search(r"\*\*Targets of runs\*\* \d+ met, \*\*\d+ missed\*\*", screen)
+
+
+def test_the_readme_table_of_runs_is_what_the_records_say():
+    """A row a record of --rl-kernel-ops: means of both sides, and how much less with its interval."""
+    readme = (ROOT / "README.md").read_text().splitlines()
+    results = [r for r in read_results(ROOT) if isinstance(r.content, Record)]
+    listed = [r for r in results if r.content.switch["field"] == "rl_kernel_ops"]
+    assert listed
+    for result in listed:
+        found = {c.metric.name: c for c in compared(result.content, pairs_of(result.content)[0])}
+        shown = [TRAINING, TRAINER_PEAK, STEP] if result.content.tier == "e2e" else [TRAINING, TRAINER_PEAK]
+        cells = [cell for name in shown for cell in less(found[name])]
+        link = f"(docs/benchmarks.md#{result.name.replace('_', '-')})"
+        (row,) = [line for line in readme if link in line and line.startswith("|")]
+        assert [cell.strip() for cell in row.split("|")[2:-1] if cell.strip()] == cells, result.name
+
+
+def less(found: Comparison) -> list[str]:
+    """["baseline, rl_kernel", "share less (95 % interval)"], as a person writes them; of memory no interval."""
+    means = [f"{side.mean:#.3g}".rstrip(".") for side in found.sides.values() if side is not None]
+    d = found.difference
+    assert d is not None
+    interval = "" if d.low is None or d.high is None else f" ({-100 * d.high:.1f} to {-100 * d.low:.1f})"
+    return [", ".join(means), f"{-100 * d.value:.1f}%{interval if found.metric.unit == 's' else ''}"]
 
 
 def test_every_file_stands_with_its_commands():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 
@@ -122,7 +121,7 @@ def test_only_training_is_laid_to_a_switch_of_operators(tmp_path):
     }
     decomposed = next(line for line in told.splitlines() if "Of the means, a step" in line)
     shorter = [float(x) for x in re.findall(r" (\S+) s shorter", decomposed)]
-    assert shorter == pytest.approx([a - b for a, b in means.values()], abs=0.02)
+    assert shorter == pytest.approx([a - b for a, b in means.values()], abs=0.006)
     assert "Operators run in old log-probs, reference log-probs and training:" in decomposed
     for label in ("step", "rollout", "weights to engines", "tokens by the step's time"):
         assert rows(told, label)[0][-1] == "**differs**", label
@@ -244,7 +243,7 @@ def test_a_metric_of_one_side_is_named_and_neither_compared_nor_drawn(tmp_path):
     assert "- raw_reward: not drawn, as rollout/raw_reward was not recorded by rl_kernel" in text
     drawn = {path.name.removeprefix("1-e2e-qwen3-4b-grpo-") for path in (tmp_path / "report").glob("*.png")}
     assert drawn == {f"{name}.png" for name in E2E_PICTURES - {"raw_reward", "step_time", "step_time_steps"}}
-    assert re.search(r"^Recorded by neither side: .*`train/kl_loss`", text, re.MULTILINE)
+    assert re.search(r"^Recorded by neither side: .*KL to the reference", text, re.MULTILINE)
 
 
 def test_parts_that_one_side_never_timed_are_no_bar(tmp_path):
@@ -365,10 +364,3 @@ def test_a_difference_beyond_the_axis_is_a_number_with_an_arrow():
     (axes,) = pictures._differences(found).axes
     (text,) = (text.get_text() for text in axes.texts)
     assert value > 3.5 and text == f"{100 * value:+.0f} % →" and axes.get_xlim()[1] < 50
-
-
-def test_a_record_survives_the_file(tmp_path):
-    record = full_steps(repeats=1, steps=3)
-    record.write(tmp_path)
-    assert report.records.read(tmp_path) == record
-    assert json.loads((tmp_path / RECORD_FILE).read_text())["schema"] == 2

@@ -1,7 +1,7 @@
 """May the runs of a record be compared? Configurations, environments, and which repeats make pairs.
 
 Refuses (ValueError, every difference listed) runs that differ in anything but the switch, or ran on other hardware,
-drivers, versions or code. What may differ without a word is EXCEPTED and MEASURED, with the reason.
+drivers, versions or code. What may differ without a word is EXCEPTED and OF_A_RUN, with the reason.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from slime.config.kernels import HEADS
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 
 # Configuration: where a run writes, and names. A value may differ; that there is one at all may not.
@@ -28,20 +29,19 @@ EXCEPTED: tuple[tuple[str, str], ...] = (
 )
 # Configuration: what one pair of repeats may have otherwise than the next, both of its runs alike.
 PER_PAIR = ("seed", "rollout_seed")
-# Environment: what is another by itself from run to run, or only names the run.
-MEASURED: tuple[tuple[str, str], ...] = (
+# Environment: paths of what is another by itself from run to run, or only names the run.
+OF_A_RUN: tuple[tuple[str, str], ...] = (
     ("time", "of the start"),
     ("date", "of the start"),
     ("command", "holds the switch and the directories; what it means is the configuration"),
     ("directory", "where the command was typed"),
     ("host.name", "said in the report; its processors, GPUs and system are compared"),
-    ("clocks.sm", "a reading of the moment"),
-    ("power.draw", "a reading of the moment"),
-    ("temperature.gpu", "a reading of the moment"),
-    ("VIME_RL_KERNEL", "the switch as a variable; what it means is the configuration"),
-    ("VIME_RLK_FAST", "the switch as a variable; what it means is the configuration"),
+    ("variables.VIME_RL_KERNEL", "the switch as a variable; what it means is the configuration"),
+    ("variables.VIME_RLK_FAST", "the switch as a variable; what it means is the configuration"),
 )
 MOST_LISTED = 20
+ROUNDING = 1e-6
+"""Of a loss that is 0: float32 sums of advantages of about 1."""
 
 Pair = tuple[Repeat, Repeat]
 _ABSENT = "(absent)"
@@ -149,7 +149,14 @@ def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
             f"forms: the difference is not that of the LM head and the loss alone{inside}."
         )
     if shares and record.switch["field"] == "rl_kernel_ops":
-        switched = set(record.switch[BASELINE]) ^ set(record.switch[RL_KERNEL])
+        baseline = set(record.switch[BASELINE])
+        switched = baseline ^ set(record.switch[RL_KERNEL])
+        if not baseline.intersection(HEADS) and any("train/entropy_loss" in step for step in steps):
+            found.append(
+                f"{BASELINE} has its log-probs from Megatron's cross entropy of float32 logits and, like {RL_KERNEL}, "
+                "computes the entropy of each micro-batch for `train/entropy_loss`, there in plain PyTorch: `native "
+                "+entropy` among the operators. It is neither fused nor compiled."
+            )
         idle = sorted(op for op in switched if not any(step.get(f"rl_kernel/{op}/calls") for step in steps))
         if idle:
             found.append(f"Switched and never called, so that nothing here is about them: {', '.join(idle)}.")
@@ -165,12 +172,16 @@ def _number_cautions(pairs: Sequence[Pair]) -> list[str]:
     """What of the numbers says nothing."""
     runs = in_order(pairs)
     counts = {value for r in runs for path, value in flatten(r.config) if _is(path, "num_steps_per_rollout")}
-    if counts <= {None, 1} and all(step.get("train/ppo_kl") == 0 for repeat in runs for step in repeat.steps):
-        return [
-            "The KL to the policy that sampled is 0 by construction: a rollout is one optimizer step, whose own "
-            "log-probs are the old ones."
-        ]
-    return []
+    steps = [step for repeat in runs for step in repeat.steps]
+    if not counts <= {None, 1} or any(step.get("train/ppo_kl") != 0 for step in steps):
+        return []
+    found = [
+        "The KL to the policy that sampled is 0 by construction: a rollout is one optimizer step, whose own log-probs "
+        "are the old ones."
+    ]
+    if all(abs(step.get("train/loss", 1)) < ROUNDING for step in steps):
+        found.append("So is the loss, but for rounding: the advantages of a group sum to 0.")
+    return found
 
 
 def _unusable(repeat: Repeat, warm_up: int) -> str | None:
@@ -223,7 +234,7 @@ def _environment_problems(pairs: Sequence[Pair]) -> list[str]:
         _told(path, leaves[0], repeats[0], own, repeat)
         for repeat, own in zip(repeats[1:], leaves[1:], strict=True)
         for path in _unequal(leaves[0], own)
-        if not any(_is(path, name) for name, _ in MEASURED)
+        if path not in dict(OF_A_RUN)
     ]
 
 

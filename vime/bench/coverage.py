@@ -8,7 +8,7 @@ from pathlib import Path
 from vime.bench.record import Record
 from vime.bench.settings import read_settings
 
-MEASURED = {"e2e": "full steps of", "module": "a trainer alone (`vime bench module`) on"}
+IN_WORDS = {"e2e": "full steps of", "module": "a trainer alone (`vime bench module`) on"}
 """Tiers that a benchmark of the examples has; how its record is called where there is none."""
 
 
@@ -16,7 +16,7 @@ def without_record(records: Sequence[Record], examples: Path) -> list[str]:
     """A line a tier: the files of `examples` that no record is of as they stand, with the presets that one is of, and
     by which switch where that is not the file's; the file for a CPU proves the harness alone."""
     texts = []
-    for tier, what in MEASURED.items():
+    for tier, what in IN_WORDS.items():
         names = []
         for path in sorted(examples.glob("*.yaml")):
             name, switch = path.stem, _switch_of(path)

@@ -149,21 +149,21 @@ def _lines(results: Sequence[Result]) -> Iterator[str]:
 def _in_short(results: Sequence[Result]) -> Iterator[str]:
     """The first screen: the machine, what is fast, what is missed, what nobody measured."""
     plain = [(r.path.name, r.content) for r in results if isinstance(r.content, dict)]
-    figures = rows(Sources((), tuple(plain)))
+    targets = rows(Sources((), tuple(plain)))
     yield f"Measured on {_machines(results)}. Every part below has its command; what its file did not note is said."
     yield ""
     yield from in_short([r.content for r in results if r.is_operators and isinstance(r.content, dict)])
     for result in results:
         if result.kind == "parallel" and isinstance(result.content, dict):
             yield from parallel_in_short(result.content)
-    found = [row for row in figures if row[1] is not None]
+    found = [row for row in targets if row[1] is not None]
     missed = [row for row in found if verdict(*row[:2]) != "met"]
     if found:
         texts = [_figure_text(*row) for row in missed]
         yield f"- **Targets of runs** {len(found) - len(missed)} met, **{len(missed)} missed**" + (
             f": {'; '.join(texts)}" if missed else ""
         )
-    unmeasured = [target.what for target, value, _ in figures if value is None]
+    unmeasured = [target.what for target, value, _ in targets if value is None]
     unmeasured += without_record([r.content for r in results if isinstance(r.content, Record)], EXAMPLES)
     if unmeasured:
         yield f"- **Not measured**: {'; '.join(unmeasured)}"
@@ -245,8 +245,8 @@ def _part(result: Result) -> Iterator[str]:
         yield from operator_page(content, link)
         yield from missed_targets(content)
         return
-    figures = [row for row in rows(Sources((), ((result.path.name, content),))) if row[1] is not None]
-    yield from LINES.get(result.kind, result_lines)(content, _figure_table(figures))
+    targets = [row for row in rows(Sources((), ((result.path.name, content),))) if row[1] is not None]
+    yield from LINES.get(result.kind, result_lines)(content, _figure_table(targets))
 
 
 def _judged(record: Record) -> tuple[list[Pair], list[str], list[Comparison]]:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 SCHEMA = 2
 RECORD_FILE = "bench.json"
 TIERS = ("module", "e2e")
@@ -28,6 +30,8 @@ METRICS: dict[str, tuple[str, str, bool | None]] = {
     "perf/ref_log_probs_time": ("reference log-probs", "s", False),
     "perf/forward_time": ("forward", "s", False),
     "perf/policy_loss_time": ("log-probs, ratio, KL and loss", "s", False),
+    "rl_kernel/ratio_kl/ms": ("ratio and KL alone", "ms", False),
+    "rl_kernel/grpo_loss/ms": ("clipped loss alone", "ms", False),
     "perf/backward_time": ("backward", "s", False),
     "perf/optimizer_time": ("optimizer", "s", False),
     "perf/update_weights_time": ("weights to engines", "s", False),
@@ -48,8 +52,11 @@ METRICS: dict[str, tuple[str, str, bool | None]] = {
     "train/kl_loss": ("KL to the reference", "nats", None),
     "train/loss": ("loss", "", None),
     "train/grad_norm": ("gradient norm", "", None),
-    "rl_kernel/fast": ("operators that ran a kernel", "share", None),
+    "rl_kernel/fast": ("operators asked to run a kernel that did", "share", None),
 }
+NEVER_NEGATIVE = ("s", "ms", "GiB")
+NEVER_ZERO = ("perf/step_time", "perf/rollout_time", "perf/actor_train_time")
+"""What speeds are taken over. A speed of zero is no speed either."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class Repeat:
     a metric that a step did not report is not in it. `config`: what the run was resolved to.
     `fallbacks`: {operator: calls that ran no kernel}, all steps together. `finished`: every step asked for is there.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     order: int
     run: str
@@ -79,6 +88,8 @@ class Record:
     routed ones of a layer, 0 of a dense model. `preset`: of the file that describes it, None for the file as it stands.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     tier: str
     name: str
     claim: str
@@ -91,8 +102,8 @@ class Record:
     experts: int
 
     def write(self, directory: Path) -> Path:
-        check(self)
         path = directory / RECORD_FILE
+        check(self, path)
         path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n")
         return path
 
@@ -109,15 +120,22 @@ def read(directory: Path) -> Record:
     if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
         raise ValueError(f"{path} must be of schema {SCHEMA}; measure again with this version")
     try:
-        sides = {side: [Repeat(**repeat) for repeat in repeats] for side, repeats in content["sides"].items()}
-        record = Record(**{**content, "sides": sides})
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} must have the fields of vime.bench.record.Record, got {error}") from error
+        record = _TYPES.validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "it"
+        raise ValueError(
+            f"{path} must have the fields of vime.bench.record.Record, got {field}: {first['msg']} "
+            f"({error.error_count()} such in all)"
+        ) from error
     check(record, path)
     return record
 
 
-def check(record: Record, path: Path | str = RECORD_FILE) -> None:
+_TYPES = TypeAdapter(Record)
+
+
+def check(record: Record, path: Path | str) -> None:
     """ValueError for a record that no report could read."""
     if record.tier not in TIERS:
         raise ValueError(f"{path}: tier must be one of {', '.join(TIERS)}, got {record.tier!r}")
@@ -127,11 +145,19 @@ def check(record: Record, path: Path | str = RECORD_FILE) -> None:
         )
     if record.switch.keys() != {"field", *SIDES}:
         raise ValueError(f"{path}: switch must say field, {', '.join(SIDES)}, got {', '.join(record.switch)}")
+    if record.warm_up < 0:
+        raise ValueError(f"{path}: warm_up must be 0 steps or more, got {record.warm_up}")
+    places = [repeat.order for repeat in all_repeats(record)]
+    if len(set(places)) < len(places):
+        raise ValueError(f"{path}: each run must have an order of its own, got {places}")
     for repeat in all_repeats(record):
-        for step in repeat.steps:
-            bad = {name: value for name, value in step.items() if not _is_number(value)}
+        for k, step in enumerate(repeat.steps):
+            bad = {name: value for name, value in step.items() if not _can_be(name, value)}
             if bad:
-                raise ValueError(f"{path}: {repeat.run}: values must be finite numbers, got {bad}")
+                raise ValueError(
+                    f"{path}: {repeat.run}, step {k}: values must be finite, times and memory not negative, steps and "
+                    f"speeds above 0, got {bad}"
+                )
 
 
 def all_repeats(record: Record) -> Iterator[Repeat]:
@@ -143,5 +169,8 @@ def _sizes(record: Record) -> Mapping[str, int]:
     return {side: len(repeats) for side, repeats in record.sides.items()}
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _can_be(name: str, value: float) -> bool:
+    unit = METRICS[name][1] if name in METRICS else "s" if name.endswith("_time") else ""
+    if name in NEVER_ZERO or unit == "tokens/s":
+        return math.isfinite(value) and value > 0
+    return math.isfinite(value) and (unit not in NEVER_NEGATIVE or value >= 0)

@@ -31,7 +31,7 @@ MADE_FILE = "make_model.json"
 """What scripts/make_model.py says of a model that it made."""
 SYSTEM_PREFIXES = (Path("/usr"), Path("/usr/local"))
 """Where a system's Python lies, beside much else: CUDA, say."""
-OVER_STEPS = tuple(f"_p{p}" for p in PERCENTILES)
+SO_FAR = tuple(f"_p{p}" for p in PERCENTILES)
 """How figures end that a run gives of its steps so far: of them the report has its own, from enough steps on."""
 
 
@@ -59,7 +59,7 @@ def read_steps(run_dir: Path, *, trained: bool = True) -> Steps:
             continue
         of_rollout = line["step_key"] == "rollout/step"
         step = line["step"] if of_rollout else line["step"] // each
-        own = (k for k in line if k not in RESERVED and k not in COUNTERS and not k.endswith(OVER_STEPS))
+        own = (k for k in line if k not in RESERVED and k not in COUNTERS and not k.endswith(SO_FAR))
         values = {k: line[k] for k in own if line[k] is not None}
         (rollouts if of_rollout else optimizer).setdefault(line["step"], {}).update(values)
         broken += [(step, name, word) for name, word in line.get("nonfinite", {}).items()]

@@ -39,7 +39,8 @@ HEADLINES = (
 )
 HEAD_NOTE = (
     "The LM head's log-probs may be in the forward of one path and in the loss of the other: forward, loss and "
-    "backward have a difference together, and none alone; of memory see the trainer's peak."
+    "backward have a difference together, and none alone; of memory see the trainer's peak. Ratio, KL and clipped loss "
+    "alone are calls of those operators, with their backward where a kernel runs."
 )
 PERCENTILES_OF = (STEP,)
 MOST_PAIRS = 6
@@ -75,8 +76,7 @@ def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) ->
     yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
     if record.switch["field"] in KERNEL_SWITCHES and (parts := parts_of_step(found)) is not None:
         step, *texts = (
-            f"{metric_of(name).label} {with_unit(number(abs(seconds), digits=3), metric_of(name))} "
-            f"{'longer' if seconds > 0 else 'shorter'}"
+            f"{metric_of(name).label} {abs(seconds):.2f} s {'longer' if seconds > 0 else 'shorter'}"
             for name, seconds in parts.items()
         )
         *others, last = (metric_of(name).label for name in parts if name in HOLD_KERNELS)
@@ -108,9 +108,9 @@ def verdicts(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
         ((side, summary),) = ((side, summary) for side, summary in c.sides.items() if summary is not None)
         yield f"- {_label(c)}: {side} {_value(c, summary)}; {c.missing[0]} did not record it"
     recorded = {c.metric.name for c in found}
-    absent = [f"`{name}`" for name in METRICS if name not in recorded]
+    absent = [metric_of(name).label for name in METRICS if name not in recorded]
     if absent:
-        yield from ("", f"Recorded by neither side: {', '.join(absent)}.")
+        yield from ("", f"Recorded by neither side: {'; '.join(absent)}.")
 
 
 def _groups(both: Sequence[Comparison]) -> dict[str, list[Comparison]]:

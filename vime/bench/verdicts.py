@@ -17,7 +17,9 @@ PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time"
 """The head's log-probs are in the forward of one path and in the loss of the other: only their sum is like and like."""
 PEAK = "_peak_gib"
 TRAINER_PEAK = f"perf/trainer{PEAK}"
-WHOLE_OF = dict.fromkeys(PASS_PARTS, PASS_TIME) | {
+PASS_OPERATORS = ("rl_kernel/ratio_kl/ms", "rl_kernel/grpo_loss/ms")
+"""Of the baseline's PyTorch these are the calls, of kernels the backward too: not like and like either."""
+WHOLE_OF = dict.fromkeys((*PASS_PARTS, *PASS_OPERATORS), PASS_TIME) | {
     part.replace("_time", PEAK): TRAINER_PEAK for part in PASS_PARTS
 }
 """What has no difference of its own where the metric is there that it is a part of."""
@@ -37,9 +39,9 @@ UNEQUAL = 0.001
 KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
 STEP, WAIT, TRAINING = "perf/step_time", "perf/train_wait_time", "perf/actor_train_time"
 LOG_PROBS = ("perf/log_probs_time", "perf/ref_log_probs_time")
-HOLD_KERNELS = (*LOG_PROBS, *PASS_PARTS, PASS_TIME, TRAINING, "perf/actor_train_tok_per_s")
+HOLD_KERNELS = (*LOG_PROBS, *PASS_PARTS, *PASS_OPERATORS, PASS_TIME, TRAINING, "perf/actor_train_tok_per_s")
 """Times and speeds that hold switched kernels; what moves the others, of engines and hand-overs, is something else."""
-TIMES, SPEEDS, SIZES = ("s",), ("tokens/s",), ("GiB",)
+TIMES, SPEEDS, SIZES = ("s", "ms"), ("tokens/s",), ("GiB",)
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,9 @@ def parts_of_step(found: Sequence[Comparison]) -> dict[str, float] | None:
 
 
 def _more(c: Comparison) -> float:
-    baseline, rl_kernel = (side.mean for side in c.sides.values() if side is not None)
-    return rl_kernel - baseline
+    """Of plain means: those of the tables are geometric, whose parts do not add up."""
+    baseline, rl_kernel = (np.mean(side.repeats) for side in c.sides.values() if side is not None)
+    return float(rl_kernel - baseline)
 
 
 def _is_small(c: Comparison, step: Comparison) -> bool:
