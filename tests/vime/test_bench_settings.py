@@ -68,10 +68,6 @@ def test_presets_replace_and_add_flags_and_the_command_line_wins(tmp_path):
         *("--device", "cpu", "--colocate", "--balance-data"),
         *("--train-env-vars", '{"A": "1"}', "--lr", "1e-4", "--weight-decay", "0.1"),
     ), "each flag once"
-    typed = SMALL.replace("  own:", "  typed: {flags: [--lr 1e-5]}\n  own:")
-    path = write(tmp_path, typed)
-    listed = read_settings(path, "typed")
-    assert listed.flags == (*read_settings(path).flags, "--lr", "1e-5"), "a list comes after"
     own = read_settings(path, "own")
     assert (own.model, own.data, own.steps) == (Model(path="somewhere"), "file.jsonl", 4)
     line = long.with_line(steps=3, model="other", flags=["--lr", "1e-5"])
@@ -82,6 +78,20 @@ def test_presets_replace_and_add_flags_and_the_command_line_wins(tmp_path):
         ("--lr", "1e-5"),
     )
     assert line.data == "arithmetic"
+
+
+def test_a_preset_may_list_flags_and_change_the_sides(tmp_path):
+    path = write(tmp_path, SMALL + "  typed: {flags: [--lr 1e-5]}\n")
+    listed = read_settings(path, "typed")
+    assert listed.flags == (*read_settings(path).flags, "--lr", "1e-5"), "a list comes after"
+    switched = SMALL + "  eager: {switch: {baseline: auto}, claim: strict or not}\n"
+    assert read_settings(write(tmp_path, switched), "eager").switch == Switch("rlk_fast", "auto", "strict")
+    with pytest.raises(
+        ValueError, match="a preset's switch must have keys of baseline, rl_kernel, got field"
+    ):
+        read_settings(write(tmp_path, switched.replace("{baseline: auto}", "{field: lr}")), "eager")
+    with pytest.raises(ValueError, match="preset eager must say `claim`, got none"):
+        read_settings(write(tmp_path, switched.replace(", claim: strict or not", "")), "eager")
 
 
 @pytest.mark.parametrize(
@@ -123,9 +133,9 @@ def test_presets_replace_and_add_flags_and_the_command_line_wins(tmp_path):
         ({"flags": {"debug-train-only": False}}, "--debug-train-only must be left out of the flags"),
         (
             {"presets": {"a": {"data": "b.jsonl"}}},
-            "preset a must say `claim`, got none; with a model or data",
+            "preset a must say `claim`, got none; with a model, data",
         ),
-        ({"presets": {"a": {"switch": {}}}}, "preset a must have keys of claim, .*, got switch"),
+        ({"presets": {"a": {"name": "b"}}}, "preset a must have keys of claim, .*, got name"),
     ],
 )
 def test_what_a_file_must_not_say(tmp_path, values, message):

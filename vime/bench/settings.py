@@ -10,7 +10,8 @@
     steps: 12                           of each run, the warm-up included
     warm_up: 2                          steps that count for nothing (default 1)
     repeats: 3                          runs a side (default 1)
-    presets: {smoke: {steps: 3}}        other values by name: of `flags` those it names, of the rest the whole
+    presets: {smoke: {steps: 3}}        other values by name: of `flags` and `switch` (but its field) those
+                                        it names, of the rest the whole
 
 YAML's booleans are true and false only: `off` is a word here, as it is on a command line.
 """
@@ -33,8 +34,8 @@ from vime.bench.record import SIDES
 from vime.switch import SAME
 
 ARITHMETIC = "arithmetic"
-PRESET_KEYS = ("claim", "model", "data", "flags", "steps", "warm_up", "repeats")
-KEYS = ("name", *PRESET_KEYS, "switch", "presets")
+PRESET_KEYS = ("claim", "model", "data", "flags", "switch", "steps", "warm_up", "repeats")
+KEYS = ("name", *PRESET_KEYS, "presets")
 NEEDED = ("name", "model", "data", "steps")
 MODEL_KEYS = ("arch", "layers", "path")
 
@@ -150,15 +151,15 @@ def read_settings(path: Path, preset: str | None = None) -> Benchmark:
                 f"--preset must be one of {', '.join(presets) or 'none'} for {path}, got {preset}{near}"
             )
         chosen = presets[preset]
-        if chosen.keys() & {"model", "data"} and "claim" not in chosen:
+        if chosen.keys() & {"model", "data", "switch"} and "claim" not in chosen:
             raise ValueError(
-                f"{path}: preset {preset} must say `claim`, got none; with a model or data of its own it shows "
+                f"{path}: preset {preset} must say `claim`, got none; with a model, data or switch of its own it shows "
                 "something else than the file"
             )
     flags = _flags(content.pop("flags", {}), chosen.get("flags", {}), path)
     values = {**content, **{key: value for key, value in chosen.items() if key != "flags"}}
     values["model"] = _model(values["model"], path)
-    values["switch"] = _switch(values.get("switch", {}), path)
+    values["switch"] = _switch(content.get("switch", {}), chosen.get("switch", {}), path)
     values.setdefault("claim", values["name"])
     found = Benchmark(file=path, flags=tuple(flags), preset=preset, **values)
     _check(found, str(path))
@@ -226,11 +227,11 @@ def _model(value: Any, path: Path) -> Model:
     return model
 
 
-def _switch(value: Any, path: Path) -> Switch:
-    given = _mapping(value, f"{path}: switch", ("field", *SIDES))
+def _switch(of_file: Any, of_preset: Any, path: Path) -> Switch:
+    given = _mapping(of_file, f"{path}: switch", ("field", *SIDES))
     if given and set(given) != {"field", *SIDES}:
         raise ValueError(f"{path}: switch must say field, {' and '.join(SIDES)}, got {', '.join(given)}")
-    switch = Switch(**given)
+    switch = replace(Switch(**given), **_mapping(of_preset, f"{path}: a preset's switch", SIDES))
     if switch.field not in own_flags():
         near = nearest(str(switch.field), own_flags(), prefix="")
         raise ValueError(
