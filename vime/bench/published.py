@@ -21,6 +21,7 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from slime.config.kernels import HEADS
 from vime.bench import record as records
 from vime.bench.compare import Pair, pairs_of, refuse_unlike
 from vime.bench.coverage import of_another_switch, without_record
@@ -167,6 +168,7 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     unmeasured += without_record([r.content for r in results if isinstance(r.content, Record)], EXAMPLES)
     if unmeasured:
         yield f"- **Not measured**: {'; '.join(unmeasured)}"
+    yield from _baseline([r.content for r in results if isinstance(r.content, Record)])
     for result in results:
         if isinstance(result.content, Record):
             told = "; ".join(headlines(_judged(result.content)[2], SHORTEST))
@@ -181,6 +183,18 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
         f"they were typed at their commit{MOVED if any(OLD in json.dumps(c) for _, c in plain) else ''}. How to "
         "measure: [benchmarks/README.md](../benchmarks/README.md)."
     )
+
+
+def _baseline(measured: Sequence[Record]) -> Iterator[str]:
+    """What the runs below are faster than, before the first of them says by how much."""
+    sides = [set(r.switch[BASELINE]) for r in measured if r.switch["field"] == "rl_kernel_ops"]
+    if any(side.isdisjoint(HEADS) for side in sides):
+        fused = any(not side.isdisjoint(HEADS) for side in sides)
+        yield (
+            "- **Than what**: the baseline of the runs below is Megatron's cross entropy of float32 logits beside an "
+            "entropy in plain PyTorch (`native +entropy` among the operators), neither fused nor compiled, but where "
+            f"its part says otherwise.{'' if fused else ' Against a fused or compiled head no step was run.'}"
+        )
 
 
 def _anchor(title: str) -> str:

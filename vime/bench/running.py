@@ -111,7 +111,10 @@ def _run_all(plan: Plan, missing: Sequence[Planned], command: str) -> bool:
                 return False  # there is nothing to train on
         if run.side is not None:
             collect(plan, command).write(plan.out)
-    print(f"record: {collect(plan, command).write(plan.out)}", flush=True)
+    print(
+        f"record: {collect(plan, command).write(plan.out)}, read by `vime bench report {plan.out}`",
+        flush=True,
+    )
     return good
 
 
