@@ -119,7 +119,7 @@ def test_only_training_is_laid_to_a_switch_of_operators(tmp_path):
         name: [np.mean([s[name] for r in record.sides[side] for s in r.steps[1:]]) for side in SIDES]
         for name in ("perf/step_time", "perf/train_wait_time", *passes)
     }
-    decomposed = next(line for line in told.splitlines() if "Of the means, a step" in line)
+    decomposed = next(line for line in told.splitlines() if "By plain means: step" in line)
     shorter = [float(x) for x in re.findall(r" (\S+) s shorter", decomposed)]
     assert shorter == pytest.approx([a - b for a, b in means.values()], abs=0.006)
     assert "Operators run in old log-probs, reference log-probs and training:" in decomposed
@@ -133,7 +133,7 @@ def test_only_training_is_laid_to_a_switch_of_operators(tmp_path):
     assert coloured.isdisjoint({"step (s)", "rollout (s)", "weights to engines (s)"})
     assert rows(reported(tmp_path / "else", other_switch(record)), "rollout")[0][-1] == "**faster**"
     half = drop(record, RL_KERNEL, "perf/train_wait_time")
-    assert "Of the means" not in reported(tmp_path / "half", half), (
+    assert "By plain means" not in reported(tmp_path / "half", half), (
         "what a side did not record has no difference"
     )
 

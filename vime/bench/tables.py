@@ -82,8 +82,8 @@ def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) ->
         *others, last = (metric_of(name).label for name in parts if name in HOLD_KERNELS)
         passes = f"{', '.join(others)} and {last}" if others else last
         yield (
-            f"- **Mind** Of the means, a {step}: {', '.join(texts)}. Operators run in {passes}: only that is called "
-            "faster or slower, of the whole step is said that it differs."
+            f"- **Mind** By plain means: {step}; in it {', '.join(texts)}. Operators run in {passes}: only that is "
+            "called faster or slower, of the whole step is said that it differs."
         )
 
 
