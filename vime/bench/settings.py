@@ -141,29 +141,30 @@ def read_settings(path: Path, preset: str | None = None) -> Benchmark:
         if key not in content:
             raise ValueError(f"{path} must say `{key}`, got {', '.join(content) or 'nothing'}")
     presets = _mapping(content.pop("presets", {}), f"{path}: presets")
-    for name, values in presets.items():
-        presets[name] = _mapping(values, f"{path}: preset {name}", PRESET_KEYS)
-    chosen: dict[str, Any] = {}
-    if preset is not None:
-        if preset not in presets:
-            near = nearest(preset, presets, prefix="")
-            raise ValueError(
-                f"--preset must be one of {', '.join(presets) or 'none'} for {path}, got {preset}{near}"
-            )
-        chosen = presets[preset]
-        if chosen.keys() & {"model", "data", "switch"} and "claim" not in chosen:
-            raise ValueError(
-                f"{path}: preset {preset} must say `claim`, got none; with a model, data or switch of its own it shows "
-                "something else than the file"
-            )
-    flags = _flags(content.pop("flags", {}), chosen.get("flags", {}), path)
-    values = {**content, **{key: value for key, value in chosen.items() if key != "flags"}}
+    presets = {name: _mapping(of, f"{path}: preset {name}", PRESET_KEYS) for name, of in presets.items()}
+    chosen = {} if preset is None else _chosen(presets, preset, path)
+    values = {**content, **chosen}
+    values["flags"] = tuple(_flags(content.get("flags", {}), chosen.get("flags", {}), path))
     values["model"] = _model(values["model"], path)
     values["switch"] = _switch(content.get("switch", {}), chosen.get("switch", {}), path)
     values.setdefault("claim", values["name"])
-    found = Benchmark(file=path, flags=tuple(flags), preset=preset, **values)
+    found = Benchmark(file=path, preset=preset, **values)
     _check(found, str(path))
     return found
+
+
+def _chosen(presets: Mapping[str, dict[str, Any]], preset: str, path: Path) -> dict[str, Any]:
+    if preset not in presets:
+        near = nearest(preset, presets, prefix="")
+        raise ValueError(
+            f"--preset must be one of {', '.join(presets) or 'none'} for {path}, got {preset}{near}"
+        )
+    if presets[preset].keys() & {"model", "data", "switch"} and "claim" not in presets[preset]:
+        raise ValueError(
+            f"{path}: preset {preset} must say `claim`, got none; with a model, data or switch of its own it shows "
+            "something else than the file"
+        )
+    return presets[preset]
 
 
 def tokens(name: str, value: Any) -> list[str]:
