@@ -196,9 +196,10 @@ def memory_of_engine(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> 
         yield engine_verdict(c, hf, gpu_bytes)
 
 
-def memory_in_short(c: Config) -> Iterator[str]:
-    """The estimates in a line, then what `vime plan` decides from them for the GPU that is here."""
-    hf, gpu_bytes = read_hf_config(c.hf_checkpoint), device_memory(c)
+def memory_in_short(c: Config, gpu_bytes: float | None = None) -> Iterator[str]:
+    """The estimates in a line, then what `vime plan` decides from them for GPUs of `gpu_bytes` each, or else for the
+    one that is here."""
+    hf, gpu_bytes = read_hf_config(c.hf_checkpoint), gpu_bytes or device_memory(c)
     estimates, decisions = [], list[str]()
     if not c.debug_rollout_only:
         e = estimate(c, hf)
@@ -291,6 +292,17 @@ def take_gpu_memory(argv: Sequence[str]) -> tuple[list[str], float | None]:
     return flags, size
 
 
+def asked_bytes(c: Config, size: float | None) -> float | None:
+    """Bytes of GPUs of `size` GiB, None without it. ValueError for a run that takes no GPU."""
+    if size is None:
+        return None
+    if c.device != "cuda":
+        raise ValueError(
+            f"{GPU_MEMORY} must go with --device cuda, got --device {c.device}; leave out one of the two"
+        )
+    return size * GIB
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the plan of these flags. 1 when they do not fit the GPUs that were asked about; ValueError when anything
     about them is wrong."""
@@ -298,11 +310,7 @@ def main(argv: Sequence[str]) -> int:
     if size is not None and not any(flag.partition("=")[0] == "--device" for flag in flags):
         flags = [*flags, "--device", "cuda"]
     c = parse_config(flags)
-    if size is not None and c.device != "cuda":
-        raise ValueError(
-            f"{GPU_MEMORY} must go with --device cuda, got --device {c.device}; leave out one of the two"
-        )
-    told = describe(c, None if size is None else size * GIB)
+    told = describe(c, asked_bytes(c, size))
     print(told)
     verdicts = [line.strip() for line in told.splitlines()]
     return int(size is not None and any(line.startswith(TOO_SMALL) for line in verdicts))

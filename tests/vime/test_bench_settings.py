@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -219,13 +219,36 @@ def test_every_example_and_preset_has_flags_that_a_run_takes(path, tmp_path, cap
         line = ["plan", str(path), *(() if preset is None else ("--preset", preset))]
         if benchmark.model.path is not None:
             line += ["--model", str(own), "--data", str(tmp_path / "data.jsonl")]
+        capfd.readouterr()
         assert main(line) == 0
-        commands = [
-            shlex.split(text) for text in capfd.readouterr().out.splitlines() if not text.startswith("#")
-        ]
-        runs = [words for words in commands if words[1:4] == ["-m", "vime", "train"]]
+        runs = [words for words in commands(capfd.readouterr().out) if words[:3] == ["-m", "vime", "train"]]
         assert len(runs) == 1 + 4 * benchmark.repeats
         assert not (tmp_path / "runs").exists()
+
+
+def commands(plan: str) -> list[list[str]]:
+    """What bash would call the interpreter with, line by line of a plan."""
+    said = plan.replace(sys.executable, "say")
+    done = subprocess.run(
+        ["bash", "-euc", "say() { printf '%s\\0' \"$@\"; printf '\\n'; }\n" + said],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.split("\0")[:-1] for line in done.stdout.splitlines()]
+
+
+def test_commands_of_a_plan_are_the_commands_of_its_runs(tmp_path):
+    """As bash takes them, with values that bash would split, expand or take for a flag of its own."""
+    tricky = ["--apply-chat-template-kwargs", '{"a b": "$HOME \'x\'"}', "--lr", "-1e-6", "--label-key", "*"]
+    benchmark = read_settings(ROOT / "examples" / "bench" / "tiny-cpu.yaml").with_line(
+        steps=2, repeats=2, model=None, data=None, flags=tricky, notes=[]
+    )
+    for tier in ("module", "e2e"):
+        plan = make_plan(tier, benchmark, tmp_path / "a b")
+        text = "\n".join(plan.lines())
+        assert commands(text)[1:] == [run.command[1:] for run in plan.all_runs()]
+        assert text.count("--apply-chat-template-kwargs") == 1
 
 
 def test_a_plan_finds_wrong_flags_and_wrong_models(tmp_path, capfd, monkeypatch):
@@ -253,9 +276,9 @@ def test_a_plan_tells_memory_and_notes_as_vime_plan_does(tmp_path, capfd, monkey
     assert vime([*line, "--rl-kernel-workspace-mib", "1"]) == 0
     out = capfd.readouterr().out
     _, whole_steps = out.split("# e2e: ")
-    (command,) = [text for text in whole_steps.splitlines() if "runs/baseline-0" in text]
+    (command,) = [words for words in commands(f"# {whole_steps}") if words[-1].endswith("runs/baseline-0")]
     make_model(["--arch", "qwen3-tiny", "--no-weights", "--arithmetic", str(tmp_path / "model-qwen3-tiny")])
-    assert vime(["plan", *shlex.split(command)[4:]]) == 0
+    assert vime(["plan", *command[3:]]) == 0
     plan = capfd.readouterr().out
     peak = re.search(r"^  peak +(\S+ MiB)", plan, re.M)[1]
     weights = re.search(r"Memory of an engine, per GPU\n  weights +(\S+ MiB)", plan)[1]
@@ -268,6 +291,22 @@ def test_a_plan_tells_memory_and_notes_as_vime_plan_does(tmp_path, capfd, monkey
         assert f"# {side}: {leaves}\n" in whole_steps
     notes = plan.partition("Notes\n")[2].splitlines()
     assert notes and all(out.count(f"# note: {note.strip()}\n") == 2 for note in notes), notes
+
+
+def test_a_plan_for_gpus_that_are_not_here(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    four = str(ROOT / "examples" / "bench" / "qwen3-4b-gsm8k.yaml")
+    line = ["bench", "plan", four, "--preset", "smoke", "--out", str(tmp_path)]
+    assert vime([*line, "--gpu-memory-gib", "110"]) == 1, "baseline alone is too large"
+    out = capfd.readouterr().out
+    assert re.search(r"^# baseline: does not fit a GPU of 110 GiB: ", out, re.M)
+    assert out.count("# rl_kernel: fits a GPU of 110 GiB\n") == 2  # module and e2e
+    assert out.endswith("# the flags are good, but something does not fit GPUs of 110 GiB\n")
+    assert vime([*line, "--gpu-memory-gib=141"]) == 0
+    assert capfd.readouterr().out.endswith("# the flags are good\n")
+    tiny = str(ROOT / "examples" / "bench" / "tiny-cpu.yaml")
+    assert vime(["bench", "plan", tiny, "--gpu-memory-gib", "80"]) == 2
+    assert "--gpu-memory-gib must go with --device cuda, got --device cpu" in capfd.readouterr().err
 
 
 def test_commands_that_are_not_there(capsys):

@@ -4,6 +4,7 @@
     vime bench module CONFIG      trainer steps on saved rollouts: log-probs, loss, backward, optimizer
     vime bench e2e CONFIG         whole steps, generation to weight transfer, both sides in turn
     vime bench plan CONFIG        the commands of module and e2e, checked, and their memory; starts no run
+                                  --gpu-memory-gib 80: does it fit GPUs of that size, which need not be here
     vime bench report DIR ...     what they measured, as a page with pictures
 
 CONFIG is a YAML file (vime.bench.settings; examples/bench has some). Runs are `vime train` itself.
@@ -23,13 +24,14 @@ from pathlib import Path
 
 from slime.config.fields import nearest
 from slime.data.prompts import prompt_file
+from slime.memory_decision import TOO_SMALL
 from slime.tracking.environment import mask_command
 from vime.bench.operators import OPERATORS_FILE
 from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
 from vime.engine.flags import parse_config
-from vime.plan import memory_in_short, notes
+from vime.plan import GPU_MEMORY, asked_bytes, memory_in_short, notes, take_gpu_memory
 
 RUN_TIERS = ("module", "e2e")
 
@@ -69,8 +71,10 @@ def _runs(tier: str, argv: list[str]) -> int:
 
 
 def _plan(tier: str, argv: list[str]) -> int:
+    argv, size = take_gpu_memory(argv)
     arguments, benchmark = _read(tier, argv)
-    return _show([make_plan(each, benchmark, _out(arguments, benchmark, each)) for each in RUN_TIERS])
+    plans = [make_plan(each, benchmark, _out(arguments, benchmark, each)) for each in RUN_TIERS]
+    return _show(plans, size)
 
 
 def _out(arguments: argparse.Namespace, benchmark: Benchmark, tier: str) -> Path:
@@ -119,22 +123,25 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
     return given, benchmark
 
 
-def _show(plans: Sequence[Plan]) -> int:
-    """Check every flag as a run would, on a model without weights, then print the commands of `plans`."""
+def _show(plans: Sequence[Plan], size: float | None = None) -> int:
+    """Check every flag as a run would, on a model without weights, then print the commands of `plans`. 1 when a side
+    does not fit GPUs of `size` GiB each."""
     with tempfile.TemporaryDirectory() as folder:
         stands_in = _without_weights(plans[0], Path(folder) / "model")
-        told = [list(_checked(plan, stands_in)) for plan in plans]
+        told = [list(_checked(plan, stands_in, size)) for plan in plans]
     for plan, remarks in zip(plans, told, strict=True):
         print(f"# {plan.tier}: {plan.benchmark.repeats} x 2 runs of {plan.benchmark.steps} steps, {plan.out}")
         print("\n".join([*remarks, *plan.lines()]))
-    print(
-        "# the flags are good; do they fit: make the model, then `vime plan --gpu-memory-gib N` and a line's flags",
-        flush=True,
-    )
-    return 0
+    too_large = size is not None and any(TOO_SMALL in line for remarks in told for line in remarks)
+    if size is None:
+        fit = f"; do they fit your GPUs: vime bench plan {GPU_MEMORY} 80 ..."
+    else:
+        fit = f", but something {TOO_SMALL} GPUs of {size:g} GiB" if too_large else ""
+    print(f"# the flags are good{fit}", flush=True)
+    return int(too_large)
 
 
-def _checked(plan: Plan, model: Path | None) -> Iterator[str]:
+def _checked(plan: Plan, model: Path | None, size: float | None) -> Iterator[str]:
     """What `vime plan` says of the memory of each side, and its notes. ValueError for flags that are wrong."""
     once = make_plan(plan.tier, replace(plan.benchmark, repeats=1), plan.out, model=model)
     runs = {run.side or run.name: parse_config(run.argv) for run in once.all_runs()}
@@ -143,7 +150,7 @@ def _checked(plan: Plan, model: Path | None) -> Iterator[str]:
     for name, config in runs.items():
         for note in notes(config):
             found.setdefault(note, []).append(name)
-        yield from (f"# {name}: {line}" for line in memory_in_short(config))
+        yield from (f"# {name}: {line}" for line in memory_in_short(config, asked_bytes(config, size)))
     for note, names in found.items():
         whose = "" if len(names) == len(runs) else f" ({', '.join(names)})"
         yield f"# note{whose}: {note}"

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from vime.bench.compare import refuse_unlike
 from vime.bench.record import BASELINE, SIDES, Record, Repeat
 from vime.bench.settings import ARITHMETIC, Benchmark
 from vime.engine.flags import parse_config
+from vime.engine.server import pair_up
 
 SEEDS = ("seed", "rollout_seed")
 ENTRY = (sys.executable, "-m", "vime", "train")
@@ -100,11 +102,19 @@ class Plan:
         return [*([] if self.rollouts is None else [self.rollouts]), *self.runs]
 
     def lines(self) -> Iterator[str]:
-        """Every command in order, as a shell takes it, secrets masked."""
+        """Every command in order, as bash takes it, secrets masked. The flags that all runs share stand once."""
         yield f"export PYTHONPATH={shlex.quote(self.python_path)}"
-        commands = [self.model_command] if self.model_command else []
-        for command in [*commands, *(run.command for run in self.all_runs())]:
-            yield shlex.join(mask_command(command))
+        if self.model_command:
+            yield shlex.join(self.model_command)
+        flags = [pair_up(mask_command(run.argv)) for run in self.all_runs()]
+        alike = takewhile(lambda pairs: all(pair == pairs[0] for pair in pairs), zip(*flags, strict=False))
+        shared = [pairs[0] for pairs in alike]
+        yield "FLAGS=("
+        yield from (f"    {shlex.join(pair)}" for pair in shared)
+        yield ")"
+        for pairs in flags:
+            own = [word for pair in pairs[len(shared) :] for word in pair]
+            yield f'{shlex.join(ENTRY)} "${{FLAGS[@]}}" {shlex.join(own)}'
 
 
 def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None = None) -> Plan:
