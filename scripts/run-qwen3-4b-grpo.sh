@@ -125,7 +125,7 @@ PY
     ((experts == 0)) || die "MODEL must be dense, got $MODEL with $experts experts a layer; commands for such a model" \
         "(\`vime train\` with --expert-model-parallel-size) are printed by" \
         "vime bench plan examples/bench/qwen3-30b-a3b-dapo-math-17k.yaml --model $MODEL --data $DATA;" \
-        "take that of rl_kernel-0 under e2e, and --save"
+        "take FLAGS and rl_kernel-0 under e2e, and --save"
 fi
 
 # 2. Model and data. Without MODEL this is a smoke run: a random model learns nothing, its rewards stay 0.

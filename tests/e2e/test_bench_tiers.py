@@ -118,7 +118,7 @@ def test_whole_steps_after_an_interruption(folder: Path, module: Record) -> None
 
 
 def read_report(folder: Path) -> None:
-    """One page on both: two steps are too few for any verdict, and their numbers and pictures are there."""
+    """One page on both: two pairs are too few for any verdict, and their numbers and pictures are there."""
     run(
         vime(
             "bench",
@@ -131,7 +131,7 @@ def read_report(folder: Path) -> None:
     )
     page = (folder / "page" / "report.md").read_text()
     assert page.index("## Modules") < page.index("## Full steps")
-    assert "too few repeats and steps for a verdict" in page
+    assert "fewer than 3 pairs, no verdict" in page
     pictures = re.findall(r"\]\((\S+\.png)\)", page)
     assert len(pictures) >= 8 and all((folder / "page" / name).stat().st_size > 5000 for name in pictures)
     assert "No kernel ran in rl_kernel: both sides are PyTorch" in page

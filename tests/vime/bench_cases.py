@@ -15,7 +15,11 @@ CONFIG: dict[str, Any] = {
     "rollout": {"rollout_batch_size": 32, "rollout_seed": 42, "hf_checkpoint": "/models/qwen3-4b"},
     "train": {"lr": 1e-6, "seed": 1234},
     "weight_update": {"weight_dir": None},
-    "checkpoint": {"load": None, "save": None},
+    "checkpoint": {"load": None},
+    "cluster": {
+        **{"device": "cuda", "colocate": True, "rollout_num_gpus": 2},
+        **{"actor_num_nodes": 1, "actor_num_gpus_per_node": 2},
+    },
     "logging": {"run_dir": None},
     "kernels": {"rlk_fast": None, "rl_kernel_ops": ["logp", "grpo_loss"]},
 }
@@ -95,7 +99,6 @@ def a_repeat(run: str, order: int, steps: list[Any], mode: str | None = None) ->
         config["kernels"]["rlk_fast"] = mode
         config["logging"] |= {"run_dir": f"/runs/{run}", "dump_details": f"/runs/{run}/details"}
         config["weight_update"]["weight_dir"] = f"/dev/shm/{run}"
-        config["checkpoint"] |= {"load": f"/checkpoints/{run}", "save": f"/checkpoints/{run}"}
     return Repeat(order, run, True, steps, config, deepcopy(ENVIRONMENT), {})
 
 

@@ -16,9 +16,21 @@ from bench_cases import full_steps
 
 from vime.bench import published
 from vime.bench.compare import pairs_of
-from vime.bench.published import COMMAND, IMAGES, PAGE, RESULTS, ROOT, page, read_results, stale, write
-from vime.bench.record import Record
+from vime.bench.published import (
+    COMMAND,
+    EXAMPLES,
+    IMAGES,
+    PAGE,
+    RESULTS,
+    ROOT,
+    page,
+    read_results,
+    stale,
+    write,
+)
+from vime.bench.record import SIDES, Record
 from vime.bench.report import MOE_LIMIT
+from vime.bench.settings import read_settings
 from vime.bench.verdicts import STEP, TRAINER_PEAK, TRAINING, Comparison, compared
 
 
@@ -208,12 +220,13 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
     other = deepcopy(replace(record, name="qwen3-4b-gsm8k", preset="smoke"))
     other.write(folder)
     assert (
-        "- **Mind** The file switched `rlk_fast` at that commit and switches `rl_kernel_ops` today"
+        "- **Mind** Measured by `rlk_fast`, not by `rl_kernel_ops` as the file has it today: to repeat this"
         in page(read_results(tmp_path))
     )
-    assert "switches `rl_kernel_ops` today" not in text, "of a record that no file of the examples is of"
-    assert "qwen3-4b-gsm8k (but for smoke by `rlk_fast`, not `rl_kernel_ops`)" in unmeasured()[0]
-    values = {"baseline": ["swiglu"], "rl_kernel": ["swiglu", "logp"]}
+    assert "as the file has it today" not in text, "of a record that no file of the examples is of"
+    assert "qwen3-4b-gsm8k (but for smoke by `rlk_fast`, not by `rl_kernel_ops` as" in unmeasured()[0]
+    today = read_settings(EXAMPLES / "qwen3-4b-gsm8k.yaml", "smoke").switch
+    values = {side: getattr(today, side).split(",") for side in SIDES}
     for side, repeats in record.sides.items():
         for repeat in repeats:
             repeat.config["kernels"] = {"rl_kernel_ops": values[side]}

@@ -36,6 +36,12 @@ def refusal(tmp_path, change) -> str:
         (lambda whole, run: whole.update(warm_up=-1), "warm_up must be 0 steps or more, got -1"),
         (lambda whole, run: whole.update(tier="op"), "tier must be one of module, e2e, got 'op'"),
         (lambda whole, run: whole["sides"].pop(RL_KERNEL), "sides must be baseline and rl_kernel"),
+        (lambda whole, run: whole["sides"][RL_KERNEL].pop(), "got {'baseline': 2, 'rl_kernel': 1}"),
+        (
+            lambda whole, run: run["steps"].pop(),
+            "must have one number of steps, above warm_up (1), got {2, 3}",
+        ),
+        (lambda whole, run: whole.update(warm_up=3), "must have one number of steps, above warm_up (3)"),
         (lambda whole, run: run.update(order=1), "order of its own, got [1, 1, 2, 3]"),
     ],
 )

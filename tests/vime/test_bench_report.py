@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from vime.bench import pictures, report
 from vime.bench.compare import pairs_of
-from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, SIDES
+from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, SIDES, all_repeats
 from vime.bench.verdicts import PASS_PARTS, PASS_TIME, compared
 
 E2E_PICTURES = {
@@ -226,11 +226,33 @@ def test_modules_and_full_steps_stand_apart(tmp_path):
 
 
 def test_a_claim_of_experts_is_the_title_and_claims_no_more(tmp_path):
-    title = "R3 against R3 + rl_kernel"
-    text = reported(tmp_path, full_steps(repeats=1, steps=6, claim=title))
-    assert f"### {title}\n\n{report.MOE_LIMIT}" in text
-    assert report.MOE_LIMIT not in reported(tmp_path, full_steps(repeats=1, steps=6))
-    assert report.MOE_LIMIT in reported(tmp_path, replace(full_steps(repeats=1, steps=6), experts=128))
+    record = full_steps(repeats=1, steps=6, claim="R3 against R3 + rl_kernel", experts=128)
+    assert f"### R3 against R3 + rl_kernel\n\n{report.MOE_LIMIT}" in reported(tmp_path, record)
+    assert report.MOE_LIMIT not in reported(tmp_path, replace(record, experts=0))
+
+
+def test_a_module_is_about_training_and_not_about_its_step(tmp_path):
+    """Which holds the reading of a file and a transfer to nobody."""
+    record = full_steps(repeats=3, steps=6, gain=0.2, tier="module")
+    for repeat in all_repeats(record):
+        for step in repeat.steps:
+            step["perf/actor_train_time"] = step["perf/backward_time"] + step["perf/forward_time"]
+    text = reported(tmp_path, record)
+    assert "- **training** " in text and "- **step" not in text
+    assert rows(text, "step on saved rollouts") and not rows(text, "step")
+    percentiles = text.partition("#### Percentiles")[2].partition("####")[0]
+    assert "| training |" in percentiles and "| step |" not in percentiles
+    assert "![Mean time of training]" in text and "![Mean time of a step]" not in text
+    assert "![Mean time of a step]" in reported(tmp_path, replace(record, tier="e2e"))
+
+
+def test_nothing_is_faster_where_no_kernel_ran(tmp_path):
+    record = full_steps(repeats=3, steps=6, gain=0.2)
+    assert "**faster**" in reported(tmp_path, record)
+    for step in (step for repeat in record.sides[RL_KERNEL] for step in repeat.steps):
+        step["rl_kernel/fast"] = 0.0
+    text = reported(tmp_path, record)
+    assert "**faster**" not in text and "**differs**" in text and "No kernel ran in rl_kernel" in text
 
 
 def test_a_metric_of_one_side_is_named_and_neither_compared_nor_drawn(tmp_path):

@@ -3,6 +3,7 @@ are bench_run_double.py, real but for the training; real ones are in tests/e2e/t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -100,12 +101,18 @@ def test_both_sides_in_turn_a_failure_and_going_on(bench, capfd):
     assert record.switch == {"field": "rlk_fast", BASELINE: "off", RL_KERNEL: "auto"}
     assert (record.tier, record.name, record.claim, record.warm_up) == ("e2e", "runs", "runs", 1)
 
+    for path in bench.out.glob("runs/*/environment.json"):  # as if the command were repeated the next day
+        noted = json.loads(path.read_text())
+        path.write_text(json.dumps(noted | {"time": noted["time"].replace("20", "19", 1)}))
     before = (bench.out / "runs" / "rl_kernel-1" / "metrics.jsonl").stat()
     bench.order()
     assert bench.run() == 0
     assert bench.started() == ["baseline-1"]
     record = bench.record()
     assert all(repeat.finished for repeat in all_repeats(record))
+    as_they_ran = ["runs/baseline-0", "runs/rl_kernel-0", "runs/rl_kernel-1", "runs/baseline-1"]
+    assert [repeat.run for repeat in all_repeats(record)] == as_they_ran
+    assert [repeat.run for repeat in record.sides[BASELINE]] == ["runs/baseline-0", "runs/baseline-1"]
     assert "runs/unfinished/baseline-1.1 is an attempt that did not finish and was begun anew" in record.notes
     assert (bench.out / "runs" / "unfinished" / "baseline-1.1.log").read_text() == "the last words of a run\n"
     assert (bench.out / "runs" / "rl_kernel-1" / "metrics.jsonl").stat() == before
@@ -115,6 +122,17 @@ def test_both_sides_in_turn_a_failure_and_going_on(bench, capfd):
     assert bench.run(repeats=1) == 0 and bench.started() == []
     assert [repeat.run for repeat in all_repeats(bench.record())] == ["runs/baseline-0", "runs/rl_kernel-0"]
     assert "runs/rl_kernel-1 is of a call with more repeats and is left out" in bench.record().notes
+
+
+def test_a_folder_is_of_one_benchmark_at_a_time(bench):
+    """The second would take the first one's run for an unfinished one, and move it away while it writes."""
+    bench.out.mkdir()
+    with open(bench.out / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # of another open file, as another process has
+        with pytest.raises(ValueError, match="out must be of one benchmark at a time, got another that runs"):
+            bench.run(repeats=1)
+    assert bench.started() == []
+    assert bench.run(repeats=1) == 0
 
 
 def test_a_whole_run_that_ended_badly_is_no_success_the_second_time_either(bench):
@@ -163,7 +181,7 @@ def test_runs_of_other_flags_are_refused_and_stay(bench):
 def test_wrong_flags_show_before_anything_starts(bench):
     with pytest.raises(ValueError, match="--lrr is not a known flag; did you mean --lr?"):
         bench.run(flags=["--lrr", "1"])
-    assert bench.started() == [] and not bench.out.exists()
+    assert bench.started() == [] and [path.name for path in bench.out.iterdir()] == ["lock"]
 
 
 def test_a_module_draws_its_rollouts_once(bench):
@@ -287,7 +305,7 @@ def test_what_no_report_would_compare_is_not_begun(bench, model, monkeypatch):
     switch = "switch: {field: num_steps_per_rollout, baseline: 1, rl_kernel: 2}\n"
     bench.file.write_text(text.replace("num-steps-per-rollout: 2, ", "") + switch)
     with pytest.raises(
-        ValueError, match="differ in num_steps_per_rollout alone to be compared, got global_batch_size"
+        ValueError, match="differ in num_steps_per_rollout alone to be compared, got data.global_batch_size"
     ):
         bench.run()
     assert bench.started() == []

@@ -254,30 +254,33 @@ def test_commands_of_a_plan_are_the_commands_of_its_runs(tmp_path):
 def test_a_plan_finds_wrong_flags_and_wrong_models(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     tiny = str(ROOT / "examples" / "bench" / "tiny-cpu.yaml")
-    out = ["--out", str(tmp_path / "out")]
-    assert vime(["bench", "e2e", tiny, "--dry-run", *out, "--", "--rollout-bach-size", "3"]) == 2
+    monkeypatch.chdir(tmp_path)
+    assert vime(["bench", "plan", tiny, "--", "--rollout-bach-size", "3"]) == 2
     err = capfd.readouterr().err
     assert "vime bench: --rollout-bach-size is not a known flag; did you mean --rollout-batch-size?" in err
     deep = changed(tmp_path, model={"arch": "qwen3-tiny", "layers": 9})
-    assert vime(["bench", "plan", str(deep), *out]) == 2
+    assert vime(["bench", "plan", str(deep)]) == 2
     assert "--layers must lie in [1, 2], the depth of qwen3-tiny, got 9" in capfd.readouterr().err
     four = str(ROOT / "examples" / "bench" / "qwen3-4b-gsm8k.yaml")
-    assert vime(["bench", "plan", four, *out, "--model", str(tmp_path), "--data", "absent.jsonl"]) == 2
+    assert vime(["bench", "plan", tiny, "--out", "here"]) == 2
+    assert "--out must be left out of a plan" in capfd.readouterr().err
+    assert vime(["bench", "plan", four, "--model", str(tmp_path), "--data", "absent.jsonl"]) == 2
     found = capfd.readouterr()
     assert "must be a prompt file that exists, got absent.jsonl; name yours with --data" in found.err
     assert found.out == ""  # nothing to copy from a plan that is wrong
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_plan_tells_memory_and_notes_as_vime_plan_does(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     tiny = str(ROOT / "examples" / "bench" / "tiny-cpu.yaml")
-    line = ["bench", "plan", tiny, "--out", str(tmp_path), "--", "--seq-length", "64", "--offload-train"]
+    monkeypatch.chdir(tmp_path)
+    line = ["bench", "plan", tiny, "--", "--seq-length", "64", "--offload-train"]
     assert vime([*line, "--rl-kernel-workspace-mib", "1"]) == 0
     out = capfd.readouterr().out
     _, whole_steps = out.split("# e2e: ")
     (command,) = [words for words in commands(f"# {whole_steps}") if words[-1].endswith("runs/baseline-0")]
-    make_model(["--arch", "qwen3-tiny", "--no-weights", "--arithmetic", str(tmp_path / "model-qwen3-tiny")])
+    make_model(["--arch", "qwen3-tiny", "--no-weights", "--arithmetic", command[4]])
     assert vime(["plan", *command[3:]]) == 0
     plan = capfd.readouterr().out
     peak = re.search(r"^  peak +(\S+ MiB)", plan, re.M)[1]
@@ -296,7 +299,7 @@ def test_a_plan_tells_memory_and_notes_as_vime_plan_does(tmp_path, capfd, monkey
 def test_a_plan_for_gpus_that_are_not_here(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     four = str(ROOT / "examples" / "bench" / "qwen3-4b-gsm8k.yaml")
-    line = ["bench", "plan", four, "--preset", "smoke", "--out", str(tmp_path)]
+    line = ["bench", "plan", four, "--preset", "smoke"]
     assert vime([*line, "--gpu-memory-gib", "110"]) == 1, "baseline alone is too large"
     out = capfd.readouterr().out
     assert re.search(r"^# baseline: does not fit a GPU of 110 GiB: ", out, re.M)

@@ -16,6 +16,7 @@ from vime.bench.training_speed import main
         ("", "--hf-checkpoint must be given (a Hugging Face checkpoint directory), got none"),
         ("--hf-checkpoint nowhere", "--hf-checkpoint must be a directory with a config.json, got nowhere"),
         ("--lrr 1", "--lrr is not a known flag; did you mean --lr?"),
+        ("--steps 2", "--steps must be more than the 2 that compile kernels, got 2"),
         ("--sequences 12", "--sequences must be a multiple of 8, got 12"),
         ("--out nowhere/o.json", "--out must name a file in a folder that exists, got nowhere/o.json"),
     ],

@@ -65,14 +65,14 @@ def _report(tier: str, argv: list[str]) -> int:
 def _runs(tier: str, argv: list[str]) -> int:
     arguments, benchmark = _read(tier, argv)
     plan = make_plan(tier, benchmark, _out(arguments, benchmark, tier))
-    if arguments.dry_run:
-        return _show([plan])
     return execute(plan, shlex.join(mask_command(["vime", "bench", tier, *argv])))
 
 
 def _plan(tier: str, argv: list[str]) -> int:
     argv, size = take_gpu_memory(argv)
     arguments, benchmark = _read(tier, argv)
+    if arguments.out is not None:
+        raise ValueError("--out must be left out of a plan, which is of two tiers with a directory each")
     plans = [make_plan(each, benchmark, _out(arguments, benchmark, each)) for each in RUN_TIERS]
     return _show(plans, size)
 
@@ -104,7 +104,6 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
         metavar="TEXT",
         help="what a reader has to know, such as who else used the machine",
     )
-    parser.add_argument("--dry-run", action="store_true", help="show and check the commands, start nothing")
     given = parser.parse_args(ours)
     benchmark = read_settings(given.config, given.preset).with_line(
         steps=given.steps,
@@ -123,7 +122,7 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
     return given, benchmark
 
 
-def _show(plans: Sequence[Plan], size: float | None = None) -> int:
+def _show(plans: Sequence[Plan], size: float | None) -> int:
     """Check every flag as a run would, on a model without weights, then print the commands of `plans`. 1 when a side
     does not fit GPUs of `size` GiB each."""
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slime.config.kernels import HEADS
-from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
+from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat, flags_of
 
 # Configuration: where a run writes, and names. A value may differ; that there is one at all may not.
 EXCEPTED: tuple[tuple[str, str], ...] = (
@@ -19,9 +19,6 @@ EXCEPTED: tuple[tuple[str, str], ...] = (
         "weight_dir",
         "made up per run where it is not given, so that two runs do not load each other's weights",
     ),
-    ("save", "each run saves its own checkpoint"),
-    ("save_hf", "each run exports its own checkpoint"),
-    ("save_debug_rollout_data", "each run saves its own rollouts"),
     ("tb_experiment_name", "a name of the run in a dashboard"),
     ("wandb_dir", "each run logs beside its records"),
     ("wandb_run_id", "a name of the run in a dashboard"),
@@ -32,7 +29,6 @@ PER_PAIR = ("seed", "rollout_seed")
 # Environment: paths of what is another by itself from run to run, or only names the run.
 OF_A_RUN: tuple[tuple[str, str], ...] = (
     ("time", "of the start"),
-    ("date", "of the start"),
     ("command", "holds the switch and the directories; what it means is the configuration"),
     ("directory", "where the command was typed"),
     ("host.name", "said in the report; its processors, GPUs and system are compared"),
@@ -83,20 +79,12 @@ def pairs_of(record: Record) -> tuple[list[Pair], list[str]]:
     """
     pairs: list[Pair] = []
     left_out = []
-    sides = [sorted(record.sides[side], key=lambda repeat: repeat.order) for side in SIDES]
-    for pair in zip(*sides, strict=False):
-        reasons = [reason for repeat in pair if (reason := _unusable(repeat, record.warm_up))]
+    for pair in zip(record.sides[BASELINE], record.sides[RL_KERNEL], strict=True):
+        reasons = [reason for repeat in pair if (reason := _unusable(repeat))]
         if reasons:
             left_out.append(f"{' and '.join(reasons)}: the pair {pair[0].run}, {pair[1].run} does not count")
-        elif len(pair[0].steps) != len(pair[1].steps):
-            sizes = " and ".join(f"{len(repeat.steps)} ({repeat.run})" for repeat in pair)
-            left_out.append(f"a pair must have as many steps on both sides, got {sizes}: it does not count")
         else:
             pairs.append(pair)
-    fewest = min(map(len, sides))
-    left_out += [
-        f"{repeat.run} has no partner and does not count" for side in sides for repeat in side[fewest:]
-    ]
     if not pairs:
         raise ValueError(
             f"{record.name}: a comparison must have one pair of finished runs, got none: {'; '.join(left_out)}; "
@@ -106,7 +94,7 @@ def pairs_of(record: Record) -> tuple[list[Pair], list[str]]:
 
 
 def in_order(pairs: Sequence[Pair]) -> list[Repeat]:
-    """The runs of `pairs` as they ran."""
+    """The runs of `pairs` as they started."""
     return sorted((repeat for pair in pairs for repeat in pair), key=lambda repeat: repeat.order)
 
 
@@ -127,10 +115,9 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
     hosts = {_leaf(repeat.environment, "host.name") for repeat in runs} - {None}
     if len(hosts) > 1:
         found.append(f"The runs are of several hosts of the same kind: {', '.join(sorted(hosts))}.")
-    commits = [leaf for repeat in runs if (leaf := _commit(repeat.environment)) is not None]
-    if len(commits) < len(runs):
+    if any(_leaf(repeat.environment, "git.commit") is None for repeat in runs):
         found.append("Which commit was measured is not known for all runs.")
-    if any(_leaf(repeat.environment, key) for repeat in runs for key in ("git.modified", "dirty")):
+    if any(_leaf(repeat.environment, "git.modified") for repeat in runs):
         found.append("The checkout had changes that are in no commit.")
     return [*found, *_kernel_cautions(record, pairs), *_number_cautions(pairs)]
 
@@ -138,7 +125,7 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
 def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
     """Whether the side named for the kernels ran them, and what else the switch turns."""
     steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
-    shares = [step["rl_kernel/fast"] for step in steps if "rl_kernel/fast" in step]
+    shares = kernel_shares(record, pairs)
     if shares and max(shares) == 0:
         return [f"No kernel ran in {RL_KERNEL}: both sides are PyTorch, and nothing here is about kernels."]
     found = []
@@ -168,10 +155,16 @@ def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
     return found
 
 
+def kernel_shares(record: Record, pairs: Sequence[Pair]) -> list[float]:
+    """Of each step that reported it on the side of the kernels: the operators asked to run one that did, as a share."""
+    steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
+    return [step["rl_kernel/fast"] for step in steps if "rl_kernel/fast" in step]
+
+
 def _number_cautions(pairs: Sequence[Pair]) -> list[str]:
     """What of the numbers says nothing."""
     runs = in_order(pairs)
-    counts = {value for r in runs for path, value in flatten(r.config) if _is(path, "num_steps_per_rollout")}
+    counts = {flags_of(repeat.config).get("num_steps_per_rollout") for repeat in runs}
     steps = [step for repeat in runs for step in repeat.steps]
     if not counts <= {None, 1} or any(step.get("train/ppo_kl") != 0 for step in steps):
         return []
@@ -184,11 +177,12 @@ def _number_cautions(pairs: Sequence[Pair]) -> list[str]:
     return found
 
 
-def _unusable(repeat: Repeat, warm_up: int) -> str | None:
+def _unusable(repeat: Repeat) -> str | None:
     if not repeat.finished:
         return f"{repeat.run} did not finish ({len(repeat.steps)} steps)"
-    if len(repeat.steps) <= warm_up:
-        return f"{repeat.run} has no step after its warm-up ({len(repeat.steps)} steps, {warm_up} warm-up)"
+    on_gpus = flags_of(repeat.config).get("device") == "cuda"
+    if on_gpus and repeat.environment and not repeat.environment.get("gpus"):
+        return f"{repeat.run} does not say on which GPUs it ran (nvidia-smi did not answer)"
     return None
 
 
@@ -200,9 +194,9 @@ def _switch_problems(record: Record, pairs: Sequence[Pair]) -> list[str]:
         return ["no configuration at all"]
     found = []
     for side, repeat in ((side, repeat) for pair in pairs for side, repeat in zip(SIDES, pair, strict=True)):
-        values = [value for path, value in flatten(repeat.config) if _is(path, field)]
-        if values != [record.switch[side]]:
-            told = repr(values[0]) if len(values) == 1 else _ABSENT
+        value = flags_of(repeat.config).get(field, _ABSENT)
+        if value != record.switch[side]:
+            told = value if value is _ABSENT else repr(value)
             found.append(f"{field}: {told} in {repeat.run}, {record.switch[side]!r} is the switch's")
     return found
 
@@ -239,18 +233,15 @@ def _environment_problems(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _comparable_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves, with directories of the run itself by what they are: a load that equals save is a run that resumes."""
+    """Leaves, with directories of the run itself by what they are."""
     leaves = dict(flatten(config))
-    own = {path.rpartition(".")[2]: value for path, value in leaves.items()}
-    run_dir, save = own.get("run_dir"), own.get("save")
+    run_dir = flags_of(config).get("run_dir")
     written = {name for name, _ in EXCEPTED}
 
     def told(path: str, value: Any) -> Any:
         name = path.rpartition(".")[2]
         if name in written:
             return value if value is None else f"<{name}>"
-        if name == "load" and value is not None and value == save:
-            return "<save>"
         inside = isinstance(value, str) and run_dir and (value == run_dir or value.startswith(f"{run_dir}/"))
         return "<run_dir>" + value[len(run_dir) :] if inside else value
 
@@ -273,7 +264,3 @@ def _is(path: str, field: str) -> bool:
 
 def _leaf(values: Mapping[str, Any], path: str) -> Any:
     return dict(flatten(values)).get(path)
-
-
-def _commit(environment: Mapping[str, Any]) -> str | None:
-    return _leaf(environment, "git.commit") or _leaf(environment, "commit")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from vime.bench.record import Record
+from vime.bench.record import SIDES, Record
 from vime.bench.settings import read_settings
 
 IN_WORDS = {"e2e": "full steps of", "module": "a trainer alone (`vime bench module`) on"}
@@ -13,20 +14,22 @@ IN_WORDS = {"e2e": "full steps of", "module": "a trainer alone (`vime bench modu
 
 
 def without_record(records: Sequence[Record], examples: Path) -> list[str]:
-    """A line a tier: the files of `examples` that no record is of as they stand, with the presets that one is of, and
-    by which switch where that is not the file's; the file for a CPU proves the harness alone."""
+    """A line a tier: the files of `examples` that no record is of with the switch that they have, with the presets that
+    one is of, and by which switch where that is another today; the file for a CPU proves the harness alone."""
     texts = []
     for tier, what in IN_WORDS.items():
         names = []
         for path in sorted(examples.glob("*.yaml")):
-            name, switch = path.stem, _switch_of(path)
-            own = [record for record in records if (record.tier, record.name) == (tier, name)]
-            if name.endswith("-cpu") or any((r.preset, r.switch["field"]) == (None, switch) for r in own):
+            own = [record for record in records if (record.tier, record.name) == (tier, path.stem)]
+            found = [(record.preset, _otherwise(record, path)) for record in own]
+            if path.stem.endswith("-cpu") or (None, None) in found:
                 continue
-            alike = {record.preset or "" for record in own if record.switch["field"] == switch}
-            others = {_otherwise(record, switch) for record in own if record.preset not in alike}
+            alike = {str(preset) for preset, moved in found if moved is None}
+            others = {
+                f"{preset or 'all of it'} {moved}" for preset, moved in found if moved and preset not in alike
+            }
             but = sorted(alike | others)
-            names.append(name + (f" (but for {', '.join(but)})" if but else ""))
+            names.append(path.stem + (f" (but for {', '.join(but)})" if but else ""))
         if names:
             texts.append(f"{what} {', '.join(names)}")
     return texts
@@ -34,17 +37,21 @@ def without_record(records: Sequence[Record], examples: Path) -> list[str]:
 
 def of_another_switch(record: Record, examples: Path) -> list[str]:
     """What to know of a command whose file has changed its switch since."""
-    path, was = examples / f"{record.name}.yaml", record.switch["field"]
-    if not path.is_file() or (switch := _switch_of(path)) == was:
-        return []
-    return [
-        f"The file switched `{was}` at that commit and switches `{switch}` today: to repeat this, check out the commit."
-    ]
+    path = examples / f"{record.name}.yaml"
+    moved = _otherwise(record, path) if path.is_file() else None
+    return [] if moved is None else [f"Measured {moved}: to repeat this, check out the commit."]
 
 
-def _otherwise(record: Record, switch: str) -> str:
-    return f"{record.preset or 'all of it'} by `{record.switch['field']}`, not `{switch}`"
+def _otherwise(record: Record, path: Path) -> str | None:
+    """By which switch a record is that is not the one its file has today; None where it is."""
+    was, today = record.switch, read_settings(path, record.preset).switch
+    if was["field"] != today.field:
+        return f"by `{was['field']}`, not by `{today.field}` as the file has it today"
+    if any(_values(was[side]) != _values(getattr(today, side)) for side in SIDES):
+        return f"by other values of `{today.field}` than the file has today"
+    return None
 
 
-def _switch_of(path: Path) -> str:
-    return read_settings(path).switch.field
+def _values(value: Any) -> set[str]:
+    """Of a switch: a run resolves to a list what a file may spell with commas."""
+    return set(map(str, value)) if isinstance(value, list) else set(str(value).split(","))

@@ -27,8 +27,8 @@ import numpy as np
 from slime.data.packing import sample_flops
 from vime.bench.gpu_runs import GpuRun, Sources, read
 
-PEAK_TFLOPS = 989.0
-"""Dense bfloat16 products of an H100 or H200 SXM, NVIDIA's data sheet."""
+PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
+"""Dense bfloat16 products by the name that the driver gives a GPU (SXM), NVIDIA's data sheets."""
 RISE = 0.1
 MICRO_BATCHES = (16_384, 32_768)
 LINK = {"offload": "link_offload_gib_per_s", "onload": "link_onload_gib_per_s"}
@@ -77,15 +77,17 @@ def _rollout(against: str) -> Callable[[Sources], Found]:
 
 def _mfu(sources: Sources) -> Found:
     """FLOPs of a forward and a backward of two through the layers, without the head, of samples of the mean length (a
-    lower bound, as attention grows with the square), by time and GPU."""
+    lower bound, as attention grows with the square), by time and GPU; of GPUs whose peak is known."""
     for run in sources.large():
+        if run.gpu not in PEAK_TFLOPS:
+            continue
         speed, seconds = run.median("perf/actor_train_tok_per_s"), run.median("perf/actor_train_time")
         if speed is None or seconds is None or not run.flags["use_dynamic_batch_size"]:
             continue
         if MICRO_BATCHES[0] <= run.flags["max_tokens_per_gpu"] <= MICRO_BATCHES[1]:
             length = speed * seconds / run.samples
             flops = 3 * run.samples * sample_flops(length, 0, run.model)
-            yield flops / seconds / run.trainers / 1e12 / PEAK_TFLOPS, run.series.name
+            yield flops / seconds / run.trainers / 1e12 / PEAK_TFLOPS[run.gpu], run.series.name
 
 
 def _loss_part(sources: Sources) -> Found:
@@ -109,28 +111,29 @@ def _loss_part(sources: Sources) -> Found:
 
 
 def _memory_growth(sources: Sources) -> Found:
-    """Largest memory in use during step 10 by that of step 3, minus 1; nothing if it was not watched from there on."""
+    """Largest memory in use during step 10 by that of step 3, minus 1, of the GPU where it grew most; nothing if it was
+    not watched from there on."""
     for run in sources.runs:
         file = run.path / "gpu_memory.csv"
         if not file.exists():
             continue
         with open(file) as lines:
             rows = [row for row in csv.reader(lines, skipinitialspace=True) if len(row) == 3]
-        used = [
-            (datetime.strptime(row[0], "%Y/%m/%d %H:%M:%S.%f").timestamp(), float(row[2])) for row in rows
-        ]
-        ends = run.step_ends
-        if not used or used[0][0] > ends.get(2, -np.inf):
-            continue
-        peaks = [
-            max(
-                (mib for time, mib in used if ends.get(step - 1, np.inf) < time <= ends.get(step, -np.inf)),
-                default=None,
+        ends, growth = run.step_ends, list[float]()
+        for gpu in {row[1] for row in rows}:
+            used = [
+                (datetime.strptime(row[0], "%Y/%m/%d %H:%M:%S.%f").timestamp(), float(row[2]))
+                for row in rows
+                if row[1] == gpu
+            ]
+            third, tenth = (
+                [mib for time, mib in used if ends.get(step - 1, np.inf) < time <= ends.get(step, -np.inf)]
+                for step in (3, 10)
             )
-            for step in (3, 10)
-        ]
-        if None not in peaks:
-            yield peaks[1] / peaks[0] - 1, run.series.name
+            if used[0][0] <= ends.get(2, -np.inf) and third and tenth:
+                growth.append(max(tenth) / max(third) - 1)
+        if growth:
+            yield max(growth), run.series.name
 
 
 def _curves_that_rise(sources: Sources) -> Found:

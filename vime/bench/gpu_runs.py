@@ -16,6 +16,7 @@ from slime.model_shape import Shape
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE
 from vime.bench.gpu_alone import ALONE_FROM
+from vime.bench.record import flags_of
 from vime.run_metrics import Run, load_run
 
 LARGE = 3e9
@@ -34,10 +35,7 @@ class GpuRun:
 
     @classmethod
     def read(cls, path: Path) -> GpuRun:
-        sections = json.loads((path / "config.json").read_text())
-        flags = {
-            k: v for section in sections.values() if isinstance(section, dict) for k, v in section.items()
-        }
+        flags = flags_of(json.loads((path / "config.json").read_text()))
         try:
             model = read_hf_config(flags["hf_checkpoint"])
         except ValueError:

@@ -19,8 +19,8 @@ from matplotlib.ticker import MaxNLocator
 from slime.tracking.metrics import LOGPROB_DIFF
 from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
-from vime.bench.statistics import LEVEL, OVER_REPEATS, OVER_STEPS, Difference
-from vime.bench.verdicts import PEAK, STEP, Comparison, is_shown, number
+from vime.bench.statistics import LEVEL, Difference
+from vime.bench.verdicts import ABOUT, PEAK, STEP, Comparison, is_shown, number
 from vime.plot import COLOURS, LONG, PART_COLOURS, decades, dress, legend, save
 from vime.run_metrics import Run, Series, running_mean, smoothing_window, step_times
 
@@ -58,15 +58,17 @@ def figures(
         ("differences", _differences_title(found), _differences(list(both.values())))
     ]
     missing = {c.metric.name: c.missing for c in found}
-    lines = ((STEP, "step time (s)"), (REWARD, "mean reward"), (LOGPROB_DIFF, "|difference| (nats)"))
+    about = ABOUT[record.tier]
+    what = "a step" if about == STEP else "training"
+    lines = ((about, f"time of {what} (s)"), (REWARD, "mean reward"), (LOGPROB_DIFF, "|difference| (nats)"))
     steps = {
         name: _steps(record, pairs, name, ylabel) if name in both else _absent(name, missing)
         for name, ylabel in lines
     }
-    bars = _bars([both[STEP]]) if STEP in both else _absent(STEP, missing)
+    bars = _bars([both[about]]) if about in both else _absent(about, missing)
     wanted += [
-        ("step_time", "Mean time of a step", bars),
-        ("step_time_steps", "Time of a step, over the steps", steps[STEP]),
+        ("step_time", f"Mean time of {what}", bars),
+        ("step_time_steps", f"Time of {what}, over the steps", steps[about]),
         ("time_breakdown", "Where the time of a step goes", _breakdown(record, pairs)),
         ("peak_memory", "Peak memory by phase", _peaks(both)),
         ("raw_reward", "raw_reward", steps[REWARD]),
@@ -171,11 +173,9 @@ def _differences(found: Sequence[Comparison]) -> Figure | str:
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlabel(f"{RL_KERNEL} against {BASELINE} (%)")
     dress(axes, "")
-    told = {OVER_STEPS: "the steps of these runs only", OVER_REPEATS: "repeats"}
-    over = " or ".join(dict.fromkeys(told[d.over] for _, d in shown))
     _say(
         figure,
-        f"lines: {LEVEL_TEXT} interval over {over} (unseen: narrow, or none); small dots: pairs of repeats\n"
+        f"lines: {LEVEL_TEXT} interval over repeats (unseen: narrow, or none); small dots: pairs of repeats\n"
         "filled: away from zero; green: better, orange: worse, grey: neither is claimed",
     )
     return figure

@@ -25,7 +25,7 @@ from slime.config.schema import own_flags
 from slime.data.prompts import prompt_file
 from slime.tracking.environment import collect_environment, mask_command
 from vime.bench.compare import refuse_unlike
-from vime.bench.record import BASELINE, SIDES, Record, Repeat
+from vime.bench.record import BASELINE, SIDES, Record, Repeat, flags_of
 from vime.bench.settings import ARITHMETIC, Benchmark
 from vime.engine.flags import parse_config
 from vime.engine.server import pair_up
@@ -160,7 +160,7 @@ def _seeds(flags: Sequence[str], repeat: int) -> tuple[str, ...]:
 
 
 def resolved(run: Planned) -> dict[str, Any]:
-    """What the flags of a run mean, as the run will save it. ValueError for flags that are wrong.
+    """What the flags of a run mean, as the run will save it in config.json. ValueError for flags that are wrong.
 
     Hooks are looked up, so their folder must be on sys.path.
     """
@@ -168,7 +168,7 @@ def resolved(run: Planned) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         config.save_json(path)
-        return flat(json.loads(path.read_text()))
+        return json.loads(path.read_text())
 
 
 def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -186,7 +186,7 @@ def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]]
     for order, run in enumerate(plan.runs):
         assert run.side is not None
         config = resolved(run)
-        told.setdefault(run.side, config[plan.benchmark.switch.field])
+        told.setdefault(run.side, flags_of(config)[plan.benchmark.switch.field])
         environment = dict(kept.get(run.name, now))
         sides[run.side].append(Repeat(order, run.name, False, [], config, environment, {}))
     benchmark = plan.benchmark
@@ -197,7 +197,7 @@ def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]]
 
 
 def flat(sections: dict[str, Any]) -> dict[str, Any]:
-    """config.json as one mapping, without remarks and without what is known only once a run has begun."""
-    found = {k: v for section in sections.values() if isinstance(section, dict) for k, v in section.items()}
+    """`flags_of`, without what is known only once a run has begun."""
+    found = flags_of(sections)
     found.pop("weight_dir", None)
     return found

@@ -39,7 +39,7 @@ from vime.bench.published_tables import (
     rollout_lines,
 )
 from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, Record
-from vime.bench.report import MOE_LIMIT, TIER_LIMITS, how_to_read, is_moe, what_ran
+from vime.bench.report import MOE_LIMIT, TIER_LIMITS, how_to_read, what_ran
 from vime.bench.tables import fallbacks, headlines, percentiles, verdicts
 from vime.bench.tables import in_short as record_in_short
 from vime.bench.verdicts import STEP, TRAINER_PEAK, TRAINING, Comparison, compared, number
@@ -171,7 +171,7 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     yield from _baseline([r.content for r in results if isinstance(r.content, Record)])
     for result in results:
         if isinstance(result.content, Record):
-            told = "; ".join(headlines(_judged(result.content)[2], SHORTEST))
+            told = "; ".join(headlines(result.content, _judged(result.content)[2], SHORTEST))
             place = f"[{TIERS[result.content.tier].lower()}](#{_anchor(result.name)})"
             yield f"- {place}: {result.content.claim}: {told}"
     yield ""
@@ -206,7 +206,7 @@ def _machines(results: Sequence[Result]) -> str:
     drivers: dict[str, set[str]] = {}
     for result in results:
         if isinstance(result.content, Record):
-            for gpu in result.content.sides[BASELINE][0].environment.get("gpus", []):
+            for gpu in result.content.sides[BASELINE][0].environment.get("gpus") or []:
                 drivers.setdefault(gpu["name"], set()).add(gpu["driver"])
             continue
         machine = result.content.get("machine", {})
@@ -274,15 +274,15 @@ def _record_lines(name: str, record: Record) -> Iterator[str]:
     """Both sides of the switch: what `vime bench report` shows, without its configuration and with fewer pictures."""
     pairs, left_out, found = _judged(record)
     yield from (f"{record.claim}.", "")
-    if is_moe(record):
+    if record.experts:
         yield from (MOE_LIMIT, "")
     yield from what_ran(record, pairs, left_out, found, of_another_switch(record, EXAMPLES))
-    yield from record_in_short(found)
+    yield from record_in_short(record, found)
     for picture, (caption, drawn) in figures(record, pairs, found).items():
         if picture in SHOWN and not isinstance(drawn, str):
             yield from ("", f"![{caption}](images/{_file_name(name, picture)})")
     yield from ("", "<details>", "<summary>All metrics</summary>")
-    yield from (*verdicts(record, found), *percentiles(record, found), *fallbacks(pairs))
+    yield from (*verdicts(found), *percentiles(record, found), *fallbacks(pairs))
     yield from ("", "</details>")
 
 

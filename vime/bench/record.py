@@ -63,8 +63,8 @@ NEVER_ZERO = ("perf/step_time", "perf/rollout_time", "perf/actor_train_time")
 class Repeat:
     """One run of one side.
 
-    `order`: its place among all runs of the benchmark, from 0. `steps`: {metric: value} a step, the warm-up first;
-    a metric that a step did not report is not in it. `config`: what the run was resolved to.
+    `order`: its place among all runs of the benchmark as they started, from 0. `steps`: {metric: value} a step, the
+    warm-up first; a metric that a step did not report is not in it. `config`: what the run was resolved to.
     `fallbacks`: {operator: calls that ran no kernel}, all steps together. `finished`: every step asked for is there.
     """
 
@@ -83,6 +83,7 @@ class Repeat:
 class Record:
     """One benchmark. `switch`: {"field": configuration field, side: its value}, the one thing that differs.
 
+    `sides`: of each as many repeats, the i-th of one pairs with the i-th of the other, whenever they ran.
     `warm_up`: steps of each repeat that count for nothing. `claim`: what a difference may be called, a title of the
     report ("R3 against R3 + rl_kernel"). `notes`: what is reduced, and other things a reader has to know. `experts`:
     routed ones of a layer, 0 of a dense model. `preset`: of the file that describes it, None for the file as it stands.
@@ -139,14 +140,18 @@ def check(record: Record, path: Path | str) -> None:
     """ValueError for a record that no report could read."""
     if record.tier not in TIERS:
         raise ValueError(f"{path}: tier must be one of {', '.join(TIERS)}, got {record.tier!r}")
-    if set(record.sides) != set(SIDES) or not all(record.sides.values()):
-        raise ValueError(
-            f"{path}: sides must be {' and '.join(SIDES)}, each with a repeat, got {_sizes(record)}"
-        )
+    sizes = {side: len(repeats) for side, repeats in record.sides.items()}
+    if sizes.keys() != set(SIDES) or len(set(sizes.values())) > 1 or not all(sizes.values()):
+        raise ValueError(f"{path}: sides must be {' and '.join(SIDES)}, with as many repeats, got {sizes}")
     if record.switch.keys() != {"field", *SIDES}:
         raise ValueError(f"{path}: switch must say field, {', '.join(SIDES)}, got {', '.join(record.switch)}")
     if record.warm_up < 0:
         raise ValueError(f"{path}: warm_up must be 0 steps or more, got {record.warm_up}")
+    finished = {len(repeat.steps) for repeat in all_repeats(record) if repeat.finished}
+    if len(finished) > 1 or any(steps <= record.warm_up for steps in finished):
+        raise ValueError(
+            f"{path}: finished repeats must have one number of steps, above warm_up ({record.warm_up}), got {finished}"
+        )
     places = [repeat.order for repeat in all_repeats(record)]
     if len(set(places)) < len(places):
         raise ValueError(f"{path}: each run must have an order of its own, got {places}")
@@ -165,8 +170,10 @@ def all_repeats(record: Record) -> Iterator[Repeat]:
     yield from sorted((r for repeats in record.sides.values() for r in repeats), key=lambda r: r.order)
 
 
-def _sizes(record: Record) -> Mapping[str, int]:
-    return {side: len(repeats) for side, repeats in record.sides.items()}
+def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config.json without its sections, and without remarks."""
+    sections = (section for section in config.values() if isinstance(section, dict))
+    return {name: value for section in sections for name, value in section.items()}
 
 
 def _can_be(name: str, value: float) -> bool:

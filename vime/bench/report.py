@@ -10,6 +10,7 @@ import argparse
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from vime.bench.operator_tables import operator_lines
 from vime.bench.operators import OPERATORS_FILE, has_operators, read_operators
 from vime.bench.pictures import Picture, draw_pictures
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
-from vime.bench.statistics import LEVEL, MIN_PAIRS, MIN_STEPS
+from vime.bench.statistics import LEVEL, MIN_PAIRS
 from vime.bench.tables import fallbacks, in_short, minds, percentiles, verdicts
-from vime.bench.verdicts import Comparison, compared
+from vime.bench.verdicts import Comparison, compared, number
 from vime.bench.where import facts, folded, rollouts_of
 
 REPORT_FILE = "report.md"
@@ -131,11 +132,9 @@ def how_to_read() -> Iterator[str]:
     )
     yield ""
     yield (
-        f"**Intervals** ({level}) are over repeats where there are {MIN_PAIRS} pairs or more (Student's t), and hold "
-        "for runs like these. With fewer they are over the steps of these runs (moving blocks, since neighbouring "
-        "steps resemble each other), and the verdict says *in these runs*: how much two runs of one side differ is not "
-        f"in it. With fewer than {MIN_STEPS} paired steps there is none. A difference is shown when its interval does "
-        "not hold zero."
+        f"**Intervals** ({level}) are Student's t over the differences of {MIN_PAIRS} pairs or more, and hold for runs "
+        "like these. Of fewer there is none, and no verdict: how much two runs of one side differ is not known, and "
+        "steps of one run do not tell. A difference is shown when its interval does not hold zero."
     )
     yield ""
     yield (
@@ -155,11 +154,11 @@ def _part(found: Findings) -> Iterator[str]:
     """One record, from its title to its configuration."""
     record = found.record
     yield from ("", f"### {record.claim}", "")
-    if is_moe(record):
+    if record.experts:
         yield from (MOE_LIMIT, "")
     yield from what_ran(record, found.pairs, found.left_out, found.comparisons)
-    yield from in_short(found.comparisons)
-    yield from verdicts(record, found.comparisons)
+    yield from in_short(record, found.comparisons)
+    yield from verdicts(found.comparisons)
     yield from percentiles(record, found.comparisons)
     yield from _pictures(found)
     yield from fallbacks(found.pairs)
@@ -188,8 +187,13 @@ def what_ran(
     )
     baselines = {id(repeat) for repeat, _ in pairs}
     order = " ".join(BASELINE[0] if id(repeat) in baselines else RL_KERNEL[0] for repeat in in_order(pairs))
-    yield f"- **Order** {order} ({BASELINE[0]}: {BASELINE}, {RL_KERNEL[0]}: {RL_KERNEL})"
-    yield from (f"- **{name}** {text}" for name, text in facts(pairs[0][0].environment))
+    starts = [[datetime.fromisoformat(each.environment["time"]) for each in pair] for pair in pairs]
+    minutes = max(abs(b - a).total_seconds() / 60 for a, b in starts)
+    yield (
+        f"- **Order** {order} ({BASELINE[0]}: {BASELINE}, {RL_KERNEL[0]}: {RL_KERNEL}); the runs of a pair started up "
+        f"to {number(minutes, digits=2)} min apart"
+    )
+    yield from (f"- **{name}** {text}" for name, text in facts(pairs[0][0].environment, pairs[0][0].config))
     yield from (f"- **Note** {note}" for note in record.notes)
     yield from (*minds(record, pairs, comparisons), *(f"- **Mind** {text}" for text in more))
     yield from (f"- **Left out** {text}" for text in left_out)
@@ -220,10 +224,6 @@ def _full(record: Record, repeat: Repeat) -> Iterator[str]:
             repeat.config,
         )
     yield from folded(f"Environment of {repeat.run}", repeat.environment)
-
-
-def is_moe(record: Record) -> bool:
-    return record.experts > 0 or re.search(r"\b(R3|MoE|experts?)\b", record.claim, re.IGNORECASE) is not None
 
 
 def _plural(count: int, word: str) -> str:

@@ -151,9 +151,11 @@ def _without_prefix(environment: dict[str, Any]) -> dict[str, Any]:
 def collect(plan: Plan, command: str) -> Record:
     """The record of a plan's runs as they are now, with remarks on what is missing."""
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
-    for order, run in enumerate(plan.runs):
+    # A run that was begun anew is later than the plan had it; one that was not begun comes last. The sort is stable.
+    as_begun = sorted(plan.runs, key=lambda run: read_json(run.run_dir / ENVIRONMENT_FILE).get("time", "~"))
+    for run in plan.runs:
         assert run.side is not None
-        repeat = read_repeat(run, order, plan.out)
+        repeat = read_repeat(run, as_begun.index(run), plan.out)
         if plan.tier == "module":
             steps = [{k: v for k, v in step.items() if k not in NOT_OF_A_TRAINER} for step in repeat.steps]
             repeat = replace(repeat, steps=steps)

@@ -7,9 +7,11 @@ with this process: in order on Ctrl-C and SIGTERM, and by its supervisor when th
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ def execute(plan: Plan, command: str) -> int:
     ValueError, before anything but the model is made, for flags that are wrong and for runs that are there and were
     made with others.
     """
-    with sigterm_interrupts():
+    with sigterm_interrupts(), _alone(plan.out):
         try:
             _make_model(plan)
             good = _run_all(plan, whats_missing(plan), command)
@@ -42,12 +44,26 @@ def execute(plan: Plan, command: str) -> int:
     return 0 if good else 1
 
 
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """ValueError where another process runs a benchmark in `out`: it would take that one's runs for unfinished ones."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{out} must be of one benchmark at a time, got another that runs; wait for it"
+            ) from None
+        yield  # the lock ends with the file, or with this process
+
+
 def whats_missing(plan: Plan) -> list[Planned]:
     """The runs that are not whole, in order. ValueError for whole ones that were made with other flags, and for runs
     that could not be compared."""
     missing = []
     for run in plan.all_runs():
-        expected = resolved(run)  # of all: wrong flags show before the first run starts
+        expected = flat(resolved(run))  # of all: wrong flags show before the first run starts
         found = flat(read_json(run.run_dir / "config.json"))
         steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
         if steps >= found.get("num_rollout", run.steps):  # all that was asked for then, less than now perhaps

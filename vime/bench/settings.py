@@ -47,7 +47,8 @@ TAKEN = {
     "run_dir": "every run has a directory of its own below --out",
     "custom_config_path": "what stands there would win over the switch; give its entries as flags",
     **dict.fromkeys(
-        ("load", "save"), "every run starts from the model, and the next one would start from this one"
+        ("load", "save", "save_hf"),
+        "every run starts from the model, and the next one would start from this one",
     ),
     **dict.fromkeys(
         (

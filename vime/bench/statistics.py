@@ -20,12 +20,9 @@ import numpy as np
 
 LEVEL = 0.95
 MIN_PAIRS = 3
-"""Pairs from which on the interval is over repeats; below, it is over the steps of those that are there."""
-MIN_STEPS = 20
-"""Paired steps a pair, below which an interval over steps is not given: its error could not be estimated."""
+"""Pairs from which on there is an interval: how much two runs of one side differ is not known from fewer."""
 PERCENTILES = {50: 3, 90: 10, 99: 100}
 """pNN -> the steps from which on it is given: one of them lies beyond it on average (p50: one each side)."""
-OVER_REPEATS, OVER_STEPS, OVER_ROUNDS = "repeats", "steps", "rounds"
 
 Sides = tuple[np.ndarray, np.ndarray]
 
@@ -55,7 +52,7 @@ class Difference:
     """Second side less the first. `relative`: as a share of the first (0.03 is 3 % more), else in the metric's unit.
 
     `pairs`: of each pair, `steps` the steps in all of them. `low`, `high`: the interval at LEVEL, None where there is
-    too little for one; `over` says what it was taken over. Over rounds `value` is a median, else a mean.
+    too little for one. Of rounds (`median_ratio`) `value` is a median, of repeats a mean.
     """
 
     relative: bool
@@ -64,7 +61,6 @@ class Difference:
     steps: int
     low: float | None
     high: float | None
-    over: str
 
     @property
     def within(self) -> float | None:
@@ -103,28 +99,24 @@ def paired_difference(
 ) -> Difference | None:
     """The difference of P pairs of [S] values; None when no step of a pair was reported by both sides.
 
-    Step k pairs with step k; one that a side did not report is left out of both. Of at least MIN_PAIRS pairs the
-    interval is Student's over the P differences, P - 1 degrees of freedom: it holds for another pair of runs. Of fewer
-    it is over their steps (`block_error`): it holds for these runs only, as how much two runs of one side differ was
-    not measured. With `relative`, differences are logs of the ratio of means, and values must be positive.
+    Step k pairs with step k; one that a side did not report is left out of both. The interval is Student's over the P
+    differences, P - 1 degrees of freedom: it holds for another pair of runs. Of fewer than MIN_PAIRS there is none,
+    unless every step is equal. With `relative`, differences are logs of the ratio of means of positive values.
     """
     if weights is None:
         weights = [(np.ones(len(first)), np.ones(len(second))) for first, second in pairs]
     found = [_reported_by_both(pair, of_pair) for pair, of_pair in zip(pairs, weights, strict=True)]
-    kept = [both for both in found if len(both[0])]
+    kept = [both for both in found if len(both[0][0])]
     if not kept:
         return None
-    means = np.array([[side.mean() for side in pair] for pair in kept])  # [P, 2]
+    means = np.array([[np.average(values, weights=w) for values, w in both] for both in kept])  # [P, 2]
     each = np.log(means[:, 1] / means[:, 0]) if relative else means[:, 1] - means[:, 0]
     value, half = float(each.mean()), None
-    if over_repeats := len(kept) >= MIN_PAIRS:
-        half = _half_width(float(each.std(ddof=1)) / math.sqrt(len(each)), len(each) - 1)
-    elif all(np.array_equal(first, second) for first, second in kept):
-        half = 0.0  # nothing to estimate: every step is equal
-    elif min(len(first) for first, _ in kept) >= MIN_STEPS:
-        estimates = [block_error(_step_differences(*pair, relative=relative)) for pair in kept]
-        errors, freedoms = np.array(estimates).T
-        half = _half_width(float(np.sqrt((errors**2).sum())) / len(kept), float(freedoms.sum()))
+    if len(kept) >= MIN_PAIRS:
+        error = float(each.std(ddof=1)) / math.sqrt(len(each))
+        half = student_quantile(len(each) - 1) * error
+    elif all(np.array_equal(first[0], second[0]) for first, second in kept):
+        half = 0.0  # nothing to estimate
 
     def told(x: float) -> float:
         return math.expm1(x) if relative else x
@@ -133,10 +125,9 @@ def paired_difference(
         relative=relative,
         value=told(value),
         pairs=tuple(told(float(x)) for x in each),
-        steps=sum(len(first) for first, _ in kept),
+        steps=sum(len(first[0]) for first, _ in kept),
         low=None if half is None else told(value - half),
         high=None if half is None else told(value + half),
-        over=OVER_REPEATS if over_repeats else OVER_STEPS,
     )
 
 
@@ -161,7 +152,6 @@ def median_ratio(first: np.ndarray, second: np.ndarray) -> Difference | None:
         steps=rounds,
         low=None if rank is None else float(ratios[rank - 1]) - 1,
         high=None if rank is None else float(ratios[-rank]) - 1,
-        over=OVER_ROUNDS,
     )
 
 
@@ -181,62 +171,13 @@ def sign_rank(rounds: int) -> int | None:
     return rank
 
 
-def _reported_by_both(pair: Sides, weights: Sides) -> Sides:
-    """[S] of each side for the steps that both have, put so that their plain means are the weighted means.
-
-    A weighted mean is one of two means; the values vary as its linear part does, which is what errors are taken from.
-    """
+def _reported_by_both(pair: Sides, weights: Sides) -> tuple[Sides, Sides]:
+    """Of each side (values, weights), [S] for the steps that both have."""
     steps = min(map(len, pair))
     cut = [(values[:steps], w[:steps]) for values, w in zip(pair, weights, strict=True)]
     both = np.logical_and.reduce([np.isfinite(values) & np.isfinite(w) for values, w in cut])
-    first, second = (_weighted(values[both], w[both]) for values, w in cut)
+    first, second = ((values[both], w[both]) for values, w in cut)
     return first, second
-
-
-def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    if len(values) == 0 or (weights == weights[0]).all():
-        return values
-    mean = np.average(values, weights=weights)
-    return mean + (values - mean) * weights / weights.mean()
-
-
-def _step_differences(first: np.ndarray, second: np.ndarray, *, relative: bool) -> np.ndarray:
-    """[S] values whose mean varies as the pair's difference does: B - A, or the linear part of log(mean B / mean A)."""
-    return second / second.mean() - first / first.mean() if relative else second - first
-
-
-def block_error(values: np.ndarray) -> tuple[float, float]:
-    """(standard error of the mean of [S] correlated values, its degrees of freedom).
-
-    The larger of two estimates, since each is too small in its own way when steps are few: `block_variance`, which
-    assumes no model, and s^2 / S (1 + r) / (1 - r), that of an autoregression of the first order with the correlation r
-    of neighbours. Blocks are of L = max(1, (2 r / (1 - r^2))^(2/3)) S^(1/3) steps (Carlstein 1986), at most S / 4; the
-    freedom is that of S / L blocks. r is estimated (1 + 3 r) / S too low, which is put right. By simulation at 0.95 a
-    null is called a difference in 2 to 6 % of cases up to r = 0.5, in 9 % at r = 0.7 and 20 to 40 steps.
-    """
-    count, centred = len(values), values - values.mean()
-    square = float(centred @ centred)
-    if square <= (1e-12 * np.abs(values).max()) ** 2 * count:  # the same in every step
-        return 0.0, count - 1.0
-    r = float(centred[1:] @ centred[:-1]) / square
-    r = min(max(r + (1 + 3 * r) / count, 0.0), 0.95)
-    length = max(1.0, (2 * r / (1 - r * r)) ** (2 / 3)) * count ** (1 / 3)
-    block = min(math.ceil(length), count // 4)
-    autoregressive = square / (count - 1) / count * (1 + r) / (1 - r)
-    return math.sqrt(max(block_variance(values, block), autoregressive)), count / block - 1
-
-
-def block_variance(values: np.ndarray, block: int) -> float:
-    """Variance of the mean of [S] values over moving-block bootstraps (Kuensch 1989), in closed form.
-
-    Blocks of `block` neighbours, drawn with replacement, carry the correlation of neighbours along. Over all such draws
-    the variance of a mean is that of the S - block + 1 block means, by S / block; divided by 1 - block / S, as blocks
-    are compared with a mean that they are part of.
-    """
-    count = len(values)
-    sums = np.concatenate([[0.0], (values - values.mean()).cumsum()])
-    means = (sums[block:] - sums[:-block]) / block
-    return float(np.mean(means**2)) * block / count / (1 - block / count)
 
 
 @cache
@@ -250,7 +191,3 @@ def student_quantile(freedom: float, level: float = LEVEL) -> float:
     density = np.cos(angle) ** (freedom - 1)
     area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
     return math.sqrt(freedom) * math.tan(float(np.interp(level, area / area[-1], angle)))
-
-
-def _half_width(error: float, freedom: float) -> float:
-    return 0.0 if error == 0 else student_quantile(freedom) * error

@@ -8,6 +8,7 @@ from vime.bench.compare import Pair, cautions
 from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
 from vime.bench.verdicts import (
+    ABOUT,
     HOLD_KERNELS,
     KERNEL_SWITCHES,
     SIZES,
@@ -42,21 +43,21 @@ HEAD_NOTE = (
     "backward have a difference together, and none alone; of memory see the trainer's peak. Ratio, KL and clipped loss "
     "alone are calls of those operators, with their backward where a kernel runs."
 )
-PERCENTILES_OF = (STEP,)
 MOST_PAIRS = 6
 """Pairs that a row lists; of more it says the least and the largest difference."""
 
 
-def in_short(found: Sequence[Comparison]) -> Iterator[str]:
+def in_short(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
     """The metrics that a benchmark of runs is made for, a line each."""
-    if texts := headlines(found):
+    if texts := headlines(record, found):
         yield ""
     yield from (f"- {text}" for text in texts)
 
 
-def headlines(found: Sequence[Comparison], names: Sequence[str] = HEADLINES) -> list[str]:
-    """Of the metrics `names` that both sides recorded: means, difference, interval where there is one, verdict."""
-    by_name = {c.metric.name: c for c in found}
+def headlines(record: Record, found: Sequence[Comparison], names: Sequence[str] = HEADLINES) -> list[str]:
+    """Of the metrics `names` that both sides recorded: means, difference, interval where there is one, verdict. A step
+    is none of a tier that is not about it."""
+    by_name = {c.metric.name: c for c in found if c.metric.name != STEP or ABOUT[record.tier] == STEP}
     texts = []
     for c in (by_name[name] for name in names if name in by_name):
         if (d := c.difference) is not None:
@@ -87,7 +88,7 @@ def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) ->
         )
 
 
-def verdicts(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
+def verdicts(found: Sequence[Comparison]) -> Iterator[str]:
     """A table a group of metrics; then what one side or both did not record."""
     both = [c for c in found if not c.missing and not c.small]
     for title, members in _groups(both).items():
@@ -176,8 +177,8 @@ def _value(c: Comparison, summary: Summary | None) -> str:
 
 
 def percentiles(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
-    """Of the step time; a percentile that so few steps cannot have is said to be none."""
-    wanted = [c for c in found if not c.missing and c.metric.name in PERCENTILES_OF]
+    """Of the time that the tier is about; a percentile that so few steps cannot have is said to be none."""
+    wanted = [c for c in found if not c.missing and c.metric.name == ABOUT[record.tier]]
     if not wanted:
         return
     least = ", ".join(f"p{p} from {steps}" for p, steps in PERCENTILES.items())

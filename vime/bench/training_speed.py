@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from rl_kernel.benchmarks.machine import describe
 from slime.data.packing import sample_flops
 from slime.data.train_data import make_rank_data
 from slime.hf_config import read_hf_config
@@ -39,6 +40,8 @@ with warnings.catch_warnings():  # Megatron remarks on optional packages at impo
     from slime.megatron_backend.trainer import MegatronTrainer
 
 GROUP = 8
+COMPILING = 2
+"""The first steps, which compile kernels and count for nothing."""
 
 
 def made_up(count: int, prompt: int, response: int, vocab: int, seed: int) -> list[Sample]:
@@ -86,7 +89,7 @@ def top_kernels(trainer: MegatronTrainer, arguments: argparse.Namespace, hf_conf
 
 
 def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
-    """Train `--steps` steps; medians over all but the first two, which compile kernels."""
+    """Train `--steps` steps; medians over all but the first COMPILING."""
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(arguments, given, folder)
         hf_config = read_hf_config(config.hf_checkpoint)
@@ -105,12 +108,13 @@ def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
     length = arguments.prompt_len + arguments.response_len
     flops = 3 * arguments.sequences * sample_flops(length, arguments.response_len, hf_config)
     body = 3 * arguments.sequences * sample_flops(length, 0, hf_config)
-    kept = rows[min(2, len(rows) - 1) :]
+    kept = rows[COMPILING:]
     medians = {key: statistics.median(row[key] for row in kept) for key in kept[0]}
-    seconds = medians["perf/actor_train_time"]
+    seconds, peak = medians["perf/actor_train_time"], arguments.peak_tflops
+    used = {"mfu": flops, "mfu_without_head": body} if peak else {}
     return {
-        "mfu": flops / seconds / 1e12 / arguments.peak_tflops,
-        "mfu_without_head": body / seconds / 1e12 / arguments.peak_tflops,
+        **{name: done / seconds / 1e12 / peak for name, done in used.items()},
+        "peak_tflops": peak,
         "tflops": flops / seconds / 1e12,
         "tokens_per_s": arguments.sequences * length / seconds,
         "medians": medians,
@@ -126,7 +130,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--response-len", type=int, default=3584)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=PEAK_TFLOPS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None,
+        help=f"of the device, for the MFU; known of {', '.join(PEAK_TFLOPS)}, without it there is none",
+    )
     parser.add_argument("--kernels", type=int, default=0, help="show this many kernels of one more step")
     parser.add_argument("--out", type=Path, help="a JSON file for the result")
     parser.add_argument("--commit", help="of the measured code, where git does not know it")
@@ -143,15 +152,15 @@ def report(arguments: argparse.Namespace, given: list[str], argv: list[str]) -> 
     """Measure, print, write --out."""
     if arguments.sequences < GROUP or arguments.sequences % GROUP:
         raise ValueError(f"--sequences must be a multiple of {GROUP}, got {arguments.sequences}")
-    if arguments.steps < 1:
-        raise ValueError(f"--steps must be 1 or more, got {arguments.steps}")
+    if arguments.steps <= COMPILING:
+        raise ValueError(
+            f"--steps must be more than the {COMPILING} that compile kernels, got {arguments.steps}"
+        )
     if arguments.out and not arguments.out.parent.is_dir():
         raise ValueError(f"--out must name a file in a folder that exists, got {arguments.out}")
-    found = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = {
-        "command": "python -m vime.bench.training_speed " + " ".join(argv),
-        "commit": arguments.commit,
-        "device": found,
+        "machine": describe(device, ["vime.bench.training_speed", *argv], arguments.commit),
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
         **measure(arguments, given),
     }

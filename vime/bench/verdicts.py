@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vime.bench.compare import Pair
+from vime.bench.compare import Pair, kernel_shares
 from vime.bench.record import METRICS, SIDES, Record, Repeat
-from vime.bench.statistics import OVER_STEPS, Difference, Summary, paired_difference, summarise
+from vime.bench.statistics import MIN_PAIRS, Difference, Summary, paired_difference, summarise
 from vime.run_metrics import TIME_METRICS
 
 PASS_TIME = "perf/pass_time"
@@ -41,6 +41,8 @@ STEP, WAIT, TRAINING = "perf/step_time", "perf/train_wait_time", "perf/actor_tra
 LOG_PROBS = ("perf/log_probs_time", "perf/ref_log_probs_time")
 HOLD_KERNELS = (*LOG_PROBS, *PASS_PARTS, *PASS_OPERATORS, PASS_TIME, TRAINING, "perf/actor_train_tok_per_s")
 """Times and speeds that hold switched kernels; what moves the others, of engines and hand-overs, is something else."""
+ABOUT = {"module": TRAINING, "e2e": STEP}
+"""The time that a tier is about. Of a module the step waits for a file and hands weights to nobody."""
 TIMES, SPEEDS, SIZES = ("s", "ms"), ("tokens/s",), ("GiB",)
 
 
@@ -122,18 +124,25 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     together = {c.metric.name for c in found} & set(WHOLE_OF.values())
     found = [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in together else c for c in found]
     if record.switch["field"] in KERNEL_SWITCHES:
-        found = _without_credit(found)
+        ran = max(kernel_shares(record, pairs), default=1.0) > 0
+        found = _without_credit(found, HOLD_KERNELS if ran else ())
+    if ABOUT[record.tier] != STEP:
+        found = [_renamed(c, "step on saved rollouts") if c.metric.name == STEP else c for c in found]
     step = next((c for c in found if c.metric.name == STEP), None)
     return [replace(c, small=step is not None and _is_small(c, step)) for c in found]
 
 
-def _without_credit(found: Sequence[Comparison]) -> list[Comparison]:
-    """Of times and speeds outside HOLD_KERNELS, so of rollouts and of whole steps, neither direction is the better one:
-    they differ, whatever moved them."""
+def _renamed(c: Comparison, label: str) -> Comparison:
+    return replace(c, metric=replace(c.metric, label=label))
+
+
+def _without_credit(found: Sequence[Comparison], credited: Sequence[str]) -> list[Comparison]:
+    """Of times and speeds that are not `credited`, so of rollouts and of whole steps, neither direction is the better
+    one: they differ, whatever moved them."""
 
     def judged(metric: Metric) -> Metric:
         timed = metric.unit in (*TIMES, *SPEEDS)
-        return replace(metric, better=None) if timed and metric.name not in HOLD_KERNELS else metric
+        return replace(metric, better=None) if timed and metric.name not in credited else metric
 
     return [replace(c, metric=judged(c.metric)) for c in found]
 
@@ -197,17 +206,13 @@ def verdict(metric: Metric, difference: Difference) -> str:
             return f"{_direction(metric, difference.value > 0)}, by as much in every repeat"
         return "the same in every repeat: one sample, no verdict"
     if difference.low is None or difference.high is None or difference.within is None:
-        return "too few repeats and steps for a verdict"
+        return f"fewer than {MIN_PAIRS} pairs, no verdict"
     bound = amount(metric, difference, difference.within)
     if difference.within == 0:
-        words = "equal"
-    elif not difference.shown:
-        words = f"no difference shown (within {bound})"
-    elif metric.better is None:
-        words = "differs"
-    else:
-        words = _direction(metric, difference.value > 0)
-    return f"{words}, in these runs" if difference.over == OVER_STEPS else words
+        return "equal"
+    if not difference.shown:
+        return f"no difference shown (within {bound})"
+    return "differs" if metric.better is None else _direction(metric, difference.value > 0)
 
 
 def is_shown(metric: Metric, difference: Difference) -> bool:
