@@ -34,6 +34,11 @@ command -v "$PYTHON" >/dev/null || die "PYTHON must name an interpreter, got $PY
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
     die "PYTHON must have the venv module, got $PYTHON without it; install it (Debian: apt-get install python3-venv)"
 
+# pip says that no space is left in the middle of it, and not how much it wanted: 4,300 MiB for CPUs.
+free_mib=$(df -Pm . | awk 'NR == 2 { print $4 }')
+[[ "$DEVICE" != cpu || "$VENV" == /* ]] || ((free_mib >= 5000)) ||
+    die "this folder must have 5000 MiB free for $VENV, got $free_mib; free some, or set VENV to a folder elsewhere"
+
 # On a GPU machine a torch that is already there fits its driver: build on it and hold its version.
 venv_options=()
 constraints=()

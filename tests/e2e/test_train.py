@@ -379,7 +379,11 @@ def test_asynchronous_data_parallel_run_keeps_within_its_staleness(world: World)
     assert all(row["train/train_rollout_logprob_abs_diff"] < 0.5 for row in trained.values())
 
 
-def test_sft_lowers_the_loss(world: World) -> None:
+def test_sft_lowers_the_loss(world: World, monkeypatch) -> None:
+    """And leaves nothing of ours where temporary files go."""
+    temporary = world.root / "t"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     began = time.monotonic()
     run(vime("train", *world.sft("sft", rollouts=12)), world.root / "sft.out")
     loss = [row["train/loss"] for _, row in sorted(rows(world.root / "sft", "train/step").items())]
@@ -387,3 +391,4 @@ def test_sft_lowers_the_loss(world: World) -> None:
     assert loss[0] == pytest.approx(5.57, abs=0.2)  # log(262): the untrained model is nearly uniform
     assert loss[-1] < 0.6 * loss[0]
     assert time.monotonic() - began < 120
+    assert list(temporary.glob("*vime*")) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -53,11 +54,11 @@ def test_vllm_was_compiled_to_bytecode() -> None:
     assert not lacking
 
 
-def set_up(venv: Path, python: str) -> subprocess.CompletedProcess[str]:
+def set_up(venv: Path | str, python: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "scripts/setup.sh"],
         cwd=ROOT,
-        env={**os.environ, "VENV": str(venv), "PYTHON": python},
+        env={**os.environ, "VENV": str(venv), "PYTHON": python, **environment},
         capture_output=True,
         text=True,
     )
@@ -67,6 +68,19 @@ def test_missing_interpreter(tmp_path: Path) -> None:
     done = set_up(tmp_path / "venv", "no-such-python")
     assert done.returncode == 1
     assert "PYTHON must name an interpreter, got no-such-python" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="what GPU packages need was not measured")
+def test_a_full_disk_is_told_before_pip_meets_it(tmp_path: Path) -> None:
+    df = tmp_path / "df"
+    df.write_text(
+        "#!/bin/sh\necho Filesystem 1048576-blocks Used Available\necho /dev/vda 252000 249951 2049\n"
+    )
+    df.chmod(0o755)
+    done = set_up("no-such-folder", sys.executable, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 1
+    assert "this folder must have 5000 MiB free for no-such-folder, got 2049" in done.stderr
+    assert not (ROOT / "no-such-folder").exists()
 
 
 def test_old_interpreter_makes_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from slime.cluster.actors import ActorError, first_failure_or_all
+from slime.cluster.actors import ActorError, first_failure_or_all, freeze_objects
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,3 +106,13 @@ def test_a_call_that_is_answered_does_not_wait_for_lives(tmp_path: Path, ranks: 
     calls = {ranks[0].ready.remote(): "rollout"}
     assert first_failure_or_all(config, calls, {ranks[1].wait.remote(): "trainer-0"}) == [None]
     assert time.monotonic() - began < 20
+
+
+def test_what_a_process_is_made_of_is_out_of_later_collections() -> None:
+    kept = [[] for _ in range(10_000)]
+    freeze_objects()
+    try:
+        found = gc.get_objects()  # those that a full collection walks over
+        assert len(found) < len(kept) and not any(each is kept for each in found)
+    finally:
+        gc.unfreeze()

@@ -61,7 +61,7 @@ def test_a_reader_learns_in_the_first_screen_what_is_fast_what_is_missed_and_whe
     assert "Measured on **NVIDIA H200**" in screen
     assert "- **LM head and loss** (`linear_token_loss" in screen and "of the bare matrix products" in screen
     assert "- **Slower** than" in screen
-    assert "- **Than what**: the baseline of the runs below is Megatron's cross entropy" in screen
+    assert "- **Baseline**: that of the runs below is Megatron's cross entropy" in screen
     assert re.search(r"\*\*Targets of operators\*\* \d+ met, \*\*\d+ missed\*\*, each named", screen)
     assert re.search(r"\*\*Targets of runs\*\* \d+ met, \*\*\d+ missed\*\*", screen)
 

@@ -262,8 +262,28 @@ def test_a_plan_finds_wrong_flags_and_wrong_models(tmp_path, capfd, monkeypatch)
     assert vime(["bench", "plan", str(deep)]) == 2
     assert "--layers must lie in [1, 2], the depth of qwen3-tiny, got 9" in capfd.readouterr().err
     four = str(ROOT / "examples" / "bench" / "qwen3-4b-gsm8k.yaml")
-    assert vime(["bench", "plan", tiny, "--out", "here"]) == 2
-    assert "--out must be left out of a plan" in capfd.readouterr().err
+    columns = tmp_path / "columns.jsonl"
+    columns.write_text('{"question": "1 + 1", "answer": "2"}\n')
+    assert vime(["bench", "plan", tiny, "--data", str(columns)]) == 2
+    assert "columns.jsonl:1: column 'prompt' is missing" in capfd.readouterr().err
+    assert (
+        vime(
+            [
+                "bench",
+                "plan",
+                tiny,
+                "--data",
+                str(columns),
+                "--",
+                "--input-key",
+                "question",
+                "--label-key",
+                "answer",
+            ]
+        )
+        == 0
+    )
+    assert "columns.jsonl: 1 prompt = " in capfd.readouterr().out
     assert vime(["bench", "plan", four, "--model", str(tmp_path), "--data", "absent.jsonl"]) == 2
     found = capfd.readouterr()
     assert "must be a prompt file that exists, got absent.jsonl; name yours with --data" in found.err

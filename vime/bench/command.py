@@ -31,7 +31,7 @@ from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
 from vime.engine.flags import parse_config
-from vime.plan import GPU_MEMORY, asked_bytes, memory_in_short, notes, take_gpu_memory
+from vime.plan import GPU_MEMORY, asked_bytes, memory_in_short, notes, prompts, take_gpu_memory
 
 RUN_TIERS = ("module", "e2e")
 
@@ -64,22 +64,20 @@ def _report(tier: str, argv: list[str]) -> int:
 
 def _runs(tier: str, argv: list[str]) -> int:
     arguments, benchmark = _read(tier, argv)
-    plan = make_plan(tier, benchmark, _out(arguments, benchmark, tier))
+    plan = make_plan(tier, benchmark, arguments.out or _out(benchmark, tier))
     return execute(plan, shlex.join(mask_command(["vime", "bench", tier, *argv])))
 
 
 def _plan(tier: str, argv: list[str]) -> int:
     argv, size = take_gpu_memory(argv)
-    arguments, benchmark = _read(tier, argv)
-    if arguments.out is not None:
-        raise ValueError("--out must be left out of a plan, which is of two tiers with a directory each")
-    plans = [make_plan(each, benchmark, _out(arguments, benchmark, each)) for each in RUN_TIERS]
+    _, benchmark = _read(tier, argv)
+    plans = [make_plan(each, benchmark, _out(benchmark, each)) for each in RUN_TIERS]
     return _show(plans, size)
 
 
-def _out(arguments: argparse.Namespace, benchmark: Benchmark, tier: str) -> Path:
+def _out(benchmark: Benchmark, tier: str) -> Path:
     parts = (benchmark.name, benchmark.preset, tier)
-    return arguments.out or Path("runs/bench") / "-".join(part for part in parts if part)
+    return Path("runs/bench") / "-".join(part for part in parts if part)
 
 
 def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
@@ -91,7 +89,12 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
         prog=f"vime bench {tier}", allow_abbrev=False, epilog="what stands after -- are flags of `vime train`"
     )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, see examples/bench")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench/NAME[-PRESET]-TIER")
+    if tier == "plan":
+        parser.add_argument(
+            GPU_MEMORY, metavar="N", help="do both sides fit GPUs of N GiB; exit status 1 if not"
+        )
+    else:
+        parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench/NAME[-PRESET]-TIER")
     parser.add_argument("--preset", metavar="NAME", help="one of the file's presets")
     parser.add_argument("--steps", type=int, metavar="N", help="of each run, the warm-up included")
     parser.add_argument("--repeats", type=int, metavar="N", help="runs a side")
@@ -116,7 +119,7 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
     if benchmark.data != ARITHMETIC and not prompt_file(benchmark.data).is_file():
         raise ValueError(
             f"data of {given.config} must be a prompt file that exists, got {benchmark.data}; name yours with --data, "
-            "or take a --preset that makes its own (shallow, smoke: where the file has one)"
+            "or take a --preset that makes its own (smoke, shallow: where the file has one)"
         )
     sys.path.append(str(given.config.absolute().parent))  # hooks beside the file, as its runs find them
     return given, benchmark
@@ -145,6 +148,8 @@ def _checked(plan: Plan, model: Path | None, size: float | None) -> Iterator[str
     once = make_plan(plan.tier, replace(plan.benchmark, repeats=1), plan.out, model=model)
     runs = {run.side or run.name: parse_config(run.argv) for run in once.all_runs()}
     refuse_unlike_runs(once)
+    if plan.benchmark.data != ARITHMETIC:
+        yield from (f"# {line}" for line in prompts(next(iter(runs.values()))))
     found: dict[str, list[str]] = {}
     for name, config in runs.items():
         for note in notes(config):

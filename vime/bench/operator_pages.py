@@ -33,7 +33,7 @@ def in_short(contents: Sequence[Content]) -> Iterator[str]:
     if any(beside.values()):
         told_of = "; ".join(f"{rival}: {_shares(found)}" for rival, found in beside.items() if found)
         small = [match.ours["ratio"] for name, match in ours if tokens[name] < LARGE_TOKENS]
-        below = f", below that {_range(small)}" if small else ""
+        below = f", below {LARGE_TOKENS:,} tokens {_range(small)}" if small else ""
         floor = _range([match.ours["ratio"] for _, match in large])
         yield (
             f"- **LM head and loss** (`{HEADLINE}`, forward and backward, from {LARGE_TOKENS:,} tokens on; "

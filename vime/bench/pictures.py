@@ -176,7 +176,7 @@ def _differences(found: Sequence[Comparison]) -> Figure | str:
     _say(
         figure,
         f"lines: {LEVEL_TEXT} interval over repeats (unseen: narrow, or none); small dots: pairs of repeats\n"
-        "filled: away from zero; green: better, orange: worse, grey: neither is claimed",
+        "filled: away from zero; green: better, orange: worse, grey: cause not shown, or neither is better",
     )
     return figure
 

@@ -191,7 +191,7 @@ def _baseline(measured: Sequence[Record]) -> Iterator[str]:
     if any(side.isdisjoint(HEADS) for side in sides):
         fused = any(not side.isdisjoint(HEADS) for side in sides)
         yield (
-            "- **Than what**: the baseline of the runs below is Megatron's cross entropy of float32 logits beside an "
+            "- **Baseline**: that of the runs below is Megatron's cross entropy of float32 logits beside an "
             "entropy in plain PyTorch (`native +entropy` among the operators), neither fused nor compiled, but where "
             f"its part says otherwise.{'' if fused else ' Beside a fused or compiled head there is no record.'}"
         )

@@ -139,9 +139,9 @@ def how_to_read() -> Iterator[str]:
     yield ""
     yield (
         "**Where operators are the switch,** of times and speeds only training and its passes are said to be faster or "
-        "slower: they hold the operators. Rollouts, hand-overs, weights to engines, and whole steps, which hold them, "
-        "are said to differ. In a model of reduced depth the LM head is a larger share of a step than in the whole "
-        "model: percentages are of that depth alone."
+        "slower: they hold the operators. Of rollouts, hand-overs, weights to engines, and of whole steps, which hold "
+        "them, the cause is not shown. In a model of reduced depth the LM head is a larger share of a step than in the "
+        "whole model: percentages are of that depth alone."
     )
     yield ""
     yield (

@@ -130,6 +130,11 @@ class Benchmark:
         own = None if model is None else Model(path=model)
         given: dict[str, Any] = {"steps": steps, "repeats": repeats, "data": data, "model": own}
         changed = {name: value for name, value in given.items() if value is not None}
+        here = [
+            f"{name} {Path(value).name}" for name, value in {"model": model, "data": data}.items() if value
+        ]
+        if here:
+            changed["claim"] = f"{self.claim}; here with {' and '.join(here)}"
         merged = replace(self, flags=(*self.flags, *flags), notes=tuple(notes), **changed)
         _check(merged, "the command line")
         return merged

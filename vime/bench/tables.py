@@ -84,7 +84,7 @@ def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) ->
         passes = f"{', '.join(others)} and {last}" if others else last
         yield (
             f"- **Mind** By plain means: {step}; in it {', '.join(texts)}. Operators run in {passes}: only that is "
-            "called faster or slower, of the whole step is said that it differs."
+            "called faster or slower; what else moved the step is not known."
         )
 
 

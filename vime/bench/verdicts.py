@@ -43,6 +43,8 @@ HOLD_KERNELS = (*LOG_PROBS, *PASS_PARTS, *PASS_OPERATORS, PASS_TIME, TRAINING, "
 """Times and speeds that hold switched kernels; what moves the others, of engines and hand-overs, is something else."""
 ABOUT = {"module": TRAINING, "e2e": STEP}
 """The time that a tier is about. Of a module the step waits for a file and hands weights to nobody."""
+NOT_CREDITED = {True: "more, cause not shown", False: "less, cause not shown"}
+"""Of a time or speed that the kernels are not credited with, by whether it is more on their side."""
 TIMES, SPEEDS, SIZES = ("s", "ms"), ("tokens/s",), ("GiB",)
 
 
@@ -138,7 +140,7 @@ def _renamed(c: Comparison, label: str) -> Comparison:
 
 def _without_credit(found: Sequence[Comparison], credited: Sequence[str]) -> list[Comparison]:
     """Of times and speeds that are not `credited`, so of rollouts and of whole steps, neither direction is the better
-    one: they differ, whatever moved them."""
+    one: they are more or less, whatever moved them."""
 
     def judged(metric: Metric) -> Metric:
         timed = metric.unit in (*TIMES, *SPEEDS)
@@ -212,7 +214,9 @@ def verdict(metric: Metric, difference: Difference) -> str:
         return "equal"
     if not difference.shown:
         return f"no difference shown (within {bound})"
-    return "differs" if metric.better is None else _direction(metric, difference.value > 0)
+    if metric.better is not None:
+        return _direction(metric, difference.value > 0)
+    return NOT_CREDITED[difference.value > 0] if metric.unit in (*TIMES, *SPEEDS) else "differs"
 
 
 def is_shown(metric: Metric, difference: Difference) -> bool:
