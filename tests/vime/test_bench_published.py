@@ -57,11 +57,11 @@ def test_the_page_is_what_the_files_say():
 
 def test_a_reader_learns_in_the_first_screen_what_is_fast_what_is_missed_and_where():
     """Labels alone: what stands behind them is compared with the files as a whole."""
-    screen = "\n".join((ROOT / PAGE).read_text().splitlines()[:13])
+    screen = "\n".join((ROOT / PAGE).read_text().splitlines()[:26])
     assert "Measured on **NVIDIA H200**" in screen
     assert "- **LM head and loss** (`linear_token_loss" in screen and "of the bare matrix products" in screen
     assert "- **Slower** than" in screen
-    assert "- **Baseline**: that of the runs below is Megatron's cross entropy" in screen
+    assert "The baseline is Megatron's cross entropy of float32 logits" in screen
     assert re.search(r"\*\*Targets of operators\*\* \d+ met, \*\*\d+ missed\*\*, each named", screen)
     assert re.search(r"\*\*Targets of runs\*\* \d+ met, \*\*\d+ missed\*\*", screen)
 
@@ -157,8 +157,9 @@ def test_a_record_is_told_in_a_line_drawn_and_folded(tmp_path: Path):
     replace(full_steps(repeats=3, steps=6), experts=128, notes=["another run on the next GPU"]).write(folder)
     write(tmp_path, read_results(tmp_path))
     text = (tmp_path / PAGE).read_text()
-    (line,) = (line for line in text.splitlines() if line.startswith("- [full steps](#e2e-glm-h200): "))
-    assert "**step** " in line and "**trainer, peak memory** " in line
+    (line,) = (line for line in text.splitlines() if line.startswith("| [full steps](#e2e-glm-h200): "))
+    memory, _, step = line.strip("| ").split(" | ")[1:]
+    assert re.fullmatch(r"71 to 65.3 GiB, \*\*-8.0 %\*\*", memory) and " s, " in step
     part = text[text.index("### e2e glm h200") :]
     assert (
         MOE_LIMIT in part[: part.index("**Hardware**")] and "- **Note** another run on the next GPU" in part
@@ -203,7 +204,7 @@ def test_records_of_runs_are_published_where_their_tier_belongs(tmp_path: Path):
         < section.index("p50 from")
     )
     assert record.command in text and "95 % interval" in text
-    assert "- [full steps](#grpo-both-sides): " in text and "#### Fallbacks" in text
+    assert "| [full steps](#grpo-both-sides): " in text and "#### Fallbacks" in text
 
     def unmeasured() -> list[str]:
         return re.findall(r"^- \*\*Not measured\*\*.*", page(read_results(tmp_path)), re.M)[0].split("; ")[

@@ -110,7 +110,7 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
         )
     elif set(order[::2]) == {"A"}:
         found.append(
-            f"{BASELINE} ran first in every pair: a drift of 1 % from run to run is 1 % of each difference."
+            f"{BASELINE} ran first in every pair: a drift of 1 % from run to run adds one point to each difference."
         )
     hosts = {_leaf(repeat.environment, "host.name") for repeat in runs} - {None}
     if len(hosts) > 1:

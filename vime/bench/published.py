@@ -40,9 +40,10 @@ from vime.bench.published_tables import (
 )
 from vime.bench.record import BASELINE, RECORD_FILE, RL_KERNEL, Record
 from vime.bench.report import MOE_LIMIT, TIER_LIMITS, how_to_read, what_ran
-from vime.bench.tables import fallbacks, headlines, percentiles, verdicts
+from vime.bench.statistics import LEVEL
+from vime.bench.tables import IN_A_ROW, cells_of, fallbacks, percentiles, verdicts
 from vime.bench.tables import in_short as record_in_short
-from vime.bench.verdicts import STEP, TRAINER_PEAK, TRAINING, Comparison, compared, number
+from vime.bench.verdicts import Comparison, compared, metric_of, number
 from vime.plot import save
 
 COMMAND = "python -m vime.bench.published"
@@ -62,7 +63,6 @@ SECTIONS = {
 TIERS = {"module": "A trainer alone", "e2e": "Full steps"}
 SHOWN = ("differences", "time_breakdown")
 """Pictures of a record that are on the page."""
-SHORTEST = (TRAINER_PEAK, TRAINING, STEP)
 LINES = {"parallel": parallel_lines, "rollout": rollout_lines, "audit": audit_lines}
 STAMP = "drawn-from"
 OLD, MOVED = "vime.benchmarks", " (`vime.benchmarks` is `vime.bench` today)"
@@ -152,6 +152,7 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     plain = [(r.path.name, r.content) for r in results if isinstance(r.content, dict)]
     targets = rows(Sources((), tuple(plain)))
     yield f"Measured on {_machines(results)}. Every part below has its command; what its file did not note is said."
+    yield from _table_of_runs([(r.name, r.content) for r in results if isinstance(r.content, Record)])
     yield ""
     yield from in_short([r.content for r in results if r.is_operators and isinstance(r.content, dict)])
     for result in results:
@@ -168,12 +169,6 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     unmeasured += without_record([r.content for r in results if isinstance(r.content, Record)], EXAMPLES)
     if unmeasured:
         yield f"- **Not measured**: {'; '.join(unmeasured)}"
-    yield from _baseline([r.content for r in results if isinstance(r.content, Record)])
-    for result in results:
-        if isinstance(result.content, Record):
-            told = "; ".join(headlines(result.content, _judged(result.content)[2], SHORTEST))
-            place = f"[{TIERS[result.content.tier].lower()}](#{_anchor(result.name)})"
-            yield f"- {place}: {result.content.claim}: {told}"
     yield ""
     yield from _figure_table(sorted(found, key=lambda row: verdict(*row[:2]) == "met"))
     yield ""
@@ -185,16 +180,37 @@ def _in_short(results: Sequence[Result]) -> Iterator[str]:
     )
 
 
-def _baseline(measured: Sequence[Record]) -> Iterator[str]:
-    """What the runs below are faster than, before the first of them says by how much."""
+def _baseline(measured: Sequence[Record]) -> str:
+    """What the runs are faster than."""
     sides = [set(r.switch[BASELINE]) for r in measured if r.switch["field"] == "rl_kernel_ops"]
-    if any(side.isdisjoint(HEADS) for side in sides):
-        fused = any(not side.isdisjoint(HEADS) for side in sides)
-        yield (
-            "- **Baseline**: that of the runs below is Megatron's cross entropy of float32 logits beside an "
-            "entropy in plain PyTorch (`native +entropy` among the operators), neither fused nor compiled, but where "
-            f"its part says otherwise.{'' if fused else ' Beside a fused or compiled head there is no record.'}"
-        )
+    if not any(side.isdisjoint(HEADS) for side in sides):
+        return ""
+    fused = any(not side.isdisjoint(HEADS) for side in sides)
+    return (
+        " The baseline is Megatron's cross entropy of float32 logits beside an entropy in plain PyTorch (`native "
+        "+entropy` among the operators), neither fused nor compiled, but where its part says otherwise."
+        + ("" if fused else " Beside a fused or compiled head there is no record.")
+    )
+
+
+def _table_of_runs(measured: Sequence[tuple[str, Record]]) -> Iterator[str]:
+    """What they are beside, then a row a record."""
+    if not measured:
+        return
+    yield ""
+    yield (
+        f"**Runs**, {BASELINE} to {RL_KERNEL}: the difference with its {100 * LEVEL:.0f} % interval over pairs, bold "
+        "where it is shown. A step holds a rollout, in which no switched kernel runs: why it differs is not shown."
+        + _baseline([record for _, record in measured])
+    )
+    yield ""
+    yield f"| run | {' | '.join(metric_of(name).label for name in IN_A_ROW)} |"
+    yield "| --- |" + " --- |" * len(IN_A_ROW)
+    for tier, title in TIERS.items():
+        for name, record in measured:
+            if record.tier == tier:
+                cells = cells_of(record, _judged(record)[2])
+                yield f"| [{title.lower()}](#{_anchor(name)}): {record.claim} | {' | '.join(cells)} |"
 
 
 def _anchor(title: str) -> str:

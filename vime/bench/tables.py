@@ -38,6 +38,7 @@ HEADLINES = (
     "rollout/raw_reward",
     "train/train_rollout_logprob_abs_diff",
 )
+IN_A_ROW = (TRAINER_PEAK, TRAINING, STEP)
 HEAD_NOTE = (
     "The LM head's log-probs may be in the forward of one path and in the loss of the other: forward, loss and "
     "backward have a difference together, and none alone; of memory see the trainer's peak. Ratio, KL and clipped loss "
@@ -54,12 +55,12 @@ def in_short(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
     yield from (f"- {text}" for text in texts)
 
 
-def headlines(record: Record, found: Sequence[Comparison], names: Sequence[str] = HEADLINES) -> list[str]:
-    """Of the metrics `names` that both sides recorded: means, difference, interval where there is one, verdict. A step
-    is none of a tier that is not about it."""
+def headlines(record: Record, found: Sequence[Comparison]) -> list[str]:
+    """Of HEADLINES that both sides recorded: means, difference, interval where there is one, verdict. A step is none of
+    a tier that is not about it."""
     by_name = {c.metric.name: c for c in found if c.metric.name != STEP or ABOUT[record.tier] == STEP}
     texts = []
-    for c in (by_name[name] for name in names if name in by_name):
+    for c in (by_name[name] for name in HEADLINES if name in by_name):
         if (d := c.difference) is not None:
             baseline, rl_kernel = (
                 number(side.mean, digits=3) for side in c.sides.values() if side is not None
@@ -70,6 +71,22 @@ def headlines(record: Record, found: Sequence[Comparison], names: Sequence[str] 
                 f"**{c.metric.label}** {means}, {amount(c.metric, d, d.value, '+')}{interval}: {verdict(c.metric, d)}"
             )
     return texts
+
+
+def cells_of(record: Record, found: Sequence[Comparison]) -> list[str]:
+    """A cell for each of IN_A_ROW: means, difference, interval; empty where there is no comparison."""
+    by_name = {c.metric.name: c for c in found if c.metric.name != STEP or ABOUT[record.tier] == STEP}
+    cells = []
+    for c in map(by_name.get, IN_A_ROW):
+        if c is None or (d := c.difference) is None:
+            cells.append("")
+            continue
+        baseline, rl_kernel = (number(side.mean, digits=3) for side in c.sides.values() if side is not None)
+        value = amount(c.metric, d, d.value, "+")
+        interval = f" ({_interval(c, d)})" if d.low is not None else ""
+        shown = f"**{value}**" if is_shown(c.metric, d) else value
+        cells.append(f"{baseline} to {with_unit(rl_kernel, c.metric)}, {shown}{interval}")
+    return cells
 
 
 def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) -> Iterator[str]:
