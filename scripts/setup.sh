@@ -34,11 +34,6 @@ command -v "$PYTHON" >/dev/null || die "PYTHON must name an interpreter, got $PY
 "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
     die "PYTHON must have the venv module, got $PYTHON without it; install it (Debian: apt-get install python3-venv)"
 
-# pip says that no space is left in the middle of it, and not how much it wanted: 4,300 MiB for CPUs.
-free_mib=$(df -Pm . | awk 'NR == 2 { print $4 }')
-[[ "$DEVICE" != cpu || "$VENV" == /* ]] || ((free_mib >= 5000)) ||
-    die "this folder must have 5000 MiB free for $VENV, got $free_mib; free some, or set VENV to a folder elsewhere"
-
 # On a GPU machine a torch that is already there fits its driver: build on it and hold its version.
 venv_options=()
 constraints=()
@@ -47,6 +42,12 @@ if [[ "$DEVICE" == cuda ]] && torch=$("$PYTHON" -c 'import torch; print(torch.__
     constraints=(-c "$VENV/torch.txt")
 fi
 if ! "$VENV/bin/python" -c '' 2>/dev/null; then
+    # pip says that no space is left in the middle of it, and not how much it wanted: 4,300 MiB for CPUs.
+    folder=$VENV
+    while [[ ! -d "$folder" ]]; do folder=$(dirname "$folder"); done
+    free_mib=$(df -Pm "$folder" | awk 'NR == 2 { print $4 }')
+    [[ "$DEVICE" != cpu ]] || ((free_mib >= 5000)) ||
+        die "VENV must be where 5000 MiB are free, got $VENV, where $free_mib are; free some, or set another VENV"
     step "making $VENV for $DEVICE with $("$PYTHON" --version)"
     "$PYTHON" -m venv --clear "${venv_options[@]}" "$VENV"
 fi

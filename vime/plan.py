@@ -281,6 +281,11 @@ def take_gpu_memory(argv: Sequence[str]) -> tuple[list[str], float | None]:
             flags.append(token)
     if given is None:
         return flags, None
+    return flags, gpu_gib(given)
+
+
+def gpu_gib(given: str) -> float:
+    """The value of GPU_MEMORY. ValueError unless it is a number above 0."""
     try:
         size = float(given)
     except ValueError:
@@ -289,7 +294,13 @@ def take_gpu_memory(argv: Sequence[str]) -> tuple[list[str], float | None]:
         raise ValueError(
             f"{GPU_MEMORY} must be a number above 0, got {given or 'none'}; the memory of one GPU"
         )
-    return flags, size
+    return size
+
+
+def for_gpus(flags: Sequence[str], size: float | None) -> list[str]:
+    """`flags`, with the device that `size` speaks of where they name none."""
+    named = any(flag.partition("=")[0] == "--device" for flag in flags)
+    return [*flags, *(() if size is None or named else ("--device", "cuda"))]
 
 
 def asked_bytes(c: Config, size: float | None) -> float | None:
@@ -307,9 +318,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the plan of these flags. 1 when they do not fit the GPUs that were asked about; ValueError when anything
     about them is wrong."""
     flags, size = take_gpu_memory(argv)
-    if size is not None and not any(flag.partition("=")[0] == "--device" for flag in flags):
-        flags = [*flags, "--device", "cuda"]
-    c = parse_config(flags)
+    c = parse_config(for_gpus(flags, size))
     told = describe(c, asked_bytes(c, size))
     print(told)
     verdicts = [line.strip() for line in told.splitlines()]

@@ -168,7 +168,7 @@ def test_repeats_pair_by_their_number_whenever_they_ran():
         ["baseline-0", "rl_kernel-0"],
         ["baseline-1", "rl_kernel-1"],
     ]
-    assert "did not take turns (AABB" in told(record)
+    assert "Other runs were between baseline-0 and rl_kernel-0: what drifted" in told(record)
 
 
 def test_no_pair_at_all_is_refused():
@@ -213,6 +213,20 @@ def test_what_has_to_be_known_is_said():
     assert "Which commit" in told(changed(record, BASELINE, 0, placed("git", value=None)))
     fell = changed(record, RL_KERNEL, 1, lambda r: replace(r, fallbacks={"logp": 3, "ratio_kl": 0}))
     assert "ran no kernel: logp fell back" in told(fell)
+    assert "No kernel ran" not in told(record)
+
+
+def test_operators_that_fell_back_in_every_call_ran_no_kernel():
+    """Though others, which both sides have, did."""
+    record = full_steps(repeats=1, steps=4)
+    switch = {"field": "rl_kernel_ops", BASELINE: ["swiglu"], RL_KERNEL: ["swiglu", "logp"]}
+    record = replace(record, switch=switch)
+    assert "No kernel ran in rl_kernel that baseline did not run" in told(record), "nobody called logp"
+    for step in record.sides[RL_KERNEL][0].steps:
+        step.update({"rl_kernel/logp/calls": 2.0, "rl_kernel/logp/fallbacks": 2.0, "rl_kernel/fast": 0.5})
+    assert "No kernel ran in rl_kernel that baseline did not run" in told(record)
+    record.sides[RL_KERNEL][0].steps[2]["rl_kernel/logp/fallbacks"] = 1.0
+    assert "No kernel ran" not in told(record)
 
 
 def without_kl(repeat, steps_a_rollout):

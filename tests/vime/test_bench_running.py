@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,6 +123,15 @@ def test_both_sides_in_turn_a_failure_and_going_on(bench, capfd):
     assert bench.run(repeats=1) == 0 and bench.started() == []
     assert [repeat.run for repeat in all_repeats(bench.record())] == ["runs/baseline-0", "runs/rl_kernel-0"]
     assert "runs/rl_kernel-1 is of a call with more repeats and is left out" in bench.record().notes
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine says which GPUs it has")
+def test_runs_on_gpus_that_nothing_names_are_not_begun(bench):
+    """No report would compare them."""
+    bench.file.write_text(bench.file.read_text().replace("device: cpu", "device: cuda"))
+    with pytest.raises(ValueError, match="nvidia-smi must say which GPUs are here, got no answer"):
+        bench.run()
+    assert bench.started() == []
 
 
 def test_a_folder_is_of_one_benchmark_at_a_time(bench):

@@ -345,3 +345,16 @@ def test_commands_that_are_not_there(capsys):
 def test_operators_go_through_rl_kernel_bench(tmp_path, capsys):
     assert vime(["bench", "op", "masked", "--device", "cpu", "--out", str(tmp_path / "o")]) == 0
     assert "masked" in (tmp_path / "o" / "operators.json").read_text()
+
+
+def test_a_title_says_whose_model_and_data_it_is(tmp_path):
+    """And nothing of the depth or weights of the one that it stands for."""
+    file = ROOT / "examples" / "bench" / "qwen3-4b-gsm8k.yaml"
+    own = read_settings(file).with_line(model=str(tmp_path / "mine"), data="x/d.jsonl")
+    assert own.claim == f"{read_settings(file).claim}; here with model mine and data d.jsonl"
+    shallow = read_settings(file, "shallow")
+    assert (
+        shallow.with_line(model=str(tmp_path / "mine")).claim
+        == "qwen3-4b-gsm8k shallow; here with model mine"
+    )
+    assert shallow.with_line(steps=5).claim == shallow.claim

@@ -53,3 +53,6 @@ def test_a_record_counts_for_its_file_as_long_as_the_switch_is_the_same(tmp_path
     fused = a_record(record.sides, name="small", preset="fused", switch=switch | {BASELINE: ["logp"]})
     assert of_another_switch(fused, tmp_path) == []
     assert without_record([fused], tmp_path)[0] == "full steps of small (but for fused)"
+    (tmp_path / "small.yaml").write_text(FILE.partition("presets:")[0])
+    gone = "by preset fused, which the file does not have today"
+    assert of_another_switch(fused, tmp_path) == [f"Measured {gone}: to repeat this, check out the commit."]

@@ -136,15 +136,19 @@ def test_training_is_held_against_the_peak_and_the_loss_against_the_benchmark(tm
 def test_memory_is_the_largest_of_a_step(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", [timed(0.1)] * 11)
     uses = {
-        5: 100,
-        35: 1000,
-        38: 900,
-        45: 5000,
-        101: 1005,
-        105: 1020,
+        5: 10_000,
+        35: 100_000,
+        38: 90_000,
+        45: 500_000,
+        101: 100_500,
+        105: 102_000,
     }  # step 3 is from 30 to 40 s, 10 from 100
     lines = [
-        f"{datetime.fromtimestamp(BEGAN + s):%Y/%m/%d %H:%M:%S}.000, 0, {mib}" for s, mib in uses.items()
+        f"{datetime.fromtimestamp(BEGAN + s):%Y/%m/%d %H:%M:%S}.000, {gpu}, {used}"
+        for s, mib in uses.items()
+        for gpu, used in enumerate(
+            (mib / 2, mib, 0 if s < 100 else 50_000)
+        )  # the last is of somebody who came later
     ]
     (run / "gpu_memory.csv").write_text("\n".join(lines) + "\n2026/11/21 12:0")  # the last line was cut off
     assert values(run)["memory_growth"] == [pytest.approx(0.02)]
@@ -167,7 +171,7 @@ def test_memory_that_was_watched_too_late_is_not_measured(
     run = write_run(tmp_path / "a", [timed(0.1)] * 11)
     for began, code in ((29, 0), (31, 1)):  # step 3 is from 30 to 40 s
         lines = [
-            f"{datetime.fromtimestamp(BEGAN + s):%Y/%m/%d %H:%M:%S}.000, 0, 100" for s in (began, 35, 105)
+            f"{datetime.fromtimestamp(BEGAN + s):%Y/%m/%d %H:%M:%S}.000, 0, 10000" for s in (began, 35, 105)
         ]
         (run / "gpu_memory.csv").write_text("\n".join(lines))
         assert len(values(run)["memory_growth"]) == 1 - code

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import shlex
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
 from vime.engine.flags import parse_config
-from vime.plan import GPU_MEMORY, asked_bytes, memory_in_short, notes, prompts, take_gpu_memory
+from vime.plan import GPU_MEMORY, asked_bytes, for_gpus, gpu_gib, memory_in_short, notes, prompts
 
 RUN_TIERS = ("module", "e2e")
 
@@ -69,8 +70,9 @@ def _runs(tier: str, argv: list[str]) -> int:
 
 
 def _plan(tier: str, argv: list[str]) -> int:
-    argv, size = take_gpu_memory(argv)
-    _, benchmark = _read(tier, argv)
+    arguments, benchmark = _read(tier, argv)
+    size = None if arguments.gpu_memory_gib is None else gpu_gib(arguments.gpu_memory_gib)
+    benchmark = replace(benchmark, flags=tuple(for_gpus(benchmark.flags, size)))
     plans = [make_plan(each, benchmark, _out(benchmark, each)) for each in RUN_TIERS]
     return _show(plans, size)
 
@@ -134,7 +136,8 @@ def _show(plans: Sequence[Plan], size: float | None) -> int:
     for plan, remarks in zip(plans, told, strict=True):
         print(f"# {plan.tier}: {plan.benchmark.repeats} x 2 runs of {plan.benchmark.steps} steps, {plan.out}")
         print("\n".join([*remarks, *plan.lines()]))
-    too_large = size is not None and any(TOO_SMALL in line for remarks in told for line in remarks)
+    verdicts = [re.match(rf"# \S+: (an engine )?{TOO_SMALL} ", line) for remarks in told for line in remarks]
+    too_large = size is not None and any(verdicts)
     if size is None:
         fit = f"; do they fit your GPUs: vime bench plan {GPU_MEMORY} 80 ..."
     else:

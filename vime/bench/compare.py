@@ -35,6 +35,7 @@ OF_A_RUN: tuple[tuple[str, str], ...] = (
     ("variables.VIME_RL_KERNEL", "the switch as a variable; what it means is the configuration"),
     ("variables.VIME_RLK_FAST", "the switch as a variable; what it means is the configuration"),
 )
+KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
 MOST_LISTED = 20
 ROUNDING = 1e-6
 """Of a loss that is 0: float32 sums of advantages of about 1."""
@@ -102,13 +103,12 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
     """What does not forbid the comparison and yet has to be known to read it."""
     found = []
     runs = in_order(pairs)
-    first = {id(repeat) for repeat, _ in pairs}
-    order = "".join("A" if id(repeat) in first else "B" for repeat in runs)
-    if any(order[i] == order[i + 1] for i in range(0, len(order), 2)):
+    apart = [f"{a.run} and {b.run}" for a, b in pairs if abs(a.order - b.order) > 1]
+    if apart:
         found.append(
-            f"The sides did not take turns ({order}, A is {BASELINE}): what drifted over time is in the differences."
+            f"Other runs were between {', '.join(apart)}: what drifted over time is in their differences."
         )
-    elif set(order[::2]) == {"A"}:
+    elif all(a.order < b.order for a, b in pairs):
         found.append(
             f"{BASELINE} ran first in every pair: a drift of 1 % from run to run adds one point to each difference."
         )
@@ -125,10 +125,12 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
 def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
     """Whether the side named for the kernels ran them, and what else the switch turns."""
     steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
-    shares = kernel_shares(record, pairs)
-    if shares and max(shares) == 0:
-        return [f"No kernel ran in {RL_KERNEL}: both sides are PyTorch, and nothing here is about kernels."]
     found = []
+    if record.switch["field"] in KERNEL_SWITCHES and not kernels_ran(record, pairs):
+        found.append(
+            f"No kernel ran in {RL_KERNEL} that {BASELINE} did not run: nothing here is about kernels."
+        )
+    shares = any(step.get("rl_kernel/fast") for step in steps)
     if shares and (record.switch["field"], record.switch[BASELINE]) == ("rlk_fast", "off"):
         inside = ", and holds that of SwiGLU in the experts" if record.experts else ""
         found.append(
@@ -155,10 +157,20 @@ def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
     return found
 
 
-def kernel_shares(record: Record, pairs: Sequence[Pair]) -> list[float]:
-    """Of each step that reported it on the side of the kernels: the operators asked to run one that did, as a share."""
+def kernels_ran(record: Record, pairs: Sequence[Pair]) -> bool:
+    """Whether the side named for the kernels ran one that the switch turns on there. Of `rl_kernel_ops` those are its
+    operators that the baseline does not have; one that fell back in every call ran none."""
     steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
-    return [step["rl_kernel/fast"] for step in steps if "rl_kernel/fast" in step]
+    if not any(step.get("rl_kernel/fast") for step in steps):
+        return False
+    if record.switch["field"] != "rl_kernel_ops":
+        return True
+    switched = set(record.switch[RL_KERNEL]) - set(record.switch[BASELINE])
+    return any(
+        step.get(f"rl_kernel/{op}/calls", 0) > step.get(f"rl_kernel/{op}/fallbacks", 0)
+        for step in steps
+        for op in switched
+    )
 
 
 def _number_cautions(pairs: Sequence[Pair]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vime.bench.record import SIDES, Record
-from vime.bench.settings import read_settings
+from vime.bench.settings import presets_of, read_settings
 
 IN_WORDS = {"e2e": "full steps of", "module": "a trainer alone (`vime bench module`) on"}
 """Tiers that a benchmark of the examples has; how its record is called where there is none."""
@@ -44,6 +44,8 @@ def of_another_switch(record: Record, examples: Path) -> list[str]:
 
 def _otherwise(record: Record, path: Path) -> str | None:
     """By which switch a record is that is not the one its file has today; None where it is."""
+    if record.preset is not None and record.preset not in presets_of(path):
+        return f"by preset {record.preset}, which the file does not have today"
     was, today = record.switch, read_settings(path, record.preset).switch
     if was["field"] != today.field:
         return f"by `{was['field']}`, not by `{today.field}` as the file has it today"

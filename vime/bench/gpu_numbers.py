@@ -29,6 +29,8 @@ from vime.bench.gpu_runs import GpuRun, Sources, read
 
 PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
 """Dense bfloat16 products by the name that the driver gives a GPU (SXM), NVIDIA's data sheets."""
+IDLE_MIB = 1024
+"""A GPU of the host that has no more in use is not of the run."""
 RISE = 0.1
 MICRO_BATCHES = (16_384, 32_768)
 LINK = {"offload": "link_offload_gib_per_s", "onload": "link_onload_gib_per_s"}
@@ -130,7 +132,7 @@ def _memory_growth(sources: Sources) -> Found:
                 [mib for time, mib in used if ends.get(step - 1, np.inf) < time <= ends.get(step, -np.inf)]
                 for step in (3, 10)
             )
-            if used[0][0] <= ends.get(2, -np.inf) and third and tenth:
+            if used[0][0] <= ends.get(2, -np.inf) and tenth and max(third, default=0.0) > IDLE_MIB:
                 growth.append(max(tenth) / max(third) - 1)
         if growth:
             yield max(growth), run.series.name

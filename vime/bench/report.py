@@ -133,8 +133,9 @@ def how_to_read() -> Iterator[str]:
     yield ""
     yield (
         f"**Intervals** ({level}) are Student's t over the differences of {MIN_PAIRS} pairs or more, and hold for runs "
-        "like these. Of fewer there is none, and no verdict: how much two runs of one side differ is not known, and "
-        "steps of one run do not tell. A difference is shown when its interval does not hold zero."
+        "like these. Of fewer there is none, and no verdict but on what is the same in every repeat: how much two runs "
+        "of one side differ is not known, and steps of one run do not tell. A difference is shown when its interval "
+        "does not hold zero."
     )
     yield ""
     yield (

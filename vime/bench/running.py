@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.tracking.environment import ENVIRONMENT_FILE
+from slime.tracking.environment import ENVIRONMENT_FILE, collect_environment
 from vime.bench.planning import UNFINISHED, Plan, Planned, flat, refuse_unlike_runs, resolved
+from vime.bench.record import flags_of
 from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_json, read_steps
 from vime.engine.process import SupervisedProcess, sigterm_interrupts, tail
 
@@ -29,8 +30,8 @@ INTERRUPTED = 130
 def execute(plan: Plan, command: str) -> int:
     """Run what is missing. 0 when every run is whole and ended well, 1 when one did not, 130 when interrupted.
 
-    ValueError, before anything but the model is made, for flags that are wrong and for runs that are there and were
-    made with others.
+    ValueError, before anything but the folder and the model is made, for flags that are wrong and for runs that are
+    there and were made with others.
     """
     with sigterm_interrupts(), _alone(plan.out):
         try:
@@ -46,7 +47,10 @@ def execute(plan: Plan, command: str) -> int:
 
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """ValueError where another process runs a benchmark in `out`: it would take that one's runs for unfinished ones."""
+    """ValueError where another process runs a benchmark in `out`: it would take that one's runs for unfinished ones.
+
+    Of a process that was killed outright the lock is gone at once, and its run after GRACE_S.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "lock", "w") as file:
         try:
@@ -71,6 +75,14 @@ def whats_missing(plan: Plan) -> list[Planned]:
         if not is_whole(run, plan):
             missing.append(run)
     kept = [run for run in plan.runs if run not in missing]
+    if (
+        missing
+        and flags_of(resolved(missing[0]))["device"] == "cuda"
+        and not collect_environment([], {})["gpus"]
+    ):
+        raise ValueError(
+            "nvidia-smi must say which GPUs are here, got no answer: runs on unknown ones are not compared"
+        )
     if missing:
         refuse_unlike_runs(plan, {run.name: read_json(run.run_dir / ENVIRONMENT_FILE) for run in kept})
     if plan.rollouts in missing and kept:

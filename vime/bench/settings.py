@@ -47,9 +47,9 @@ TAKEN = {
     "run_dir": "every run has a directory of its own below --out",
     "custom_config_path": "what stands there would win over the switch; give its entries as flags",
     **dict.fromkeys(
-        ("load", "save", "save_hf"),
-        "every run starts from the model, and the next one would start from this one",
+        ("load", "save"), "every run starts from the model, and the next one would start from this one"
     ),
+    "save_hf": "all runs would write to one directory",
     **dict.fromkeys(
         (
             "debug_rollout_only",
@@ -130,11 +130,13 @@ class Benchmark:
         own = None if model is None else Model(path=model)
         given: dict[str, Any] = {"steps": steps, "repeats": repeats, "data": data, "model": own}
         changed = {name: value for name, value in given.items() if value is not None}
-        here = [
-            f"{name} {Path(value).name}" for name, value in {"model": model, "data": data}.items() if value
-        ]
-        if here:
-            changed["claim"] = f"{self.claim}; here with {' and '.join(here)}"
+        named = {"model": model, "data": data}
+        here = [f"{name} {Path(value).absolute().name}" for name, value in named.items() if value]
+        if here:  # a title that speaks of layers or random weights is not of another model
+            title = (
+                self.claim if model is None or self.model.path is not None else f"{self.name} {self.preset}"
+            )
+            changed["claim"] = f"{title}; here with {' and '.join(here)}"
         merged = replace(self, flags=(*self.flags, *flags), notes=tuple(notes), **changed)
         _check(merged, "the command line")
         return merged
@@ -157,6 +159,11 @@ def read_settings(path: Path, preset: str | None = None) -> Benchmark:
     found = Benchmark(file=path, preset=preset, **values)
     _check(found, str(path))
     return found
+
+
+def presets_of(path: Path) -> list[str]:
+    """Names of the presets of a file."""
+    return list(_mapping(_load(path), str(path), KEYS).get("presets", {}))
 
 
 def _chosen(presets: Mapping[str, dict[str, Any]], preset: str, path: Path) -> dict[str, Any]:

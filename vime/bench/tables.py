@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vime.bench.compare import Pair, cautions
+from vime.bench.compare import KERNEL_SWITCHES, Pair, cautions, kernels_ran
 from vime.bench.record import BASELINE, METRICS, RL_KERNEL, SIDES, Record
 from vime.bench.statistics import LEVEL, PERCENTILES, Difference, Summary
 from vime.bench.verdicts import (
     ABOUT,
     HOLD_KERNELS,
-    KERNEL_SWITCHES,
     SIZES,
     SMALL,
     SPEEDS,
@@ -56,43 +55,53 @@ def in_short(record: Record, found: Sequence[Comparison]) -> Iterator[str]:
 
 
 def headlines(record: Record, found: Sequence[Comparison]) -> list[str]:
-    """Of HEADLINES that both sides recorded: means, difference, interval where there is one, verdict. A step is none of
-    a tier that is not about it."""
-    by_name = {c.metric.name: c for c in found if c.metric.name != STEP or ABOUT[record.tier] == STEP}
+    """Of HEADLINES that both sides recorded: means, difference, interval where there is one, verdict."""
     texts = []
-    for c in (by_name[name] for name in HEADLINES if name in by_name):
-        if (d := c.difference) is not None:
-            baseline, rl_kernel = (
-                number(side.mean, digits=3) for side in c.sides.values() if side is not None
-            )
-            means = f"{baseline} to {with_unit(rl_kernel, c.metric)}"
-            interval = f" ({INTERVAL}: {_interval(c, d)})" if d.low is not None else ""
-            texts.append(
-                f"**{c.metric.label}** {means}, {amount(c.metric, d, d.value, '+')}{interval}: {verdict(c.metric, d)}"
-            )
+    for c, d in _picked(record, found, HEADLINES):
+        interval = f" ({INTERVAL}: {_interval(c, d)})" if d.low is not None else ""
+        value = amount(c.metric, d, d.value, "+")
+        texts.append(f"**{c.metric.label}** {_means(c)}, {value}{interval}: {verdict(c.metric, d)}")
     return texts
 
 
 def cells_of(record: Record, found: Sequence[Comparison]) -> list[str]:
     """A cell for each of IN_A_ROW: means, difference, interval; empty where there is no comparison."""
-    by_name = {c.metric.name: c for c in found if c.metric.name != STEP or ABOUT[record.tier] == STEP}
-    cells = []
-    for c in map(by_name.get, IN_A_ROW):
-        if c is None or (d := c.difference) is None:
-            cells.append("")
-            continue
-        baseline, rl_kernel = (number(side.mean, digits=3) for side in c.sides.values() if side is not None)
-        value = amount(c.metric, d, d.value, "+")
+    cells = dict.fromkeys(IN_A_ROW, "")
+    for c, d in _picked(record, found, IN_A_ROW):
         interval = f" ({_interval(c, d)})" if d.low is not None else ""
-        shown = f"**{value}**" if is_shown(c.metric, d) else value
-        cells.append(f"{baseline} to {with_unit(rl_kernel, c.metric)}, {shown}{interval}")
-    return cells
+        cells[c.metric.name] = f"{_means(c)}, {bold(amount(c.metric, d, d.value, '+'), c, d)}{interval}"
+    return list(cells.values())
+
+
+def _picked(
+    record: Record, found: Sequence[Comparison], names: Sequence[str]
+) -> Iterator[tuple[Comparison, Difference]]:
+    """Those of `names` that are compared, in that order. A step is none of a tier that is not about it."""
+    by_name = {c.metric.name: c for c in found if c.metric.name != STEP or ABOUT[record.tier] == STEP}
+    for c in (by_name[name] for name in names if name in by_name):
+        if c.difference is not None:
+            yield c, c.difference
+
+
+def _means(c: Comparison) -> str:
+    baseline, rl_kernel = (number(side.mean, digits=3) for side in c.sides.values() if side is not None)
+    return f"{baseline} to {with_unit(rl_kernel, c.metric)}"
+
+
+def bold(text: str, c: Comparison, d: Difference) -> str:
+    return f"**{text}**" if is_shown(c.metric, d) else text
 
 
 def minds(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) -> Iterator[str]:
     """What has to be known to read a comparison, a line each."""
     yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
-    if record.switch["field"] in KERNEL_SWITCHES and (parts := parts_of_step(found)) is not None:
+    if (
+        ABOUT[record.tier] != STEP
+        or record.switch["field"] not in KERNEL_SWITCHES
+        or not kernels_ran(record, pairs)
+    ):
+        return
+    if (parts := parts_of_step(found)) is not None:
         step, *texts = (
             f"{metric_of(name).label} {abs(seconds):.2f} s {'longer' if seconds > 0 else 'shorter'}"
             for name, seconds in parts.items()
@@ -162,7 +171,7 @@ def _judged(c: Comparison) -> list[str]:
         amount(metric, d, d.value, "+"),
         _interval(c, d),
         _pairs(c, d),
-        f"**{words}**" if is_shown(metric, d) else words,
+        bold(words, c, d),
     ]
 
 

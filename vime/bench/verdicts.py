@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vime.bench.compare import Pair, kernel_shares
+from vime.bench.compare import KERNEL_SWITCHES, Pair, kernels_ran
 from vime.bench.record import METRICS, SIDES, Record, Repeat
 from vime.bench.statistics import MIN_PAIRS, Difference, Summary, paired_difference, summarise
 from vime.run_metrics import TIME_METRICS
@@ -36,7 +36,6 @@ SPEED_OVER = {
 SMALL = 0.01
 UNEQUAL = 0.001
 """The share of memory below which a difference, however certain, is an allocator's rounding: neither less nor more."""
-KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
 STEP, WAIT, TRAINING = "perf/step_time", "perf/train_wait_time", "perf/actor_train_time"
 LOG_PROBS = ("perf/log_probs_time", "perf/ref_log_probs_time")
 HOLD_KERNELS = (*LOG_PROBS, *PASS_PARTS, *PASS_OPERATORS, PASS_TIME, TRAINING, "perf/actor_train_tok_per_s")
@@ -126,8 +125,7 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     together = {c.metric.name for c in found} & set(WHOLE_OF.values())
     found = [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in together else c for c in found]
     if record.switch["field"] in KERNEL_SWITCHES:
-        ran = max(kernel_shares(record, pairs), default=1.0) > 0
-        found = _without_credit(found, HOLD_KERNELS if ran else ())
+        found = _without_credit(found, HOLD_KERNELS if kernels_ran(record, pairs) else ())
     if ABOUT[record.tier] != STEP:
         found = [_renamed(c, "step on saved rollouts") if c.metric.name == STEP else c for c in found]
     step = next((c for c in found if c.metric.name == STEP), None)
