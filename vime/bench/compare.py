@@ -130,14 +130,16 @@ def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
         found.append(
             f"No kernel ran in {RL_KERNEL} that {BASELINE} did not run: nothing here is about kernels."
         )
-    shares = any(step.get("rl_kernel/fast") for step in steps)
-    if shares and (record.switch["field"], record.switch[BASELINE]) == ("rlk_fast", "off"):
+    any_kernel = any(
+        step.get("rl_kernel/fast") for step in steps
+    )  # of the switch, or of what both sides have
+    if any_kernel and (record.switch["field"], record.switch[BASELINE]) == ("rlk_fast", "off"):
         inside = ", and holds that of SwiGLU in the experts" if record.experts else ""
         found.append(
             f"{BASELINE} is plain PyTorch in the layers too (SwiGLU, rotary embedding), where Megatron has fused "
             f"forms: the difference is not that of the LM head and the loss alone{inside}."
         )
-    if shares and record.switch["field"] == "rl_kernel_ops":
+    if any_kernel and record.switch["field"] == "rl_kernel_ops":
         baseline = set(record.switch[BASELINE])
         switched = baseline ^ set(record.switch[RL_KERNEL])
         if not baseline.intersection(HEADS) and any("train/entropy_loss" in step for step in steps):

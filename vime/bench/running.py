@@ -75,15 +75,8 @@ def whats_missing(plan: Plan) -> list[Planned]:
         if not is_whole(run, plan):
             missing.append(run)
     kept = [run for run in plan.runs if run not in missing]
-    if (
-        missing
-        and flags_of(resolved(missing[0]))["device"] == "cuda"
-        and not collect_environment([], {})["gpus"]
-    ):
-        raise ValueError(
-            "nvidia-smi must say which GPUs are here, got no answer: runs on unknown ones are not compared"
-        )
     if missing:
+        _refuse_unnamed_gpus(flags_of(resolved(missing[0])))
         refuse_unlike_runs(plan, {run.name: read_json(run.run_dir / ENVIRONMENT_FILE) for run in kept})
     if plan.rollouts in missing and kept:
         raise ValueError(
@@ -91,6 +84,14 @@ def whats_missing(plan: Plan) -> list[Planned]:
             "not all of them; remove the runs, or take another --out"
         )
     return missing
+
+
+def _refuse_unnamed_gpus(flags: Mapping[str, Any]) -> None:
+    """ValueError for runs on GPUs that nothing names, which no report compares."""
+    if flags["device"] == "cuda" and not collect_environment([], {})["gpus"]:
+        raise ValueError(
+            "nvidia-smi must say which GPUs are here, got no answer: runs on unknown ones are not compared"
+        )
 
 
 def _check_same(run: Planned, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
