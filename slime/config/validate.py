@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.checkpoint import check_directories
-from slime.config.cluster import check_hardware, check_offload
+from slime.config.cluster import check_domains, check_hardware, check_offload
 from slime.config.debug import check_profile_steps
 from slime.config.experts import check_expert_flags
 from slime.config.fields import spelled
@@ -335,6 +335,7 @@ TOGETHER: tuple[Rule, ...] = (
     _dropout,
     _overlaps,
     _engines,
+    check_domains,
     _staleness,
     check_offload,
     _batch_equation,
