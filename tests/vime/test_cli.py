@@ -13,7 +13,8 @@ from architectures import ARCHITECTURES
 from slime.config.schema import own_flags
 from slime.memory_decision import ENGINE_SHARE
 from slime.model_shape import Shape
-from vime.cli import COMMANDS, main
+from vime.cli import main
+from vime.commands import COMMANDS
 from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings, parse_config
 from vime.engine.memory import engine_memory
 from vime.engine.server import EngineServer, EngineSpec
@@ -255,9 +256,9 @@ def test_user_errors_are_one_line_and_exit_code_2(stock, capsys):
         (["train", *stock, "--lrr", "1"], "vime train: --lrr is not a known flag; did you mean --lr?"),
         (
             ["pln"],
-            "vime pln: the command must be one of train, plan, export, audit, plot, bench, flags, got pln; did",
+            f"vime pln: the command must be one of {', '.join(COMMANDS)}, got pln; did you mean vime plan?",
         ),
-        (["flags", "--xml"], "vime flags: flags takes --json or nothing, got --xml"),
+        (["flags", "--xml"], "vime flags: flags takes --json or words to search for, got --xml"),
         (["plot", "absent"], "vime plot: "),
     ]:
         assert main(argv) == 2
