@@ -20,15 +20,16 @@ die() { echo "build-cpu-image: $*" >&2; exit 1; }
 step() { echo "build-cpu-image: [$SECONDS s] $*"; }
 wants() { [[ " $PARTS " == *" $1 "* ]]; }
 ((EUID == 0)) || die "the user must be root, got user $EUID; a root file system and a chroot need it"
-for tool in mmdebstrap buildah; do
-    command -v "$tool" >/dev/null || die "$tool must be installed; Debian: apt-get install mmdebstrap buildah"
+for tool in mmdebstrap buildah unshare; do
+    command -v "$tool" >/dev/null || die "$tool must be installed; Debian: apt-get install mmdebstrap buildah util-linux"
 done
 mkdir -p "$WORK"
 free_mib=$(df -Pm "$WORK" | awk 'NR == 2 { print $4 }')
 ((free_mib >= 25000)) || die "WORK must be where 25000 MiB are free, got $WORK, where $free_mib are; set another WORK"
 
 # vfs and chroot need neither a kernel module nor a user namespace, so that this runs inside a container, too.
-build() { buildah --storage-driver vfs --root "$WORK/storage" --runroot "$WORK/run" "$@"; }
+STORAGE=(--storage-driver vfs --root "$WORK/storage" --runroot "$WORK/run")
+build() { buildah "${STORAGE[@]}" "$@"; }
 
 if wants base; then
     mmdebstrap --quiet --variant=minbase --include=ca-certificates "${SUITE:-bookworm}" "$WORK/base.tar"
@@ -49,21 +50,47 @@ if wants image; then
     step "image: $size"
 fi
 
-# COMMAND in a new container of the image, as its user, with a /dev/shm of that size.
+# COMMAND in the container, as the image's user, with a /dev/shm of that size. Chroot isolation gives the container the
+# /dev/shm of its caller, so the caller has its own one in a mount namespace of its own.
 inside() { # SHM_SIZE COMMAND...
-    local shm=$1 container status=0
-    shift
-    container=$(build from "$IMAGE")
-    build run --isolation chroot --mount "type=tmpfs,destination=/dev/shm,tmpfs-size=$shm,tmpfs-mode=1777" \
-        "$container" -- "$@" || status=$?
-    build rm "$container" >/dev/null
-    return "$status"
+    unshare --mount bash -euc 'mount -t tmpfs -o "size=$1,mode=1777" shm /dev/shm && exec "${@:2}"' -- "$1" \
+        buildah "${STORAGE[@]}" run --isolation chroot "$container" -- "${@:2}"
 }
-if wants check; then
-    step "user: $(inside 2g id)"
-    inside 2g bash -c 'touch /srv/vime/code 2>/dev/null' && die "the image's code must be read-only for its user"
-    inside 2g bash scripts/setup.sh | { ! grep .; } || die "scripts/setup.sh must find the image complete"
-    step "setup.sh installs nothing; the health check:"
-    read -ra check < <(build inspect --type image --format '{{join (slice .Docker.Config.Healthcheck.Test 1) " "}}' "$IMAGE")
-    inside 2g "${check[@]}"
+must_fail() { # TEXT SHM_SIZE COMMAND...
+    local text=$1 output
+    shift
+    ! output=$(inside "$@" 2>&1) || die "this must fail: ${*:2}"
+    grep -- "$text" <<<"$output" || die "this must name $text: ${*:2}, got: $output"
+}
+if wants check || wants demo; then
+    container=$(build from "$IMAGE")
+    trap 'build rm "$container" >/dev/null' EXIT
 fi
+if wants check; then
+    step "the image's user, its read-only code, its complete packages"
+    inside 2g id
+    must_fail 'Permission denied' 2g touch vime/__init__.py
+    inside 2g env PIP_NO_INDEX=1 bash scripts/setup.sh | { ! grep .; } || die "setup.sh must find nothing to do"
+    inside 2g vime --help >/dev/null
+    step "the health check"
+    mapfile -t check < <(build inspect --type image --format \
+        '{{range $i, $word := .Docker.Config.Healthcheck.Test}}{{if $i}}{{println $word}}{{end}}{{end}}' "$IMAGE" | grep .)
+    inside 2g "${check[@]}"
+    step "the health check where /dev/shm has 64 MiB, docker's default"
+    must_fail 'problem .*shared memory' 64m "${check[@]}"
+    step "a check for GPUs where there are none"
+    must_fail 'problem .*gpu' 2g vime doctor --device cuda
+fi
+if wants demo; then
+    step "the tiny demo, two rollouts"
+    inside 4g bash scripts/run-tiny-grpo.sh --num-rollout 2 >"$WORK/demo.log" 2>&1 ||
+        { tail -n 40 "$WORK/demo.log" >&2; die "the demo failed; all of it: $WORK/demo.log"; }
+    grep -E '^(reward|log-prob difference)' "$WORK/demo.log"
+    step "the demo has ended"
+fi
+if wants clean; then
+    [[ -z "${container:-}" ]] || build rm "$container" >/dev/null
+    trap - EXIT
+    rm -r "$WORK"
+fi
+step "done"
