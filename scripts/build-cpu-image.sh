@@ -53,6 +53,7 @@ fi
 # COMMAND in the container, as the image's user, with a /dev/shm of that size. Chroot isolation gives the container the
 # /dev/shm of its caller, so the caller has its own one in a mount namespace of its own.
 inside() { # SHM_SIZE COMMAND...
+    # shellcheck disable=SC2016
     unshare --mount bash -euc 'mount -t tmpfs -o "size=$1,mode=1777" shm /dev/shm && exec "${@:2}"' -- "$1" \
         buildah "${STORAGE[@]}" run --isolation chroot "$container" -- "${@:2}"
 }
@@ -73,6 +74,7 @@ if wants check; then
     inside 2g env PIP_NO_INDEX=1 bash scripts/setup.sh | { ! grep .; } || die "setup.sh must find nothing to do"
     inside 2g vime --help >/dev/null
     step "the health check"
+    # shellcheck disable=SC2016
     mapfile -t check < <(build inspect --type image --format \
         '{{range $i, $word := .Docker.Config.Healthcheck.Test}}{{if $i}}{{println $word}}{{end}}{{end}}' "$IMAGE" | grep .)
     inside 2g "${check[@]}"

@@ -7,11 +7,12 @@
 # A run on the nodes of one Slurm job: starts Ray on all of them, then a launcher on the first. Submit it from the
 # repository's root, on a file system that all nodes share:
 #
-#   sbatch --nodes=4 --gpus-per-node=4 scripts/slurm/grpo.sh scripts/run-qwen3-4b-grpo.sh [FLAGS OF vime train]
+#   export MODEL=/models/Qwen3-4B DATA=/data/prompts.jsonl OUT=/data/runs/qwen3-4b NUM_GPUS=4
+#   sbatch --nodes=2 --gpus-per-node=4 scripts/slurm/grpo.sh scripts/run-qwen3-4b-grpo.sh --actor-num-nodes 2
 #
 #   IMAGE            a container for pyxis and enroot, such as a .sqsh file; default: no container, .venv of this folder
-#   MOUNTS           what the container sees of the nodes: SOURCE:TARGET, separated by commas; models, data and OUT
-#   OUT              where the job keeps its folder job-ID with token, addresses and Ray's logs (default runs/slurm)
+#   MOUNTS           what the container sees of the nodes, besides OUT: SOURCE:TARGET, separated by commas
+#   OUT              the run's folder; the job's token, addresses and Ray's logs are in its folder slurm-ID (default runs)
 #   JOIN_TIMEOUT_S   how long to wait for all nodes (default 300); then the missing ones are named and the job ends
 #
 # The job's exit status is the launcher's. All other variables reach the launcher as they are.
@@ -24,13 +25,14 @@ cd "${SLURM_SUBMIT_DIR:-.}" # Slurm runs a copy of this script from a folder of 
 [[ -f "$1" ]] || die "the launcher must be a file, got $1"
 
 NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd ' ')
-OUT=${OUT:-runs/slurm}
-[[ "$OUT" == /* ]] || OUT="$PWD/$OUT"
-JOB_DIR="$OUT/job-$SLURM_JOB_ID"
-[[ ! -e "$JOB_DIR/status" ]] || rm "$JOB_DIR/status" "$JOB_DIR/address" # Slurm has requeued the job
-export NODES OUT JOB_DIR
+[[ -z "${IMAGE:-}" || -n "${OUT:-}" ]] || die "OUT must name a folder that all nodes see where IMAGE is set, got nothing"
+[[ -z "${OUT:-}" || "$OUT" == /* ]] || OUT="$PWD/$OUT"
+JOB_DIR="${OUT:-$PWD/runs}/slurm-$SLURM_JOB_ID"
+rm -f "$JOB_DIR/status" "$JOB_DIR/address" # they are there when Slurm has requeued the job
+export NODES JOB_DIR
 (
     # Only this user can read the token. Whoever has it can run code on the nodes.
+    mkdir -p "${JOB_DIR%/*}"
     umask 077
     mkdir -p "$JOB_DIR"
     head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' >"$JOB_DIR/token"

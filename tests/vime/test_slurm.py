@@ -65,7 +65,7 @@ def job(tmp_path: Path):
 
 
 def job_dir(tmp_path: Path) -> Path:
-    return tmp_path / f"job-{os.getpid()}"
+    return tmp_path / f"slurm-{os.getpid()}"
 
 
 def left_over(folder: Path) -> list[str]:
@@ -133,6 +133,7 @@ def test_only_the_user_can_read_the_token(job, tmp_path: Path) -> None:
     [
         (("no-such-launcher.sh",), {}, "the launcher must be a file, got no-such-launcher.sh"),
         ((), {"SLURM_JOB_ID": ""}, "must run as a Slurm job; submit it with sbatch"),
+        ((), {"IMAGE": "vime.sqsh", "OUT": ""}, "OUT must name a folder that all nodes see where IMAGE is set"),
         ((), {"SLURM_SUBMIT_DIR": "/usr"}, "sbatch must be called in the repository's root, got /usr"),
     ],
 )
