@@ -141,6 +141,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
                 print(f"  {decision}")
             for line in trainer.memory:
                 print(f"memory: {line}")
+            for remark in trainer.remarks:
+                print(remark)
         start = trainer.start_rollout_id if trainer is not None else config.start_rollout_id or 0
         rollout.load(start)
         report = Reporter(config, make_trackers(config, run_dir, start), StepLine(total=config.num_rollout))
@@ -188,6 +190,7 @@ def _start_engines(
             **settings,
             index=i,
             log_path=str(logs / f"engine-{i}.log"),
+            numa_binding=config.numa_binding,
             waits=trainer_first,
         )
         for i in range(len(placed.engine_bundles))
@@ -228,6 +231,7 @@ def _seats(placed: placement.Placement, bundles: Sequence[int], joined: bool) ->
         Seat(
             placed.nodes[part[0]].address if joined else "127.0.0.1",
             placed.visible(part),
+            placed.buses(part),
             placed.options(part[0]),
         )
         for part in placed.by_node(bundles)

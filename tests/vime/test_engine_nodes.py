@@ -32,6 +32,9 @@ ENGINE_OF_TWO_NODES = SimpleNamespace(
     rollout_num_gpus=4,
     rollout_num_gpus_per_engine=4,
     num_gpus_per_node=2,
+    tensor_model_parallel_size=1,
+    nvlink_domain_size=None,
+    vllm_args={},
     colocate=False,
     debug_train_only=False,
     debug_rollout_only=True,
@@ -173,7 +176,10 @@ def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> N
     (bundles,) = placed.engine_bundles
     parts = placed.by_node(bundles)
     assert [[placed.nodes[bundle].address for bundle in part] for part in parts] == [[h, h] for h in HOSTS]
-    seats = [Seat(placed.nodes[p[0]].address, placed.visible(p), placed.options(p[0])) for p in parts]
+    seats = [
+        Seat(placed.nodes[p[0]].address, placed.visible(p), placed.buses(p), placed.options(p[0]))
+        for p in parts
+    ]
     engine = start_actors(spec(tmp_path, env={"KEPT": "1"}), seats)
     assert isinstance(engine, NodesServer)
     for node, member in enumerate(engine._members):

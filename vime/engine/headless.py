@@ -1,8 +1,8 @@
-"""`python -m vime.engine.headless FLAGS`: the server process of an engine's second and further nodes. It takes the flags
-of vLLM's server.
+"""`python -m vime.engine.headless FLAGS`: the server process of an engine on its second and further nodes.
 
-vLLM's server module always serves HTTP. `vllm serve --headless` runs workers only, but its command line asks for a
-distribution that is called "vllm", which the CPU build is not. So this file calls what `--headless` calls.
+It takes the flags of vLLM's server. vLLM's server module always serves HTTP. `vllm serve --headless` runs workers only,
+but its command line asks for a distribution that is called "vllm", which the CPU build is not. So this file calls what
+`--headless` calls.
 """
 
 from __future__ import annotations

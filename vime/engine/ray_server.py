@@ -61,10 +61,11 @@ class RayEngineServer:
 @dataclass(frozen=True)
 class Seat:
     """Where an engine's server process on one node runs: the node's address, the GPUs that it sees there as environment
-    variables, and the Ray options that bring its actor there."""
+    variables, their PCI buses, and the Ray options that bring its actor there."""
 
     host: str
     visible: Mapping[str, str]
+    gpu_buses: tuple[str, ...]
     options: Mapping[str, Any]
 
 
@@ -77,6 +78,7 @@ def start_actors(spec: EngineSpec, seats: Sequence[Seat]) -> RayEngineServer | N
                 spec,
                 host=seat.host,
                 env={**spec.env, **seat.visible},
+                gpu_buses=seat.gpu_buses,
                 nodes=len(seats),
                 node=node,
                 log_path=str(log if node == 0 else log.with_name(f"{log.stem}-node-{node + 1}{log.suffix}")),

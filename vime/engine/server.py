@@ -15,6 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
+from slime.cluster.numa import children_on, choose_cpus
 from vime.engine import routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.engine.process import Server, ServerSpec, free_port
@@ -69,6 +70,9 @@ class EngineSpec(ServerSpec):
     index: int = 0
     sleeps: bool = False
     """Whether it must be able to give its device memory away and take it again."""
+    gpu_buses: tuple[str, ...] = ()
+    """PCI addresses of its GPUs, for the CPUs that it runs on; empty: any CPUs."""
+    numa_binding: str = "auto"
     tells_experts: bool = False
     """Whether its answers must say which experts each token went to."""
     waits: bool = False
@@ -100,7 +104,15 @@ class EngineServer(Server[EngineSpec]):
         """`master`: the `meeting_point` of the first process, for an engine of several nodes."""
         self._master = master
         self._gate.unlink(missing_ok=True)
-        return super().start()
+        cpus: set[int] = set()
+        if self.spec.gpu_buses:
+            cpus, line = choose_cpus(self.spec.gpu_buses, self.spec.numa_binding)
+            log = Path(self.spec.log_path)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a") as file:
+                file.write(f"NUMA: {line}\n")
+        with children_on(cpus):
+            return super().start()
 
     def is_ready(self) -> bool:
         return super().is_ready() if self.spec.node == 0 else self.poll() is None
