@@ -147,6 +147,18 @@ def test_vllm_and_router_flags_reach_their_parsers(stock):
             "--check-weight-update-equal must go with engines of one pipeline stage, got",
         ),
         (
+            "--vllm-nnodes 2",
+            "--vllm-nnodes must be left out; they follow from --rollout-num-gpus-per-engine and",
+        ),
+        (
+            "--num-gpus-per-node 1 --vllm-distributed-executor-backend ray",
+            "--vllm-distributed-executor-backend must be mp with an engine of 2 nodes (--num-gpus-per-node 1), got ray",
+        ),
+        (
+            "--num-gpus-per-node 1 --vllm-data-parallel-size 2",
+            "--vllm-data-parallel-size must be 1 with an engine of 2 nodes (--num-gpus-per-node 1), got 2; lower",
+        ),
+        (
             "--vllm-max-model-len 4096",
             "--vllm-max-model-len must hold the longest rollout, got 4096 for 8192 tokens",
         ),
@@ -230,6 +242,15 @@ def test_plan_shows_each_engine_flag_once_and_which_has_no_effect(stock, capsys)
         (line,) = [line for line in out.splitlines() if f"-{name}" in line and " vLLM --" in line]
         assert ("(set for you)" in line) == (name == "kv-cache-memory-bytes=")
     assert out.count("--vllm-gpu-memory-utilization has no effect on CPU engines") == 1
+
+
+def test_plan_shows_the_processes_of_an_engine_on_several_nodes(stock, capsys):
+    assert main(["plan", *stock, "--num-gpus-per-node", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "4 vLLM servers x 2 cuda, each 2 processes on 2 nodes of 1, behind one vllm-router" in out
+    for flag in ("--nnodes 2", "--node-rank 0", "--distributed-executor-backend mp"):
+        assert f"vLLM {flag}" in out
+    assert "--master-addr" not in out, "known when the engine starts"
 
 
 def test_plan_finds_a_malformed_prompt_line(stock, tmp_path, capsys):
