@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from socket import SOCK_DGRAM
 from types import ModuleType
 from typing import Any
 
@@ -203,6 +204,18 @@ class Launch:
                     found[process.pid] = " ".join(process.cmdline())[:200]
                 elif process.pid != self.process.pid:  # that one is Popen's to reap
                     os.waitpid(process.pid, os.WNOHANG)
+        return found
+
+    def sockets(self) -> list[tuple[str, str, int]]:
+        """(command line, address, port) of each socket that waits for others: TCP that listens, UDP without a peer."""
+        found = []
+        for pid, command in self.left().items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for socket in psutil.Process(pid).net_connections(kind="inet"):
+                    if socket.status == psutil.CONN_LISTEN or (
+                        socket.type == SOCK_DGRAM and not socket.raddr
+                    ):
+                        found.append((command, socket.laddr.ip, socket.laddr.port))
         return found
 
     def find(self, pattern: str) -> list[int]:
