@@ -6,7 +6,6 @@ A run costs 30-40 s before its first step, so each one here proves several thing
 from __future__ import annotations
 
 import gzip
-import ipaddress
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from train_fixtures import (
     ROOT,
     SAMPLES,
     World,
+    assert_on_loopback,
     launched,
     make_world,
     published_weights,
@@ -286,15 +286,6 @@ def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
     assert_same_curve(run_dir, whole)
     for step, row in rows(whole, "eval/step").items():
         assert rows(run_dir, "eval/step")[step]["eval/sampled"] == row["eval/sampled"]
-
-
-def assert_on_loopback(sockets: list[tuple[str, str, int]]) -> None:
-    """Of a run on one host nothing can be reached from another; Ray, the engine and the router are among it."""
-    for part in ("gcs_server", "raylet", "RuntimeEnvAgent", "ray::TrainerActor", "vllm|VLLM", "router"):
-        assert any(re.search(part, command) for command, *_ in sockets), (part, sockets)
-    for command, address, port in sockets:
-        ip = ipaddress.ip_address(address)
-        assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, (command, address, port)
 
 
 def assert_same_curve(run_dir: Path, whole: Path) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import ipaddress
 import json
 import os
 import re
@@ -270,6 +271,15 @@ def launched(command: list[str], output: Path) -> Iterator[Launch]:
         yield launch
     finally:
         launch.clean_up()
+
+
+def assert_on_loopback(sockets: list[tuple[str, str, int]]) -> None:
+    """Of a run on one host nothing can be reached from another; Ray, the engine and the router are among it."""
+    for part in ("gcs_server", "raylet", "RuntimeEnvAgent", "ray::TrainerActor", "vllm|VLLM", "router"):
+        assert any(re.search(part, command) for command, *_ in sockets), (part, sockets)
+    for command, address, port in sockets:
+        ip = ipaddress.ip_address(address)
+        assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, (command, address, port)
 
 
 def vime(*argv: str) -> list[str]:
