@@ -133,12 +133,14 @@ def test_slow_commands_are_run_by_another_test() -> None:
         )
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=lambda b: f"{b.page}:{b.line}")
-def test_python_blocks_are_python(block: Block) -> None:
-    """A block with a file name as its title is a whole module, and runs; others are formulas."""
+MODULES = [b for b in blocks("python") if b.title.endswith(".py")]
+"""Python blocks with a file name as their title: whole modules. Others are formulas."""
+
+
+@pytest.mark.parametrize("block", MODULES, ids=lambda b: f"{b.page}:{b.line}")
+def test_modules_run(block: Block) -> None:
     code = compile(block.text, f"{block.page}:{block.line}", "exec")
-    if block.title.endswith(".py"):
-        exec(code, {"__name__": block.title.removesuffix(".py")})
+    exec(code, {"__name__": block.title.removesuffix(".py")})
 
 
 @pytest.mark.slow
