@@ -50,4 +50,4 @@ def rewritten(match: re.Match[str], folder: str, page: Any, config: Any) -> str:
         LOG.warning("%s links to %s, which is not in the repository", page.file.src_uri, path)
     if config.repo_url:
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{'#' + anchor if anchor else ''})"
-    return f"`{path}`" if text.strip("`") in (path, posixpath.basename(path)) else f"{text} (`{path}`)"
+    return f"{text} (`{path}`)" if " " in text.strip("`") else f"`{path}`"
