@@ -73,7 +73,8 @@ def usage() -> str:
             "A first run:  bash scripts/run-tiny-grpo.sh",
             "Flags keep the names of slime, Megatron (--lr) and vLLM (--vllm-max-num-seqs).",
             "`vime plan FLAGS` explains what a set of them means;",
-            "`vime plan --gpu-memory-gib 80 FLAGS` also whether that fits GPUs of 80 GiB, which need not be here.",
+            "`vime plan --gpu gb200 FLAGS` also whether that fits such GPUs, which need not be here;",
+            "`vime plan --gpu-memory-gib 80 FLAGS` the same for GPUs of 80 GiB.",
         ]
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.fields import flag
+from slime.hardware import HARDWARE
 
 PARTS = ("gradients", "parameters", "optimizer")
 """What --offload-train-parts may name: gradient buffers, whose contents nobody needs between two trainings; weights of
@@ -25,7 +26,18 @@ class ClusterConfig:
     actor_num_gpus_per_node: int = flag(8, "trainer ranks on each node")
     rollout_num_gpus: int | None = flag(None, "GPUs of all rollout engines together; set by --colocate")
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one rollout engine")
-    num_gpus_per_node: int = flag(8, "GPUs of a node; an engine may not be larger")
+    num_gpus_per_node: int = flag(8, "GPUs of a node (default with --gpu: those of its usual system)")
+    gpu: str | None = flag(
+        None,
+        "GPU that the layout is made for: sets --device cuda and the GPUs of a node where they are not given; vime "
+        "plan checks against its memory",
+        choices=HARDWARE,
+    )
+    nvlink_domain_size: int | None = flag(
+        None,
+        "GPUs that NVLink connects: a tensor-parallel group stays inside them (default: what the driver reports, or "
+        "else the GPUs of a node)",
+    )
     colocate: bool = flag(False, "trainer and engines share the same GPUs and take turns")
     offload_train: bool | None = flag(
         None,
@@ -46,6 +58,21 @@ class ClusterConfig:
     train_env_vars: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "environment variables of the trainer processes, as a JSON object"
     )
+
+
+def check_hardware(c: Any) -> None:
+    """What --gpu names must be a device of the run, and a node of it must hold the trainer ranks of a node."""
+    if c.gpu is None:
+        return
+    if c.device != "cuda":
+        raise ValueError(
+            f"--gpu must go with --device cuda, got --gpu {c.gpu} and --device {c.device}; leave out one"
+        )
+    if c.actor_num_gpus_per_node > c.num_gpus_per_node:
+        raise ValueError(
+            f"--actor-num-gpus-per-node must be at most --num-gpus-per-node with --gpu {c.gpu}, got "
+            f"{c.actor_num_gpus_per_node} and {c.num_gpus_per_node}; use more nodes (--actor-num-nodes)"
+        )
 
 
 def check_offload(c: Any) -> None:

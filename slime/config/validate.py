@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.checkpoint import check_directories
-from slime.config.cluster import check_offload
+from slime.config.cluster import check_hardware, check_offload
 from slime.config.debug import check_profile_steps
 from slime.config.experts import check_expert_flags
 from slime.config.fields import spelled
@@ -29,6 +29,7 @@ POSITIVE = (
     "actor_num_gpus_per_node",
     "rollout_num_gpus_per_engine",
     "num_gpus_per_node",
+    "nvlink_domain_size",
     "distributed_timeout_minutes",
     "update_weights_interval",
     "rollout_batch_size",
@@ -325,6 +326,7 @@ def _checkpoint(c: Config) -> None:
 RULES = (
     _required,
     _ranges,
+    check_hardware,
     _precision,
     _parallel_sizes,
     _transformer_engine,

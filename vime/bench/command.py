@@ -25,6 +25,7 @@ from pathlib import Path
 
 from slime.config.fields import nearest
 from slime.data.prompts import prompt_file
+from slime.hardware import HARDWARE
 from slime.memory_decision import TOO_SMALL
 from slime.tracking.environment import mask_command
 from vime.bench.operators import OPERATORS_FILE
@@ -72,7 +73,10 @@ def _runs(tier: str, argv: list[str]) -> int:
 def _plan(tier: str, argv: list[str]) -> int:
     arguments, benchmark = _read(tier, argv)
     size = None if arguments.gpu_memory_gib is None else gpu_gib(arguments.gpu_memory_gib)
-    benchmark = replace(benchmark, flags=tuple(for_gpus(benchmark.flags, size)))
+    named = () if arguments.gpu is None else ("--gpu", arguments.gpu)
+    benchmark = replace(benchmark, flags=(*for_gpus(benchmark.flags, size), *named))
+    if size is None and arguments.gpu is not None:
+        size = HARDWARE[arguments.gpu].memory_gib
     plans = [make_plan(each, benchmark, _out(benchmark, each)) for each in RUN_TIERS]
     return _show(plans, size)
 
@@ -94,6 +98,9 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
     if tier == "plan":
         parser.add_argument(
             GPU_MEMORY, metavar="N", help="do both sides fit GPUs of N GiB; exit status 1 if not"
+        )
+        parser.add_argument(
+            "--gpu", choices=HARDWARE, help=f"the same for this GPU; {GPU_MEMORY} wins where both are given"
         )
     else:
         parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench/NAME[-PRESET]-TIER")
