@@ -75,15 +75,19 @@ def source_files() -> Iterator[tuple[str, Path]]:
                     yield section, file
 
 
-def text_of(node: ast.expr) -> str | None:
-    """The text of a string expression, with HOLE for values; None for what is no string."""
+def text_of(node: ast.expr, constants: dict[str, str]) -> str | None:
+    """The text of a string expression, with HOLE for values; None for what is no string. `constants` are the strings
+    that the file names at its top."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
-        parts = (part.value if isinstance(part, ast.Constant) else HOLE for part in node.values)
+        parts = (
+            part.value if isinstance(part, ast.Constant) else constants.get(ast.unparse(part.value), HOLE)
+            for part in node.values
+        )
         return re.sub(rf"{HOLE}+", HOLE, "".join(map(str, parts)))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left, right = text_of(node.left), text_of(node.right)
+        left, right = text_of(node.left, constants), text_of(node.right, constants)
         return None if left is None and right is None else f"{left or HOLE}{right or HOLE}"
     return None
 
@@ -94,6 +98,14 @@ def messages_of(path: Path) -> list[Message]:
     The second rule finds messages that are collected or returned first and raised elsewhere.
     """
     tree = ast.parse(path.read_text())
+    constants = {
+        node.targets[0].id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
     docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     inner = {
         id(v)
@@ -105,9 +117,9 @@ def messages_of(path: Path) -> list[Message]:
     for node in ast.walk(tree):
         raised = isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and bool(node.exc.args)
         if raised and raises_to_the_user(node.exc):
-            text = text_of(node.exc.args[0])
+            text = text_of(node.exc.args[0], constants)
         elif isinstance(node, ast.expr) and id(node) not in docs | inner:
-            text = text_of(node)
+            text = text_of(node, constants)
             text = text if text and re.search(r" must .*, got ", text, re.S) else None
         else:
             continue
@@ -145,14 +157,21 @@ def notes() -> dict[str, str]:
 
 
 def note_of(message: Message, written: dict[str, str]) -> str:
-    """The handwritten text of a message: the longest key that the message contains."""
-    return written.get(max((k for k in written if k in message.text), key=len, default=""), "")
+    """The handwritten text of a message: that of the longest key that fits."""
+    return written.get(max((k for k in written if fits(k, message)), key=len, default=""), "")
+
+
+def fits(key: str, message: Message) -> bool:
+    """Whether a message contains a key; a key that begins with a value must begin the message."""
+    return message.text.startswith(key) if key.startswith(HOLE) else key in message.text
 
 
 def remedy_of(message: Message, written: dict[str, str]) -> str:
     """What to do: the handwritten text, else what the message says."""
     own = message.remedy
-    own = f"{own[0].upper()}{own[1:]}." if own else ""
+    if re.match(r"(?!vLLM)[a-zA-Z]+\b(?![-_./])", own):
+        own = own[0].upper() + own[1:]
+    own = f"{own}." if own else ""
     return note_of(message, written) or own
 
 
@@ -164,8 +183,8 @@ def without_remedy() -> list[str]:
 
 def unused_notes() -> list[str]:
     """Notes whose message is gone."""
-    texts = [m.text for ms in collected().values() for m in ms]
-    return [key for key in notes() if not any(key in text for text in texts)]
+    messages = [m for ms in collected().values() for m in ms]
+    return [key for key in notes() if not any(fits(key, message) for message in messages)]
 
 
 def cell(text: str, *, code: bool = False) -> str:
@@ -173,9 +192,11 @@ def cell(text: str, *, code: bool = False) -> str:
     text = text.replace("\n", " ")
     if code:
         return f"`{text.replace('`', chr(39)).replace('|', '/')}`"
-    for character in "|*<>":
-        text = text.replace(character, {"<": "&lt;", ">": "&gt;"}.get(character, "\\" + character))
-    return re.sub(r"(?<![\w`-])--[a-z][\w-]*\w", lambda flag: f"`{flag[0]}`", text)
+    pieces = re.split(r"(`[^`]*`)", text)  # code is at odd places and stays as it is
+    for place in range(0, len(pieces), 2):
+        plain = re.sub(r"([|*])", r"\\\1", pieces[place]).replace("<", "&lt;").replace(">", "&gt;")
+        pieces[place] = re.sub(r"(?<![\w-])--[a-z][\w-]*\w", lambda flag: f"`{flag[0]}`", plain)
+    return "".join(pieces)
 
 
 def page() -> str:
