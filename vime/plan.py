@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slime.config import Config
+from slime.config.config_file import split_argv, with_config_files
 from slime.hardware import HARDWARE
 from slime.hf_config import read_hf_config
 from slime.memory_decision import TOO_SMALL, decide_residence
@@ -302,7 +303,7 @@ def gpu_gib(given: str) -> float:
 
 def for_gpus(flags: Sequence[str], size: float | None) -> list[str]:
     """`flags`, with the device that `size` speaks of where they name none."""
-    named = any(flag.partition("=")[0] == "--device" for flag in flags)
+    named = any(group.name == "device" for group in with_config_files(split_argv(flags)))
     return [*flags, *(() if size is None or named else ("--device", "cuda"))]
 
 

@@ -141,6 +141,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
                 print(f"  {decision}")
             for line in trainer.memory:
                 print(f"memory: {line}")
+            for remark in trainer.remarks:
+                print(remark)
         start = trainer.start_rollout_id if trainer is not None else config.start_rollout_id or 0
         rollout.load(start)
         report = Reporter(config, make_trackers(config, run_dir, start), StepLine(total=config.num_rollout))
@@ -188,6 +190,8 @@ def _start_engines(
             index=i,
             log_path=str(logs / f"engine-{i}.log"),
             env=placed.visible(bundles),
+            gpu_buses=placed.buses(bundles),
+            numa_binding=config.numa_binding,
             waits=trainer_first,
         )
         for i, bundles in enumerate(placed.engine_bundles)

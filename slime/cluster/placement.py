@@ -4,8 +4,9 @@ A device is a GPU, or on a host without GPUs half a CPU core: the trainers and e
 and a laptop with two of them can hold every topology of the test suite.
 
 Ray gives an actor the GPU of its own bundle and no other, and says nothing of the order of bundles. So a task in each
-bundle tells which GPU it got; bundles are then taken in the order of nodes and GPUs, and an engine of several GPUs,
-whose server is one actor in its first bundle, is told them all by name (`Placement.visible`).
+bundle tells which GPU it got; bundles are then taken in the order of NVLink domains, nodes and GPUs (see
+slime.cluster.domains), and an engine of several GPUs, whose server is one actor in its first bundle, is told them all
+by name (`Placement.visible`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
+from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
+from slime.config.cluster import engine_tensor_parallel
 
 CORES_PER_CPU_DEVICE = 0.5
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -55,17 +61,18 @@ def on_one_host(config: Any) -> bool:
 @dataclass(frozen=True)
 class Gpu:
     """The GPU of a bundle: its node, and its name there as Ray writes it into CUDA_VISIBLE_DEVICES, where that was set
-    for Ray an entry of it: a number, or a UUID."""
+    for Ray an entry of it: a number, or a UUID. `facts`: what the driver of its node says of it."""
 
     node: str
     address: str
     name: str
+    facts: GpuFacts = UNKNOWN
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Neighbours on a node first; names that are no numbers have the order of their text."""
+        """By domain, node and number; names that are no numbers have the order of their text."""
         number = int(self.name) if self.name.isdecimal() else -1
-        return int(ipaddress.ip_address(self.address)), self.node, number, self.name
+        return self.facts.domain, int(ipaddress.ip_address(self.address)), self.node, number, self.name
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,10 @@ class Placement:
         the same for one bundle, but where RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES keeps Ray from setting it."""
         return {VISIBLE_VARIABLE: ",".join(self.gpus[bundle].name for bundle in bundles)} if self.gpus else {}
 
+    def buses(self, bundles: Sequence[int]) -> tuple[str, ...]:
+        """PCI addresses of the GPUs of `bundles` on their node; empty on CPUs."""
+        return tuple(self.gpus[bundle].facts.bus for bundle in bundles) if self.gpus else ()
+
     def release(self) -> None:
         remove_placement_group(self.group)
 
@@ -124,12 +135,28 @@ def place(config: Any) -> Placement:
     group = _reserve(resource, amount, devices, existing)
     try:
         gpus = _gpus_of(group, devices) if resource == "GPU" else []
-        order = (
-            sorted(range(devices), key=lambda bundle: gpus[bundle].order) if gpus else list(range(devices))
+        blocks = blocks_of(
+            trainers,
+            config.tensor_model_parallel_size,
+            engine_devices // per_engine,
+            per_engine,
+            colocate=config.colocate,
+        )
+        order, domains = (
+            _ordered(gpus, blocks, config.nvlink_domain_size) if gpus else (list(range(devices)), [])
         )
         starts = range(first, first + engine_devices, per_engine)
         engines = [order[start : start + per_engine] for start in starts]
         _require_one_node(engines, gpus)
+        if config.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
+            _require_one_domain(
+                "--tensor-model-parallel-size", config.tensor_model_parallel_size, domains[:trainers]
+            )
+            _require_one_domain(
+                "--rollout-num-gpus-per-engine",
+                engine_tensor_parallel(config),
+                domains[first : first + engine_devices],
+            )
     except BaseException:
         remove_placement_group(group)
         raise
@@ -153,7 +180,8 @@ def _reserve(resource: str, amount: float, devices: int, existing: float) -> Pla
 def _own_gpu() -> Gpu:
     """The one GPU of this task's bundle, all of which it takes."""
     (name,) = ray.get_gpu_ids()
-    return Gpu(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), str(name))
+    node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    return Gpu(node, address, str(name), read_gpu_facts(str(name)))
 
 
 def _gpus_of(group: PlacementGroup, devices: int) -> list[Gpu]:
@@ -169,6 +197,30 @@ def _gpus_of(group: PlacementGroup, devices: int) -> list[Gpu]:
         ) from error
     assert len({(gpu.node, gpu.name) for gpu in gpus}) == devices, gpus
     return gpus
+
+
+def _ordered(gpus: list[Gpu], blocks: list[int], domain_size: int | None) -> tuple[list[int], list[Hashable]]:
+    """Bundles in the order in which the run takes them, and the NVLink domain of each in that order."""
+    ranked = sorted(range(len(gpus)), key=lambda bundle: gpus[bundle].order)
+    nodes = [gpus[bundle].node for bundle in ranked]
+    domains = split_domains([gpus[bundle].facts.domain for bundle in ranked], nodes, domain_size)
+    positions = arrange(nodes, domains, blocks)
+    return [ranked[position] for position in positions], [domains[position] for position in positions]
+
+
+def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> None:
+    """ValueError for a tensor-parallel group whose GPUs NVLink does not connect. `domains`: of GPUs in rank order."""
+    index = first_straddling(domains, size)
+    if index is None:
+        return
+    counts = Counter(domains)
+    group = Counter(domains[index * size : (index + 1) * size])
+    raise ValueError(
+        f"a tensor-parallel group of {size} GPUs ({flag}) must be inside one NVLink domain, got group {index} on "
+        f"{len(group)} domains ({' + '.join(map(str, group.values()))} GPUs), and this run has "
+        f"{' + '.join(map(str, counts.values()))} GPUs on its domains; give every domain a multiple of {size} GPUs, "
+        "lower the size, or set --nvlink-domain-size"
+    )
 
 
 def _require_one_node(engines: list[list[int]], gpus: list[Gpu]) -> None:

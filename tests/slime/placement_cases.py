@@ -17,6 +17,9 @@ def placement_config(device: str, **flags: Any) -> SimpleNamespace:
         "device": device,
         "debug_train_only": False,
         "debug_rollout_only": False,
+        "tensor_model_parallel_size": 1,
+        "nvlink_domain_size": None,
+        "vllm_args": {},
     }
     assert set(flags) <= set(defaults)
     return SimpleNamespace(**{**defaults, **flags})

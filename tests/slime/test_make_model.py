@@ -24,9 +24,9 @@ from make_model import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from slime.config.config_file import split_argv
 from slime.config.megatron_flags import MODEL_ARGS
 from slime.config.model_args import check_model_args
-from slime.config.parser import split_argv
 from slime.config.validate import largest_token_id
 from slime.data.packing import sample_flops
 from slime.hf_config import check_checkpoint_shapes, expert_count, read_hf_config, sparse_layers

@@ -24,6 +24,9 @@ def engines_of_two(rollout_num_gpus: int) -> SimpleNamespace:
         device="cuda",
         debug_train_only=False,
         debug_rollout_only=True,
+        tensor_model_parallel_size=1,
+        nvlink_domain_size=None,
+        vllm_args={},
     )
 
 

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 
 from slime.config import Config, FlagGroup, parse_args
 from slime.config.fields import nearest
+from slime.config.parser import check_flags
+from slime.config.problems import Problems
 from slime.hf_config import read_hf_config
 from vime.engine import vllm_versions
 from vime.engine.sglang_flags import translate_sglang
@@ -111,26 +113,34 @@ class _PrefixOwner:
         """Check every flag; return `<prefix>args` (typed values) and `<prefix>argv` (the project's flags)."""
         argv: dict[int | str, list[str]] = {}
         given: dict[str, Any] = {}
-        options = self.options()
+        problems = Problems()
         for number, group in enumerate(groups):
-            # vLLM reads --flag.key value as an entry of a JSON flag.
-            name, dot, key = group.name.removeprefix(self.prefix).partition(".")
-            if name not in options:
-                near = nearest(name, options, prefix=f"--{self.prefix[:-1]}-")
-                raise ValueError(f"{group.typed} is not a flag of {self.project}{near}")
-            dest = options[name].dest
-            if dest in self.reserved:
-                raise ValueError(f"{group.typed} must be left out; {self.reserved[dest]}")
-            tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
-            typed = self._typed(tokens, group.typed)
-            collects = isinstance(options[name], argparse._AppendAction)
-            given.update({dest: given.get(dest, []) + typed[dest]} if collects else typed)
-            # vLLM warns of what is given twice. Values that are collected, and entries of JSON, add up.
-            argv[number if dot or collects else dest] = tokens
+            problems.check(self._take, number, group, given, argv, origin=group.origin)
+        problems.report()
         return {
             f"{self.prefix}args": given,
             f"{self.prefix}argv": [t for group in argv.values() for t in group],
         }
+
+    def _take(
+        self, number: int, group: FlagGroup, given: dict[str, Any], argv: dict[int | str, list[str]]
+    ) -> None:
+        """Check one flag and put it into `given` and `argv`."""
+        options = self.options()
+        # vLLM reads --flag.key value as an entry of a JSON flag.
+        name, dot, key = group.name.removeprefix(self.prefix).partition(".")
+        if name not in options:
+            near = nearest(name, options, prefix=f"--{self.prefix[:-1]}-")
+            raise ValueError(f"{group.typed} is not a flag of {self.project}{near}")
+        dest = options[name].dest
+        if dest in self.reserved:
+            raise ValueError(f"{group.typed} must be left out; {self.reserved[dest]}")
+        tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
+        typed = self._typed(tokens, group.typed)
+        collects = isinstance(options[name], argparse._AppendAction)
+        given.update({dest: given.get(dest, []) + typed[dest]} if collects else typed)
+        # vLLM warns of what is given twice. Values that are collected, and entries of JSON, add up.
+        argv[number if dot or collects else dest] = tokens
 
     def _typed(self, tokens: list[str], typed: str) -> dict[str, Any]:
         """What the project's parser makes of one flag, where that is a plain JSON value."""
@@ -171,12 +181,14 @@ def _translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
 
 def parse_config(argv: Sequence[str]) -> Config:
     """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
-    config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate)
-    check_engine_size(config)
-    check_engine_heads(config)
-    check_weight_channel(config)
-    check_context_length(config)
+    rules = (check_engine_size, check_engine_heads, check_weight_channel, check_context_length)
+    config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate, rules=rules)
     return dataclasses.replace(config, notes=(*config.notes, *_remarks(config)))
+
+
+def check_each(argv: Sequence[str]) -> None:
+    """Check each flag of a command line by itself. One ValueError with every problem."""
+    check_flags(argv, owners=(VLLM, ROUTER), translate=_translate)
 
 
 def _remarks(config: Config) -> Iterator[str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from slime.cluster.numa import children_on, choose_cpus
 from vime.engine import routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
 from vime.engine.process import Server, ServerSpec
@@ -68,6 +69,9 @@ class EngineSpec(ServerSpec):
     index: int = 0
     sleeps: bool = False
     """Whether it must be able to give its device memory away and take it again."""
+    gpu_buses: tuple[str, ...] = ()
+    """PCI addresses of its GPUs, for the CPUs that it runs on; empty: any CPUs."""
+    numa_binding: str = "auto"
     tells_experts: bool = False
     """Whether its answers must say which experts each token went to."""
     waits: bool = False
@@ -88,7 +92,15 @@ class EngineServer(Server[EngineSpec]):
 
     def start(self) -> str:
         self._gate.unlink(missing_ok=True)
-        return super().start()
+        cpus: set[int] = set()
+        if self.spec.gpu_buses:
+            cpus, line = choose_cpus(self.spec.gpu_buses, self.spec.numa_binding)
+            log = Path(self.spec.log_path)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a") as file:
+                file.write(f"NUMA: {line}\n")
+        with children_on(cpus):
+            return super().start()
 
     def open_gate(self) -> None:
         """Let it take its device, where it waits for that."""

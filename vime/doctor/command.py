@@ -1,0 +1,108 @@
+"""`vime doctor [--json] [--device cpu|cuda|auto]`: runs every check of the table and reports what it found.
+
+The exit status is 1 when a run would fail here, else 0. The command is the health check of the containers: it takes
+seconds and leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from vime.doctor import gpus, host, network, packages
+from vime.doctor.finding import Finding, Wanted, warning
+from vime.doctor.machine import Machine
+
+Check = Callable[[Machine, Wanted], list[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    packages.check_python,
+    packages.check_versions,
+    packages.check_plugin,
+    gpus.check_driver,
+    gpus.check_gpus,
+    gpus.check_torch_cuda,
+    gpus.check_peer_access,
+    host.check_cores,
+    host.check_numa,
+    host.check_memory,
+    host.check_shared_memory,
+    host.check_disk,
+    host.check_writable,
+    host.check_descriptors,
+    host.check_processes,
+    host.check_clock,
+    host.check_compiler,
+    network.check_loopback,
+    network.check_ray,
+    network.check_rdma,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print one line a finding, or with --json a list; 1 when there is a problem."""
+    args = _parser().parse_args(argv)
+    machine = Machine()
+    device = args.device
+    if device == "auto":
+        device = "cuda" if machine.has_driver() else "cpu"
+    findings = examine(machine, Wanted(device, args.run_dir, args.hf_checkpoint))
+    if args.json:
+        print(json.dumps([finding.to_json() for finding in findings], indent=1))
+    else:
+        print("\n".join(report(findings, device)))
+    return int(any(finding.status == "problem" for finding in findings))
+
+
+def examine(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """The findings of all checks, in the order of the table."""
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            findings += check(machine, wanted)
+        except Exception as error:  # border: a check that breaks on a strange machine must hide no other
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            found = f"could not be checked: {type(error).__name__}: {error}"
+            findings.append(
+                warning(name, found, "look at it by hand, and report this as a bug of vime doctor")
+            )
+    return findings
+
+
+def report(findings: Sequence[Finding], device: str) -> list[str]:
+    """Aligned lines, a remedy below what it is for, and the verdict."""
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:<8} {finding.name:<{width}}  {finding.found}")
+        if finding.remedy and finding.status != "ok":
+            lines[-1] += f"; remedy: {finding.remedy}"
+    problems = sum(finding.status == "problem" for finding in findings)
+    warnings = sum(finding.status == "warning" for finding in findings)
+    verdict = f"a run on {device} would fail" if problems else f"nothing found that stops a run on {device}"
+    counts = f"{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    return [*lines, f"{counts}: {verdict}"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vime doctor",
+        description="Check whether this machine has what a run needs. Exit status 1: a run would fail.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a list of findings: name, status, found, remedy"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda", "auto"),
+        default="auto",
+        help="the device of the run; auto is cuda where an NVIDIA driver is found",
+    )
+    parser.add_argument("--run-dir", type=Path, default=Path("runs"), help="where runs are written")
+    parser.add_argument(
+        "--hf-checkpoint", type=Path, help="a model directory: is shared memory large enough for its weights?"
+    )
+    return parser

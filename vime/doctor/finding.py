@@ -1,0 +1,58 @@
+"""What a check returns: findings. Owns their three statuses and what a check is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+MIB = 2**20
+GIB = 2**30
+
+Status = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. A problem stops a run; a warning may slow it or stop a larger one."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The run that the machine is checked for. `device` is cpu or cuda."""
+
+    device: str = "cpu"
+    run_dir: Path = Path("runs")
+    hf_checkpoint: Path | None = None
+
+
+def ok(name: str, found: str) -> Finding:
+    return Finding(name, "ok", found)
+
+
+def warning(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, "warning", found, remedy)
+
+
+def problem(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, "problem", found, remedy)
+
+
+def judge(name: str, found: str, remedy: str, *, fails: bool, poor: bool) -> Finding:
+    """A problem when it `fails`, else a warning when it is `poor`, else ok."""
+    if fails:
+        return problem(name, found, remedy)
+    return warning(name, found, remedy) if poor else ok(name, found)
+
+
+def size(amount: float) -> str:
+    """Bytes for a person."""
+    return f"{amount / GIB:,.1f} GiB" if amount >= GIB else f"{amount / MIB:,.0f} MiB"

@@ -1,0 +1,134 @@
+"""Checks of NVIDIA GPUs: driver, CUDA, memory, peer access, NCCL. All through nvidia-smi, files and one Python process.
+
+Nothing here makes a CUDA context, so a health check takes no memory of a GPU that a run is using.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from vime.doctor.finding import GIB, MIB, Finding, Wanted, judge, ok, problem, size, warning
+from vime.doctor.machine import Machine, split_csv, words
+
+QUERY = "index,name,memory.total,memory.used,compute_cap,ecc.errors.uncorrected.volatile.total"
+LEAST_CAPABILITY = 8.0  # rl_kernel/dispatch.py
+IDLE_MEMORY = GIB
+
+# Runs in a process of its own: torch must really find the GPUs, which a version number cannot show.
+TORCH_PROBE = """
+import json, torch
+there = torch.cuda.is_available()
+print(json.dumps({
+    "count": torch.cuda.device_count() if there else 0,
+    "archs": torch.cuda.get_arch_list() if there else [],
+    "nccl": torch.cuda.nccl.version() if there else None,
+}))
+"""
+
+
+def check_driver(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """The driver's CUDA version must be at least the one that torch was built for, counted by its major number."""
+    if wanted.device != "cuda":
+        return [ok("gpu", "not needed: this is a check for a run on CPUs")]
+    output = machine.run("nvidia-smi")
+    if output.code != 0:
+        said = output.text.splitlines()[0] if output.text else "it failed"
+        remedy = (
+            "install the NVIDIA driver; start a container with --gpus all and the NVIDIA container toolkit"
+        )
+        return [problem("driver", f"nvidia-smi: {said}", remedy)]
+    driver = re.search(r"Driver Version:\s*([\d.]+)", output.text)
+    cuda = re.search(r"CUDA (?:UMD )?Version:\s*([\d.]+)", output.text)
+    built = machine.torch_cuda()
+    found = f"driver {driver[1] if driver else 'unknown'}, CUDA {cuda[1] if cuda else 'unknown'}"
+    if built is None:
+        remedy = "install torch with CUDA: pip install '.[gpu]'"
+        return [problem("driver", f"{found}; torch has no CUDA or is not installed", remedy)]
+    found += f"; torch is built for CUDA {built}"
+    if cuda is None:
+        return [warning("driver", found, "compare the driver's CUDA version with torch's by hand")]
+    old = _numbers(cuda[1])[0] < _numbers(built)[0]
+    older = _numbers(cuda[1]) < _numbers(built)
+    remedy = f"install a driver for CUDA {built} or newer, or a torch for CUDA {cuda[1]}"
+    return [judge("driver", found, remedy, fails=old, poor=older)]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part)
+
+
+def gpu_rows(machine: Machine) -> list[list[str]]:
+    output = machine.run("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits")
+    return split_csv(output.text) if output.code == 0 else []
+
+
+def check_gpus(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """One finding a GPU: capability, uncorrected memory errors, memory that is in use."""
+    if wanted.device != "cuda":
+        return []
+    rows = gpu_rows(machine)
+    if not rows:
+        return [
+            problem(
+                "gpu", "nvidia-smi lists no GPU", "start the container with --gpus all; check nvidia-smi -L"
+            )
+        ]
+    findings = []
+    for index, name, total, used, capability, errors in rows:
+        found = f"{name}, {size(float(total) * MIB)}, compute capability {capability}"
+        label = f"gpu {index}"
+        if float(capability) < LEAST_CAPABILITY:
+            findings.append(
+                problem(label, found, f"use a GPU of compute capability {LEAST_CAPABILITY} or newer")
+            )
+        elif errors.isdecimal() and int(errors):
+            remedy = "reset the GPU or replace it (nvidia-smi -q -d ECC)"
+            findings.append(problem(label, f"{found}; {errors} uncorrected memory errors", remedy))
+        elif float(used) * MIB > IDLE_MEMORY:
+            remedy = "see nvidia-smi; end what is not yours to share, or leave this GPU out with CUDA_VISIBLE_DEVICES"
+            findings.append(warning(label, f"{found}; {size(float(used) * MIB)} are in use", remedy))
+        else:
+            findings.append(ok(label, found))
+    return findings
+
+
+def check_torch_cuda(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """What torch finds, and its NCCL, in a process of its own."""
+    if wanted.device != "cuda" or not gpu_rows(machine):
+        return []  # reported by the checks before
+    output = machine.run(machine.python, "-c", TORCH_PROBE)
+    last = output.text.splitlines()[-1] if output.text else ""
+    if output.code != 0 or not last.startswith("{"):
+        return [problem("torch and GPUs", f"torch could not be asked: {last}", "pip install '.[gpu]'")]
+    facts = json.loads(last)
+    if not facts["count"]:
+        remedy = "compare driver and torch (above); check CUDA_VISIBLE_DEVICES"
+        return [problem("torch and GPUs", "torch finds no GPU", remedy)]
+    findings = [ok("torch and GPUs", f"torch finds {facts['count']}, built for {words(facts['archs'])}")]
+    nccl = facts["nccl"]
+    version = ".".join(map(str, nccl)) if nccl else None
+    remedy = "install a torch that has NCCL: pip install '.[gpu]'"
+    findings.append(judge("nccl", version or "torch has none", remedy, fails=version is None, poor=False))
+    return findings
+
+
+def check_peer_access(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """Whether the GPUs of this host read each other's memory directly."""
+    count = len(gpu_rows(machine)) if wanted.device == "cuda" else 0
+    if count < 2:
+        return []
+    output = machine.run("nvidia-smi", "topo", "-p2p", "r")
+    if output.code != 0:
+        return [warning("peer access", "nvidia-smi topo -p2p r failed", "update the driver")]
+    pairs = []
+    for line in re.sub(r"\x1b\[\d+m", "", output.text).splitlines():  # its first line is underlined
+        row = re.match(r"\s*GPU(\d+)\s+((?:X|[A-Z]+)(?:\s+(?:X|[A-Z]+))*)\s*$", line)
+        if row:
+            pairs += [(f"{row[1]}-{j}", cell) for j, cell in enumerate(row[2].split()) if cell != "X"]
+    closed = [pair for pair, cell in pairs if cell != "OK"]
+    found = f"{len(pairs) - len(closed)} of {len(pairs)} pairs of GPUs"
+    remedy = (
+        f"no peer access: {words(closed)}; data goes through host memory (IOMMU, ACS or a virtual machine)"
+    )
+    return [judge("peer access", found, remedy, fails=False, poor=bool(closed) or not pairs)]

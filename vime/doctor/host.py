@@ -1,0 +1,210 @@
+"""Checks of the host: memory, disks, limits, clock, compiler, directories that must be writable."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+from vime.doctor.finding import GIB, MIB, Finding, Wanted, judge, ok, problem, size, warning
+from vime.doctor.machine import Machine, words
+
+# README: a tiny run on CPUs takes 6 GB of memory; the trainer and the engine of a real model take more.
+SMALL_MEMORY = 6 * 10**9
+# slime/cluster/placement.py: the object store of Ray that a run starts on one host.
+OBJECT_STORE = 512 * MIB
+# slime/weight_sync/file_channel.py keeps two versions of the weights, there in shared memory (vime/train.py).
+WEIGHT_VERSIONS = 2
+ROOMY_SHARED_MEMORY = 4 * GIB
+# Room for logs and metrics, and room for one checkpoint with optimizer state of a 0.5B model (16 bytes a parameter).
+LOGS, SMALL_CHECKPOINT = 512 * MIB, 8 * GIB
+# Ray warns below 8192 descriptors; it raises its soft limit to the hard one by itself.
+DESCRIPTORS, FEW_DESCRIPTORS = 8192, 1024
+PROCESSES, FEW_PROCESSES = 4096, 512
+FIRST_YEAR = 2025
+
+
+def check_cores(machine: Machine, wanted: Wanted) -> list[Finding]:
+    usable = len(os.sched_getaffinity(0))
+    remedy = "give the run at least 2 cores (docker: --cpus 2); trainer and engine share one core now"
+    return [judge("cpu cores", f"{usable} usable", remedy, fails=False, poor=usable < 2)]
+
+
+def check_numa(machine: Machine, wanted: Wanted) -> list[Finding]:
+    nodes = sorted(path.name for path in machine.path("/sys/devices/system/node").glob("node[0-9]*"))
+    return [ok("numa nodes", str(len(nodes)) if nodes else "not reported by this kernel")]
+
+
+def check_memory(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """Total memory decides what runs; a small rest may belong to a run that is under way."""
+    facts = dict(line.split(":", 1) for line in (machine.read("/proc/meminfo") or "").splitlines())
+    if "MemTotal" not in facts:
+        return [warning("memory", "/proc/meminfo gives no total", "mount /proc")]
+    total = int(facts["MemTotal"].split()[0]) * 1024
+    free = int(facts.get("MemAvailable", facts["MemTotal"]).split()[0]) * 1024
+    limit = machine.read("/sys/fs/cgroup/memory.max") or "max"
+    note = ""
+    if limit.isdecimal() and int(limit) < total:
+        total, note = int(limit), " (limit of the container)"
+    remedy = f"give the run at least {size(SMALL_MEMORY)}; more for a model larger than the tiny one"
+    found = f"{size(total)}{note}, {size(min(free, total))} available"
+    return [
+        judge("memory", found, remedy, fails=total < SMALL_MEMORY / 2, poor=min(free, total) < SMALL_MEMORY)
+    ]
+
+
+def check_shared_memory(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """/dev/shm holds Ray's object store, the published weights of a run on one host, and NCCL's buffers."""
+    path = machine.path("/dev/shm")
+    if not path.is_dir():
+        return [
+            problem(
+                "shared memory", "/dev/shm does not exist", "mount a tmpfs there (docker: --shm-size 16g)"
+            )
+        ]
+    total = machine.space(path).total
+    weights = 0
+    if wanted.hf_checkpoint is not None:
+        weights = sum(file.stat().st_size for file in wanted.hf_checkpoint.glob("*.safetensors"))
+    needed = OBJECT_STORE + WEIGHT_VERSIONS * weights
+    what = f"Ray's object store ({size(OBJECT_STORE)})"
+    if weights:
+        what += f" and {WEIGHT_VERSIONS} versions of the weights ({size(weights)} each)"
+    remedy = (
+        f"a run needs {size(needed)} there for {what}: docker run --shm-size 16g, in Kubernetes an emptyDir of medium "
+        "Memory at /dev/shm"
+    )
+    if not os.access(path, os.W_OK):
+        return [problem("shared memory", "/dev/shm is not writable", "mount it with mode 1777")]
+    poor = not weights and total < ROOMY_SHARED_MEMORY
+    if total >= needed and poor:
+        remedy = f"{what} fits, but not two versions of the weights of a 1B model; docker run --shm-size 16g"
+    return [judge("shared memory", f"{size(total)} at /dev/shm", remedy, fails=total < needed, poor=poor)]
+
+
+def check_disk(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """The run directory takes logs, metrics and checkpoints; the cache of Hugging Face takes models and data."""
+    run_dir = machine.space(wanted.run_dir).free
+    cache = hf_home(machine)
+    cached = machine.space(cache).free
+    more = "free some space, or choose another place with"
+    return [
+        judge(
+            "disk, run directory",
+            f"{size(run_dir)} free at {wanted.run_dir}",
+            f"{more} --run-dir; a checkpoint takes about 16 bytes a parameter",
+            fails=run_dir < LOGS,
+            poor=run_dir < SMALL_CHECKPOINT,
+        ),
+        judge(
+            "disk, model cache",
+            f"{size(cached)} free at {cache}",
+            f"{more} HF_HOME; models are downloaded to it",
+            fails=False,
+            poor=cached < SMALL_CHECKPOINT,
+        ),
+    ]
+
+
+def check_descriptors(machine: Machine, wanted: Wanted) -> list[Finding]:
+    soft, hard = machine.limit(resource.RLIMIT_NOFILE)
+    found = f"{_limit(soft)} (can be raised to {_limit(hard)})" if soft != hard else _limit(soft)
+    remedy = f"allow {DESCRIPTORS} or more: ulimit -n {DESCRIPTORS}; docker run --ulimit nofile=65536:65536"
+    # Ray raises the soft limit of its processes to the hard one.
+    return [
+        judge(
+            "file descriptors",
+            found,
+            remedy,
+            fails=_below(hard, FEW_DESCRIPTORS),
+            poor=_below(hard, DESCRIPTORS),
+        )
+    ]
+
+
+def check_processes(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """Threads count as processes. A container may have a limit of its own."""
+    limits = {"ulimit -u": machine.limit(resource.RLIMIT_NPROC)[0]}
+    pids = machine.read("/sys/fs/cgroup/pids.max") or "max"
+    if pids.isdecimal():
+        limits["container"] = int(pids)
+    finite = {name: limit for name, limit in limits.items() if limit != resource.RLIM_INFINITY}
+    if not finite:
+        return [ok("processes", "unlimited")]
+    name = min(finite, key=finite.__getitem__)
+    remedy = f"allow {PROCESSES} or more: ulimit -u {PROCESSES}; docker run --pids-limit {PROCESSES}"
+    least = finite[name]
+    found = f"{least} ({name})"
+    return [judge("processes", found, remedy, fails=least < FEW_PROCESSES, poor=least < PROCESSES)]
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _below(value: int, least: int) -> bool:
+    return value != resource.RLIM_INFINITY and value < least
+
+
+def check_clock(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """A wrong clock breaks HTTPS downloads and the order of a run's records."""
+    now = time.gmtime()
+    found = time.strftime("%Y-%m-%d %H:%M:%S UTC", now)
+    return [
+        judge("clock", found, "set the clock (chronyc makestep)", fails=now.tm_year < FIRST_YEAR, poor=False)
+    ]
+
+
+def check_compiler(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """Triton compiles its launchers with a C compiler, vLLM's CPU build its kernels with a C++ one."""
+    names = [machine.environ["CC"]] if machine.environ.get("CC") else ["gcc", "clang", "cc"]
+    for name in names:
+        output = machine.run(name, "--version")
+        if output.code == 0:
+            return [ok("C compiler", output.text.splitlines()[0])]
+    return [
+        problem(
+            "C compiler",
+            f"none of {words(names)} runs",
+            "install gcc and g++ (Debian: apt-get install gcc g++)",
+        )
+    ]
+
+
+def hf_home(machine: Machine) -> Path:
+    """Where Hugging Face keeps what it downloads."""
+    environ = machine.environ
+    cache = environ.get("XDG_CACHE_HOME") or machine.home() / ".cache"
+    return Path(environ.get("HF_HOME") or Path(cache) / "huggingface")
+
+
+def check_writable(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """Directories that a run writes to, as this user."""
+    triton = Path(machine.environ.get("TRITON_CACHE_DIR") or machine.home() / ".triton" / "cache")
+    places = {
+        "run directory": (wanted.run_dir, True, "--run-dir"),
+        "model cache": (hf_home(machine), False, "HF_HOME"),  # a model that is there already can be read
+        "Triton cache": (triton, wanted.device == "cuda", "TRITON_CACHE_DIR"),
+        "temporary files": (Path(machine.environ.get("TMPDIR") or machine.path("/tmp")), True, "TMPDIR"),
+    }
+    bad = {name: place for name, place in places.items() if not _can_write(place[0])}
+    if not bad:
+        return [ok("writable", words(places))]
+    return [
+        judge(
+            "writable",
+            f"{name} {path} is not writable by user {os.getuid()}",
+            f"change its owner, or set {setting} to a directory that is writable",
+            fails=needed,
+            poor=True,
+        )
+        for name, (path, needed, setting) in bad.items()
+    ]
+
+
+def _can_write(path: Path) -> bool:
+    """Whether this user could make `path`, or write to it when it exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)

