@@ -47,6 +47,18 @@ fails when it is out of date. `vime flags` prints the same list in a terminal.
 A flag without a value is a switch. A switch also accepts `true` and `false`, and `--no-NAME` turns it off. A list takes
 several values after one flag. An object is JSON, for example `--train-env-vars '{{"NAME": "1"}}'`.
 
+**Files of flags.** `vime train --config FILE.yaml` reads a flat YAML mapping of flags. Keys have no leading dashes;
+dashes and underscores mean the same. A flag on the command line replaces the file's. An unknown key is an error that
+names the nearest flag. `vime config FILE.yaml` prints the flags of a file as YAML or as a shell array.
+
+```yaml
+colocate: true                        # a switch; false is --no-colocate
+lr: 1e-6                              # a value
+eval-prompt-data: [gsm8k, test.jsonl] # several values
+train-env-vars: {{NAME: "1"}}           # an object
+load: null                            # not given
+```
+
 **Who owns a flag.** Each flag has exactly one owner:
 
 | Flag | Owner | Where to find it |
