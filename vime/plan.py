@@ -55,7 +55,13 @@ def topology(c: Config) -> Iterator[str]:
         )
     if generates:
         each = c.rollout_num_gpus_per_engine
-        yield f"engines   {plural(c.num_engines, 'vLLM server')} x {each} {c.device}, behind one vllm-router"
+        spread = (
+            f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.num_gpus_per_node}"
+        )
+        yield (
+            f"engines   {plural(c.num_engines, 'vLLM server')} x {each} {c.device}"
+            f"{spread if c.nodes_per_engine > 1 else ''}, behind one vllm-router"
+        )
     if trains and generates:
         where = "one after the other on the same devices" if c.colocate else "side by side"
         apart = (

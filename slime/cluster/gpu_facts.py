@@ -44,12 +44,13 @@ def read_gpu_facts(name: str) -> GpuFacts:
 def parse(text: str) -> GpuFacts:
     """Facts in the output of `nvidia-smi -q` for one GPU."""
     bus = re.search(r"^GPU ([0-9A-Fa-f]+):([0-9A-Fa-f:.]+)$", text, re.M)
-    cluster = _value(text, "ClusterUUID")
-    # Without a fabric over several nodes the driver says N/A, or a UUID of zeros.
-    known = bool(re.search(r"[1-9a-fA-F]", cluster)) and cluster != "N/A"
+    fabric = text.partition("\n    Fabric\n")[2]
+    joined = (_value(fabric, "State"), _value(fabric, "Status")) == ("Completed", "Success")
+    cluster = _value(fabric, "ClusterUUID")
+    known = joined and cluster.strip("0-") != ""  # zeros where NVLink ends with the node
     return GpuFacts(
         bus=f"{bus[1][-4:]}:{bus[2]}".lower() if bus else "",
-        domain=f"{cluster}.{_value(text, 'CliqueId')}" if known else "",
+        domain=f"{cluster}.{_value(fabric, 'CliqueId')}" if known else "",
     )
 
 

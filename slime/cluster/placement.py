@@ -6,7 +6,8 @@ and a laptop with two of them can hold every topology of the test suite.
 Ray gives an actor the GPU of its own bundle and no other, and says nothing of the order of bundles. So a task in each
 bundle tells which GPU it got; bundles are then taken in the order of NVLink domains, nodes and GPUs (see
 slime.cluster.domains), and an engine of several GPUs, whose server is one actor in its first bundle, is told them all
-by name (`Placement.visible`).
+by name (`Placement.visible`). An engine larger than a node has whole nodes, and one server process with an actor of its
+own on each (`Placement.by_node`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ import os
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
@@ -76,15 +83,28 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Node:
+    """The node of a bundle: Ray's name of it, and the address at which others reach it."""
+
+    name: str
+    address: str
+
+    @property
+    def order(self) -> tuple[int, str]:
+        return int(ipaddress.ip_address(self.address)), self.name
+
+
+@dataclass(frozen=True)
 class Placement:
-    """Bundles of the trainer ranks, in rank order, and of each engine (its first bundle hosts the server process).
-    `gpus`: those of all bundles, by bundle; empty on CPUs."""
+    """Bundles of the trainer ranks, in rank order, and of each engine (its first bundle on a node hosts the server
+    process of that node). `nodes`: those of all bundles, by bundle. `gpus`: the same; empty on CPUs."""
 
     group: PlacementGroup
     resource: str
     trainer_bundles: list[int]
     engine_bundles: list[list[int]]
     share: float
+    nodes: list[Node]
     gpus: list[Gpu] = field(default_factory=list)
 
     def options(self, bundle: int) -> dict[str, Any]:
@@ -97,6 +117,10 @@ class Placement:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
         resources = {"num_gpus": amount, "num_cpus": 0} if self.resource == "GPU" else {"num_cpus": amount}
         return {**resources, "scheduling_strategy": strategy}
+
+    def by_node(self, bundles: Sequence[int]) -> list[list[int]]:
+        """The bundles of an engine, one list per node."""
+        return [list(group) for _, group in groupby(bundles, key=lambda bundle: self.nodes[bundle])]
 
     def visible(self, bundles: Sequence[int]) -> dict[str, str]:
         """Environment of a process that is to see the GPUs of `bundles`, in that order, and no others. Ray's own is
@@ -115,7 +139,7 @@ def place(config: Any) -> Placement:
     """Reserve the devices of trainers and engines, or say what is needed and what exists.
 
     Colocated, engine i lives on the devices of trainer ranks [i*g, (i+1)*g); otherwise behind all trainers. ValueError
-    when an engine would lie on more than one node.
+    when an engine would lie on more nodes than its size asks for.
     """
     trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
     per_engine = config.rollout_num_gpus_per_engine
@@ -134,20 +158,25 @@ def place(config: Any) -> Placement:
         )
     group = _reserve(resource, amount, devices, existing)
     try:
+        nodes = _nodes_of(group, devices)
         gpus = _gpus_of(group, devices) if resource == "GPU" else []
+        part = min(per_engine, config.num_gpus_per_node)  # what an engine has of a node
         blocks = blocks_of(
             trainers,
             config.tensor_model_parallel_size,
-            engine_devices // per_engine,
-            per_engine,
+            engine_devices // part,
+            part,
             colocate=config.colocate,
         )
-        order, domains = (
-            _ordered(gpus, blocks, config.nvlink_domain_size) if gpus else (list(range(devices)), [])
-        )
+        if gpus:
+            order, domains = _ordered(gpus, blocks, config.nvlink_domain_size)
+        else:
+            order, domains = sorted(range(devices), key=lambda bundle: nodes[bundle].order), []
         starts = range(first, first + engine_devices, per_engine)
         engines = [order[start : start + per_engine] for start in starts]
-        _require_one_node(engines, gpus)
+        share = 0.5 if config.colocate else 1.0
+        placed = Placement(group, resource, order[:trainers], engines, share, nodes, gpus)
+        _require_nodes(placed, config.num_gpus_per_node)
         if config.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
             _require_one_domain(
                 "--tensor-model-parallel-size", config.tensor_model_parallel_size, domains[:trainers]
@@ -160,8 +189,7 @@ def place(config: Any) -> Placement:
     except BaseException:
         remove_placement_group(group)
         raise
-    share = 0.5 if config.colocate else 1.0
-    return Placement(group, resource, order[:trainers], engines, share, gpus)
+    return placed
 
 
 def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:
@@ -174,6 +202,13 @@ def _reserve(resource: str, amount: float, devices: int, existing: float) -> Pla
             f"{ray.available_resources().get(resource, 0.0):g} of {existing:g} {resource}s; another job holds the rest"
         )
     return group
+
+
+def _nodes_of(group: PlacementGroup, devices: int) -> list[Node]:
+    """The node of each bundle."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    names = placement_group_table(group)["bundles_to_node_id"]
+    return [Node(names[bundle], addresses[names[bundle]]) for bundle in range(devices)]
 
 
 @ray.remote(num_gpus=1, num_cpus=0)
@@ -223,15 +258,20 @@ def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> No
     )
 
 
-def _require_one_node(engines: list[list[int]], gpus: list[Gpu]) -> None:
-    """ValueError for an engine whose GPUs are on several nodes: its server sees those of one node only."""
-    for index, bundles in enumerate(engines if gpus else []):
-        if len({gpus[bundle].node for bundle in bundles}) > 1:
-            on = ", ".join(f"{gpus[bundle].address} GPU {gpus[bundle].name}" for bundle in bundles)
+def _require_nodes(placed: Placement, per_node: int) -> None:
+    """ValueError for an engine that is spread over more nodes than its size asks for: the server process on a node sees
+    the GPUs of that node only, and vLLM wants the same number of them on each."""
+    for index, bundles in enumerate(placed.engine_bundles):
+        parts, each = placed.by_node(bundles), min(len(bundles), per_node)
+        if any(len(part) != each for part in parts):
+            on = ", ".join(f"{len(part)} on {placed.nodes[part[0]].address}" for part in parts)
+            where = "on one node"
+            if each < len(bundles):
+                where = f"{len(bundles) // each} whole nodes (--num-gpus-per-node {each})"
             raise ValueError(
-                f"the GPUs of an engine (--rollout-num-gpus-per-engine {len(bundles)}) must be on one node, got "
-                f"engine {index} on {on}; give every node a multiple of {len(bundles)} GPUs of trainers and of "
-                f"engines, or smaller engines"
+                f"the GPUs of an engine (--rollout-num-gpus-per-engine {len(bundles)}) must be {where}, got "
+                f"engine {index} with {on}; give every node a multiple of {each} GPUs of trainers and of engines, or "
+                "use smaller engines"
             )
 
 

@@ -198,11 +198,11 @@ def _engines(c: Config) -> None:
             "--rollout-num-gpus must be a positive multiple of --rollout-num-gpus-per-engine, got "
             f"{c.rollout_num_gpus} and {c.rollout_num_gpus_per_engine}"
         )
-    if c.rollout_num_gpus_per_engine > c.num_gpus_per_node:
+    size, node = c.rollout_num_gpus_per_engine, c.num_gpus_per_node
+    if size > node and size % node:
         raise ValueError(
-            "--rollout-num-gpus-per-engine must be at most --num-gpus-per-node, got "
-            f"{c.rollout_num_gpus_per_engine} and {c.num_gpus_per_node}; an engine over several nodes is not "
-            "supported yet"
+            "--rollout-num-gpus-per-engine must be a multiple of --num-gpus-per-node when it is larger, got "
+            f"{size} and {node}; use {size // node * node} or {(size // node + 1) * node}"
         )
 
 

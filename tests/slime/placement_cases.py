@@ -13,6 +13,7 @@ def placement_config(device: str, **flags: Any) -> SimpleNamespace:
         "actor_num_gpus_per_node": 1,
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
+        "num_gpus_per_node": 8,
         "colocate": False,
         "device": device,
         "debug_train_only": False,

@@ -65,8 +65,8 @@ def test_what_is_given_wins_over_the_table(argv):
             "--actor-num-gpus-per-node must be at most --num-gpus-per-node with --gpu gb200, got 8 and 4; use more",
         ),
         (
-            "--gpu gb200 --colocate --rollout-num-gpus-per-engine 8 --actor-num-nodes 2",
-            "--rollout-num-gpus-per-engine must be at most --num-gpus-per-node, got 8 and 4",
+            "--gpu gb200 --colocate --rollout-num-gpus-per-engine 6 --actor-num-nodes 3",
+            "--rollout-num-gpus-per-engine must be a multiple of --num-gpus-per-node when it is larger, got 6 and 4",
         ),
         ("--nvlink-domain-size 0 --device cpu", "--nvlink-domain-size must be above 0, got 0"),
     ],

@@ -148,15 +148,18 @@ GPU 00000008:01:00.0
     [
         ("c0ffee00-1111-2222-3333-444444444444", "32766", "c0ffee00-1111-2222-3333-444444444444.32766"),
         ("00000000-0000-0000-0000-000000000000", "0", ""),
-        ("N/A", "N/A", ""),
     ],
 )
 def test_what_the_driver_reports(cluster, clique, domain):
     text = QUERY.format(state="Completed", cluster=cluster, clique=clique)
     assert parse(text) == GpuFacts("0008:01:00.0", domain)
+    assert parse(text.replace("Completed", "In Progress")) == GpuFacts("0008:01:00.0", "")
 
 
-def test_a_driver_of_before_fabrics_reports_none():
+def test_a_driver_of_a_host_without_a_fabric_reports_none():
+    """As the driver of an H100 in a virtual machine, 580.159.04, writes it."""
+    text = QUERY.format(state="N/A", cluster="N/A", clique="N/A").replace("Success", "N/A")
+    assert parse(text) == GpuFacts("0008:01:00.0", "")
     assert parse("GPU 00000000:00:06.0\n    Product Name : Tesla\n") == GpuFacts("0000:00:06.0", "")
 
 

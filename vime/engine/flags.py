@@ -26,6 +26,7 @@ from vime.engine.sglang_flags import translate_sglang
 from vime.switch import from_environment
 
 _ADDRESS = "engines listen where the engine pool places them"
+_NODES = "they follow from --rollout-num-gpus-per-engine and --num-gpus-per-node"
 _KEY = "every server of a run gets the run's own key"
 _MODEL = "engines serve --hf-checkpoint"
 _SAMPLING = "training needs the log-probs of the distribution that was sampled from"
@@ -35,6 +36,10 @@ VLLM_RESERVED = {
     "uds": _ADDRESS,
     "grpc": _ADDRESS,
     "headless": _ADDRESS,
+    "nnodes": _NODES,
+    "node_rank": _NODES,
+    "master_addr": _NODES,
+    "master_port": _NODES,
     "config": "give its entries as --vllm-* flags or in --custom-config-path",
     "api_key": _KEY,
     "middleware": _KEY,
@@ -181,7 +186,13 @@ def _translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
 
 def parse_config(argv: Sequence[str]) -> Config:
     """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
-    rules = (check_engine_size, check_engine_heads, check_weight_channel, check_context_length)
+    rules = (
+        check_engine_size,
+        check_engine_nodes,
+        check_engine_heads,
+        check_weight_channel,
+        check_context_length,
+    )
     config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate, rules=rules)
     return dataclasses.replace(config, notes=(*config.notes, *_remarks(config)))
 
@@ -203,6 +214,11 @@ def _remarks(config: Config) -> Iterator[str]:
         )
     if config.actor_num_nodes > 1:
         yield f"--actor-num-nodes {config.actor_num_nodes}: several hosts have not been run in this version"
+    elif config.num_engines and config.nodes_per_engine > 1:
+        yield (
+            f"engines of {config.nodes_per_engine} nodes: run in this version as processes of one host, on CPUs, and "
+            "not yet on several hosts"
+        )
     elif config.device == "cuda":
         gpus = config.world_size + (0 if config.colocate else config.rollout_num_gpus or 0)
         if gpus > MOST_GPUS:
@@ -234,6 +250,22 @@ def check_engine_size(config: Config) -> None:
             "--vllm-pipeline-parallel-size and --vllm-data-parallel-size, got "
             f"{config.rollout_num_gpus_per_engine} and {tensor} * {pipeline} * {data} = "
             f"{tensor * pipeline * data}"
+        )
+
+
+def check_engine_nodes(config: Config) -> None:
+    """An engine of several nodes runs in vLLM's multi-node mode: one model over all GPUs, started by this project."""
+    if not config.num_engines or config.nodes_per_engine == 1:
+        return
+    spread = f"an engine of {config.nodes_per_engine} nodes (--num-gpus-per-node {config.num_gpus_per_node})"
+    if (backend := config.engine.vllm_args.get("distributed_executor_backend", "mp")) != "mp":
+        raise ValueError(
+            f"--vllm-distributed-executor-backend must be mp with {spread}, got {backend}; leave the flag out"
+        )
+    if (replicas := _given_parallel(config, "data_parallel_size") or 1) > 1:
+        raise ValueError(
+            f"--vllm-data-parallel-size must be 1 with {spread}, got {replicas}; lower --rollout-num-gpus-per-engine, "
+            "which gives more engines"
         )
 
 
@@ -306,6 +338,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "vllm_argv": tuple(config.engine.vllm_argv),
         "start_timeout_s": config.engine_start_timeout_s,
         "sleeps": gives_memory(config),
+        "nodes": config.nodes_per_engine,
         "tells_experts": config.use_rollout_routing_replay,
     }
 
