@@ -47,6 +47,9 @@ class ClusterConfig:
         "their GPUs",
         choices=("auto", "off"),
     )
+    allow_unauthenticated_ray: bool = flag(
+        False, "join a Ray cluster (RAY_ADDRESS) that asks for no token: all who reach it can run code there"
+    )
     colocate: bool = flag(False, "trainer and engines share the same GPUs and take turns")
     offload_train: bool | None = flag(
         None,
