@@ -123,7 +123,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             stack.callback(shutil.rmtree, private, ignore_errors=True)
         config.save_json(run_dir / "config.json")
         write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
-        placement.connect()
+        placement.connect(allow_unauthenticated=config.allow_unauthenticated_ray)
         stack.callback(ray.shutdown)
         signal.signal(
             signal.SIGTERM, _interrupt

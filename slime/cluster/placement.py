@@ -22,6 +22,8 @@ from itertools import groupby
 from typing import Any
 
 import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -30,6 +32,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slime.cluster import ray_token
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
 from slime.config.cluster import engine_tensor_parallel
@@ -39,25 +42,54 @@ VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
 
 
-def connect() -> None:
+def connect(*, allow_unauthenticated: bool = False) -> None:
     """Join the cluster at RAY_ADDRESS, or start one on this host that ends with this process.
+
+    The new cluster listens on loopback only and asks for a token of its own. A cluster that is joined must ask for a
+    token too, unless `allow_unauthenticated`.
 
     Its object store only carries rollout data, so a small one serves: Ray would reserve 30% of memory. Nor does it
     start idle workers, one a core, before anything asks. What actors print goes to the run directory (actors.log_to).
     """
-    # Ray makes a token by itself and says so each time; that is as it should be and no news to the reader.
+    # Ray says each time that it asks for a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-    else:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=512 * 2**20,
-            _system_config={"prestart_worker_first_driver": False},
-            **quiet,
-        )
+    joined = os.environ.get("RAY_ADDRESS")
+    if not joined:
+        ray_token.use_own_token(os.environ)
+    elif not allow_unauthenticated:
+        ray_token.use_given_token(os.environ)
+    _read_authentication_again()
+    # Ray's servers listen on loopback when the address of the node is loopback. ray.init replaces such an address by
+    # another one of the host, unless clusters of several hosts are off, as they are on macOS and Windows.
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    if not joined or joined.startswith("127.0.0.1:"):
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        if joined:
+            ray.init(**quiet)
+        else:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=512 * 2**20,
+                _system_config={"prestart_worker_first_driver": False},
+                **quiet,
+            )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+    if joined and not allow_unauthenticated:
+        try:
+            ray_token.require_authentication(ray.get_runtime_context().gcs_address)
+        except BaseException:
+            ray.shutdown()
+            raise
+
+
+def _read_authentication_again() -> None:
+    """Ray reads its authentication variables when it is imported; they were set later."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def on_one_host(config: Any) -> bool:

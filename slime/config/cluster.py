@@ -23,10 +23,12 @@ class ClusterConfig:
         "where training runs; auto takes cuda when this machine has it",
         choices=("auto", "cpu", "cuda"),
     )
-    actor_num_nodes: int = flag(1, "nodes of the trainer")
-    actor_num_gpus_per_node: int = flag(8, "trainer ranks on each node")
-    rollout_num_gpus: int | None = flag(None, "GPUs of all rollout engines together; set by --colocate")
-    rollout_num_gpus_per_engine: int = flag(1, "GPUs of one rollout engine")
+    actor_num_nodes: int = flag(1, "number of nodes that train")
+    actor_num_gpus_per_node: int = flag(8, "number of trainer ranks per node")
+    rollout_num_gpus: int | None = flag(
+        None, "number of GPUs of all rollout engines together; with --colocate it follows from the trainer"
+    )
+    rollout_num_gpus_per_engine: int = flag(1, "number of GPUs per rollout engine")
     num_gpus_per_node: int = flag(8, "GPUs of a node (default with --gpu: those of its usual system)")
     gpu: str | None = flag(
         None,
@@ -45,23 +47,27 @@ class ClusterConfig:
         "their GPUs",
         choices=("auto", "off"),
     )
+    allow_unauthenticated_ray: bool = flag(
+        False, "join a Ray cluster (RAY_ADDRESS) that asks for no token: all who reach it can run code there"
+    )
     colocate: bool = flag(False, "trainer and engines share the same GPUs and take turns")
     offload_train: bool | None = flag(
         None,
-        "with --colocate, keep the trainer's state on the host while engines generate (default: as much of it as an "
-        "estimate of the memory asks for, see vime plan; on CPUs none)",
+        "with --colocate: keep the trainer's state on the host while engines generate (default: vime "
+        "decides by the memory estimate that vime plan prints; nothing on CPUs)",
     )
     offload_train_parts: list[str] | None = flag(  # noqa: RUF009
-        None, "what of the trainer's state may leave (default: all)", choices=PARTS
+        None, "parts of the trainer's state that may go to the host (default: all)", choices=PARTS
     )
     offload_rollout: bool | None = flag(
-        None, "engines sleep while the trainer works, as they always do with --colocate and never without"
+        None,
+        "engines sleep while the trainer works; always on with --colocate, never on without it",
     )
     offload: bool = flag(False, "the same as --offload-train --offload-rollout")
     distributed_backend: str = flag(
         "nccl", "torch.distributed backend of the trainer; gloo on a CPU host", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(10, "after how many minutes a stuck collective is an error")
+    distributed_timeout_minutes: int = flag(10, "minutes until a collective that does not end is an error")
     train_env_vars: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "environment variables of the trainer processes, as a JSON object"
     )
