@@ -79,7 +79,11 @@ GLM = {
 }
 """What GLM-4.5-Air says that the columns do not."""
 
+GLM_LARGE = GLM | {"use_qk_norm": True, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+"""What GLM-4.5 (355B) says that the columns do not."""
+
 QWEN_VOCAB = (151936, 151643)  # all Qwen2, 2.5 and 3: 151643 byte pairs, special tokens, unused rows
+QWEN_LARGE_VOCAB = (152064, 151643)  # Qwen2.5 from 7B on has more unused rows
 BYTES_VOCAB = (512, 256)
 HUB = "config.json and model card of Qwen/{} on the Hugging Face hub"
 
@@ -101,13 +105,38 @@ ARCHITECTURES = {
         *("qwen3", 4096, 12288, 36, (32, 8), 128, QWEN_VOCAB, 1e6, 40960, False),
         *("bfloat16", HUB.format("Qwen3-8B"), ("8.2", "6.95")),
     ),
+    "qwen3-14b": Architecture(
+        *("qwen3", 5120, 17408, 40, (40, 8), 128, QWEN_VOCAB, 1e6, 40960, False),
+        *("bfloat16", HUB.format("Qwen3-14B"), ("14.8", "13.2")),
+    ),
+    "qwen3-32b": Architecture(
+        *("qwen3", 5120, 25600, 64, (64, 8), 128, QWEN_VOCAB, 1e6, 40960, False),
+        *("bfloat16", HUB.format("Qwen3-32B"), ("32.8", "31.2")),
+    ),
     "qwen3-30b-a3b": Architecture(
         *("qwen3_moe", 2048, 6144, 48, (32, 4), 128, QWEN_VOCAB, 1e6, 40960, False),
         *("bfloat16", HUB.format("Qwen3-30B-A3B"), ("30.5", "29.9"), (128, 8, 768)),
     ),
+    "qwen3-235b-a22b": Architecture(
+        *("qwen3_moe", 4096, 12288, 94, (64, 4), 128, QWEN_VOCAB, 1e6, 40960, False),
+        *("bfloat16", HUB.format("Qwen3-235B-A22B"), ("235", "234"), (128, 8, 1536)),
+    ),
     "qwen2.5-0.5b": Architecture(
         *("qwen2", 896, 4864, 24, (14, 2), 64, QWEN_VOCAB, 1e6, 32768, True),
         *("bfloat16", HUB.format("Qwen2.5-0.5B-Instruct"), ("0.49", "0.36")),
+    ),
+    "qwen2.5-1.5b": Architecture(
+        *("qwen2", 1536, 8960, 28, (12, 2), 128, QWEN_VOCAB, 1e6, 32768, True),
+        *("bfloat16", HUB.format("Qwen2.5-1.5B-Instruct"), ("1.54", "1.31")),
+    ),
+    "qwen2.5-7b": Architecture(
+        *("qwen2", 3584, 18944, 28, (28, 4), 128, QWEN_LARGE_VOCAB, 1e6, 32768, False),
+        *("bfloat16", HUB.format("Qwen2.5-7B-Instruct"), ("7.61", "6.53")),
+    ),
+    # The model card says 32.5 and 31.0; the tensors of the checkpoint are 32.76 billion elements.
+    "qwen2.5-32b": Architecture(
+        *("qwen2", 5120, 27648, 64, (40, 8), 128, QWEN_LARGE_VOCAB, 1e6, 32768, False),
+        *("bfloat16", HUB.format("Qwen2.5-32B-Instruct"), ("32.8", "31.2")),
     ),
     "qwen3-50m": Architecture(
         *("qwen3", 512, 2048, 12, (8, 4), 64, BYTES_VOCAB, 1e4, 4096, True),
@@ -120,6 +149,10 @@ ARCHITECTURES = {
     "glm-4.5-air": Architecture(
         *("glm4_moe", 4096, 10944, 46, (96, 8), 128, (151552, 151329), 1e6, 131072, False, "bfloat16"),
         *("config.json of zai-org/GLM-4.5-Air on the Hugging Face hub", None, (128, 8, 1408), GLM),
+    ),
+    "glm-4.5-355b": Architecture(
+        *("glm4_moe", 5120, 12288, 92, (96, 8), 128, (151552, 151329), 1e6, 131072, False, "bfloat16"),
+        *("config.json of zai-org/GLM-4.5 on the Hugging Face hub", None, (160, 8, 1536), GLM_LARGE),
     ),
     "glm-moe-tiny": Architecture(
         *("glm4_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, False, "float32"),

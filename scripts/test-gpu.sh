@@ -81,7 +81,8 @@ end() { # GROUP...
 # and values are given in bytes, as its own measurement would count what tests hold: 16 GiB are 116,000 tokens, more than
 # the 256 samples of either part have.
 smoke() {
-    SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT="$OUT" MODE=$MODE exec bash scripts/run-qwen3-4b-grpo.sh \
+    export SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT MODE
+    exec bash scripts/run-qwen3-4b-grpo.sh \
         --num-rollout 11 --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.2 \
         --vllm-kv-cache-memory-bytes "$((16 << 30))" --vllm-max-model-len 1024 --run-dir "$OUT/$MODE" \
         --custom-generate-function-path vime.bench.gpu_alone.generate_when_alone >"$OUT/smoke.log" 2>&1
@@ -145,8 +146,10 @@ if wants table; then
     for path in "$OUT"/{colocate,disaggregated} "$OUT/rollout_speed.json"; do
         [[ ! -f "$path/metrics.jsonl" && ! -f "$path" ]] || paths+=("$path")
     done
+    required=()
+    ! wants smoke || required=(--require memory_growth)
     "$PYTHON" -m vime.bench.gpu_numbers benchmarks/results/operators_h200.json "${paths[@]}" \
-        --out "$OUT/figures.json" $(! wants smoke || echo "--require memory_growth") || failed+=(table)
+        --out "$OUT/figures.json" "${required[@]}" || failed+=(table)
 fi
 step "done"
 if ((${#failed[@]})); then

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slime.config import Config
+from slime.config.config_file import split_argv, with_config_files
+from slime.hardware import HARDWARE
 from slime.hf_config import read_hf_config
 from slime.memory_decision import TOO_SMALL, decide_residence
 from slime.memory_estimate import GIB, Item, amount, count, estimate
@@ -21,6 +23,7 @@ from slime.operators import decide, headline
 from vime.engine.flags import engine_settings, parse_config
 from vime.engine.memory import engine_memory, engine_verdict
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
+from vime.plan_hardware import hardware
 
 GPU_MEMORY = "--gpu-memory-gib"
 """The one option of the plan that is no flag of a run."""
@@ -52,7 +55,13 @@ def topology(c: Config) -> Iterator[str]:
         )
     if generates:
         each = c.rollout_num_gpus_per_engine
-        yield f"engines   {plural(c.num_engines, 'vLLM server')} x {each} {c.device}, behind one vllm-router"
+        spread = (
+            f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.num_gpus_per_node}"
+        )
+        yield (
+            f"engines   {plural(c.num_engines, 'vLLM server')} x {each} {c.device}"
+            f"{spread if c.nodes_per_engine > 1 else ''}, behind one vllm-router"
+        )
     if trains and generates:
         where = "one after the other on the same devices" if c.colocate else "side by side"
         apart = (
@@ -246,6 +255,7 @@ def describe(c: Config, gpu_bytes: float | None = None) -> str:
             f"{hf.get('model_type')}, {count(shape.params)} parameters{routed(shape)}, {c.params_dtype} on {c.device}"
         ],
         "Topology": list(topology(c)),
+        "Hardware": list(hardware(c, hf)),
         "Operators": list(kernels(c)),
         "Batches": list(batches(c)),
         "Data": list(prompts(c)),
@@ -299,14 +309,15 @@ def gpu_gib(given: str) -> float:
 
 def for_gpus(flags: Sequence[str], size: float | None) -> list[str]:
     """`flags`, with the device that `size` speaks of where they name none."""
-    named = any(flag.partition("=")[0] == "--device" for flag in flags)
+    named = any(group.name == "device" for group in with_config_files(split_argv(flags)))
     return [*flags, *(() if size is None or named else ("--device", "cuda"))]
 
 
 def asked_bytes(c: Config, size: float | None) -> float | None:
-    """Bytes of GPUs of `size` GiB, None without it. ValueError for a run that takes no GPU."""
+    """Bytes of GPUs of `size` GiB, or else of the GPU that --gpu names; None without both. ValueError for a run that
+    takes no GPU."""
     if size is None:
-        return None
+        return None if c.gpu is None else HARDWARE[c.gpu].memory_gib * GIB
     if c.device != "cuda":
         raise ValueError(
             f"{GPU_MEMORY} must go with --device cuda, got --device {c.device}; leave out one of the two"
@@ -319,7 +330,8 @@ def main(argv: Sequence[str]) -> int:
     about them is wrong."""
     flags, size = take_gpu_memory(argv)
     c = parse_config(for_gpus(flags, size))
-    told = describe(c, asked_bytes(c, size))
+    asked = asked_bytes(c, size)
+    told = describe(c, asked)
     print(told)
     verdicts = [line.strip() for line in told.splitlines()]
-    return int(size is not None and any(line.startswith(TOO_SMALL) for line in verdicts))
+    return int(asked is not None and any(line.startswith(TOO_SMALL) for line in verdicts))

@@ -42,7 +42,7 @@ from vime.engine.client import VllmEngineClient
 from vime.engine.flags import engine_dtype, engine_settings, gives_memory, parse_config
 from vime.engine.pool import VllmEnginePool
 from vime.engine.process import free_port, tail
-from vime.engine.ray_server import RayEngineServer
+from vime.engine.ray_server import Seat, start_actors
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineSpec
 
@@ -123,7 +123,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             stack.callback(shutil.rmtree, private, ignore_errors=True)
         config.save_json(run_dir / "config.json")
         write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
-        placement.connect()
+        placement.connect(allow_unauthenticated=config.allow_unauthenticated_ray)
         stack.callback(ray.shutdown)
         signal.signal(
             signal.SIGTERM, _interrupt
@@ -141,6 +141,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
                 print(f"  {decision}")
             for line in trainer.memory:
                 print(f"memory: {line}")
+            for remark in trainer.remarks:
+                print(remark)
         start = trainer.start_rollout_id if trainer is not None else config.start_rollout_id or 0
         rollout.load(start)
         report = Reporter(config, make_trackers(config, run_dir, start), StepLine(total=config.num_rollout))
@@ -177,7 +179,8 @@ def _start_engines(
     run_key = secrets.token_hex(32)
     logs = Path(config.run_dir).resolve() / "logs"
     # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
-    host = ray.util.get_node_ip_address() if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+    joined = bool(os.environ.get("RAY_ADDRESS"))
+    host = ray.util.get_node_ip_address() if joined else "127.0.0.1"
     threads = placement.cpu_threads(config)[1] if config.device == "cpu" else None
     settings = {**engine_settings(config), "run_key": run_key, "host": host, "cpu_threads": threads}
     # An engine on a trainer's GPU measures what memory is left.
@@ -187,12 +190,12 @@ def _start_engines(
             **settings,
             index=i,
             log_path=str(logs / f"engine-{i}.log"),
-            env=placed.visible(bundles),
+            numa_binding=config.numa_binding,
             waits=trainer_first,
         )
-        for i, bundles in enumerate(placed.engine_bundles)
+        for i in range(len(placed.engine_bundles))
     ]
-    options = [placed.options(bundles[0]) for bundles in placed.engine_bundles]
+    seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles]
     pool = VllmEnginePool(
         specs,
         RouterSpec(
@@ -203,7 +206,7 @@ def _start_engines(
             argv=tuple(config.engine.router_argv),
             request_timeout_s=config.rollout_deadline_s,
         ),
-        spawn=lambda spec: RayEngineServer(spec, options[spec.index]),
+        spawn=lambda spec: start_actors(spec, seats[spec.index]),
         gives_memory=gives_memory(config),
         weights_file=None if trainer is None else lambda: trainer.weights_file().result(),
         health_check_interval_s=config.rollout_health_check_interval,
@@ -220,6 +223,19 @@ def _start_engines(
     rollout = _start_rollout(config, pool.client(), facts, trainer, stack)
     pool.start(functools.partial(actors.wait_built, config, trainer, rollout))
     return pool, rollout
+
+
+def _seats(placed: placement.Placement, bundles: Sequence[int], joined: bool) -> list[Seat]:
+    """Where the server processes of the engine on `bundles` run, one per node."""
+    return [
+        Seat(
+            placed.nodes[part[0]].address if joined else "127.0.0.1",
+            placed.visible(part),
+            placed.buses(part),
+            placed.options(part[0]),
+        )
+        for part in placed.by_node(bundles)
+    ]
 
 
 def _start_rollout(

@@ -17,9 +17,11 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from slime.cluster.numa import bind, choose_cpus, format_cpus
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
 from slime.cluster.rendezvous import open_store
 from slime.data.columns import pack_columns, unpack_columns
+from slime.hardware import HARDWARE
 from slime.operators import Decision
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
@@ -69,13 +71,35 @@ def freeze_objects() -> None:
     gc.freeze()
 
 
+def other_gpu(named: str | None) -> list[str]:
+    """A remark where this process's GPU is not the one that --gpu names."""
+    import torch
+
+    if named is None or not torch.cuda.is_available():
+        return []
+    device = torch.cuda.get_device_name()
+    return [] if device in HARDWARE[named].devices else [f"--gpu {named} was given, and the GPU is {device}"]
+
+
 class TrainerActor:
     """One trainer rank in its own process. Megatron is imported here, never in the driver."""
 
     def __init__(
-        self, config: Any, rank: int, world_size: int, threads: int, visible: dict[str, str]
+        self,
+        config: Any,
+        rank: int,
+        world_size: int,
+        threads: int,
+        visible: dict[str, str],
+        buses: tuple[str, ...],
     ) -> None:
         log_to(config, f"trainer-{rank}")
+        self.remarks: list[str] = []
+        if config.device == "cuda":  # before torch counts the CPUs that it may use
+            cpus, line = choose_cpus(buses, config.numa_binding)
+            if cpus:
+                bind(cpus)
+            self.remarks.append(f"NUMA: {line}")
         os.environ.update(visible)  # CUDA looks when it starts, which is later
         os.environ.update({key: str(value) for key, value in config.train_env_vars.items()})
         self.config, self.rank, self.world_size = config, rank, world_size
@@ -89,15 +113,17 @@ class TrainerActor:
         self.store, init_method = open_store(ray.util.get_node_ip_address())
         return init_method
 
-    def build(self, init_method: str) -> tuple[int, int, list[Decision], tuple[str, ...]]:
+    def build(self, init_method: str) -> tuple[int, int, list[Decision], tuple[str, ...], list[str]]:
         """Build the model; returns (data-parallel rank, first rollout to train, what its operators will run, what of
-        its state leaves its device and why)."""
+        its state leaves its device and why, remarks on its GPU and CPUs)."""
         from slime.megatron_backend.trainer import MegatronTrainer
 
         self.trainer = MegatronTrainer(self.config, self.rank, self.world_size, init_method=init_method)
         trainer = self.trainer
         freeze_objects()
-        return trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions, trainer.memory.lines
+        self.remarks += other_gpu(self.config.gpu)
+        made = trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions, trainer.memory.lines
+        return *made, self.remarks
 
     def train(self, rollout_id: int, data: dict[str, Any]) -> TrainResult:
         return self.trainer.train(rollout_id, unpack_columns(data))
@@ -137,7 +163,7 @@ class TrainerGroup:
         self._actors = [
             ray.remote(concurrency_groups=PROGRESS | LIFE)(TrainerActor)
             .options(name=f"trainer-{rank}", runtime_env={"env_vars": env}, **placement.options(bundle))
-            .remote(config, rank, world_size, threads, placement.visible([bundle]))
+            .remote(config, rank, world_size, threads, placement.visible([bundle]), placement.buses([bundle]))
             for rank, bundle in enumerate(placement.trainer_bundles)
         ]
         self.lives = {actor.live.remote(): f"trainer-{rank}" for rank, actor in enumerate(self._actors)}
@@ -155,7 +181,12 @@ class TrainerGroup:
     def take_built(self, built: list[Any]) -> None:
         """The answers of `building`; see `wait_built`."""
         self._dp_ranks = [dp_rank for dp_rank, *_ in built]
-        _, self.start_rollout_id, self.decisions, self.memory = built[0]
+        _, self.start_rollout_id, self.decisions, self.memory, _ = built[0]
+        ranks: dict[str, list[int]] = {}
+        for rank, (*_, remarks) in enumerate(built):
+            for remark in remarks:
+                ranks.setdefault(remark, []).append(rank)
+        self.remarks = [f"{remark}: trainer ranks {format_cpus(its)}" for remark, its in ranks.items()]
 
     def train(self, rollout_id: int, rank_data: list[Any]) -> Future[TrainResult]:
         data = [rank_data[dp_rank] for dp_rank in self._dp_ranks]

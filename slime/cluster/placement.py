@@ -4,8 +4,10 @@ A device is a GPU, or on a host without GPUs half a CPU core: the trainers and e
 and a laptop with two of them can hold every topology of the test suite.
 
 Ray gives an actor the GPU of its own bundle and no other, and says nothing of the order of bundles. So a task in each
-bundle tells which GPU it got; bundles are then taken in the order of nodes and GPUs, and an engine of several GPUs,
-whose server is one actor in its first bundle, is told them all by name (`Placement.visible`).
+bundle tells which GPU it got; bundles are then taken in the order of NVLink domains, nodes and GPUs (see
+slime.cluster.domains), and an engine of several GPUs, whose server is one actor in its first bundle, is told them all
+by name (`Placement.visible`). An engine larger than a node has whole nodes, and one server process with an actor of its
+own on each (`Placement.by_node`).
 """
 
 from __future__ import annotations
@@ -13,38 +15,81 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slime.cluster import ray_token
+from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
+from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
+from slime.config.cluster import engine_tensor_parallel
 
 CORES_PER_CPU_DEVICE = 0.5
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
 
 
-def connect() -> None:
+def connect(*, allow_unauthenticated: bool = False) -> None:
     """Join the cluster at RAY_ADDRESS, or start one on this host that ends with this process.
+
+    The new cluster listens on loopback only and asks for a token of its own. A cluster that is joined must ask for a
+    token too, unless `allow_unauthenticated`.
 
     Its object store only carries rollout data, so a small one serves: Ray would reserve 30% of memory. Nor does it
     start idle workers, one a core, before anything asks. What actors print goes to the run directory (actors.log_to).
     """
-    # Ray makes a token by itself and says so each time; that is as it should be and no news to the reader.
+    # Ray says each time that it asks for a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-    else:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            object_store_memory=512 * 2**20,
-            _system_config={"prestart_worker_first_driver": False},
-            **quiet,
-        )
+    joined = os.environ.get("RAY_ADDRESS")
+    if not joined:
+        ray_token.use_own_token(os.environ)
+    elif not allow_unauthenticated:
+        ray_token.use_given_token(os.environ)
+    _read_authentication_again()
+    # Ray's servers listen on loopback when the address of the node is loopback. ray.init replaces such an address by
+    # another one of the host, unless clusters of several hosts are off, as they are on macOS and Windows.
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    if not joined or joined.startswith("127.0.0.1:"):
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        if joined:
+            ray.init(**quiet)
+        else:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=512 * 2**20,
+                _system_config={"prestart_worker_first_driver": False},
+                **quiet,
+            )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+    if joined and not allow_unauthenticated:
+        try:
+            ray_token.require_authentication(ray.get_runtime_context().gcs_address)
+        except BaseException:
+            ray.shutdown()
+            raise
+
+
+def _read_authentication_again() -> None:
+    """Ray reads its authentication variables when it is imported; they were set later."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def on_one_host(config: Any) -> bool:
@@ -55,29 +100,43 @@ def on_one_host(config: Any) -> bool:
 @dataclass(frozen=True)
 class Gpu:
     """The GPU of a bundle: its node, and its name there as Ray writes it into CUDA_VISIBLE_DEVICES, where that was set
-    for Ray an entry of it: a number, or a UUID."""
+    for Ray an entry of it: a number, or a UUID. `facts`: what the driver of its node says of it."""
 
     node: str
     address: str
     name: str
+    facts: GpuFacts = UNKNOWN
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Neighbours on a node first; names that are no numbers have the order of their text."""
+        """By domain, node and number; names that are no numbers have the order of their text."""
         number = int(self.name) if self.name.isdecimal() else -1
-        return int(ipaddress.ip_address(self.address)), self.node, number, self.name
+        return self.facts.domain, int(ipaddress.ip_address(self.address)), self.node, number, self.name
+
+
+@dataclass(frozen=True)
+class Node:
+    """The node of a bundle: Ray's name of it, and the address at which others reach it."""
+
+    name: str
+    address: str
+
+    @property
+    def order(self) -> tuple[int, str]:
+        return int(ipaddress.ip_address(self.address)), self.name
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Bundles of the trainer ranks, in rank order, and of each engine (its first bundle hosts the server process).
-    `gpus`: those of all bundles, by bundle; empty on CPUs."""
+    """Bundles of the trainer ranks, in rank order, and of each engine (its first bundle on a node hosts the server
+    process of that node). `nodes`: those of all bundles, by bundle. `gpus`: the same; empty on CPUs."""
 
     group: PlacementGroup
     resource: str
     trainer_bundles: list[int]
     engine_bundles: list[list[int]]
     share: float
+    nodes: list[Node]
     gpus: list[Gpu] = field(default_factory=list)
 
     def options(self, bundle: int) -> dict[str, Any]:
@@ -91,10 +150,18 @@ class Placement:
         resources = {"num_gpus": amount, "num_cpus": 0} if self.resource == "GPU" else {"num_cpus": amount}
         return {**resources, "scheduling_strategy": strategy}
 
+    def by_node(self, bundles: Sequence[int]) -> list[list[int]]:
+        """The bundles of an engine, one list per node."""
+        return [list(group) for _, group in groupby(bundles, key=lambda bundle: self.nodes[bundle])]
+
     def visible(self, bundles: Sequence[int]) -> dict[str, str]:
         """Environment of a process that is to see the GPUs of `bundles`, in that order, and no others. Ray's own is
         the same for one bundle, but where RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES keeps Ray from setting it."""
         return {VISIBLE_VARIABLE: ",".join(self.gpus[bundle].name for bundle in bundles)} if self.gpus else {}
+
+    def buses(self, bundles: Sequence[int]) -> tuple[str, ...]:
+        """PCI addresses of the GPUs of `bundles` on their node; empty on CPUs."""
+        return tuple(self.gpus[bundle].facts.bus for bundle in bundles) if self.gpus else ()
 
     def release(self) -> None:
         remove_placement_group(self.group)
@@ -104,7 +171,7 @@ def place(config: Any) -> Placement:
     """Reserve the devices of trainers and engines, or say what is needed and what exists.
 
     Colocated, engine i lives on the devices of trainer ranks [i*g, (i+1)*g); otherwise behind all trainers. ValueError
-    when an engine would lie on more than one node.
+    when an engine would lie on more nodes than its size asks for.
     """
     trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
     per_engine = config.rollout_num_gpus_per_engine
@@ -123,18 +190,38 @@ def place(config: Any) -> Placement:
         )
     group = _reserve(resource, amount, devices, existing)
     try:
+        nodes = _nodes_of(group, devices)
         gpus = _gpus_of(group, devices) if resource == "GPU" else []
-        order = (
-            sorted(range(devices), key=lambda bundle: gpus[bundle].order) if gpus else list(range(devices))
+        part = min(per_engine, config.num_gpus_per_node)  # what an engine has of a node
+        blocks = blocks_of(
+            trainers,
+            config.tensor_model_parallel_size,
+            engine_devices // part,
+            part,
+            colocate=config.colocate,
         )
+        if gpus:
+            order, domains = _ordered(gpus, blocks, config.nvlink_domain_size)
+        else:
+            order, domains = sorted(range(devices), key=lambda bundle: nodes[bundle].order), []
         starts = range(first, first + engine_devices, per_engine)
         engines = [order[start : start + per_engine] for start in starts]
-        _require_one_node(engines, gpus)
+        share = 0.5 if config.colocate else 1.0
+        placed = Placement(group, resource, order[:trainers], engines, share, nodes, gpus)
+        _require_nodes(placed, config.num_gpus_per_node)
+        if config.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
+            _require_one_domain(
+                "--tensor-model-parallel-size", config.tensor_model_parallel_size, domains[:trainers]
+            )
+            _require_one_domain(
+                "--rollout-num-gpus-per-engine",
+                engine_tensor_parallel(config),
+                domains[first : first + engine_devices],
+            )
     except BaseException:
         remove_placement_group(group)
         raise
-    share = 0.5 if config.colocate else 1.0
-    return Placement(group, resource, order[:trainers], engines, share, gpus)
+    return placed
 
 
 def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:
@@ -149,11 +236,19 @@ def _reserve(resource: str, amount: float, devices: int, existing: float) -> Pla
     return group
 
 
+def _nodes_of(group: PlacementGroup, devices: int) -> list[Node]:
+    """The node of each bundle."""
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    names = placement_group_table(group)["bundles_to_node_id"]
+    return [Node(names[bundle], addresses[names[bundle]]) for bundle in range(devices)]
+
+
 @ray.remote(num_gpus=1, num_cpus=0)
 def _own_gpu() -> Gpu:
     """The one GPU of this task's bundle, all of which it takes."""
     (name,) = ray.get_gpu_ids()
-    return Gpu(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), str(name))
+    node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    return Gpu(node, address, str(name), read_gpu_facts(str(name)))
 
 
 def _gpus_of(group: PlacementGroup, devices: int) -> list[Gpu]:
@@ -171,15 +266,44 @@ def _gpus_of(group: PlacementGroup, devices: int) -> list[Gpu]:
     return gpus
 
 
-def _require_one_node(engines: list[list[int]], gpus: list[Gpu]) -> None:
-    """ValueError for an engine whose GPUs are on several nodes: its server sees those of one node only."""
-    for index, bundles in enumerate(engines if gpus else []):
-        if len({gpus[bundle].node for bundle in bundles}) > 1:
-            on = ", ".join(f"{gpus[bundle].address} GPU {gpus[bundle].name}" for bundle in bundles)
+def _ordered(gpus: list[Gpu], blocks: list[int], domain_size: int | None) -> tuple[list[int], list[Hashable]]:
+    """Bundles in the order in which the run takes them, and the NVLink domain of each in that order."""
+    ranked = sorted(range(len(gpus)), key=lambda bundle: gpus[bundle].order)
+    nodes = [gpus[bundle].node for bundle in ranked]
+    domains = split_domains([gpus[bundle].facts.domain for bundle in ranked], nodes, domain_size)
+    positions = arrange(nodes, domains, blocks)
+    return [ranked[position] for position in positions], [domains[position] for position in positions]
+
+
+def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> None:
+    """ValueError for a tensor-parallel group whose GPUs NVLink does not connect. `domains`: of GPUs in rank order."""
+    index = first_straddling(domains, size)
+    if index is None:
+        return
+    counts = Counter(domains)
+    group = Counter(domains[index * size : (index + 1) * size])
+    raise ValueError(
+        f"a tensor-parallel group of {size} GPUs ({flag}) must be inside one NVLink domain, got group {index} on "
+        f"{len(group)} domains ({' + '.join(map(str, group.values()))} GPUs), and this run has "
+        f"{' + '.join(map(str, counts.values()))} GPUs on its domains; give every domain a multiple of {size} GPUs, "
+        "lower the size, or set --nvlink-domain-size"
+    )
+
+
+def _require_nodes(placed: Placement, per_node: int) -> None:
+    """ValueError for an engine that is spread over more nodes than its size asks for: the server process on a node sees
+    the GPUs of that node only, and vLLM wants the same number of them on each."""
+    for index, bundles in enumerate(placed.engine_bundles):
+        parts, each = placed.by_node(bundles), min(len(bundles), per_node)
+        if any(len(part) != each for part in parts):
+            on = ", ".join(f"{len(part)} on {placed.nodes[part[0]].address}" for part in parts)
+            where = "on one node"
+            if each < len(bundles):
+                where = f"{len(bundles) // each} whole nodes (--num-gpus-per-node {each})"
             raise ValueError(
-                f"the GPUs of an engine (--rollout-num-gpus-per-engine {len(bundles)}) must be on one node, got "
-                f"engine {index} on {on}; give every node a multiple of {len(bundles)} GPUs of trainers and of "
-                f"engines, or smaller engines"
+                f"the GPUs of an engine (--rollout-num-gpus-per-engine {len(bundles)}) must be {where}, got "
+                f"engine {index} with {on}; give every node a multiple of {each} GPUs of trainers and of engines, or "
+                "use smaller engines"
             )
 
 

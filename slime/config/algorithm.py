@@ -31,24 +31,34 @@ class AlgorithmConfig:
     custom_pg_loss_reducer_function_path: str | None = flag(
         None, "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> callable"
     )
-    eps_clip: float = flag(0.2, "lower clip range of the ratio")
-    eps_clip_high: float | None = flag(None, "upper clip range of the ratio (default: --eps-clip)")
-    eps_clip_c: float | None = flag(None, "dual-clip bound, above 1, for negative advantages")
-    kl_coef: float = flag(0.0, "KL penalty inside the reward")
+    eps_clip: float = flag(0.2, "lower clip range: the ratio is clipped at 1 - this")
+    eps_clip_high: float | None = flag(
+        None, "upper clip range: the ratio is clipped at 1 + this (default: --eps-clip)"
+    )
+    eps_clip_c: float | None = flag(
+        None, "dual clip for negative advantages: upper bound of the ratio, above 1"
+    )
+    kl_coef: float = flag(0.0, "weight of the KL penalty in the reward")
     use_kl_loss: bool = flag(False, "report the KL to the reference model and add it to the loss")
     kl_loss_coef: float = flag(0.0, "weight of the KL in the loss")
     kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
-    use_unbiased_kl: bool = flag(False, "weight the KL estimate by exp(log_probs - old_log_probs)")
+    use_unbiased_kl: bool = flag(False, "multiply the KL estimate by exp(log_probs - old_log_probs)")
     ref_update_interval: int | None = flag(
-        None, "copy the policy into the reference model every so many rollouts"
+        None, "number of rollouts between two copies of the policy into the reference model"
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    gamma: float = flag(1.0, "discount")
-    normalize_advantages: bool = flag(False, "whiten advantages over the data-parallel group")
-    disable_grpo_std_normalization: bool = flag(False, "do not divide group advantages by their std")
-    disable_rewards_normalization: bool = flag(False, "use raw rewards as advantages")
-    calculate_per_token_loss: bool = flag(False, "mean over all tokens instead of over samples")
-    disable_compute_advantages_and_returns: bool = flag(False, "no advantages (SFT and custom losses)")
+    gamma: float = flag(1.0, "discount factor")
+    normalize_advantages: bool = flag(False, "whiten the advantages over all data parallel ranks")
+    disable_grpo_std_normalization: bool = flag(
+        False, "do not divide the advantages of a group by their standard deviation"
+    )
+    disable_rewards_normalization: bool = flag(
+        False, "use the rewards as advantages, without normalization in the group"
+    )
+    calculate_per_token_loss: bool = flag(False, "average the loss over all tokens instead of over samples")
+    disable_compute_advantages_and_returns: bool = flag(
+        False, "compute no advantages (for supervised training and custom losses)"
+    )
 
 
 def check_algorithm(c: Any) -> None:

@@ -22,13 +22,17 @@ from slime.config.fields import flag
 class CheckpointConfig:
     """Directories are Megatron distributed checkpoints unless the help says otherwise."""
 
-    load: str | None = flag(None, "checkpoint to resume from; the run starts afresh while it holds none")
-    save: str | None = flag(None, "where checkpoints go")
-    save_interval: int | None = flag(None, "save after every so many rollouts, and at the end")
-    no_save_optim: bool = flag(
-        False, "leave the optimizer out of checkpoints: they cannot be resumed exactly"
+    load: str | None = flag(None, "folder of checkpoints to resume from; if it holds none, a new run starts")
+    save: str | None = flag(None, "folder for checkpoints")
+    save_interval: int | None = flag(
+        None, "number of rollouts between two checkpoints; the last rollout is always saved"
     )
-    save_hf: str | None = flag(None, "also write a Hugging Face directory here, {rollout_id} is filled in")
+    no_save_optim: bool = flag(
+        False, "do not save the optimizer; such a checkpoint cannot be resumed exactly"
+    )
+    save_hf: str | None = flag(
+        None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
+    )
     ref_load: str | None = flag(None, "weights of the reference model (default: --hf-checkpoint)")
 
 

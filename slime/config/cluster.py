@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from slime.config.fields import flag
+from slime.hardware import HARDWARE
 
 PARTS = ("gradients", "parameters", "optimizer")
 """What --offload-train-parts may name: gradient buffers, whose contents nobody needs between two trainings; weights of
@@ -21,31 +23,104 @@ class ClusterConfig:
         "where training runs; auto takes cuda when this machine has it",
         choices=("auto", "cpu", "cuda"),
     )
-    actor_num_nodes: int = flag(1, "nodes of the trainer")
-    actor_num_gpus_per_node: int = flag(8, "trainer ranks on each node")
-    rollout_num_gpus: int | None = flag(None, "GPUs of all rollout engines together; set by --colocate")
-    rollout_num_gpus_per_engine: int = flag(1, "GPUs of one rollout engine")
-    num_gpus_per_node: int = flag(8, "GPUs of a node; an engine may not be larger")
+    actor_num_nodes: int = flag(1, "number of nodes that train")
+    actor_num_gpus_per_node: int = flag(8, "number of trainer ranks per node")
+    rollout_num_gpus: int | None = flag(
+        None, "number of GPUs of all rollout engines together; with --colocate it follows from the trainer"
+    )
+    rollout_num_gpus_per_engine: int = flag(1, "number of GPUs per rollout engine")
+    num_gpus_per_node: int = flag(8, "GPUs of a node (default with --gpu: those of its usual system)")
+    gpu: str | None = flag(
+        None,
+        "GPU that the layout is made for: sets --device cuda and the GPUs of a node where they are not given; vime "
+        "plan checks against its memory",
+        choices=HARDWARE,
+    )
+    nvlink_domain_size: int | None = flag(
+        None,
+        "GPUs that NVLink connects: a tensor-parallel group stays inside them (default: what the driver reports, or "
+        "else the GPUs of a node)",
+    )
+    numa_binding: str = flag(
+        "auto",
+        "auto: on hosts with GPUs and several NUMA nodes, trainer ranks and engines run on the CPUs nearest to "
+        "their GPUs",
+        choices=("auto", "off"),
+    )
+    allow_unauthenticated_ray: bool = flag(
+        False, "join a Ray cluster (RAY_ADDRESS) that asks for no token: all who reach it can run code there"
+    )
     colocate: bool = flag(False, "trainer and engines share the same GPUs and take turns")
     offload_train: bool | None = flag(
         None,
-        "with --colocate, keep the trainer's state on the host while engines generate (default: as much of it as an "
-        "estimate of the memory asks for, see vime plan; on CPUs none)",
+        "with --colocate: keep the trainer's state on the host while engines generate (default: vime "
+        "decides by the memory estimate that vime plan prints; nothing on CPUs)",
     )
     offload_train_parts: list[str] | None = flag(  # noqa: RUF009
-        None, "what of the trainer's state may leave (default: all)", choices=PARTS
+        None, "parts of the trainer's state that may go to the host (default: all)", choices=PARTS
     )
     offload_rollout: bool | None = flag(
-        None, "engines sleep while the trainer works, as they always do with --colocate and never without"
+        None,
+        "engines sleep while the trainer works; always on with --colocate, never on without it",
     )
     offload: bool = flag(False, "the same as --offload-train --offload-rollout")
     distributed_backend: str = flag(
         "nccl", "torch.distributed backend of the trainer; gloo on a CPU host", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(10, "after how many minutes a stuck collective is an error")
+    distributed_timeout_minutes: int = flag(10, "minutes until a collective that does not end is an error")
     train_env_vars: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "environment variables of the trainer processes, as a JSON object"
     )
+
+
+def check_hardware(c: Any) -> None:
+    """What --gpu names must be a device of the run, and a node of it must hold the trainer ranks of a node."""
+    if c.gpu is None:
+        return
+    if c.device != "cuda":
+        raise ValueError(
+            f"--gpu must go with --device cuda, got --gpu {c.gpu} and --device {c.device}; leave out one"
+        )
+    if c.actor_num_gpus_per_node > c.num_gpus_per_node:
+        raise ValueError(
+            f"--actor-num-gpus-per-node must be at most --num-gpus-per-node with --gpu {c.gpu}, got "
+            f"{c.actor_num_gpus_per_node} and {c.num_gpus_per_node}; use more nodes (--actor-num-nodes)"
+        )
+
+
+def engine_tensor_parallel(c: Any) -> int:
+    """Tensor-parallel size of an engine: its GPUs divided by its pipeline stages and data-parallel copies."""
+    sizes = [c.vllm_args.get(f"{axis}_parallel_size") or 1 for axis in ("pipeline", "data")]
+    return c.rollout_num_gpus_per_engine // math.prod(sizes) or 1
+
+
+def check_domains(c: Any) -> None:
+    """Where the size of an NVLink domain is known, every tensor-parallel group must find room inside one."""
+    if c.device != "cuda" or not (size := c.nvlink_domain_size or (c.gpu and HARDWARE[c.gpu].nvlink_domain)):
+        return
+    trainers = 0 if c.debug_rollout_only else c.actor_num_nodes * c.actor_num_gpus_per_node
+    engines = 0 if c.debug_train_only else c.rollout_num_gpus
+    devices = max(trainers, engines) if c.colocate else trainers + engines
+    groups = {}
+    if trainers:
+        groups["--tensor-model-parallel-size"] = c.tensor_model_parallel_size
+    if engines:
+        groups["the tensor-parallel size of an engine (--rollout-num-gpus-per-engine)"] = (
+            engine_tensor_parallel(c)
+        )
+    for name, group in groups.items():
+        if group > size:
+            raise ValueError(
+                f"{name} must be at most the GPUs of an NVLink domain, got {group} and {size}; {_FIX}"
+            )
+        if devices > size and size % group:
+            raise ValueError(
+                f"{name} must divide the GPUs of an NVLink domain where a run needs several, got {group} and {size} = "
+                f"{size // group} x {group} + {size % group} with {devices} GPUs; {_FIX}"
+            )
+
+
+_FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
 
 
 def check_offload(c: Any) -> None:

@@ -13,14 +13,16 @@ from slime.config.fields import flag
 class DebugConfig:
     """Paths are templates: {rollout_id} is filled in."""
 
-    debug_rollout_only: bool = flag(False, "engines only, no trainer")
-    debug_train_only: bool = flag(False, "trainer only, no engines")
-    save_debug_rollout_data: str | None = flag(None, "save the samples of each rollout here")
+    debug_rollout_only: bool = flag(False, "run only the engines, without a trainer")
+    debug_train_only: bool = flag(False, "run only the trainer, without engines")
+    save_debug_rollout_data: str | None = flag(
+        None, "file for the samples of each rollout; {rollout_id} in its name is replaced"
+    )
     load_debug_rollout_data: str | None = flag(None, "train on saved samples; implies --debug-train-only")
     load_debug_rollout_data_subsample: float | None = flag(
         None, "use only this fraction of the loaded samples"
     )
-    dump_details: str | None = flag(None, "save the samples of each rollout in this directory")
+    dump_details: str | None = flag(None, "directory for the samples of each rollout")
     profile_steps: str | None = flag(
         None, "A:B traces the training of rollouts A to B-1 (PyTorch profiler, one file a rank and rollout)"
     )

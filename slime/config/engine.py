@@ -17,7 +17,7 @@ class EngineConfig:
     """`*_args` are typed values the user gave, by the engine's own names; `*_argv` the same as its flags."""
 
     rollout_backend: str = flag("vllm", "rollout engine", choices=("vllm",))
-    vllm_server_concurrency: int = flag(512, "requests in flight per engine")
+    vllm_server_concurrency: int = flag(512, "maximum number of requests in flight per engine")
     vllm_args: dict[str, Any] = field(default_factory=dict)
     vllm_argv: list[str] = field(default_factory=list)
     router_args: dict[str, Any] = field(default_factory=dict)

@@ -12,6 +12,6 @@ class FaultToleranceConfig:
     """Health of the engines."""
 
     rollout_health_check_interval: float = flag(30.0, "seconds between health checks")
-    rollout_health_check_timeout: float = flag(30.0, "seconds an engine may take to answer one")
-    rollout_health_check_first_wait: float = flag(0.0, "seconds before the first health check")
-    engine_start_timeout_s: float = flag(600.0, "seconds an engine may take to become healthy")
+    rollout_health_check_timeout: float = flag(30.0, "maximum seconds until an engine answers a health check")
+    rollout_health_check_first_wait: float = flag(0.0, "seconds until the first health check")
+    engine_start_timeout_s: float = flag(600.0, "maximum seconds until an engine is ready")

@@ -28,24 +28,27 @@ class KernelsConfig:
 
     rlk_fast: str | None = flag(
         None,
-        "off: Megatron's output layer, float32 logits, plain PyTorch; auto (the default): rl_kernel's Triton kernels, "
-        "and its PyTorch references where they cannot run, counted as fallbacks; strict: an error instead of those",
+        "off: Megatron's output layer over float32 logits, and plain PyTorch. auto (the default): Triton "
+        "kernels of rl_kernel; where a kernel cannot run, its PyTorch reference, counted as a fallback. "
+        "strict: where a kernel cannot run, an error",
         choices=("off", "auto", "strict"),
     )
     enable_rl_kernel: bool = flag(False, "the same as --rlk-fast auto")
     rl_kernel_strict: bool = flag(False, "the same as --rlk-fast strict")
     rl_kernel_ops: list[str] | None = flag(  # noqa: RUF009
         None,
-        "the operators that may be used, with commas (default: all): linear_logp, linear_token_loss, logp, ratio_kl, "
-        "grpo_loss, swiglu, rotary, group_advantage",
+        "operators that may run, separated by commas (default: all): linear_logp, linear_token_loss, "
+        "logp, ratio_kl, grpo_loss, swiglu, rotary, group_advantage",
     )
     rl_kernel_workspace_mib: int = flag(
         1536,
-        "memory of linear_logp and linear_token_loss beyond their inputs and results, a GPU: less is slower",
+        "memory per GPU, in MiB, for intermediate results of linear_logp and linear_token_loss; less is "
+        "slower",
     )
     rlk_consistency: str = flag(
         "off",
-        "compare the trainer's log-probs with the engine's: audit reports, strict also ends the run",
+        "compare the log-probs of trainer and engine. audit: report the difference; strict: also end the "
+        "run if it is too large",
         choices=("off", "audit", "strict"),
     )
 

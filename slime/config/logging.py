@@ -11,7 +11,7 @@ from slime.config.fields import flag
 class LoggingConfig:
     """metrics.jsonl is always written; TensorBoard and wandb on request."""
 
-    run_dir: str | None = flag(None, "records of this run (default: runs/<model>-<time>)")
+    run_dir: str | None = flag(None, "directory for the records of the run (default: runs/<model>-<time>)")
     use_tensorboard: bool = flag(False, "write TensorBoard events")
     tb_project_name: str | None = flag(
         None, "TensorBoard directory (default: tensorboard/ in the run directory)"
@@ -27,10 +27,10 @@ class LoggingConfig:
     wandb_team: str | None = flag(None, "wandb entity")
     wandb_group: str | None = flag(None, "wandb group")
     wandb_project: str | None = flag(None, "wandb project")
-    wandb_run_id: str | None = flag(None, "wandb run to continue")
-    disable_wandb_random_suffix: bool = flag(False, "no random suffix on the wandb run name")
-    wandb_always_use_train_step: bool = flag(False, "use the training step as the x axis everywhere")
+    wandb_run_id: str | None = flag(None, "id of the wandb run to continue")
+    disable_wandb_random_suffix: bool = flag(False, "do not add a random suffix to the name of the wandb run")
+    wandb_always_use_train_step: bool = flag(False, "use the training step as the x axis of all charts")
     log_multi_turn: bool = flag(False, "report multi_turn/* metrics")
     log_passrate: bool = flag(False, "report pass@k of the training samples")
-    log_reward_category: str | None = flag(None, "key of a dict reward whose values are counted")
-    log_correct_samples: bool = flag(False, "report lengths of correct samples apart")
+    log_reward_category: str | None = flag(None, "field of the reward object whose values are counted")
+    log_correct_samples: bool = flag(False, "report the lengths of correct samples separately")

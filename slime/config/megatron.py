@@ -20,30 +20,36 @@ from slime.config.fields import flag
 class MegatronConfig:
     """`params_dtype` is the name of a torch dtype, resolved from --bf16, --fp16, --fp32 and the device."""
 
-    tensor_model_parallel_size: int = flag(1, "tensor-parallel ranks")
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages")
-    context_parallel_size: int = flag(1, "context-parallel ranks")
-    expert_model_parallel_size: int = flag(1, "expert-parallel ranks")
-    expert_tensor_parallel_size: int | None = flag(None, "tensor-parallel ranks inside an expert")
-    sequence_parallel: bool = flag(False, "shard activations between tensor-parallel regions")
+    tensor_model_parallel_size: int = flag(1, "number of GPUs that share each layer")
+    pipeline_model_parallel_size: int = flag(1, "number of pipeline stages: each holds a part of the layers")
+    context_parallel_size: int = flag(1, "number of GPUs that share each sequence")
+    expert_model_parallel_size: int = flag(1, "number of GPUs that share the experts of a layer")
+    expert_tensor_parallel_size: int | None = flag(None, "number of GPUs that share each expert")
+    sequence_parallel: bool = flag(
+        False, "split activations over the tensor parallel ranks between their regions"
+    )
     bf16: bool = flag(False, "bfloat16 parameters (the default on a GPU)")
     fp16: bool = flag(False, "float16 parameters")
     fp32: bool = flag(False, "float32 parameters (the default on a CPU)")
     make_vocab_size_divisible_by: int = flag(
-        128, "pad the vocabulary to a multiple of this times tensor parallel"
+        128, "pad the vocabulary to a multiple of this number times the tensor parallel size"
     )
     optimizer: str = flag("adam", "optimizer", choices=("adam",))
-    use_distributed_optimizer: bool = flag(True, "shard optimizer state over the data-parallel ranks")
+    use_distributed_optimizer: bool = flag(True, "divide the optimizer's state among the data parallel ranks")
     lr: float = flag(1e-6, "learning rate")
-    min_lr: float = flag(0.0, "floor of the decayed learning rate")
-    lr_decay_style: str = flag("constant", "schedule", choices=("constant", "linear", "cosine"))
-    lr_warmup_iters: int = flag(0, "optimizer steps of linear warm-up")
-    lr_decay_iters: int | None = flag(None, "optimizer steps until --min-lr (default: all of the run)")
+    min_lr: float = flag(0.0, "lowest learning rate of the schedule")
+    lr_decay_style: str = flag(
+        "constant", "schedule of the learning rate", choices=("constant", "linear", "cosine")
+    )
+    lr_warmup_iters: int = flag(0, "number of optimizer steps of linear warm-up")
+    lr_decay_iters: int | None = flag(
+        None, "number of optimizer steps until --min-lr (default: all steps of the run)"
+    )
     weight_decay: float = flag(0.01, "decoupled weight decay")
     adam_beta1: float = flag(0.9, "Adam beta1")
     adam_beta2: float = flag(0.999, "Adam beta2")
     adam_eps: float = flag(1e-8, "Adam epsilon")
-    clip_grad: float = flag(1.0, "largest gradient norm; 0 is no clipping")
+    clip_grad: float = flag(1.0, "maximum gradient norm; 0 switches clipping off")
     params_dtype: str = "bfloat16"
     overrides: dict[str, Any] = field(default_factory=dict)
     model_args: dict[str, Any] = field(default_factory=dict)

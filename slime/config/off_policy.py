@@ -13,23 +13,29 @@ class OffPolicyConfig:
     """Importance correction between rollout_log_probs and the trainer's own."""
 
     use_rollout_logprobs: bool = flag(
-        False, "take the engine's log-probs as the old policy; no recompute pass"
+        False, "use the engine's log-probs as old log-probs, and skip the trainer's pass for them"
     )
-    use_tis: bool = flag(False, "truncated importance sampling")
+    use_tis: bool = flag(
+        False,
+        "truncated importance sampling: weight the loss of a token by trainer probability divided by engine "
+        "probability, clipped",
+    )
     tis_clip: float = flag(2.0, "upper bound of the importance weight")
     tis_clip_low: float = flag(0.0, "lower bound of the importance weight")
     custom_tis_function_path: str | None = flag(
         None,
         "fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)",
     )
-    get_mismatch_metrics: bool = flag(False, "report importance-weight metrics without applying them")
-    use_opsm: bool = flag(False, "drop negative samples whose sequence KL exceeds --opsm-delta")
-    opsm_delta: float = flag(1e-4, "threshold of --use-opsm")
+    get_mismatch_metrics: bool = flag(False, "report the importance weights without applying them")
+    use_opsm: bool = flag(
+        False, "drop samples with negative advantage whose sequence KL is above --opsm-delta"
+    )
+    opsm_delta: float = flag(1e-4, "bound of the sequence KL for --use-opsm")
     use_routing_replay: bool = flag(
-        False, "train with the experts that the pass for old log-probs chose; models with experts"
+        False, "train with the experts that the trainer's pass for old log-probs chose (models with experts)"
     )
     use_rollout_routing_replay: bool = flag(
-        False, "train with the experts that the engine chose while it sampled; models with experts"
+        False, "train with the experts that the engine chose during sampling (models with experts)"
     )
 
 

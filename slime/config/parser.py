@@ -7,27 +7,19 @@ arguments and unknown flags.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.config.fields import nearest, spelled
+from slime.config.config_file import FlagGroup, split_argv, with_config_files, yaml_group
+from slime.config.fields import nearest
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
+from slime.config.problems import Problems
 from slime.config.resolve import resolve
 from slime.config.schema import Config, own_flags
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
-from slime.config.validate import validate
-
-
-@dataclass(frozen=True)
-class FlagGroup:
-    """One flag as typed, its name (no dashes in front, underscores inside) and the strings after it."""
-
-    typed: str
-    name: str
-    values: list[str]
+from slime.config.validate import Rule, validate
 
 
 class FlagOwner(Protocol):
@@ -44,22 +36,6 @@ Translator = Callable[[list[FlagGroup]], tuple[list[FlagGroup], list[str]]]
 """Rewrites foreign spellings into flags that have an owner; returns the groups and remarks for the user."""
 
 
-def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
-    """`--flag value ...` and `--flag=value` as groups; a token before the first flag is an error."""
-    groups: list[FlagGroup] = []
-    for token in argv:
-        if token.startswith("--") and len(token) > 2:
-            typed, equals, value = token.partition("=")
-            groups.append(FlagGroup(typed, typed[2:].replace("-", "_"), [value] if equals else []))
-        elif groups:
-            groups[-1].values.append(token)
-        else:
-            raise ValueError(
-                f"arguments must start with a flag, got {token!r}; every option is spelled --name value"
-            )
-    return groups
-
-
 @dataclass
 class _Given:
     """What the user gave, while it is being collected."""
@@ -72,27 +48,63 @@ class _Given:
 
 
 def parse_args(
-    argv: Sequence[str], owners: Sequence[FlagOwner] = (), translate: Translator | None = None
+    argv: Sequence[str],
+    owners: Sequence[FlagOwner] = (),
+    translate: Translator | None = None,
+    rules: Sequence[Rule] = (),
 ) -> Config:
     """The resolved and validated configuration of a command line.
 
-    `owners` take the flags with their prefix; `translate` first rewrites spellings of other engines. A YAML
-    file named by --custom-config-path overrides any flag. Raises ValueError naming the flag as typed.
+    `owners` take the flags with their prefix; `translate` first rewrites spellings of other engines; `rules` are
+    checked with those of this package. Files named by --config come before the command line, which wins; the YAML file
+    named by --custom-config-path overrides any flag. Raises one ValueError with every problem, flags as typed.
     """
-    groups = split_argv(argv)
-    groups += _custom_config(groups)
+    problems = Problems()
+    given = _collect(argv, owners, translate, problems)
+    config = problems.check(resolve, given.values, given.notes)
+    if config is not None:
+        validate(config, problems, rules)
+    problems.report()
+    return config
+
+
+def check_flags(
+    argv: Sequence[str], owners: Sequence[FlagOwner] = (), translate: Translator | None = None
+) -> None:
+    """Check each flag by itself: its name, its type and its choices. One ValueError with every problem."""
+    problems = Problems()
+    _collect(argv, owners, translate, problems)
+    problems.report()
+
+
+def _collect(
+    argv: Sequence[str], owners: Sequence[FlagOwner], translate: Translator | None, problems: Problems
+) -> _Given:
+    """The values of all flags, each from its owner. What is wrong with one is added to `problems`."""
     given = _Given()
+    groups = with_config_files(split_argv(argv))
+    groups += _custom_config(groups)
     if translate is not None:
-        groups, given.notes = translate(groups)
+        groups = _translated(groups, translate, given, problems)
     for group in groups:
-        _assign(group, given, owners)
+        problems.check(_assign, group, given, owners, origin=group.origin)
     for owner in owners:
         if owner.prefix in given.foreign:
-            given.values.update(owner.parse(given.foreign[owner.prefix]))
+            given.values.update(problems.check(owner.parse, given.foreign[owner.prefix]) or {})
     given.values.update(overrides=given.overrides, model_args=given.model_args)
-    config = resolve(given.values, given.notes)
-    validate(config)
-    return config
+    problems.next_stage()
+    return given
+
+
+def _translated(
+    groups: list[FlagGroup], translate: Translator, given: _Given, problems: Problems
+) -> list[FlagGroup]:
+    """All groups as this project spells them. Groups that cannot be translated are problems, each by itself."""
+    whole = problems.check(translate, groups)
+    if whole is not None:
+        groups, given.notes = whole
+        return groups
+    return [group for group in groups if not group.name.startswith("sglang_")]
 
 
 def _custom_config(groups: list[FlagGroup]) -> list[FlagGroup]:
@@ -114,19 +126,6 @@ def _custom_config(groups: list[FlagGroup]) -> list[FlagGroup]:
             f"--custom-config-path must hold one mapping of flag: value, got {type(content).__name__}"
         )
     return [yaml_group(str(key), value) for key, value in content.items() if value is not None]
-
-
-def yaml_group(key: str, value: Any) -> FlagGroup:
-    """A YAML entry as the tokens that mean the same; `false` is spelled `--no-...`."""
-    name = key.removeprefix("--").replace("-", "_")
-    if isinstance(value, bool):
-        name = name if value else f"no_{name}"
-        return FlagGroup(spelled(name), name, [])
-    if isinstance(value, dict):
-        return FlagGroup(spelled(name), name, [json.dumps(value)])
-    return FlagGroup(
-        spelled(name), name, [str(v) for v in value] if isinstance(value, list) else [str(value)]
-    )
 
 
 def _assign(group: FlagGroup, given: _Given, owners: Sequence[FlagOwner]) -> None:

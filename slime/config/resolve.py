@@ -11,6 +11,7 @@ from slime.config.algorithm import compares_alone, makes_groups
 from slime.config.kernels import OPERATORS
 from slime.config.megatron_rules import never_run
 from slime.config.schema import SECTIONS, Config
+from slime.hardware import HARDWARE
 
 FALLBACKS = {
     "over_sampling_batch_size": "rollout_batch_size",
@@ -35,6 +36,7 @@ FALLBACKS = {
 def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
     """The configuration of the given flat values, every derived value filled in; not yet validated."""
     draft = argparse.Namespace(**{**_defaults(), **given}, notes=list(notes or []))
+    _hardware(draft, given)
     _debug(draft)
     _device(draft)
     _placement(draft)
@@ -53,6 +55,18 @@ def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
 
 def _defaults() -> dict[str, Any]:
     return {k: v for cls in SECTIONS.values() for k, v in vars(cls()).items()}
+
+
+def _hardware(c: argparse.Namespace, given: dict[str, Any]) -> None:
+    """A named GPU is a CUDA device, and its usual system says how many are in a node."""
+    if c.gpu is None:
+        return
+    if c.device == "auto":
+        c.device = "cuda"
+    if "num_gpus_per_node" not in given:
+        c.num_gpus_per_node = HARDWARE[c.gpu].gpus_per_node
+    if "actor_num_gpus_per_node" not in given:
+        c.actor_num_gpus_per_node = c.num_gpus_per_node
 
 
 def _debug(c: argparse.Namespace) -> None:

@@ -14,10 +14,12 @@ class RewardConfig:
     rm_type: str | None = flag(
         None, "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, random, remote_rm"
     )
-    reward_key: str | None = flag(None, "entry to train on when the reward is a dict")
-    eval_reward_key: str | None = flag(None, "entry to report in evaluation (default: --reward-key)")
+    reward_key: str | None = flag(None, "field of the reward to train on, if the reward is an object")
+    eval_reward_key: str | None = flag(
+        None, "field of the reward to report in evaluation (default: --reward-key)"
+    )
     group_rm: bool = flag(False, "score all responses of a prompt in one call")
-    rm_url: str | None = flag(None, "address of --rm-type remote_rm")
+    rm_url: str | None = flag(None, "address of the reward server for --rm-type remote_rm")
     custom_rm_path: str | None = flag(None, "async fn(args, sample) -> float | dict")
     custom_reward_post_process_path: str | None = flag(None, "fn(args, samples) -> (raw_rewards, rewards)")
     custom_convert_samples_to_train_data_path: str | None = flag(None, "fn(args, samples) -> dict")

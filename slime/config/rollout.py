@@ -12,30 +12,37 @@ class RolloutConfig:
     """Generation. Lengths are tokens, temperatures divide logits, deadlines are seconds."""
 
     hf_checkpoint: str | None = flag(
-        None, "Hugging Face checkpoint directory: shape, tokenizer, first weights"
+        None,
+        "Hugging Face checkpoint directory: gives the model's shape, the tokenizer and the first weights",
     )
     rollout_function_path: str = flag(
         "slime.rollout.vllm_rollout.generate_rollout", "fn(args, rollout_id, data_source, evaluation=False)"
     )
     rollout_temperature: float = flag(
-        1.0, "sampling temperature, above 0; the trainer divides its logits by it too"
+        1.0, "sampling temperature, above 0; the trainer divides its logits by the same number"
     )
-    rollout_top_p: float = flag(1.0, "nucleus sampling, in (0, 1]")
-    rollout_top_k: int = flag(-1, "top-k sampling; -1 is off")
-    rollout_max_response_len: int | None = flag(None, "most tokens of a response")
-    rollout_max_context_len: int | None = flag(None, "most tokens of prompt and response together")
-    rollout_max_prompt_len: int | None = flag(None, "longer prompts are dropped, counted and reported")
-    rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the response text")
+    rollout_top_p: float = flag(1.0, "nucleus sampling, above 0 and at most 1")
+    rollout_top_k: int = flag(-1, "top-k sampling; -1 switches it off")
+    rollout_max_response_len: int | None = flag(None, "maximum number of tokens of a response")
+    rollout_max_context_len: int | None = flag(
+        None, "maximum number of tokens of prompt and response together"
+    )
+    rollout_max_prompt_len: int | None = flag(
+        None, "maximum number of tokens of a prompt; longer prompts are dropped, counted and reported"
+    )
+    rollout_skip_special_tokens: bool = flag(False, "remove special tokens from the text of a response")
     rollout_stop: list[str] | None = flag(None, "strings that end a response")  # noqa: RUF009
     rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response")  # noqa: RUF009
-    rollout_shuffle: bool = flag(False, "shuffle the prompts of each epoch, by --rollout-seed and the epoch")
-    rollout_seed: int = flag(42, "seed of sampling and of the prompt order")
+    rollout_shuffle: bool = flag(
+        False, "shuffle the prompts in each epoch; --rollout-seed and the epoch decide the order"
+    )
+    rollout_seed: int = flag(42, "random seed of sampling and of the prompt order")
     over_sampling_batch_size: int | None = flag(
-        None, "prompts submitted at a time (default: --rollout-batch-size)"
+        None, "number of prompts submitted at a time (default: --rollout-batch-size)"
     )
     dynamic_sampling_filter_path: str | None = flag(None, "fn(args, samples) -> DynamicFilterOutput | bool")
-    partial_rollout: bool = flag(False, "keep unfinished groups, with their tokens, for the next rollout")
-    mask_offpolicy_in_partial_rollout: bool = flag(False, "do not train on tokens of older weights")
+    partial_rollout: bool = flag(False, "keep unfinished groups and their tokens for the next rollout")
+    mask_offpolicy_in_partial_rollout: bool = flag(False, "do not train on tokens that older weights sampled")
     custom_generate_function_path: str | None = flag(None, "async fn(args, sample, sampling_params)")
     rollout_sample_hook_path: list[str] = flag(  # noqa: RUF009 (flag copies the default)
         [], "fn(args, sample, *, rollout_id, evaluation); may be repeated", append=True
@@ -52,5 +59,7 @@ class RolloutConfig:
     )
     rollout_sample_filter_path: str | None = flag(None, "fn(args, groups), sets remove_sample")
     rollout_all_samples_process_path: str | None = flag(None, "fn(args, all_samples, data_source)")
-    max_staleness: int = flag(0, "how many updates the weights of a sample may be behind; 0 is synchronous")
-    rollout_deadline_s: float = flag(600.0, "seconds one request may take, retries included")
+    max_staleness: int = flag(
+        0, "maximum number of weight updates by which a sample may be behind; 0 is synchronous training"
+    )
+    rollout_deadline_s: float = flag(600.0, "maximum seconds per request, retries included")

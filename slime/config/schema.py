@@ -127,6 +127,11 @@ class Config:
         return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
 
     @property
+    def nodes_per_engine(self) -> int:
+        """Nodes that one engine fills; 1 for an engine that is no larger than a node."""
+        return -(-self.cluster.rollout_num_gpus_per_engine // self.cluster.num_gpus_per_node)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a reference model is loaded and its log-probs are computed; supervised training needs none."""
         if self.algorithm.loss_type == "sft_loss":

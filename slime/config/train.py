@@ -13,7 +13,7 @@ class TrainConfig:
 
     train_backend: str = flag("megatron", "training backend", choices=("megatron",))
     custom_config_path: str | None = flag(
-        None, "YAML file of flag: value; its entries win over the command line"
+        None, "YAML file with lines of the form flag: value; its entries win over the command line"
     )
     trust_remote_code: bool = flag(
         False, "run Python code that ships with the checkpoint (tokenizer, engine)"
@@ -23,4 +23,4 @@ class TrainConfig:
     custom_megatron_before_train_step_hook_path: str | None = flag(
         None, "fn(args, rollout_id, step_id, model, optimizer, scheduler)"
     )
-    seed: int = flag(1234, "seed of the trainer")
+    seed: int = flag(1234, "random seed of the trainer")

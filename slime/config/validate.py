@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.checkpoint import check_directories
-from slime.config.cluster import check_offload
+from slime.config.cluster import check_domains, check_hardware, check_offload
 from slime.config.debug import check_profile_steps
 from slime.config.experts import check_expert_flags
 from slime.config.fields import spelled
@@ -20,6 +21,7 @@ from slime.config.megatron_rules import check_local_layers
 from slime.config.model_args import check_model_args
 from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
 from slime.config.packages import check_packages
+from slime.config.problems import Problems
 from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
 from slime.hooks import load_function
@@ -29,6 +31,7 @@ POSITIVE = (
     "actor_num_gpus_per_node",
     "rollout_num_gpus_per_engine",
     "num_gpus_per_node",
+    "nvlink_domain_size",
     "distributed_timeout_minutes",
     "update_weights_interval",
     "rollout_batch_size",
@@ -75,13 +78,19 @@ NOT_NEGATIVE = (
 )
 
 
-def validate(config: Config) -> None:
-    """Raise ValueError at the first rule that does not hold."""
-    for rule in RULES:
-        rule(config)
+Rule = Callable[[Config], None]
+
+
+def validate(config: Config, problems: Problems, more: Sequence[Rule] = ()) -> None:
+    """Add every rule that does not hold to `problems`: what each flag must be by itself, then how flags go together."""
+    for stage in (BY_THEMSELVES, (*TOGETHER, *more)):
+        for rule in stage:
+            problems.check(rule, config)
+        problems.next_stage()
 
 
 def _required(c: Config) -> None:
+    problems = Problems()
     needed = {
         "hf_checkpoint": "a Hugging Face checkpoint directory",
         "rollout_batch_size": "prompts of a rollout",
@@ -90,40 +99,35 @@ def _required(c: Config) -> None:
         needed["prompt_data"] = "a prompt file, unless --disable-rollout-global-dataset"
     for name, what in needed.items():
         if getattr(c, name) is None:
-            raise ValueError(f"{spelled(name)} must be given ({what}), got none")
+            problems.add(f"{spelled(name)} must be given ({what}), got none")
     if c.num_rollout is None and c.num_epoch is None:
-        raise ValueError("--num-rollout must be given, got none; or give --num-epoch")
-    if c.num_rollout is None and c.disable_rollout_global_dataset:
-        raise ValueError("--num-rollout must be given with --disable-rollout-global-dataset, got none")
+        problems.add("--num-rollout must be given, got none; or give --num-epoch")
+    elif c.num_rollout is None and c.disable_rollout_global_dataset:
+        problems.add("--num-rollout must be given with --disable-rollout-global-dataset, got none")
     generates = c.rollout_num_gpus != 0
     if generates and c.rollout_max_response_len is None and c.rollout_max_context_len is None:
-        raise ValueError(
-            "--rollout-max-response-len must be given, got none; or give --rollout-max-context-len"
-        )
+        problems.add("--rollout-max-response-len must be given, got none; or give --rollout-max-context-len")
+    problems.report()
 
 
 def _ranges(c: Config) -> None:
-    for name in POSITIVE:
-        value = getattr(c, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{spelled(name)} must be above 0, got {value}")
-    for name in NOT_NEGATIVE:
-        value = getattr(c, name)
-        if value is not None and value < 0:
-            raise ValueError(f"{spelled(name)} must be 0 or more, got {value}")
-    for name in ("rollout_top_p", "eval_top_p"):
-        if not 0 < getattr(c, name) <= 1:
-            raise ValueError(f"{spelled(name)} must lie in (0, 1], got {getattr(c, name)}")
-    for name in ("rollout_top_k", "eval_top_k"):
-        if getattr(c, name) != -1 and getattr(c, name) < 1:
-            raise ValueError(f"{spelled(name)} must be -1 (off) or above 0, got {getattr(c, name)}")
+    problems = Problems()
+    for names, holds, rule in (
+        (POSITIVE, lambda value: value > 0, "be above 0"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "be 0 or more"),
+        (("rollout_top_p", "eval_top_p"), lambda value: 0 < value <= 1, "lie in (0, 1]"),
+        (("rollout_top_k", "eval_top_k"), lambda value: value == -1 or value >= 1, "be -1 (off) or above 0"),
+        (("load_debug_rollout_data_subsample",), lambda value: 0 < value <= 1, "lie in (0, 1]"),
+    ):
+        for name in names:
+            value = getattr(c, name)
+            if value is not None and not holds(value):
+                problems.add(f"{spelled(name)} must {rule}, got {value}")
     if not 0 <= c.adam_beta1 < 1 or not 0 <= c.adam_beta2 < 1:
-        raise ValueError(
+        problems.add(
             f"--adam-beta1 and --adam-beta2 must lie in [0, 1), got {c.adam_beta1} and {c.adam_beta2}"
         )
-    if c.load_debug_rollout_data_subsample is not None and not 0 < c.load_debug_rollout_data_subsample <= 1:
-        got = c.load_debug_rollout_data_subsample
-        raise ValueError(f"--load-debug-rollout-data-subsample must lie in (0, 1], got {got}")
+    problems.report()
 
 
 def _precision(c: Config) -> None:
@@ -194,11 +198,11 @@ def _engines(c: Config) -> None:
             "--rollout-num-gpus must be a positive multiple of --rollout-num-gpus-per-engine, got "
             f"{c.rollout_num_gpus} and {c.rollout_num_gpus_per_engine}"
         )
-    if c.rollout_num_gpus_per_engine > c.num_gpus_per_node:
+    size, node = c.rollout_num_gpus_per_engine, c.num_gpus_per_node
+    if size > node and size % node:
         raise ValueError(
-            "--rollout-num-gpus-per-engine must be at most --num-gpus-per-node, got "
-            f"{c.rollout_num_gpus_per_engine} and {c.num_gpus_per_node}; an engine over several nodes is not "
-            "supported yet"
+            "--rollout-num-gpus-per-engine must be a multiple of --num-gpus-per-node when it is larger, got "
+            f"{size} and {node}; use {size // node * node} or {(size // node + 1) * node}"
         )
 
 
@@ -322,16 +326,16 @@ def _checkpoint(c: Config) -> None:
         )
 
 
-RULES = (
-    _required,
-    _ranges,
-    _precision,
+BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision)
+TOGETHER: tuple[Rule, ...] = (
+    check_hardware,
     _parallel_sizes,
     _transformer_engine,
     check_local_layers,
     _dropout,
     _overlaps,
     _engines,
+    check_domains,
     _staleness,
     check_offload,
     _batch_equation,

@@ -13,22 +13,22 @@ class WeightUpdateConfig:
 
     update_weight_transport: str | None = flag(
         None,
-        "how weights travel to the engines: ipc through the memory of shared GPUs (default with --colocate on GPUs), "
-        "nccl over a process group (default with GPUs of their own; gloo on CPUs), disk through files that both see "
-        "(default otherwise)",
+        "how weights go to the engines. ipc: through the memory of shared GPUs (default with --colocate "
+        "on GPUs); nccl: through a process group (default if trainer and engines have their own GPUs; "
+        "gloo on CPUs); disk: through files that trainer and engines can read (default otherwise)",
         choices=("disk", "ipc", "nccl"),
     )
     update_weight_buffer_size: int = flag(
-        512 * 2**20, "bytes of a bucket that ipc and nccl pack weights into"
+        512 * 2**20, "size in bytes of a bucket of weights, for ipc and nccl"
     )
     update_weights_interval: int = flag(
-        1, "push weights after every so many rollouts (above 1 needs --max-staleness)"
+        1, "number of rollouts between two weight updates (more than 1 needs --max-staleness)"
     )
     update_weight_disk_dir: str | None = flag(None, "older name of --weight-dir")
     weight_dir: str | None = flag(
         None,
-        "directory for published weights (default: a private one under /dev/shm, else the run directory)",
+        "directory for published weights (default: a private one in /dev/shm, otherwise the run directory)",
     )
     check_weight_update_equal: bool = flag(
-        False, "after each update compare checksums of every live engine tensor"
+        False, "compare every engine tensor with the trainer's after each update"
     )

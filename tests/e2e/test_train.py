@@ -24,6 +24,7 @@ from train_fixtures import (
     ROOT,
     SAMPLES,
     World,
+    assert_on_loopback,
     launched,
     make_world,
     published_weights,
@@ -272,6 +273,7 @@ def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
     with launched(command, world.root / "killed.out") as launch:
         saved = lambda: newest.exists() and newest.read_text().strip() == "1"  # noqa: E731
         launch.wait_for(saved, "checkpoint after rollout 1", 180)
+        assert_on_loopback(launch.sockets())
         os.kill(launch.process.pid, signal.SIGKILL)
         launch.process.wait(5)
         launch.await_gone(30)

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import ipaddress
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from socket import SOCK_DGRAM
 from types import ModuleType
 from typing import Any
 
@@ -205,6 +207,18 @@ class Launch:
                     os.waitpid(process.pid, os.WNOHANG)
         return found
 
+    def sockets(self) -> list[tuple[str, str, int]]:
+        """(command line, address, port) of each socket that waits for others: TCP that listens, UDP without a peer."""
+        found = []
+        for pid, command in self.left().items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for socket in psutil.Process(pid).net_connections(kind="inet"):
+                    if socket.status == psutil.CONN_LISTEN or (
+                        socket.type == SOCK_DGRAM and not socket.raddr
+                    ):
+                        found.append((command, socket.laddr.ip, socket.laddr.port))
+        return found
+
     def find(self, pattern: str) -> list[int]:
         return sorted(pid for pid, command in self.left().items() if re.search(pattern, command))
 
@@ -257,6 +271,15 @@ def launched(command: list[str], output: Path) -> Iterator[Launch]:
         yield launch
     finally:
         launch.clean_up()
+
+
+def assert_on_loopback(sockets: list[tuple[str, str, int]]) -> None:
+    """Of a run on one host nothing can be reached from another; Ray, the engine and the router are among it."""
+    for part in ("gcs_server", "raylet", "RuntimeEnvAgent", "ray::TrainerActor", "vllm|VLLM", "router"):
+        assert any(re.search(part, command) for command, *_ in sockets), (part, sockets)
+    for command, address, port in sockets:
+        ip = ipaddress.ip_address(address)
+        assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, (command, address, port)
 
 
 def vime(*argv: str) -> list[str]:

@@ -13,10 +13,14 @@ def placement_config(device: str, **flags: Any) -> SimpleNamespace:
         "actor_num_gpus_per_node": 1,
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
+        "num_gpus_per_node": 8,
         "colocate": False,
         "device": device,
         "debug_train_only": False,
         "debug_rollout_only": False,
+        "tensor_model_parallel_size": 1,
+        "nvlink_domain_size": None,
+        "vllm_args": {},
     }
     assert set(flags) <= set(defaults)
     return SimpleNamespace(**{**defaults, **flags})

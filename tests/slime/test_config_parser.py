@@ -10,7 +10,7 @@ import pytest
 from config_cases import good_argv
 
 from slime.config import Config, parse_args, resolve
-from slime.config.parser import split_argv
+from slime.config.config_file import split_argv
 from slime.config.schema import SECTION_OF, SECTIONS
 
 

@@ -259,8 +259,8 @@ RULES = [
     ("--no-colocate", "--rollout-num-gpus must be given when --colocate is not, got none"),
     ("--no-colocate --rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "got 3 and 2"),
     (
-        "--rollout-num-gpus-per-engine 2 --num-gpus-per-node 1",
-        "must be at most --num-gpus-per-node, got 2 and 1",
+        "--no-colocate --rollout-num-gpus 6 --rollout-num-gpus-per-engine 3 --num-gpus-per-node 2",
+        "must be a multiple of --num-gpus-per-node when it is larger, got 3 and 2; use 2 or 4",
     ),
     (
         "--debug-rollout-only --debug-train-only",
@@ -346,6 +346,19 @@ def test_rules(argv, flags, message):
     with pytest.raises(ValueError) as error:
         parse_args([*argv, *flags.split()])
     assert message in str(error.value)
+
+
+def test_an_engine_may_fill_several_nodes(argv):
+    flags = [
+        "--no-colocate",
+        "--rollout-num-gpus",
+        "8",
+        "--rollout-num-gpus-per-engine",
+        "4",
+        "--num-gpus-per-node",
+    ]
+    nodes = {size: parse_args([*argv, *flags, str(size)]).nodes_per_engine for size in (1, 2, 4, 8)}
+    assert nodes == {1: 4, 2: 2, 4: 1, 8: 1}
 
 
 def test_prompt_slices_name_existing_files(argv, tmp_path):

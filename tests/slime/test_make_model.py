@@ -24,9 +24,9 @@ from make_model import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from slime.config.config_file import split_argv
 from slime.config.megatron_flags import MODEL_ARGS
 from slime.config.model_args import check_model_args
-from slime.config.parser import split_argv
 from slime.config.validate import largest_token_id
 from slime.data.packing import sample_flops
 from slime.hf_config import check_checkpoint_shapes, expert_count, read_hf_config, sparse_layers
@@ -40,9 +40,15 @@ EXACT = {
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
     "qwen2.5-0.5b": 494_032_768,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-32b": 32_763_876_352,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
-SPARSE = ("qwen3-30b-a3b", "qwen3-moe-tiny", "glm-4.5-air", "glm-moe-tiny")
+SPARSE = ("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-moe-tiny", "glm-4.5-air", "glm-4.5-355b", "glm-moe-tiny")
 
 
 def make(folder: Path, *flags: str, arch: str = "qwen3-tiny") -> Path:
@@ -85,7 +91,7 @@ def test_our_own_are_mostly_body():
         model = build_model(build_config(arch), 0, "meta")
         assert low < model.num_parameters() < high
         assert model.get_input_embeddings().weight.numel() < 0.06 * model.num_parameters()
-    assert set(ARCHITECTURES) == {*EXACT, "glm-4.5-air", *(arch for arch, _, _ in sizes)}
+    assert set(ARCHITECTURES) == {*EXACT, "glm-4.5-air", "glm-4.5-355b", *(arch for arch, _, _ in sizes)}
     assert all(row.source for row in ARCHITECTURES.values())
 
 
@@ -168,9 +174,9 @@ def test_the_trainer_and_model_args_know_the_shape(arch):
     )
     assert {*shape, "rotary_base", "norm_epsilon"} <= set(given)
     assert ("untie_embeddings_and_output_weights" in given) != ARCHITECTURES[arch].tied
-    assert (
-        ("qk_layernorm" in given) == ("add_qkv_bias" not in given) == config["model_type"].startswith("qwen3")
-    )
+    qwen3 = config["model_type"].startswith("qwen3")
+    assert ("add_qkv_bias" in given) == (not qwen3)
+    assert ("qk_layernorm" in given) == config.get("use_qk_norm", qwen3)
     routed = {"num_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq"}
     assert routed & set(given) == (routed if arch in SPARSE else set())
     assert ("moe_shared_expert_intermediate_size" in given) == (config["model_type"] == "glm4_moe")

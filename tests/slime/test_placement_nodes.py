@@ -1,4 +1,5 @@
-"""Engines of several GPUs on a Ray of two nodes, both of which are on this host and were told of GPUs."""
+"""Engines of several GPUs on a Ray of two nodes, both of which are on this host and were told of GPUs. Engines that
+fill several nodes are in tests/vime/test_engine_nodes.py."""
 
 from __future__ import annotations
 
@@ -14,16 +15,20 @@ from slime.cluster.placement import VISIBLE_VARIABLE, place
 QUIET = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 
 
-def engines_of_two(rollout_num_gpus: int) -> SimpleNamespace:
+def engines_of_two(rollout_num_gpus: int, num_gpus_per_node: int = 8) -> SimpleNamespace:
     return SimpleNamespace(
         actor_num_nodes=1,
         actor_num_gpus_per_node=1,
         rollout_num_gpus=rollout_num_gpus,
         rollout_num_gpus_per_engine=2,
+        num_gpus_per_node=num_gpus_per_node,
         colocate=False,
         device="cuda",
         debug_train_only=False,
         debug_rollout_only=True,
+        tensor_model_parallel_size=1,
+        nvlink_domain_size=None,
+        vllm_args={},
     )
 
 
@@ -44,7 +49,11 @@ def test_an_engine_on_two_nodes_is_refused(two_nodes):
         place(engines_of_two(4))
     said = str(caught.value)
     assert "the GPUs of an engine (--rollout-num-gpus-per-engine 2) must be on one node, got engine " in said
-    assert said.count(" GPU ") == 2 and "give every node a multiple of 2 GPUs" in said
+    assert said.count("1 on ") == 2 and "give every node a multiple of 2 GPUs" in said
+    with pytest.raises(
+        ValueError, match=r"2 whole nodes \(--num-gpus-per-node 1\), got engine \d with .*[23] on "
+    ):
+        place(engines_of_two(4, num_gpus_per_node=1))
     placed = place(engines_of_two(2))
     try:  # nothing of the refused run is held, and Ray packs two onto the larger node
         (bundles,) = placed.engine_bundles

@@ -66,9 +66,9 @@ def test_a_reader_learns_in_the_first_screen_what_is_fast_what_is_missed_and_whe
     assert re.search(r"\*\*Targets of runs\*\* \d+ met, \*\*\d+ missed\*\*", screen)
 
 
-def test_the_readme_table_of_runs_is_what_the_records_say():
+def test_the_table_of_measured_runs_is_what_the_records_say():
     """A row a record of --rl-kernel-ops: means of both sides, and how much less with its interval."""
-    readme = (ROOT / "README.md").read_text().splitlines()
+    lines = (ROOT / "docs/measured.md").read_text().splitlines()
     results = [r for r in read_results(ROOT) if isinstance(r.content, Record)]
     listed = [r for r in results if r.content.switch["field"] == "rl_kernel_ops"]
     assert listed
@@ -76,8 +76,8 @@ def test_the_readme_table_of_runs_is_what_the_records_say():
         found = {c.metric.name: c for c in compared(result.content, pairs_of(result.content)[0])}
         shown = [TRAINING, TRAINER_PEAK, STEP] if result.content.tier == "e2e" else [TRAINING, TRAINER_PEAK]
         cells = [cell for name in shown for cell in less(found[name])]
-        link = f"(docs/benchmarks.md#{result.name.replace('_', '-')})"
-        (row,) = [line for line in readme if link in line and line.startswith("|")]
+        link = f"(benchmarks.md#{result.name.replace('_', '-')})"
+        (row,) = [line for line in lines if link in line and line.startswith("|")]
         assert [cell.strip() for cell in row.split("|")[2:-1] if cell.strip()] == cells, result.name
 
 

@@ -149,7 +149,7 @@ def test_files_presets_and_command_lines_that_are_not_there(tmp_path):
         ValueError, match="--preset must be one of long, own .*, got lonng; did you mean long?"
     ):
         read_settings(path, "lonng")
-    with pytest.raises(ValueError, match="CONFIG must be a YAML file, got none.yaml"):
+    with pytest.raises(ValueError, match="BENCHMARK must be a YAML file, got none.yaml"):
         read_settings(Path("none.yaml"))
     with pytest.raises(ValueError, match="must be valid YAML"):
         read_settings(write(tmp_path, "a: [1"))

@@ -13,7 +13,8 @@ from architectures import ARCHITECTURES
 from slime.config.schema import own_flags
 from slime.memory_decision import ENGINE_SHARE
 from slime.model_shape import Shape
-from vime.cli import COMMANDS, main
+from vime.cli import main
+from vime.commands import COMMANDS
 from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings, parse_config
 from vime.engine.memory import engine_memory
 from vime.engine.server import EngineServer, EngineSpec
@@ -146,6 +147,18 @@ def test_vllm_and_router_flags_reach_their_parsers(stock):
             "--check-weight-update-equal must go with engines of one pipeline stage, got",
         ),
         (
+            "--vllm-nnodes 2",
+            "--vllm-nnodes must be left out; they follow from --rollout-num-gpus-per-engine and",
+        ),
+        (
+            "--num-gpus-per-node 1 --vllm-distributed-executor-backend ray",
+            "--vllm-distributed-executor-backend must be mp with an engine of 2 nodes (--num-gpus-per-node 1), got ray",
+        ),
+        (
+            "--num-gpus-per-node 1 --vllm-data-parallel-size 2",
+            "--vllm-data-parallel-size must be 1 with an engine of 2 nodes (--num-gpus-per-node 1), got 2; lower",
+        ),
+        (
             "--vllm-max-model-len 4096",
             "--vllm-max-model-len must hold the longest rollout, got 4096 for 8192 tokens",
         ),
@@ -231,6 +244,15 @@ def test_plan_shows_each_engine_flag_once_and_which_has_no_effect(stock, capsys)
     assert out.count("--vllm-gpu-memory-utilization has no effect on CPU engines") == 1
 
 
+def test_plan_shows_the_processes_of_an_engine_on_several_nodes(stock, capsys):
+    assert main(["plan", *stock, "--num-gpus-per-node", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "4 vLLM servers x 2 cuda, each 2 processes on 2 nodes of 1, behind one vllm-router" in out
+    for flag in ("--nnodes 2", "--node-rank 0", "--distributed-executor-backend mp"):
+        assert f"vLLM {flag}" in out
+    assert "--master-addr" not in out, "known when the engine starts"
+
+
 def test_plan_finds_a_malformed_prompt_line(stock, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": "a"}\n')
     assert main(["plan", *stock]) == 2
@@ -255,9 +277,9 @@ def test_user_errors_are_one_line_and_exit_code_2(stock, capsys):
         (["train", *stock, "--lrr", "1"], "vime train: --lrr is not a known flag; did you mean --lr?"),
         (
             ["pln"],
-            "vime pln: the command must be one of train, plan, export, audit, plot, bench, flags, got pln; did",
+            f"vime pln: the command must be one of {', '.join(COMMANDS)}, got pln; did you mean vime plan?",
         ),
-        (["flags", "--xml"], "vime flags: flags takes --json or nothing, got --xml"),
+        (["flags", "--xml"], "vime flags: flags takes --json or words to search for, got --xml"),
         (["plot", "absent"], "vime plot: "),
     ]:
         assert main(argv) == 2

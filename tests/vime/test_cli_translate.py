@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slime.config.parser import split_argv
+from slime.config.config_file import split_argv
 from vime.engine.sglang_flags import DROPPED, MAPPED, RENAMED, SPECIAL, targets, translate_sglang
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from slime.config.config_file import split_argv
 from slime.config.fields import spelled
-from slime.config.parser import split_argv
 from vime.switch import from_environment
 
 

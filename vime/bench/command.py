@@ -1,13 +1,13 @@
 """`vime bench`: what rl_kernel changes, measured against the path without it, in three tiers.
 
     vime bench op [OP ...]        the operators alone, beside other implementations: python -m rl_kernel.bench
-    vime bench module CONFIG      trainer steps on saved rollouts: log-probs, loss, backward, optimizer
-    vime bench e2e CONFIG         whole steps, generation to weight transfer, both sides in turn
-    vime bench plan CONFIG        the commands of module and e2e, checked, and their memory; starts no run
+    vime bench module BENCHMARK      trainer steps on saved rollouts: log-probs, loss, backward, optimizer
+    vime bench e2e BENCHMARK         whole steps, generation to weight transfer, both sides in turn
+    vime bench plan BENCHMARK        the commands of module and e2e, checked, and their memory; starts no run
                                   --gpu-memory-gib 80: does it fit GPUs of that size, which need not be here
     vime bench report DIR ...     what they measured, as a page with pictures
 
-CONFIG is a YAML file (vime.bench.settings; examples/bench has some). Runs are `vime train` itself.
+BENCHMARK is a YAML file (vime.bench.settings; examples/bench has some). Runs are `vime train` itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from slime.config.config_file import expand_config
 from slime.config.fields import nearest
 from slime.data.prompts import prompt_file
+from slime.hardware import HARDWARE
 from slime.memory_decision import TOO_SMALL
 from slime.tracking.environment import mask_command
 from vime.bench.operators import OPERATORS_FILE
@@ -72,7 +74,10 @@ def _runs(tier: str, argv: list[str]) -> int:
 def _plan(tier: str, argv: list[str]) -> int:
     arguments, benchmark = _read(tier, argv)
     size = None if arguments.gpu_memory_gib is None else gpu_gib(arguments.gpu_memory_gib)
-    benchmark = replace(benchmark, flags=tuple(for_gpus(benchmark.flags, size)))
+    named = () if arguments.gpu is None else ("--gpu", arguments.gpu)
+    benchmark = replace(benchmark, flags=(*for_gpus(benchmark.flags, size), *named))
+    if size is None and arguments.gpu is not None:
+        size = HARDWARE[arguments.gpu].memory_gib
     plans = [make_plan(each, benchmark, _out(benchmark, each)) for each in RUN_TIERS]
     return _show(plans, size)
 
@@ -90,13 +95,24 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
     parser = argparse.ArgumentParser(
         prog=f"vime bench {tier}", allow_abbrev=False, epilog="what stands after -- are flags of `vime train`"
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, see examples/bench")
+    parser.add_argument("benchmark", type=Path, metavar="BENCHMARK", help="a YAML file, see examples/bench")
     if tier == "plan":
         parser.add_argument(
             GPU_MEMORY, metavar="N", help="do both sides fit GPUs of N GiB; exit status 1 if not"
         )
+        parser.add_argument(
+            "--gpu", choices=HARDWARE, help=f"the same for this GPU; {GPU_MEMORY} wins where both are given"
+        )
     else:
         parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/bench/NAME[-PRESET]-TIER")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        dest="config_files",
+        metavar="FILE",
+        help="a YAML file with flags of `vime train` for both sides",
+    )
     parser.add_argument("--preset", metavar="NAME", help="one of the file's presets")
     parser.add_argument("--steps", type=int, metavar="N", help="of each run, the warm-up included")
     parser.add_argument("--repeats", type=int, metavar="N", help="runs a side")
@@ -110,20 +126,20 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
         help="what a reader has to know, such as who else used the machine",
     )
     given = parser.parse_args(ours)
-    benchmark = read_settings(given.config, given.preset).with_line(
+    benchmark = read_settings(given.benchmark, given.preset).with_line(
         steps=given.steps,
         repeats=given.repeats,
         model=given.model,
         data=given.data,
-        flags=flags,
+        flags=expand_config([token for name in given.config_files for token in ("--config", name)] + flags),
         notes=given.note,
     )
     if benchmark.data != ARITHMETIC and not prompt_file(benchmark.data).is_file():
         raise ValueError(
-            f"data of {given.config} must be a prompt file that exists, got {benchmark.data}; name yours with --data, "
-            "or take a --preset that makes its own (smoke, shallow: where the file has one)"
+            f"data of {given.benchmark} must be a prompt file that exists, got {benchmark.data}; name yours with "
+            "--data, or take a --preset that makes its own (smoke, shallow: where the file has one)"
         )
-    sys.path.append(str(given.config.absolute().parent))  # hooks beside the file, as its runs find them
+    sys.path.append(str(given.benchmark.absolute().parent))  # hooks beside the file, as its runs find them
     return given, benchmark
 
 

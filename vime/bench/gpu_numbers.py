@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 
 from slime.data.packing import sample_flops
+from slime.hardware import HARDWARE
 from vime.bench.gpu_runs import GpuRun, Sources, read
 
-PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.0, "NVIDIA H200": 989.0}
-"""Dense bfloat16 products by the name that the driver gives a GPU (SXM), NVIDIA's data sheets."""
+PEAK_TFLOPS = {device: gpu.bf16_flops / 1e12 for gpu in HARDWARE.values() for device in gpu.devices}
+"""Dense bfloat16 products by the name that the driver gives a GPU."""
 IDLE_MIB = 1024
 """A GPU of the host that has no more in use is not of the run."""
 RISE = 0.1

@@ -27,8 +27,8 @@ from typing import Any
 
 import yaml
 
+from slime.config.config_file import YamlLoader, split_argv, yaml_group
 from slime.config.fields import nearest, spelled
-from slime.config.parser import split_argv, yaml_group
 from slime.config.schema import own_flags
 from vime.bench.record import SIDES
 from vime.switch import SAME
@@ -64,18 +64,6 @@ TAKEN = {
     ),
 }
 """Flags that a benchmark gives itself, and why nobody else may."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain data, with the booleans of YAML 1.2."""
-
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":bool")]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("true|false", re.IGNORECASE), list("tTfF"))
 
 
 @dataclass(frozen=True)
@@ -189,10 +177,10 @@ def tokens(name: str, value: Any) -> list[str]:
 def _load(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(
-            f"CONFIG must be a YAML file, got {path}; those that come with it are in examples/bench"
+            f"BENCHMARK must be a YAML file, got {path}; those that come with it are in examples/bench"
         )
     try:
-        return yaml.load(path.read_text(), Loader=_Loader)
+        return yaml.load(path.read_text(), Loader=YamlLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} must be valid YAML, got: {error}") from error
 

@@ -18,12 +18,15 @@ from typing import Any, NoReturn
 
 from slime.config import Config, FlagGroup, parse_args
 from slime.config.fields import nearest
+from slime.config.parser import check_flags
+from slime.config.problems import Problems
 from slime.hf_config import read_hf_config
 from vime.engine import vllm_versions
 from vime.engine.sglang_flags import translate_sglang
 from vime.switch import from_environment
 
 _ADDRESS = "engines listen where the engine pool places them"
+_NODES = "they follow from --rollout-num-gpus-per-engine and --num-gpus-per-node"
 _KEY = "every server of a run gets the run's own key"
 _MODEL = "engines serve --hf-checkpoint"
 _SAMPLING = "training needs the log-probs of the distribution that was sampled from"
@@ -33,6 +36,10 @@ VLLM_RESERVED = {
     "uds": _ADDRESS,
     "grpc": _ADDRESS,
     "headless": _ADDRESS,
+    "nnodes": _NODES,
+    "node_rank": _NODES,
+    "master_addr": _NODES,
+    "master_port": _NODES,
     "config": "give its entries as --vllm-* flags or in --custom-config-path",
     "api_key": _KEY,
     "middleware": _KEY,
@@ -111,26 +118,34 @@ class _PrefixOwner:
         """Check every flag; return `<prefix>args` (typed values) and `<prefix>argv` (the project's flags)."""
         argv: dict[int | str, list[str]] = {}
         given: dict[str, Any] = {}
-        options = self.options()
+        problems = Problems()
         for number, group in enumerate(groups):
-            # vLLM reads --flag.key value as an entry of a JSON flag.
-            name, dot, key = group.name.removeprefix(self.prefix).partition(".")
-            if name not in options:
-                near = nearest(name, options, prefix=f"--{self.prefix[:-1]}-")
-                raise ValueError(f"{group.typed} is not a flag of {self.project}{near}")
-            dest = options[name].dest
-            if dest in self.reserved:
-                raise ValueError(f"{group.typed} must be left out; {self.reserved[dest]}")
-            tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
-            typed = self._typed(tokens, group.typed)
-            collects = isinstance(options[name], argparse._AppendAction)
-            given.update({dest: given.get(dest, []) + typed[dest]} if collects else typed)
-            # vLLM warns of what is given twice. Values that are collected, and entries of JSON, add up.
-            argv[number if dot or collects else dest] = tokens
+            problems.check(self._take, number, group, given, argv, origin=group.origin)
+        problems.report()
         return {
             f"{self.prefix}args": given,
             f"{self.prefix}argv": [t for group in argv.values() for t in group],
         }
+
+    def _take(
+        self, number: int, group: FlagGroup, given: dict[str, Any], argv: dict[int | str, list[str]]
+    ) -> None:
+        """Check one flag and put it into `given` and `argv`."""
+        options = self.options()
+        # vLLM reads --flag.key value as an entry of a JSON flag.
+        name, dot, key = group.name.removeprefix(self.prefix).partition(".")
+        if name not in options:
+            near = nearest(name, options, prefix=f"--{self.prefix[:-1]}-")
+            raise ValueError(f"{group.typed} is not a flag of {self.project}{near}")
+        dest = options[name].dest
+        if dest in self.reserved:
+            raise ValueError(f"{group.typed} must be left out; {self.reserved[dest]}")
+        tokens = [f"--{name.replace('_', '-')}{dot}{key}", *group.values]
+        typed = self._typed(tokens, group.typed)
+        collects = isinstance(options[name], argparse._AppendAction)
+        given.update({dest: given.get(dest, []) + typed[dest]} if collects else typed)
+        # vLLM warns of what is given twice. Values that are collected, and entries of JSON, add up.
+        argv[number if dot or collects else dest] = tokens
 
     def _typed(self, tokens: list[str], typed: str) -> dict[str, Any]:
         """What the project's parser makes of one flag, where that is a plain JSON value."""
@@ -171,12 +186,20 @@ def _translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
 
 def parse_config(argv: Sequence[str]) -> Config:
     """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
-    config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate)
-    check_engine_size(config)
-    check_engine_heads(config)
-    check_weight_channel(config)
-    check_context_length(config)
+    rules = (
+        check_engine_size,
+        check_engine_nodes,
+        check_engine_heads,
+        check_weight_channel,
+        check_context_length,
+    )
+    config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate, rules=rules)
     return dataclasses.replace(config, notes=(*config.notes, *_remarks(config)))
+
+
+def check_each(argv: Sequence[str]) -> None:
+    """Check each flag of a command line by itself. One ValueError with every problem."""
+    check_flags(argv, owners=(VLLM, ROUTER), translate=_translate)
 
 
 def _remarks(config: Config) -> Iterator[str]:
@@ -191,6 +214,11 @@ def _remarks(config: Config) -> Iterator[str]:
         )
     if config.actor_num_nodes > 1:
         yield f"--actor-num-nodes {config.actor_num_nodes}: several hosts have not been run in this version"
+    elif config.num_engines and config.nodes_per_engine > 1:
+        yield (
+            f"engines of {config.nodes_per_engine} nodes: run in this version as processes of one host, on CPUs, and "
+            "not yet on several hosts"
+        )
     elif config.device == "cuda":
         gpus = config.world_size + (0 if config.colocate else config.rollout_num_gpus or 0)
         if gpus > MOST_GPUS:
@@ -222,6 +250,22 @@ def check_engine_size(config: Config) -> None:
             "--vllm-pipeline-parallel-size and --vllm-data-parallel-size, got "
             f"{config.rollout_num_gpus_per_engine} and {tensor} * {pipeline} * {data} = "
             f"{tensor * pipeline * data}"
+        )
+
+
+def check_engine_nodes(config: Config) -> None:
+    """An engine of several nodes runs in vLLM's multi-node mode: one model over all GPUs, started by this project."""
+    if not config.num_engines or config.nodes_per_engine == 1:
+        return
+    spread = f"an engine of {config.nodes_per_engine} nodes (--num-gpus-per-node {config.num_gpus_per_node})"
+    if (backend := config.engine.vllm_args.get("distributed_executor_backend", "mp")) != "mp":
+        raise ValueError(
+            f"--vllm-distributed-executor-backend must be mp with {spread}, got {backend}; leave the flag out"
+        )
+    if (replicas := _given_parallel(config, "data_parallel_size") or 1) > 1:
+        raise ValueError(
+            f"--vllm-data-parallel-size must be 1 with {spread}, got {replicas}; lower --rollout-num-gpus-per-engine, "
+            "which gives more engines"
         )
 
 
@@ -294,6 +338,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "vllm_argv": tuple(config.engine.vllm_argv),
         "start_timeout_s": config.engine_start_timeout_s,
         "sleeps": gives_memory(config),
+        "nodes": config.nodes_per_engine,
         "tells_experts": config.use_rollout_routing_replay,
     }
 

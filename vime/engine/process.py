@@ -204,14 +204,17 @@ class Server(Generic[S]):
 
     def wait_ready(self) -> None:
         """Return once it serves. RuntimeError with the last log lines when it ends before, or never does."""
-        url, key = self.spec.url, self.spec.run_key
         wait_ready(
             self._started(),
-            lambda: answers(url, key, self.ready_path, timeout_s=5),
-            f"{self.name} at {urlsplit(url).netloc}",
+            self.is_ready,
+            f"{self.name} at {urlsplit(self.spec.url).netloc}",
             self.spec.start_timeout_s,
             self.timeout_flag,
         )
+
+    def is_ready(self) -> bool:
+        """Whether it serves."""
+        return answers(self.spec.url, self.spec.run_key, self.ready_path, timeout_s=5)
 
     def poll(self) -> int | None:
         """Exit status, or None while it runs."""

@@ -5,10 +5,14 @@ Ray shows the actor one GPU. The server of an engine of several sees those that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from vime.engine.nodes_server import NodesServer
 from vime.engine.server import EngineServer, EngineSpec
 
 
@@ -21,8 +25,11 @@ class RayEngineServer:
     def __init__(self, spec: EngineSpec, options: dict[str, Any]) -> None:
         self._actor = ray.remote(EngineServer).options(max_concurrency=4, **options).remote(spec)
 
-    def start(self) -> str:
-        return ray.get(self._actor.start.remote())
+    def meeting_point(self) -> str:
+        return ray.get(self._actor.meeting_point.remote())
+
+    def start(self, master: str = "") -> str:
+        return ray.get(self._actor.start.remote(master))
 
     def open_gate(self) -> None:
         ray.get(self._actor.open_gate.remote())
@@ -49,3 +56,35 @@ class RayEngineServer:
         except ray.exceptions.RayActorError:
             return
         ray.kill(self._actor)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where an engine's server process on one node runs: the node's address, the GPUs that it sees there as environment
+    variables, their PCI buses, and the Ray options that bring its actor there."""
+
+    host: str
+    visible: Mapping[str, str]
+    gpu_buses: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+def start_actors(spec: EngineSpec, seats: Sequence[Seat]) -> RayEngineServer | NodesServer:
+    """The handle of one engine with a server process in each of `seats`, in the order of its nodes."""
+    log = Path(spec.log_path)
+    members = [
+        RayEngineServer(
+            replace(
+                spec,
+                host=seat.host,
+                env={**spec.env, **seat.visible},
+                gpu_buses=seat.gpu_buses,
+                nodes=len(seats),
+                node=node,
+                log_path=str(log if node == 0 else log.with_name(f"{log.stem}-node-{node + 1}{log.suffix}")),
+            ),
+            dict(seat.options),
+        )
+        for node, seat in enumerate(seats)
+    ]
+    return members[0] if len(members) == 1 else NodesServer(members)

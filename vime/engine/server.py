@@ -11,12 +11,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
+from slime.cluster.numa import children_on, choose_cpus
 from vime.engine import routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
-from vime.engine.process import Server, ServerSpec
+from vime.engine.process import Server, ServerSpec, free_port
 from vime.engine.vllm_versions import request_times, server_module
 
 SERVED_MODEL_NAME = "policy"
@@ -68,16 +70,24 @@ class EngineSpec(ServerSpec):
     index: int = 0
     sleeps: bool = False
     """Whether it must be able to give its device memory away and take it again."""
+    gpu_buses: tuple[str, ...] = ()
+    """PCI addresses of its GPUs, for the CPUs that it runs on; empty: any CPUs."""
+    numa_binding: str = "auto"
     tells_experts: bool = False
     """Whether its answers must say which experts each token went to."""
     waits: bool = False
     """Whether it takes its device only after `open_gate`; `start_timeout_s` counts from `wait_ready`."""
+    nodes: int = 1
+    """Nodes of the engine, each with a server process of its own."""
+    node: int = 0
+    """Which of them this process is on. The first serves HTTP, the others have workers only."""
 
 
 class EngineServer(Server[EngineSpec]):
     """One vLLM server, in the driver or as a Ray actor."""
 
     name = "the engine server"
+    _master = ""
     ready_path = "/health"
     timeout_flag = "--engine-start-timeout-s"
 
@@ -86,9 +96,26 @@ class EngineServer(Server[EngineSpec]):
         """On this node, beside the log: no file system needs to be shared."""
         return Path(f"{self.spec.log_path}.gate").absolute()
 
-    def start(self) -> str:
+    def meeting_point(self) -> str:
+        """HOST:PORT on this node where the processes of an engine of several nodes meet."""
+        return f"{self.spec.host}:{free_port(self.spec.host)}"
+
+    def start(self, master: str = "") -> str:
+        """`master`: the `meeting_point` of the first process, for an engine of several nodes."""
+        self._master = master
         self._gate.unlink(missing_ok=True)
-        return super().start()
+        cpus: set[int] = set()
+        if self.spec.gpu_buses:
+            cpus, line = choose_cpus(self.spec.gpu_buses, self.spec.numa_binding)
+            log = Path(self.spec.log_path)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a") as file:
+                file.write(f"NUMA: {line}\n")
+        with children_on(cpus):
+            return super().start()
+
+    def is_ready(self) -> bool:
+        return super().is_ready() if self.spec.node == 0 else self.poll() is None
 
     def open_gate(self) -> None:
         """Let it take its device, where it waits for that."""
@@ -128,9 +155,22 @@ class EngineServer(Server[EngineSpec]):
             argv += [routed_experts.FLAG]
         if spec.trust_remote_code:
             argv += ["--trust-remote-code"]
+        argv += self._multi_node()
         given = {option(tokens) for tokens in pair_up(spec.vllm_argv)}
         ours = [token for tokens in pair_up(argv) if option(tokens) not in given for token in tokens]
-        return [sys.executable, "-m", server_module(), *ours, *spec.vllm_argv]
+        module = server_module() if spec.node == 0 else "vime.engine.headless"
+        return [sys.executable, "-m", module, *ours, *spec.vllm_argv]
+
+    def _multi_node(self) -> list[str]:
+        """Flags of vLLM's multi-node mode; none for an engine of one node."""
+        spec = self.spec
+        if spec.nodes == 1:
+            return []
+        host, _, port = self._master.rpartition(":")
+        flags = ["--nnodes", str(spec.nodes), "--node-rank", str(spec.node)]
+        if self._master:  # vime plan starts nothing, and has none
+            flags += ["--master-addr", host, "--master-port", port]
+        return [*flags, "--distributed-executor-backend", "mp", *(["--headless"] if spec.node else [])]
 
     def environment(self) -> dict[str, str]:
         """What every server gets, what vLLM needs, and `spec.env` last."""
@@ -147,6 +187,9 @@ class EngineServer(Server[EngineSpec]):
         }
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
+        if spec.nodes > 1 and ip_address(spec.host).is_loopback:
+            # Gloo takes the interface of the host's name, which is another one.
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if spec.sleeps:
             env[shared_gpu.SLEEPS_VARIABLE] = "1"
         if spec.waits:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from slime.config.fields import nearest
 from slime.config.parser import FlagGroup
+from slime.config.problems import Problems
 
 PREFIX = "sglang_"
 
@@ -107,10 +108,11 @@ _METHODS = {"NEXTN": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3"}
 
 
 def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    """Every `--sglang-*` group replaced by flags that have an owner, with a remark. ValueError when none."""
+    """Every `--sglang-*` group replaced by flags that have an owner, with a remark. ValueError names the others."""
     out: list[FlagGroup] = []
     notes: list[str] = []
     speculative: dict[str, FlagGroup] = {}
+    problems = Problems()
     for group in groups:
         if not group.name.startswith(PREFIX):
             out.append(group)
@@ -119,15 +121,16 @@ def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str
         if name.startswith("speculative_") and name.removeprefix("speculative_") in SPECULATIVE:
             speculative[name.removeprefix("speculative_")] = group
             continue
-        new, why = _translate(name, group)
-        out += new
-        notes.append(_remark(group, new, why))
-    if speculative:
-        new = [_speculative_config(speculative)]
-        out += new
+        if (translated := problems.check(_translate, name, group, origin=group.origin)) is not None:
+            new, why = translated
+            out += new
+            notes.append(_remark(group, new, why))
+    if speculative and (joined := problems.check(_speculative_config, speculative)) is not None:
+        out.append(joined)
         notes.append(
-            _remark(next(iter(speculative.values())), new, "the --sglang-speculative-* flags together")
+            _remark(next(iter(speculative.values())), [joined], "the --sglang-speculative-* flags together")
         )
+    problems.report()
     return out, notes
 
 

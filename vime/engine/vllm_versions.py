@@ -36,6 +36,8 @@ The same in both, and relied on: a server by `python -m`, with --middleware and 
 and the writing of answers that routed_experts does; WorkerWrapperBase.init_device and what a worker's sleep says last
 (vime.engine.shared_gpu, whose tests look, too); that a server forks where VLLM_WORKER_MULTIPROC_METHOD says so and CUDA
 has not begun (a test asks);
+vllm.entrypoints.cli.serve.run_headless and the flags of the multi-node mode, --nnodes, --node-rank, --master-addr,
+--master-port (vime.engine.headless; run with 0.32.0, read from a version between the two, not from 0.26.0 itself);
 --enable-per-request-metrics; layerwise reloading (vllm.model_executor.model_loader.reload); the registry of backends.
 /inference/v1/generate is in both and not used: vllm-router balances /v1/completions.
 """

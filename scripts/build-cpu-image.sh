@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Builds the cpu target of docker/Dockerfile and runs it, without a registry and without a container daemon: the base is a
+# Debian 12 root file system of mmdebstrap. Then, as the image's user: `vime doctor`, a /dev/shm that is too small, the GPU
+# check on a machine without a GPU, and the tiny demo for two rollouts. A person or a release runs this; CI does not.
+#
+#   bash scripts/build-cpu-image.sh              as root, on Debian: apt-get install mmdebstrap buildah
+#   PARTS="base image" bash scripts/build-cpu-image.sh    some of: base image check demo clean
+#
+#   WORK             folder of images and containers (default vime-image in TMPDIR); needs 25 GB; `clean` removes it
+#   SUITE            Debian release of the base (default bookworm)
+#   PIP_CONFIG_FILE  pip's settings for the build, such as an index with CPU builds of PyTorch; the image does not keep it
+#   BUILD_OPTIONS    more options of `buildah build`, such as "--volume HOST:CONTAINER:ro" for files that pip's settings name
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+WORK=${WORK:-${TMPDIR:-/tmp}/vime-image}
+PARTS=${PARTS:-base image check demo clean}
+IMAGE=vime:cpu
+
+die() { echo "build-cpu-image: $*" >&2; exit 1; }
+step() { echo "build-cpu-image: [$SECONDS s] $*"; }
+wants() { [[ " $PARTS " == *" $1 "* ]]; }
+((EUID == 0)) || die "the user must be root, got user $EUID; a root file system and a chroot need it"
+for tool in mmdebstrap buildah unshare; do
+    command -v "$tool" >/dev/null || die "$tool must be installed; Debian: apt-get install mmdebstrap buildah util-linux"
+done
+mkdir -p "$WORK"
+free_mib=$(df -Pm "$WORK" | awk 'NR == 2 { print $4 }')
+((free_mib >= 25000)) || die "WORK must be where 25000 MiB are free, got $WORK, where $free_mib are; set another WORK"
+
+# vfs and chroot need neither a kernel module nor a user namespace, so that this runs inside a container, too.
+STORAGE=(--storage-driver vfs --root "$WORK/storage" --runroot "$WORK/run")
+build() { buildah "${STORAGE[@]}" "$@"; }
+
+if wants base; then
+    mmdebstrap --quiet --variant=minbase --include=ca-certificates "${SUITE:-bookworm}" "$WORK/base.tar"
+    container=$(build from scratch)
+    build add --quiet "$container" "$WORK/base.tar" / >/dev/null
+    build commit --quiet --rm "$container" vime-base >/dev/null
+    step "base image: $(stat --format=%s "$WORK/base.tar" | numfmt --to=iec)"
+    rm "$WORK/base.tar"
+fi
+if wants image; then
+    read -ra options <<<"${BUILD_OPTIONS:-}"
+    [[ -z "${PIP_CONFIG_FILE:-}" ]] || options+=(--secret "id=pip.conf,src=$PIP_CONFIG_FILE")
+    # The docker format, since OCI's has no health check.
+    build bud --isolation chroot --format docker --target cpu --build-arg CPU_BASE=localhost/vime-base \
+        --build-arg REVISION="$(git rev-parse HEAD)" "${options[@]}" --tag "$IMAGE" --file docker/Dockerfile . \
+        >"$WORK/build.log" 2>&1 || { tail -n 40 "$WORK/build.log" >&2; die "the build failed; all of it: $WORK/build.log"; }
+    size=$(build images --format '{{.Size}}' "$IMAGE")
+    step "image: $size"
+fi
+
+# COMMAND in the container, as the image's user, with a /dev/shm of that size. Chroot isolation gives the container the
+# /dev/shm of its caller, so the caller has its own one in a mount namespace of its own.
+inside() { # SHM_SIZE COMMAND...
+    # shellcheck disable=SC2016
+    unshare --mount bash -euc 'mount -t tmpfs -o "size=$1,mode=1777" shm /dev/shm && exec "${@:2}"' -- "$1" \
+        buildah "${STORAGE[@]}" run --isolation chroot "$container" -- "${@:2}"
+}
+must_fail() { # TEXT SHM_SIZE COMMAND...
+    local text=$1 output
+    shift
+    ! output=$(inside "$@" 2>&1) || die "this must fail: ${*:2}"
+    grep -- "$text" <<<"$output" || die "this must name $text: ${*:2}, got: $output"
+}
+if wants check || wants demo; then
+    container=$(build from "$IMAGE")
+    trap 'build rm "$container" >/dev/null' EXIT
+fi
+if wants check; then
+    step "the image's user, its read-only code, its complete packages"
+    inside 2g id
+    must_fail 'Permission denied' 2g touch vime/__init__.py
+    inside 2g env PIP_NO_INDEX=1 bash scripts/setup.sh | { ! grep .; } || die "setup.sh must find nothing to do"
+    inside 2g vime --help >/dev/null
+    step "the health check"
+    # shellcheck disable=SC2016
+    mapfile -t check < <(build inspect --type image --format \
+        '{{range $i, $word := .Docker.Config.Healthcheck.Test}}{{if $i}}{{println $word}}{{end}}{{end}}' "$IMAGE" | grep .)
+    inside 2g "${check[@]}"
+    step "the health check where /dev/shm has 64 MiB, docker's default"
+    must_fail 'problem .*shared memory' 64m "${check[@]}"
+    step "a check for GPUs where there are none"
+    must_fail 'problem .*gpu' 2g vime doctor --device cuda
+fi
+if wants demo; then
+    step "the tiny demo, two rollouts"
+    inside 4g bash scripts/run-tiny-grpo.sh --num-rollout 2 >"$WORK/demo.log" 2>&1 ||
+        { tail -n 40 "$WORK/demo.log" >&2; die "the demo failed; all of it: $WORK/demo.log"; }
+    grep -E '^(reward|log-prob difference)' "$WORK/demo.log"
+    step "the demo has ended"
+fi
+if wants clean; then
+    [[ -z "${container:-}" ]] || build rm "$container" >/dev/null
+    trap - EXIT
+    rm -r "$WORK"
+fi
+step "done"

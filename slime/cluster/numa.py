@@ -1,0 +1,115 @@
+"""Binds a process to the CPUs that are nearest to its GPUs. Linux, standard library only.
+
+A host with two processors has two NUMA nodes, each with cores and memory of its own. A process on the cores of the
+other processor reaches its GPU through the link between the two. Only CPUs are bound. Memory follows by Linux's own
+rule: a page is allocated on the node of the core that touches it first. On a GB200 the memory of each GPU is a NUMA
+node without cores. Such nodes are not counted, and nothing is bound to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+SYSFS = Path("/sys")
+
+
+def parse_cpus(text: str) -> set[int]:
+    """The kernel's list format: "0-3,8" -> {0, 1, 2, 3, 8}."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def format_cpus(cpus: Collection[int]) -> str:
+    """{0, 1, 2, 3, 8} -> "0-3,8"."""
+    parts: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if parts and cpu == parts[-1][-1] + 1:
+            parts[-1].append(cpu)
+        else:
+            parts.append([cpu])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
+
+
+def nodes_with_cpus(sysfs: Path = SYSFS) -> dict[int, set[int]]:
+    """NUMA node -> its CPUs, for the nodes that have some."""
+    found = {}
+    for folder in (sysfs / "devices/system/node").glob("node[0-9]*"):
+        if cpus := parse_cpus((folder / "cpulist").read_text()):
+            found[int(folder.name.removeprefix("node"))] = cpus
+    return dict(sorted(found.items()))
+
+
+def cpus_of_gpu(bus: str, sysfs: Path = SYSFS) -> set[int]:
+    """CPUs of the NUMA node of the PCI device `bus`, or of the nearest node that has CPUs. Empty where the firmware
+    does not say to which node the device belongs, which is often so in virtual machines."""
+    file = sysfs / "bus/pci/devices" / bus / "numa_node"
+    if not file.is_file() or (node := int(file.read_text())) < 0:
+        return set()
+    nodes = nodes_with_cpus(sysfs)
+    if node in nodes:
+        return nodes[node]
+    row = sysfs / f"devices/system/node/node{node}/distance"
+    if not nodes or not row.is_file():
+        return set()
+    # The row has one distance for each node that is online, in the order of their numbers.
+    online = sorted(parse_cpus((sysfs / "devices/system/node/online").read_text()))
+    distance = dict(zip(online, map(int, row.read_text().split()), strict=True))
+    return nodes[min(nodes, key=lambda other: (distance[other], other))]
+
+
+def choose_cpus(
+    buses: Sequence[str], mode: str, *, allowed: Collection[int] | None = None, sysfs: Path = SYSFS
+) -> tuple[set[int], str]:
+    """(CPUs to bind to, a line that says which and why); no CPUs: nothing is to be bound.
+
+    `buses`: PCI addresses of the process's GPUs; of several the CPUs are taken together. `mode` is --numa-binding.
+    `allowed`: CPUs that the process may use now, which a container or a scheduler may have limited.
+    """
+    if mode == "off":
+        return set(), "not bound (--numa-binding off)"
+    nodes = nodes_with_cpus(sysfs)
+    if len(nodes) < 2:
+        return set(), "not bound: all CPUs are on one NUMA node"
+    known = [bus for bus in buses if bus]
+    near = [cpus_of_gpu(bus, sysfs) for bus in known]
+    if len(known) < len(buses) or not all(near):
+        return set(), "not bound: this host does not say which CPUs are near the GPU"
+    allowed = os.sched_getaffinity(0) if allowed is None else allowed
+    cpus = set().union(*near) & set(allowed)
+    if not cpus:
+        return set(), f"not bound: the CPUs near the GPU are not among those allowed ({format_cpus(allowed)})"
+    where = [str(node) for node, its in nodes.items() if its & cpus]
+    return cpus, f"bound to CPUs {format_cpus(cpus)} (NUMA node {', '.join(where)})"
+
+
+def bind(cpus: Collection[int]) -> None:
+    """Bind this process: all its threads, and those that they start."""
+    bound: set[int] = set()
+    while (
+        new := {int(task) for task in os.listdir("/proc/self/task")} - bound
+    ):  # a thread may have started meanwhile
+        for thread in new:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(thread, cpus)
+        bound |= new
+
+
+@contextlib.contextmanager
+def children_on(cpus: Collection[int]) -> Iterator[None]:
+    """What this thread starts in the block, and all that those processes start, runs on `cpus`; no CPUs: anywhere that
+    this thread may. The thread itself is as before afterwards."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)  # of this thread
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

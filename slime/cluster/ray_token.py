@@ -1,0 +1,121 @@
+"""Who may use Ray: the token of a cluster, the file that holds it, and a check that a cluster asks for it.
+
+`python -m slime.cluster.ray_token FILE` checks a token file; with --make it writes the file first where there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import stat
+import subprocess
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_PROBE_TIMEOUT_S = 60
+_PROBE = """
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=20)
+except AuthenticationError:
+    print("refused")
+else:
+    print("admitted")
+"""
+
+
+def make_token_file(path: Path) -> None:
+    """Write a new token to `path`, which only its owner can read. FileExistsError when the file exists."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def check_token_file(path: Path) -> None:
+    """ValueError unless `path` is a file with a token that belongs to this user or root and no one else can read."""
+    if not path.is_file():
+        raise ValueError(
+            f"the Ray token file must exist, got {path}; copy it from the head node, or make one with "
+            f"python -m slime.cluster.ray_token --make {path}"
+        )
+    status = path.stat()
+    if status.st_uid not in (os.getuid(), 0):
+        raise ValueError(
+            f"the Ray token file must belong to this user or root, got {path} of user {status.st_uid}; make a new one"
+        )
+    if mode := stat.S_IMODE(status.st_mode) & 0o077:
+        raise ValueError(
+            f"the Ray token file must be closed to group and others (mode 600), got {path} with mode "
+            f"{stat.S_IMODE(status.st_mode):o}, {mode:o} too much; chmod 600 {path}, and make a new token if "
+            "other users could read this one"
+        )
+    if not path.read_text().strip():
+        raise ValueError(f"the Ray token file must hold a token, got the empty file {path}; remove it")
+
+
+def use_own_token(environ: MutableMapping[str, str]) -> None:
+    """A new token for a cluster that this process starts; its processes inherit it with the environment."""
+    environ[MODE], environ[TOKEN] = "token", secrets.token_hex(32)
+
+
+def use_given_token(environ: MutableMapping[str, str]) -> None:
+    """Token mode where the user gave a token: in RAY_AUTH_TOKEN, or in a file that passes check_token_file."""
+    if environ.get(MODE, "token") != "token":
+        raise ValueError(
+            f"{MODE} must be token, got {environ[MODE]}; unset it, or give --allow-unauthenticated-ray"
+        )
+    if not environ.get(TOKEN):
+        path = Path(environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
+        if not environ.get(TOKEN_PATH) and not path.exists():
+            raise ValueError(
+                f"{TOKEN_PATH} must name the file with the token of the cluster at RAY_ADDRESS, got none; copy the "
+                "file from the head node, or give --allow-unauthenticated-ray"
+            )
+        check_token_file(path)
+    environ[MODE] = "token"
+
+
+def require_authentication(gcs_address: str) -> None:
+    """ValueError when the cluster admits a client without a token, as a process without one tries."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environ[MODE] = "disabled"
+    command = [sys.executable, "-c", _PROBE, gcs_address]
+    probe = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+    )
+    answer = probe.stdout.strip()
+    if answer == "admitted":
+        raise ValueError(
+            f"the Ray cluster at {gcs_address} must ask for a token, got one that admits anyone, who can then run code "
+            "on it; start it with scripts/ray-cluster.sh, or give --allow-unauthenticated-ray"
+        )
+    if answer != "refused":
+        raise RuntimeError(
+            f"a client without a token must get an answer from {gcs_address}, got {probe.stderr[-1000:]}"
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m slime.cluster.ray_token", description="Check a token file."
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--make", action="store_true", help="write a new token first where there is no file")
+    args = parser.parse_args(argv)
+    try:
+        if args.make and not args.file.exists():
+            make_token_file(args.file)
+        check_token_file(args.file)
+    except (ValueError, OSError) as error:
+        print(f"ray_token: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""`--config FILE.yaml`: flags of a run as a YAML mapping. Owns the file's form; the flags it names have their owners.
+
+    colocate: true                 a switch; false is --no-colocate
+    lr: 1e-6                       a value
+    eval-prompt-data: [a, a.jsonl] several values
+    train-env-vars: {A: "1"}       a JSON object
+    load: null                     not given
+
+Keys are flags without the leading dashes; dashes and underscores mean the same. A flag of the command line replaces
+the file's; of several files the later one wins. Paths are relative to the folder that the command is called from.
+Booleans are true and false only: `off` is a word here, as it is on a command line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.config.fields import spelled
+
+CONFIG = "config"
+
+
+class YamlLoader(yaml.SafeLoader):
+    """Plain data, with the booleans of YAML 1.2."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":bool")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("true|false", re.IGNORECASE), list("tTfF")
+)
+
+
+@dataclass(frozen=True)
+class FlagGroup:
+    """One flag as typed, its name (no dashes in front, underscores inside), the strings after it, and the file and line
+    it is from where that is not the command line."""
+
+    typed: str
+    name: str
+    values: list[str]
+    origin: str = ""
+
+    @property
+    def tokens(self) -> list[str]:
+        """The flag as it is typed on a command line."""
+        return [self.typed, *self.values]
+
+    @property
+    def positive(self) -> str:
+        """The name without the `no_` of a switch that is turned off."""
+        return self.name.removeprefix("no_")
+
+
+def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
+    """`--flag value ...` and `--flag=value` as groups; a token before the first flag is an error."""
+    groups: list[FlagGroup] = []
+    for token in argv:
+        if token.startswith("--") and len(token) > 2:
+            typed, equals, value = token.partition("=")
+            groups.append(FlagGroup(typed, typed[2:].replace("-", "_"), [value] if equals else []))
+        elif groups:
+            groups[-1].values.append(token)
+        else:
+            raise ValueError(
+                f"arguments must start with a flag, got {token!r}; every option is spelled --name value"
+            )
+    return groups
+
+
+def yaml_group(key: str, value: Any, origin: str = "") -> FlagGroup:
+    """A YAML entry as the tokens that mean the same; `false` is spelled `--no-...`."""
+    name = key.removeprefix("--").replace("-", "_")
+    if isinstance(value, bool):
+        name = name if value else f"no_{name}"
+        return FlagGroup(spelled(name), name, [], origin)
+    if isinstance(value, dict):
+        values = [json.dumps(value)]
+    else:
+        values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+    return FlagGroup(spelled(name), name, values, origin)
+
+
+def with_config_files(groups: Sequence[FlagGroup]) -> list[FlagGroup]:
+    """The flags of every `--config` file, then those of the command line. ValueError names file and line.
+
+    What a later file or the command line gives takes the place of all uses of that flag before it.
+    """
+    own = [group for group in groups if group.name != CONFIG]
+    layers = []
+    for group in groups:
+        if group.name == CONFIG:
+            if not group.values:
+                raise ValueError(f"{group.typed} must name a YAML file, got none; see examples/")
+            layers += [read_config_file(Path(name), group.typed) for name in group.values]
+    layers.append(own)
+    merged: list[FlagGroup] = []
+    for layer in layers:
+        given = {group.positive for group in layer}
+        merged = [group for group in merged if group.positive not in given] + layer
+    return merged
+
+
+def expand_config(argv: Sequence[str]) -> list[str]:
+    """The command line that means the same without `--config`."""
+    return [token for group in with_config_files(split_argv(argv)) for token in group.tokens]
+
+
+def read_config_file(path: Path, flag: str = "--config") -> list[FlagGroup]:
+    """The entries of a file in its order; null entries are left out. ValueError for what is no mapping of flags."""
+    if not path.is_file():
+        raise ValueError(f"{flag} must name a YAML file that exists, got {path}; check the path")
+    try:
+        loader = YamlLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{path} must be a mapping of flag: value, got a {node.tag.rpartition(':')[2]}")
+        return _entries(loader, node, path)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be valid YAML, got: {error}") from error
+
+
+def _entries(loader: yaml.SafeLoader, node: yaml.MappingNode, path: Path) -> list[FlagGroup]:
+    groups, lines = [], dict[str, int]()
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        key, value = loader.construct_object(key_node, True), loader.construct_object(value_node, True)
+        group = yaml_group(str(key), value, f"{path}, line {line}")
+        if group.positive in lines:
+            raise ValueError(
+                f"{path}, line {line}: {key} must be given once, got it in line {lines[group.positive]}, too; "
+                "remove one of the two lines"
+            )
+        if group.name == CONFIG:
+            raise ValueError(
+                f"{path}, line {line}: {key} must not be in a file; give several --config on the command line"
+            )
+        lines[group.positive] = line
+        if value is not None:
+            groups.append(group)
+    return groups

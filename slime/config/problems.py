@@ -1,0 +1,52 @@
+"""All problems of a command line in one report. Owns how they are collected, which are left out, and how they read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+_FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+class Problems:
+    """Collects the ValueErrors of independent checks. `report` raises them together.
+
+    Checks run in stages. A problem that names a flag of an earlier stage's problem is left out: it may only follow
+    from that one (an unknown `--rolout-batch-size` also leaves `--rollout-batch-size` without a value).
+    """
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._named: set[str] = set()
+
+    def check(self, rule: Callable[..., Any], *args: Any, origin: str = "") -> Any:
+        """The result of `rule(*args)`; None when it raises ValueError. `origin`: where the value is from."""
+        try:
+            return rule(*args)
+        except ValueError as error:
+            self.add(*getattr(error, "problems", [str(error)]), origin=origin)
+        except (TypeError, ArithmeticError):
+            # A value that an earlier problem left out, or 0 where a size is needed. Without one it is our own fault.
+            if not self._found:
+                raise
+        return None
+
+    def add(self, *texts: str, origin: str = "") -> None:
+        for text in texts:
+            if not set(_FLAG.findall(text)) & self._named:
+                self._found.append(f"{origin}: {text}" if origin else text)
+
+    def next_stage(self) -> None:
+        """What was found so far explains later problems with the same flags."""
+        self._named.update(flag for text in self._found for flag in _FLAG.findall(text))
+
+    def report(self) -> None:
+        """ValueError with every problem, one a line; nothing when there is none. One problem is its own text."""
+        texts = list(dict.fromkeys(self._found))
+        if not texts:
+            return
+        lines = [f"  {number}. {text}" for number, text in enumerate(texts, start=1)]
+        error = ValueError(texts[0] if len(texts) == 1 else "\n".join([f"{len(texts)} problems:", *lines]))
+        error.problems = texts  # type: ignore[attr-defined]
+        raise error

@@ -1,0 +1,151 @@
+"""What is known of GPUs that need not be here: one table, read by plans, by configuration and by benchmarks.
+
+Speeds are peaks that the vendor publishes, so a time that is computed from them is a lower bound. Imports nothing of
+this project.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU, in the system that it is usually sold in. Bandwidths are for one GPU, in bytes per second."""
+
+    name: str
+    devices: tuple[str, ...]
+    """Names that the driver gives to this GPU. Other variants (PCIe cards, other memory sizes) are not listed."""
+    memory_gib: float
+    """Memory that CUDA offers (`total_memory`), less than what `nvidia-smi` prints and than what is advertised."""
+    bf16_flops: float
+    """Dense bfloat16 FLOPs per second. Datasheets often give twice this number, for sparse matrices."""
+    memory_bytes_s: float
+    nvlink_bytes_s: float
+    """In one direction. Datasheets give the sum of both directions."""
+    network_bytes_s: float
+    """In one direction, through the network card of one GPU, in the vendor's own systems."""
+    gpus_per_node: int
+    nvlink_domain: int
+    """GPUs that reach one another through NVLink: those of a node, or those of a rack."""
+    cpu: str
+    """Architecture of the host's CPU."""
+
+
+# Sources. "CUDA total" is the number in PyTorch's out-of-memory errors ("GPU 0 has a total capacity of ..."), which
+# public logs of each GPU show; it differs by some 0.1 GiB from driver to driver.
+HARDWARE: dict[str, Hardware] = {
+    gpu.name: gpu
+    for gpu in (
+        # nvidia-smi 189471 MiB; CUDA total 184.31 GiB. NVIDIA, "GB200 NVL72" (specifications): 72 GPUs, BF16 360
+        # PFLOP/s sparse = 2.5 dense per GPU, 576 TB/s of memory = 8 per GPU, NVLink 130 TB/s = 1.8 per GPU in both
+        # directions. Four GPUs and two Grace CPUs (Arm) in a compute tray, one ConnectX-7 of 400 Gb/s for each GPU:
+        # MLCommons, inference_results_v6.1, systems/GB200-NVL72_GB200-186GB_aarch64x16_Dynamo.json, and "DGX GB200
+        # User Guide".
+        Hardware(
+            name="gb200",
+            devices=("NVIDIA GB200",),
+            memory_gib=184.31,
+            bf16_flops=2.5e15,
+            memory_bytes_s=8e12,
+            nvlink_bytes_s=900e9,
+            network_bytes_s=50e9,
+            gpus_per_node=4,
+            nvlink_domain=72,
+            cpu="aarch64",
+        ),
+        # nvidia-smi 284208 MiB; CUDA total 276.50 GiB. NVIDIA, "GB300 NVL72" (specifications): 72 GPUs, BF16 360
+        # PFLOP/s sparse, 576 TB/s of memory, NVLink 130 TB/s, one ConnectX-8 of 800 Gb/s for each GPU.
+        Hardware(
+            name="gb300",
+            devices=("NVIDIA GB300",),
+            memory_gib=276.5,
+            bf16_flops=2.5e15,
+            memory_bytes_s=8e12,
+            nvlink_bytes_s=900e9,
+            network_bytes_s=100e9,
+            gpus_per_node=4,
+            nvlink_domain=72,
+            cpu="aarch64",
+        ),
+        # CUDA total 267.69 GiB, device name as PyTorch's logs show it. NVIDIA, "HGX platform" (HGX B300): BF16 36
+        # PFLOP/s sparse for eight GPUs = 2.25 dense per GPU, NVLink 1.8 TB/s in both directions, ConnectX-8 of 800
+        # Gb/s; "DGX B300": 8 TB/s of memory per GPU.
+        Hardware(
+            name="b300",
+            devices=("NVIDIA B300 SXM6 AC",),
+            memory_gib=267.69,
+            bf16_flops=2.25e15,
+            memory_bytes_s=8e12,
+            nvlink_bytes_s=900e9,
+            network_bytes_s=100e9,
+            gpus_per_node=8,
+            nvlink_domain=8,
+            cpu="x86_64",
+        ),
+        # nvidia-smi 183359 MiB; CUDA total 178.35 GiB. NVIDIA, "DGX B200" datasheet: eight GPUs, 64 TB/s of memory = 8
+        # per GPU (pytorch/ao pull request 4002 derives 7.67 from bus width and clock), NVLink 14.4 TB/s = 1.8 per GPU,
+        # ConnectX-7 of 400 Gb/s. "HGX platform" (HGX B200): BF16 36 PFLOP/s sparse = 2.25 dense per GPU.
+        Hardware(
+            name="b200",
+            devices=("NVIDIA B200",),
+            memory_gib=178.35,
+            bf16_flops=2.25e15,
+            memory_bytes_s=8e12,
+            nvlink_bytes_s=900e9,
+            network_bytes_s=50e9,
+            gpus_per_node=8,
+            nvlink_domain=8,
+            cpu="x86_64",
+        ),
+        # nvidia-smi 143771 MiB; CUDA total 139.80 GiB. NVIDIA, "H200" datasheet (SXM): BF16 1,979 TFLOP/s sparse = 989
+        # dense, 4.8 TB/s, NVLink 900 GB/s in both directions. "DGX H200": eight GPUs, ConnectX-7 of 400 Gb/s.
+        Hardware(
+            name="h200",
+            devices=("NVIDIA H200",),
+            memory_gib=139.8,
+            bf16_flops=989e12,
+            memory_bytes_s=4.8e12,
+            nvlink_bytes_s=450e9,
+            network_bytes_s=50e9,
+            gpus_per_node=8,
+            nvlink_domain=8,
+            cpu="x86_64",
+        ),
+        # nvidia-smi 81559 MiB; CUDA total 79.18 GiB (driver 580: 85017493504 bytes). NVIDIA, "H100" datasheet (SXM):
+        # BF16 1,979 TFLOP/s sparse = 989 dense, 3.35 TB/s, NVLink 900 GB/s in both directions. "DGX H100": eight GPUs,
+        # ConnectX-7 of 400 Gb/s.
+        Hardware(
+            name="h100",
+            devices=("NVIDIA H100 80GB HBM3",),
+            memory_gib=79.18,
+            bf16_flops=989e12,
+            memory_bytes_s=3.35e12,
+            nvlink_bytes_s=450e9,
+            network_bytes_s=50e9,
+            gpus_per_node=8,
+            nvlink_domain=8,
+            cpu="x86_64",
+        ),
+        # nvidia-smi 81920 MiB; CUDA total 79.15 GiB. NVIDIA, "A100 80GB" datasheet (SXM): BF16 312 TFLOP/s dense, 2,039
+        # GB/s, NVLink 600 GB/s in both directions. "DGX A100 User Guide": eight GPUs, ConnectX-6 of 200 Gb/s.
+        Hardware(
+            name="a100",
+            devices=("NVIDIA A100-SXM4-80GB",),
+            memory_gib=79.15,
+            bf16_flops=312e12,
+            memory_bytes_s=2.039e12,
+            nvlink_bytes_s=300e9,
+            network_bytes_s=25e9,
+            gpus_per_node=8,
+            nvlink_domain=8,
+            cpu="x86_64",
+        ),
+    )
+}
+"""What --gpu may name."""
+
+
+def of_device(device: str) -> Hardware | None:
+    """The entry of a GPU by the name that its driver gives it; None for one that is not in the table."""
+    return next((gpu for gpu in HARDWARE.values() if device in gpu.devices), None)

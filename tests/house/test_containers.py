@@ -1,0 +1,216 @@
+"""docker/ and shell scripts: linters, lock files, Kubernetes schemas, and what each image promises."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import lock
+import pytest
+import yaml
+from house_tree import ROOT, files
+from kuberay import SCHEMAS
+
+DOCKERFILE = ROOT / "docker/Dockerfile"
+MANIFESTS = [path for path in files(".yaml") if path.parts[:2] == ("docker", "k8s")]
+KUBERNETES = "1.34"
+
+
+def lint(tool: str, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).parent / tool
+    command = [str(program if program.exists() else shutil.which(tool) or tool), *arguments]
+    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True)
+
+
+def test_hadolint() -> None:
+    done = lint("hadolint", "--failure-threshold", "info", str(DOCKERFILE))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_shellcheck() -> None:
+    scripts = [str(path) for path in files(".sh") if "models" not in path.parts]
+    done = lint("shellcheck", "--external-sources", "--format", "gcc", *scripts, ".ci/run")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_linters_find_faults() -> None:
+    assert "DL3006" in lint("hadolint", "-", stdin="FROM debian\n").stdout
+    assert "SC2086" in lint("shellcheck", "-", stdin="#!/bin/sh\nls $1\n").stdout
+
+
+@pytest.fixture(scope="module")
+def stages() -> dict[str, str]:
+    """Stage -> its instructions, of docker/Dockerfile."""
+    parts = re.split(r"^FROM \S+ AS (\S+)\n", DOCKERFILE.read_text(), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize(("image", "device"), [("cpu", "cpu"), ("gpu", "cuda")])
+def test_an_image_is_unprivileged_and_checks_its_health(stages, image: str, device: str) -> None:
+    stage = stages[image]
+    assert re.search(r"^USER 10001:10001$", stage, re.MULTILINE)
+    assert re.search(
+        rf'^HEALTHCHECK .*CMD \["vime", "doctor", "--device", "{device}"\]$', stage, re.MULTILINE
+    )
+    assert 'VOLUME ["/srv/vime/runs", "/var/lib/vime/huggingface"]' in stage
+    assert "HF_HOME=/var/lib/vime/huggingface" in stage
+    assert f"LOCK=requirements/locks/{image}-${{TARGETARCH}}.txt" in stage
+    for label in ("title", "description", "version", "revision", "licenses"):
+        assert f"org.opencontainers.image.{label}=" in stage
+
+
+def test_the_images_differ_in_their_device_alone(stages) -> None:
+    """The two final stages are written out twice, since a stage cannot take its base from a list of two."""
+
+    def plain(stage: str) -> str:
+        kept = [line for line in stage.splitlines() if line and not line.startswith("#")]
+        return re.sub(r"cpu|gpu|cuda|CPUs|NVIDIA GPUs", "X", "\n".join(kept))
+
+    assert plain(stages["cpu"]) == plain(stages["gpu"])
+
+
+def test_the_version_of_the_image_is_the_packages() -> None:
+    (packaged,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert set(re.findall(r"^ARG VERSION=(.+)$", DOCKERFILE.read_text(), re.MULTILINE)) == {packaged}
+
+
+def requirements(name: str) -> list[tuple[str, str]]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    matches = [re.match(r"([A-Za-z0-9-]+)(\S*)", line) for line in lines if line and not line.startswith("#")]
+    return [(match[1], match[2]) for match in matches if match]
+
+
+@pytest.mark.parametrize("name", lock.LOCKS)
+def test_a_lock_file_fits_its_requirements(name: str) -> None:
+    """scripts/lock.py --check asks the index too; this needs no network."""
+    from packaging.specifiers import SpecifierSet
+
+    pins = lock.read(lock.FOLDER / f"{name}.txt")
+    wanted = [pair for file in lock.LOCKS[name].requirements for pair in requirements(file)]
+    for package, versions in wanted:
+        if package not in lock.LOCKS[name].without:
+            assert pins[package][0] in SpecifierSet(versions), f"{package}: run python scripts/lock.py"
+    assert all(re.fullmatch("[0-9a-f]{64}", value) for _, hashes in pins.values() for value in hashes)
+    assert all(hashes for _, hashes in pins.values())
+    assert (lock.FOLDER / f"{name}.txt").read_text() == lock.text(name, pins)
+    if lock.LOCKS[name].options:  # of files that are complete
+        assert len(pins) == len(wanted) - len(set(lock.LOCKS[name].without) & {p for p, _ in wanted})
+
+
+def test_a_lock_file_that_is_out_of_date_is_found() -> None:
+    locked = {"a": ("1", {"x"}), "b": ("1", {"x"}), "c": ("1", {"x", "y"}), "d": ("1", set())}
+    found = {"a": ("2", {"x"}), "c": ("1", {"x"}), "d": ("1", {"x"}), "e": ("1", {"x"})}
+    assert lock.compare(locked, found) == [
+        "e is missing",
+        "b is not needed",
+        "a is 1, and resolves to 2",
+        "c 1 has hashes that the index does not give",
+        "d 1 has hashes that the index does not give",
+    ]
+    assert (
+        lock.compare({"a": ("1", {"x"})}, {"a": ("1", {"x", "y"})}) == []
+    )  # a new wheel of the same version
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            "requirements/no.txt",
+            "LOCK must be a file, got requirements/no.txt; take one of requirements/locks/",
+        ),
+        (
+            "requirements/dev.txt",
+            "LOCK must be a file whose name begins with gpu- or cpu-, got requirements/dev",
+        ),
+    ],
+)
+def test_setup_refuses_another_lock_file(tmp_path: Path, value: str, message: str) -> None:
+    environment = {**os.environ, "LOCK": value, "VENV": str(tmp_path / "venv")}
+    done = subprocess.run(
+        ["bash", "scripts/setup.sh"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def documents() -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (path.name, document)
+        for path in MANIFESTS
+        for document in yaml.safe_load_all((ROOT / path).read_text())
+    ]
+
+
+def pods(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every pod template of a RayJob or RayCluster, as a Pod."""
+    spec = document["spec"].get("rayClusterSpec", document["spec"])
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    return [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **group["template"]}
+        for group in groups
+    ]
+
+
+RAY = [(name, document) for name, document in documents() if document["kind"].startswith("Ray")]
+
+
+def test_manifests_follow_their_schemas() -> None:
+    assert {document["kind"] for _, document in documents()} == set(SCHEMAS)
+    for _, document in documents():
+        jsonschema.validate(document, SCHEMAS[document["kind"]])
+    for _, document in RAY:
+        for pod in pods(document):
+            kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(("name", "document"), RAY, ids=[name for name, _ in RAY])
+def test_a_pod_has_what_a_run_needs(name: str, document: dict[str, Any]) -> None:
+    for pod in pods(document):
+        spec = pod["spec"]
+        (container,) = spec["containers"]
+        assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 10001
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["startupProbe"]["exec"]["command"] == ["vime", "doctor", "--device", "cuda"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        limits = container["resources"]["limits"]
+        assert limits["nvidia.com/gpu"] == ("4" if "gb200" in name else "8")
+        assert any(key.startswith("rdma/") for key in limits)
+    assert document["spec"].get("rayClusterSpec", document["spec"])["authOptions"] == {"mode": "token"}
+
+
+def test_manifests_and_requirements_agree_on_ray() -> None:
+    versions = {lock.read(lock.FOLDER / f"gpu-{arch}.txt")["ray"][0] for arch in ("amd64", "arm64")}
+    for _, document in RAY:
+        versions.add(document["spec"].get("rayClusterSpec", document["spec"])["rayVersion"])
+    assert len(versions) == 1
+
+
+def test_the_launchers_of_the_manifests_exist() -> None:
+    for path in MANIFESTS:
+        launchers = re.findall(r"scripts/run-[\w.-]+\.sh", (ROOT / path).read_text())
+        assert launchers
+        assert [name for name in launchers if not (ROOT / name).is_file()] == []
+
+
+def test_the_schemas_find_faults() -> None:
+    (_, job) = next(pair for pair in RAY if pair[1]["kind"] == "RayJob")
+    wrong = copy.deepcopy(job)
+    wrong["spec"]["entryPoint"] = wrong["spec"].pop("entrypoint")
+    with pytest.raises(jsonschema.ValidationError, match="entryPoint|entrypoint"):
+        jsonschema.validate(wrong, SCHEMAS["RayJob"])
+    (pod, *_) = pods(copy.deepcopy(job))
+    pod["spec"]["containers"][0]["volumeMount"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)

@@ -1,0 +1,17 @@
+"""The subcommands of `vime`: their names, what they do, and where they are. Imports nothing."""
+
+COMMANDS = {
+    "train": "run a training job from the flags of a launch script",
+    "plan": "check the same flags and show what they mean; starts nothing",
+    "config": "print the flags of --config files as YAML or as a shell array",
+    "doctor": "check whether this machine has what a run needs; --json",
+    "export": "write a checkpoint as a Hugging Face directory",
+    "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
+    "plot": "draw the curves of run directories",
+    "bench": "what rl_kernel changes: op, module and e2e measure it, report tells it",
+    "flags": "list or search the flags: vime flags WORD; --json has every accepted flag with its owner",
+    "completion": "a script that completes commands and flags in bash or zsh",
+}
+
+MODULES = {"bench": "vime.bench.command", "doctor": "vime.doctor.command"}
+"""Where a subcommand is, when it is not the module of its name."""

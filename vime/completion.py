@@ -1,0 +1,80 @@
+"""`vime completion bash|zsh`: a script for the shell that completes commands, flags, their choices and file names.
+
+All names are written into the script, so that pressing TAB starts no Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slime.config.fields import spelled
+from slime.config.schema import own_flags
+from vime.commands import COMMANDS
+
+SHELLS = ("bash", "zsh")
+FLAG_COMMANDS = ("train", "plan", "config")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the script of a shell. ValueError for one that is not known."""
+    if list(argv) not in [[shell] for shell in SHELLS]:
+        raise ValueError(
+            f"completion must be asked for {' or '.join(SHELLS)}, got {' '.join(argv) or 'none'}; "
+            "bash: source <(vime completion bash)"
+        )
+    print(script(argv[0]))
+    return 0
+
+
+def script(shell: str) -> str:
+    """zsh runs the function of bash through its own bashcompinit."""
+    head = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    return head + BODY.format(
+        commands=" ".join(COMMANDS),
+        flag_commands="|".join(FLAG_COMMANDS),
+        flags=" ".join(["--config", *flags(), "--gpu-memory-gib"]),
+        choices="\n".join(f"        {flag}) values='{' '.join(values)}' ;;" for flag, values in choices()),
+    )
+
+
+def flags() -> list[str]:
+    """This project's flags; Megatron's and vLLM's would take seconds to list."""
+    return [spelled(name) for name in own_flags()]
+
+
+def choices() -> list[tuple[str, list[str]]]:
+    """Flags with a fixed set of values."""
+    return [
+        (spelled(name), [str(value) for value in spec.choices])
+        for name, spec in own_flags().items()
+        if spec.choices
+    ]
+
+
+BODY = """_vime() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} values=
+    COMPREPLY=()
+    if ((COMP_CWORD == 1)); then
+        COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+        return
+    fi
+    case ${{COMP_WORDS[1]}} in
+    completion) values="bash zsh" ;;
+    bench) values="op module e2e report plan" ;;
+    {flag_commands})
+        case $before in
+{choices}
+        esac
+        if [[ $word == --* ]]; then
+            values="{flags}"
+        fi
+        ;;
+    esac
+    if [[ -n $values ]]; then
+        COMPREPLY=($(compgen -W "$values" -- "$word"))
+    fi
+    if ((${{#COMPREPLY[@]}} == 0)); then
+        COMPREPLY=($(compgen -f -- "$word"))
+    fi
+}}
+complete -o filenames -F _vime vime"""

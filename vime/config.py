@@ -1,0 +1,89 @@
+"""`vime config FILE`: the flags of a run, from files and command line, as YAML or as a shell array. Starts nothing.
+
+The YAML is what `--config` reads. The shell form defines an array: source <(vime config FILE --format shell), then
+vime train "${VIME_FLAGS[@]}".
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from slime.config import Config
+from slime.config.config_file import FlagGroup, YamlLoader, split_argv, with_config_files, yaml_group
+from slime.config.schema import SECTION_OF, own_flags
+from vime.engine.flags import check_each, parse_config
+
+ARRAY = "VIME_FLAGS"
+
+
+USAGE = """usage: vime config FILE ... [FLAGS of vime train] [--format yaml|shell] [--all]
+
+Print the flags that a run would use: those of the files, replaced by those of the command line.
+--format shell prints a bash array; --all adds this project's flags at their defaults, and checks the whole."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the flags. ValueError for a flag that no run takes; with --all also for flags that contradict."""
+    if not argv or any(token in ("-h", "--help") for token in argv):
+        print(USAGE)
+        return 0
+    files = list(itertools.takewhile(lambda token: not token.startswith("--"), argv))
+    options = {group.name: group for group in split_argv(argv[len(files) :])}
+    form = options["format"].values if "format" in options else ["yaml"]
+    if form not in (["yaml"], ["shell"]):
+        raise ValueError(f"--format must be yaml or shell, got {' '.join(form) or 'none'}")
+    flags = [token for name in files for token in ("--config", name)]
+    flags += [t for name, group in options.items() if name not in ("format", "all") for t in group.tokens]
+    groups = with_config_files(split_argv(flags))
+    if "all" in options:
+        named = {group.positive for group in groups}
+        groups += [group for group in defaults(parse_config(flags)) if group.positive not in named]
+    else:
+        check_each(flags)
+    print(as_shell(groups) if form == ["shell"] else as_yaml(groups), end="")
+    return 0
+
+
+def defaults(config: Config) -> Iterator[FlagGroup]:
+    """Every flag of this project that has a value, as `config` resolved it."""
+    for name, spec in own_flags().items():
+        value = getattr(getattr(config, SECTION_OF[name]), name)
+        if value is None or spec.secret or (value in ([], {}, False) and value == spec.default):
+            continue
+        yield yaml_group(name, value)
+
+
+def as_shell(groups: Sequence[FlagGroup]) -> str:
+    """A bash array, one flag a line."""
+    lines = ["    " + " ".join(shlex.quote(token) for token in group.tokens) for group in groups]
+    return "\n".join([f"{ARRAY}=(", *lines, ")", ""])
+
+
+def as_yaml(groups: Sequence[FlagGroup]) -> str:
+    """A mapping that `--config` reads. The values of a flag that may be repeated are one list."""
+    content: dict[str, Any] = {}
+    for group in groups:
+        off = group.name != group.positive and not group.values
+        key = (group.positive if off else group.name).replace("_", "-")
+        values: Any = [_plain(text) for text in group.values]
+        if key in content and own_flags().get(group.name) is not None and own_flags()[group.name].append:
+            values = [*(content[key] if isinstance(content[key], list) else [content[key]]), *values]
+        value = not off if not values else values[0] if len(values) == 1 else values
+        content.pop(key, None)  # what is given twice counts where it is given last
+        content[key] = value
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _plain(text: str) -> Any:
+    """A number or a word as YAML reads it, where that is the same text again; else the text itself."""
+    try:
+        value = yaml.load(text, Loader=YamlLoader)
+    except yaml.YAMLError:
+        return text
+    same = isinstance(value, int | float) and not isinstance(value, bool) and str(value) == text
+    return value if same else text

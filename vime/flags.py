@@ -1,0 +1,125 @@
+"""`vime flags`: every flag by section, those that a word finds, or all as JSON. Also the help of `vime train`."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slime.config.fields import nearest
+from slime.config.listing import Row, megatron_rows, own_rows, row
+
+_WIDTH, _FLAG_WIDTH = 110, 42
+TITLES = {
+    "cluster": "Cluster: processes and devices",
+    "train": "Training",
+    "weight_update": "Weights to the engines",
+    "rollout": "Rollout: sampling",
+    "engine": "Engines",
+    "data": "Data and batch sizes",
+    "evaluation": "Evaluation",
+    "checkpoint": "Checkpoints",
+    "algorithm": "Algorithm",
+    "off_policy": "Old samples and importance correction",
+    "reward": "Rewards",
+    "fault_tolerance": "Fault tolerance",
+    "logging": "Logging",
+    "debug": "Debugging",
+    "kernels": "Operators of rl_kernel",
+    "megatron": "Megatron: parallelism and optimizer",
+    "not supported yet": "Accepted at their default only",
+    "no effect": "Accepted without effect",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """List flags. 1 when no flag has the words that were asked for; ValueError for an unknown option."""
+    words = [word for word in argv if not word.startswith("--")]
+    options = [word for word in argv if word.startswith("--")]
+    if options == ["--json"] and not words:
+        print(json.dumps(list(all_rows()), indent=1))
+        return 0
+    if options and options != ["--help"]:
+        raise ValueError(f"flags takes --json or words to search for, got {' '.join(argv)}")
+    if not words:
+        print(listing(own_rows()))
+        print(
+            "\nmegatron-core, vLLM (--vllm-*) and vllm-router (--router-*): `vime flags WORD`, `vime flags --json`"
+        )
+        return 0
+    return search(words)
+
+
+def all_rows() -> Iterator[Row]:
+    """Every flag that a run accepts, with its owner (imports Megatron and vLLM: seconds)."""
+    from vime.engine.flags import list_flags
+    from vime.engine.sglang_flags import targets
+
+    yield from own_rows()
+    yield from megatron_rows()
+    yield from list_flags()
+    for name, target in targets().items():
+        flag = "--sglang-" + name.replace("_", "-")
+        yield row(flag, "translated", None, f"becomes {target}", translated_to=target)
+
+
+def search(words: Sequence[str]) -> int:
+    """Print the flags whose name or help has every word."""
+    rows = list(all_rows())
+    wanted = [word.lower().replace("_", "-") for word in words]
+    found = [r for r in rows if all(word in f"{r['flag']} {r['help']}".lower() for word in wanted)]
+    if not found:
+        near = nearest(words[0], [r["flag"][2:] for r in rows])
+        print(f"no flag has {' and '.join(words)} in its name or help{near}")
+        return 1
+    print(listing(found))
+    return 0
+
+
+def listing(rows: Iterator[Row] | Sequence[Row]) -> str:
+    """Flags under a title for each owner, with choices and defaults."""
+    lines, owner = list[str](), None
+    for entry in rows:
+        if entry["owner"] != owner:
+            owner = entry["owner"]
+            name = owner.removeprefix("slime.config.")
+            lines.append(f"\n{TITLES.get(name, name)}")
+        lines += _entry(entry)
+    return "\n".join(lines).lstrip("\n")
+
+
+def _entry(entry: Row) -> Iterator[str]:
+    text = " ".join(str(entry["help"] or "").split())
+    if entry["choices"]:
+        text += f" ({'|'.join(map(str, entry['choices']))})"
+    if entry["default"] not in (None, False, [], {}, ""):
+        text += f" [{_short(entry['default'])}]"
+    flag = f"  {entry['flag']}"
+    wrapped = textwrap.wrap(text, _WIDTH - _FLAG_WIDTH) or [""]
+    if len(flag) >= _FLAG_WIDTH:
+        yield flag
+    else:
+        yield f"{flag:<{_FLAG_WIDTH}}{wrapped.pop(0)}".rstrip()
+    for line in wrapped:
+        yield " " * _FLAG_WIDTH + line
+
+
+def _short(value: Any) -> str:
+    return textwrap.shorten(str(value), 40, placeholder="...")
+
+
+def help_text(command: str, what: str) -> str:
+    """The text of `vime train --help` and `vime plan --help`."""
+    options = {
+        "train": "",
+        "plan": (
+            "\nOf the plan alone: --gpu-memory-gib N checks the flags against GPUs of N GiB (exit status 1 when they "
+            "do not\nfit) and shows what is offloaded there.\n"
+        ),
+    }[command]
+    return (
+        f"usage: vime {command} [--config FILE.yaml ...] [--FLAG VALUE ...]\n\n{what[0].upper()}{what[1:]}.\n\n"
+        "A file holds flags as a YAML mapping; the command line wins over files, later files over earlier ones.\n"
+        f"Search all flags, also Megatron's and vLLM's: vime flags WORD\n{options}\n{listing(own_rows())}"
+    )

@@ -1,0 +1,56 @@
+"""The part of a plan about the GPU that --gpu names: its figures, and bounds that follow from its peak speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slime.config import Config
+from slime.data.packing import sample_flops
+from slime.hardware import HARDWARE, Hardware
+from slime.memory_estimate import BYTES, amount
+from slime.model_shape import Shape
+
+
+def hardware(c: Config, hf: dict[str, Any]) -> Iterator[str]:
+    """Memory, speeds and layout of the GPU, then lower bounds. Nothing without --gpu."""
+    if c.gpu is None:
+        return
+    gpu = HARDWARE[c.gpu]
+    domain = c.nvlink_domain_size or gpu.nvlink_domain
+    yield (
+        f"{gpu.name}: {gpu.memory_gib:g} GiB for CUDA at {gpu.memory_bytes_s / 1e12:g} TB/s, "
+        f"{gpu.bf16_flops / 1e12:g} TFLOP/s in dense bfloat16; the host's CPU is {gpu.cpu}"
+    )
+    yield (
+        f"in each direction: NVLink {gpu.nvlink_bytes_s / 1e9:g} GB/s among {domain} GPUs, "
+        f"network {gpu.network_bytes_s / 1e9:g} GB/s a GPU; {c.num_gpus_per_node} GPUs per node"
+    )
+    yield from _bounds(c, hf, gpu, domain)
+
+
+def _bounds(c: Config, hf: dict[str, Any], gpu: Hardware, domain: int) -> Iterator[str]:
+    """What published peaks allow; a run is slower."""
+    if c.num_engines and not c.debug_rollout_only and (link := _weight_link(c, gpu, domain)) is not None:
+        size = Shape.of(hf).params * BYTES[c.params_dtype]
+        name, speed = link
+        yield (
+            f"lower bound of a weight update: {amount(size)} / {speed / 1e9:g} GB/s ({name}) = {size / speed:.3g} s"
+        )
+    if not c.debug_rollout_only and c.params_dtype == "bfloat16":
+        flops = 3 * sample_flops(1, 0, hf)
+        rate = c.world_size * gpu.bf16_flops / flops
+        yield (
+            f"upper bound of training: {c.world_size} x {gpu.bf16_flops / 1e12:g} TFLOP/s / {flops / 1e9:.3g} GFLOP "
+            f"a token = {rate:,.0f} tokens/s (layers alone, without attention's products, head and recomputation)"
+        )
+
+
+def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | None:
+    """What all weights must pass on their way to engines; None for files, whose speed this table does not know."""
+    if c.update_weight_transport == "ipc":  # each rank packs all weights into buckets of its own GPU
+        return "the GPU's memory", gpu.memory_bytes_s
+    if c.update_weight_transport == "nccl":  # rank 0 sends them to all engines
+        inside = c.world_size + c.rollout_num_gpus <= domain
+        return ("NVLink", gpu.nvlink_bytes_s) if inside else ("network of one GPU", gpu.network_bytes_s)
+    return None
