@@ -17,6 +17,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
+    if args in (["-V"], ["--version"], ["version"]):
+        from vime.version import version_lines
+
+        print("\n".join(version_lines()))
+        return 0
     command, rest = args[0], args[1:]
     try:
         return run(command, rest)
@@ -51,6 +56,7 @@ def usage() -> str:
             "",
             *lines,
             "",
+            "vime --version names the version, the commit and the packages that a run depends on.",
             "A first run:  bash scripts/run-tiny-grpo.sh",
             "Flags keep the names of slime, Megatron (--lr) and vLLM (--vllm-max-num-seqs).",
             "`vime plan FLAGS` explains what a set of them means;",
