@@ -31,6 +31,11 @@ def run(command: str, argv: list[str]) -> int:
     if command in ("-h", "--help", "help"):
         print(usage(), flush=True)
         return 0
+    if command in ("-V", "--version", "version"):
+        from vime.version import version_lines
+
+        print("\n".join(version_lines()))
+        return 0
     if command not in COMMANDS:
         near = nearest(command, COMMANDS, prefix="vime ")
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {command}{near}")
@@ -50,6 +55,9 @@ def usage() -> str:
             "usage: vime COMMAND [ARGUMENTS]      RL post-training: vLLM rollout, Megatron training",
             "",
             *lines,
+            "",
+            "vime --version names the version, the commit and the packages that a run depends on.",
+            "  vime --version  version, commit and the versions of what it runs on",
             "",
             "A first run:  bash scripts/run-tiny-grpo.sh",
             "Flags keep the names of slime, Megatron (--lr) and vLLM (--vllm-max-num-seqs).",

@@ -127,9 +127,9 @@ def collect_environment(
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": mask_command(argv),
         "directory": os.getcwd(),
-        "git": _git(Path(__file__).resolve().parents[2]),
+        "git": git_state(Path(__file__).resolve().parents[2]),
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "packages": _packages(),
+        "packages": installed_packages(),
         "host": {"name": platform.node(), "platform": platform.platform()},
         "cpu": _cpu(),
         "gpus": _gpus(),
@@ -179,7 +179,7 @@ def _run(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def _git(root: Path) -> dict[str, Any] | None:
+def git_state(root: Path) -> dict[str, Any] | None:
     """Commit, whether tracked files differ from it, the SHA-256 of how; None unless `root` is the top of a checkout."""
     top = _run("git", "-C", str(root), "rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:  # installed elsewhere, inside somebody else's repository
@@ -200,7 +200,8 @@ def _digest(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _packages() -> dict[str, str]:
+def installed_packages() -> dict[str, str]:
+    """Distribution -> version of everything that this environment can import."""
     # setuptools and Ray, once imported, add what they carry along to the path: it is no package of this environment
     paths = [path for path in sys.path if not _is_in_a_package(Path(path))]
     distributions = [d for d in importlib.metadata.distributions(path=paths) if d.metadata["Name"]]

@@ -188,24 +188,26 @@ def test_what_packages_carry_along_is_not_of_the_environment():
 
 
 def test_environment_names_the_commit_only_of_its_own_checkout(tmp_path):
-    from slime.tracking.environment import _git
+    from slime.tracking.environment import git_state
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
-    assert _git(tmp_path.resolve()) is None  # no commit yet
+    assert git_state(tmp_path.resolve()) is None  # no commit yet
     (tmp_path / "inner").mkdir()
     (tmp_path / "file").write_text("1")
     git("add", "file")
     git("commit", "-qm", "one")
     commit = git("rev-parse", "HEAD")
-    assert _git(tmp_path.resolve()) == {"commit": commit, "modified": False}
+    assert git_state(tmp_path.resolve()) == {"commit": commit, "modified": False}
     (tmp_path / "file").write_text("2")
-    changed = _git(tmp_path.resolve())
+    changed = git_state(tmp_path.resolve())
     assert changed == {"commit": commit, "modified": True, "difference": changed["difference"]}
     (tmp_path / "file").write_text("3")
-    assert _git(tmp_path.resolve())["difference"] != changed["difference"]  # other code of the same commit
-    assert _git((tmp_path / "inner").resolve()) is None
+    assert (
+        git_state(tmp_path.resolve())["difference"] != changed["difference"]
+    )  # other code of the same commit
+    assert git_state((tmp_path / "inner").resolve()) is None
     assert collect_environment([], {})["variables"] == {}

@@ -1,0 +1,40 @@
+"""`vime --version`: the version, the commit, and the versions of the packages that decide how a run behaves.
+
+The commit is the one of the checkout. Of an installed wheel it is the one that setup.py wrote into it.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+from slime.tracking.environment import git_state, installed_packages
+from vime.doctor.packages import STACK
+
+PACKAGE = Path(__file__).resolve().parent
+COMMIT_FILE = "COMMIT"
+
+
+def commit(package: Path = PACKAGE) -> str:
+    """The commit that the package in the directory `package` is made of, for a person."""
+    state = git_state(package.parent)
+    if state is not None:
+        return state["commit"] + (" (with local changes)" if state["modified"] else "")
+    recorded = package / COMMIT_FILE
+    return recorded.read_text(encoding="utf-8").strip() if recorded.is_file() else "unknown"
+
+
+def version_lines() -> list[str]:
+    """One line a fact, the name first."""
+    installed = {name.lower(): version for name, version in installed_packages().items()}
+    facts = {
+        "vime": installed.get("vime", "not installed"),
+        "commit": commit(),
+        "python": platform.python_version(),
+    }
+    for package, names in STACK.items():
+        present = [name for name in names if name in installed]
+        label = present[0] if present else package
+        facts[label] = installed[label] if present else "not installed"
+    width = max(map(len, facts))
+    return [f"{name:<{width}}  {value}" for name, value in facts.items()]
