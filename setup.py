@@ -4,25 +4,23 @@ import subprocess
 from pathlib import Path
 
 from setuptools import setup
-from setuptools.command.build_py import build_py
-from setuptools.command.sdist import sdist
+from setuptools.command import build_py, sdist
 
 
 def record_commit(root):
     """Write ROOT/vime/COMMIT, which `vime --version` reads; without a history, as in a source archive, do nothing."""
     if Path(".git").exists():
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True)
-        Path(root, "vime", "COMMIT").write_bytes(done.stdout)
+        Path(root, "vime", "COMMIT").write_bytes(subprocess.check_output(["git", "rev-parse", "HEAD"]))
 
 
-class Build(build_py):
+class Build(build_py.build_py):
     def run(self):
         super().run()
         if not self.editable_mode:
             record_commit(self.build_lib)
 
 
-class Archive(sdist):
+class Archive(sdist.sdist):
     def make_release_tree(self, base_dir, files):
         super().make_release_tree(base_dir, files)
         record_commit(base_dir)
