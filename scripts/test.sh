@@ -1,7 +1,15 @@
 #!/usr/bin/env bash
-# Set up like a run does, then pass every test that needs no GPU. Arguments go to pytest: bash scripts/test.sh -k packing
+# Set up like a run does, then pass the tests that need no GPU. Arguments go to pytest: bash scripts/test.sh -k packing
+#
+#   bash scripts/test.sh          what CI runs
+#   bash scripts/test.sh --all    also the tests marked slow, before a release
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+marked="not gpu and not multi_gpu and not slow"
+if [[ "${1:-}" == --all ]]; then
+    marked="not gpu and not multi_gpu"
+    shift
+fi
 bash scripts/setup.sh
-exec "${VENV:-.venv}/bin/python" -m pytest -m "not gpu and not multi_gpu" "$@"
+exec "${VENV:-.venv}/bin/python" -m pytest -m "$marked" "$@"

@@ -90,6 +90,7 @@ def assert_no_orphans(folder: Path) -> None:
     assert left_over(folder) == []
 
 
+@pytest.mark.slow
 def test_the_launcher_runs_on_all_nodes_and_its_status_is_the_jobs(job, tmp_path: Path) -> None:
     done = job(IMAGE="vime.sqsh", MOUNTS="/data:/data")
     assert "2 of 2 nodes have joined" in done.stdout, done.stdout + done.stderr
