@@ -154,6 +154,19 @@ def test_the_requirements_of_this_checkout_name_the_stack():
         )
 
 
+@pytest.mark.parametrize(
+    "needs, built, count",
+    [("libtorch_cuda.so", None, 1), ("libtorch_cuda.so", "13.0", 0), ("libtorch_cpu.so", None, 0)],
+)
+def test_torchvision_for_cuda_beside_torch_for_cpus(
+    needs: str, built: str | None, count: int, tmp_path: Path
+):
+    write(tmp_path, {"_C.so": f"\0{needs}\0"})
+    pc = machine(torch_cuda=lambda: built, package_folder=lambda name: tmp_path)
+    findings = packages.check_torchvision(pc, CPU)
+    assert len(findings) == count and all("pip uninstall" in finding.remedy for finding in findings)
+
+
 def test_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Machine, "plugins", lambda self, group: ["another"])
     finding = only(packages.check_plugin(Machine(), CPU))
