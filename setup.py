@@ -10,10 +10,8 @@ from setuptools.command.sdist import sdist
 
 def record_commit(root):
     """Write ROOT/vime/COMMIT, which `vime --version` reads; without a history, as in a source archive, do nothing."""
-    done = (
-        subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True) if Path(".git").exists() else None
-    )
-    if done and done.returncode == 0:
+    if Path(".git").exists():
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True)
         Path(root, "vime", "COMMIT").write_bytes(done.stdout)
 
 

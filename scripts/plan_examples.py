@@ -85,7 +85,7 @@ def plan(file: Path, folder: Path) -> Planned:
     if c.colocate:
         generating = max(moment.bytes for moment in beside_engine(c, e, decision.leaving, size))
     else:
-        weights, token, *cache = engine_memory(c, Shape.of(hf))
+        weights, _token, *cache = engine_memory(c, Shape.of(hf))
         share = c.engine.vllm_args["gpu_memory_utilization"] * size
         generating = min(share, weights.bytes + sum(item.bytes for item in cache) + BESIDES_GENERATING)
     gpus = c.world_size + (0 if c.colocate else c.rollout_num_gpus)
@@ -95,7 +95,8 @@ def plan(file: Path, folder: Path) -> Planned:
 
 def table(plans: Sequence[Planned]) -> Iterator[str]:
     """Markdown: GPUs, and GiB of one GPU at the two worst moments."""
-    yield "| configuration | GPUs | trainer, TP x PP x DP, experts over | GPUs per engine | training, GiB | generating, GiB | most of a GPU |"
+    titles = ("configuration", "GPUs", "trainer: TP x PP x DP, expert ranks", "GPUs per engine")
+    yield f"| {' | '.join(titles)} | training, GiB | generating, GiB | most of a GPU |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for p in plans:
         c = p.config

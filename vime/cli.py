@@ -14,15 +14,7 @@ from vime.commands import COMMANDS, MODULES
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit code is 0, or 2 for a ValueError, whose text goes to stderr."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    if args in (["-V"], ["--version"], ["version"]):
-        from vime.version import version_lines
-
-        print("\n".join(version_lines()))
-        return 0
-    command, rest = args[0], args[1:]
+    command, rest = (args[0], args[1:]) if args else ("help", [])
     try:
         return run(command, rest)
     except ValueError as error:
@@ -36,6 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(command: str, argv: list[str]) -> int:
     """Call the subcommand's own `main(argv)`; its modules are imported only now."""
+    if command in ("-h", "--help", "help"):
+        print(usage(), flush=True)
+        return 0
+    if command in ("-V", "--version", "version"):
+        from vime.version import version_lines
+
+        print("\n".join(version_lines()))
+        return 0
     if command not in COMMANDS:
         near = nearest(command, COMMANDS, prefix="vime ")
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {command}{near}")
@@ -57,6 +57,8 @@ def usage() -> str:
             *lines,
             "",
             "vime --version names the version, the commit and the packages that a run depends on.",
+            "  vime --version  version, commit and the versions of what it runs on",
+            "",
             "A first run:  bash scripts/run-tiny-grpo.sh",
             "Flags keep the names of slime, Megatron (--lr) and vLLM (--vllm-max-num-seqs).",
             "`vime plan FLAGS` explains what a set of them means;",

@@ -61,7 +61,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
 
 def pages() -> list[str]:
     names = [str(path) for path in files(".md")]
-    return [n for n in names if n == "CONTRIBUTING.md" or (n.startswith("docs/") and n not in GENERATED)]
+    return [n for n in names if n in ("CONTRIBUTING.md", "README.md") or (n.startswith("docs/") and n not in GENERATED)]
 
 
 def blocks(language: str) -> list[Block]:

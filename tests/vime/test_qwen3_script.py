@@ -14,7 +14,6 @@ import make_tiny_model
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from vime import cli
 
@@ -96,12 +95,12 @@ def test_without_a_model_it_is_loudly_a_smoke_run(tmp_path):
     """Nothing given: random weights of the true shape, sums in the prompt-and-label layout, nothing saved."""
     done = launch(PLAN="1", OUT=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "PLAN: NUM_GPUS not given and no GPU here, planned for 2" in done.stderr
+    assert "PLAN: NUM_GPUS not given and no GPU here, planned for the 8 of examples/qwen3-4b/" in done.stderr
     assert "SMOKE RUN: MODEL was not given, so the weights are random" in done.stderr
     made = tmp_path / "plan-qwen3-4b"
     for line in (
         "qwen3, 4.02 G parameters, bfloat16 on cuda",
-        "2 ranks: tensor parallel 2 x data parallel 1",
+        "8 ranks: tensor parallel 2 x data parallel 4",
         "10 rollouts = 10 optimizer steps",
         f"{made}/arithmetic/train.jsonl: 7844 prompts",
     ):
@@ -124,7 +123,7 @@ def test_a_plan_for_gpus_that_are_not_here(tmp_path):
 
 def test_a_smoke_run_and_a_real_one_share_no_folder(tiny, tmp_path):
     """Without OUT; seen from a folder of links, as the default is one beside the scripts."""
-    for entry in ("scripts", "rl_kernel", "slime", "vime"):
+    for entry in ("scripts", "examples", "rl_kernel", "slime", "vime"):
         (tmp_path / entry).symlink_to(ROOT / entry)
     script = tmp_path / "scripts" / "run-qwen3-4b-grpo.sh"
     data = str(write(tmp_path / "gsm8k.jsonl", GSM8K))
@@ -150,7 +149,7 @@ def test_paths_are_those_of_the_caller(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"MODE": "async"}, "MODE must be colocate or disaggregated, got async"),
+        ({"MODE": "async"}, "MODE must be one of colocate, disaggregated, got async"),
         ({"NUM_GPUS": "0"}, "NUM_GPUS must be a whole number above 0, got 0"),
         ({"MODEL": "nowhere"}, "MODEL must be a folder with a config.json, got"),
         ({"DATA": "nowhere.jsonl"}, "DATA must be a prompt file that exists, got"),
@@ -178,9 +177,8 @@ def test_a_model_with_experts_is_refused(tmp_path):
         done = launch(**given)
         assert done.returncode == 2 and done.stdout == ""
         assert f"MODEL must be dense, got {tmp_path} with 128 experts a layer" in done.stderr
-        config = re.search(r"vime bench plan (\S+) --model", done.stderr)
-        flags = yaml.safe_load((ROOT / config[1]).read_text())["flags"]
-        assert flags["expert-model-parallel-size"] > 1
+        launcher = re.search(r"scripts/run-\S+-grpo\.sh", done.stderr)
+        assert launcher and (ROOT / launcher[0]).is_file()
     (tmp_path / "config.json").write_text("{")
     done = launch(**given)
     assert done.returncode == 2 and "must hold a valid config.json" in done.stderr
@@ -282,7 +280,33 @@ def test_a_plan_is_for_the_gpus_that_are_there_or_given(tiny, tmp_path, capsys, 
     assert f"{ranks} rank{'s' if ranks > 1 else ''}: tensor parallel" in printed, printed
 
 
-@pytest.mark.parametrize("name", ["run-qwen3-4b-grpo", "learning-curves", "test-gpu"])
+LAUNCHERS = sorted(path.stem for path in (ROOT / "scripts").glob("run-*-grpo.sh") if "tiny" not in path.name)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_every_launcher_has_the_same_help_and_a_folder_of_examples(name):
+    """A launcher is one line; all that it does is in scripts/lib/launch.sh."""
+    done = subprocess.run(["bash", f"scripts/{name}.sh", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and f"bash scripts/{name}.sh --lr 2e-6" in done.stdout
+    assert len((ROOT / f"scripts/{name}.sh").read_text().splitlines()) <= 5
+    assert (ROOT / "examples" / name.removeprefix("run-").removesuffix("-grpo") / "colocated.yaml").is_file()
+
+
+def test_a_layout_of_several_nodes_needs_a_cluster(tiny):
+    script = ROOT / "scripts" / "run-glm-4.5-air-grpo.sh"
+    data = str(tiny / "train.jsonl")
+    for given, message in (
+        ({"NUM_GPUS": "8"}, "NUM_GPUS must be left out for a layout of 4 nodes"),
+        (
+            {},
+            "RAY_ADDRESS must be given for a layout of 4 nodes (examples/glm-4.5-air/colocated.yaml), got none",
+        ),
+    ):
+        done = launch(script=script, MODEL=str(tiny / "base"), DATA=data, **given)
+        assert done.returncode == 2 and f"run-glm-4.5-air-grpo: {message}" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["learning-curves", "test-gpu"])
 def test_help_is_the_header_and_sets_up_nothing(name):
     script = ROOT / "scripts" / f"{name}.sh"
     for flag in ("-h", "--help"):

@@ -108,7 +108,7 @@ _METHODS = {"NEXTN": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3"}
 
 
 def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    """Every `--sglang-*` group replaced by flags that have an owner, with a remark. ValueError names the others."""
+    """Every `--sglang-*` group as flags that have an owner, with a remark. ValueError names the others."""
     out: list[FlagGroup] = []
     notes: list[str] = []
     speculative: dict[str, FlagGroup] = {}

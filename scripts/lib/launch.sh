@@ -1,0 +1,218 @@
+#!/usr/bin/env bash
+# GRPO of one model of examples/ on the GPUs of this machine or of a Ray cluster; called by scripts/run-MODEL-grpo.sh.
+#
+#   MODEL=Qwen3-4B DATA=gsm8k/train.jsonl bash scripts/run-qwen3-4b-grpo.sh
+#   bash scripts/run-qwen3-4b-grpo.sh                     random weights, sums for data: does it run, and how fast?
+#   bash scripts/run-qwen3-4b-grpo.sh --lr 2e-6           any flag of `vime train` (see `vime flags`), which wins
+#   PLAN=1 bash scripts/run-qwen3-4b-grpo.sh              `vime plan` of the same flags; needs no GPU, starts nothing;
+#                                                         with --gpu h100: does it fit such GPUs?
+#
+#   MODE      the layout, a file of examples/MODEL/. colocate (default): trainer and engines take turns on all GPUs.
+#             disaggregated: some GPUs train, the others generate. gb200: for GB200, where the model has such a file
+#   MODEL     Hugging Face directory (default: random weights of the same shape, made in OUT)
+#   DATA      prompt file: GSM8K (question, answer) or dapo-math (prompt and label, or prompt and reward_model); other
+#             columns with --input-key, --label-key and --rm-type
+#   OUT       folder for checkpoints and records (default runs/NAME, without MODEL runs/NAME-smoke); a second call
+#             resumes where the first stopped
+#   NUM_GPUS  GPUs to use on a machine, for a layout of one node (default: --num-gpus-per-node where that is given,
+#             otherwise all)
+#   SETUP=0   use the Python on PATH (or PYTHON) as it is: for machines whose environment was made by hand
+#   RAY_ADDRESS=HOST:PORT joins that cluster; layouts of several nodes need it. DATA, MODEL and OUT must then be on a
+#             file system that all nodes see
+set -euo pipefail
+EXAMPLE=$1 HUB=$2 # a folder of examples/ and the model's name on the hub, from scripts/run-EXAMPLE-grpo.sh
+shift 2
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" | sed "s/run-qwen3-4b-grpo/run-$EXAMPLE-grpo/"
+    exit 0
+fi
+from_here() { [[ -z "$1" || "$1" == /* ]] && echo "$1" || echo "$PWD/$1"; }
+MODE=${MODE:-colocate}
+MODEL=$(from_here "${MODEL:-}")
+DATA=$(from_here "${DATA:-}")
+OUT=$(from_here "${OUT:-}")
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+OUT=${OUT:-runs/$EXAMPLE$([[ -n "$MODEL" ]] || echo -smoke)}
+NUM_GPUS=${NUM_GPUS:-}
+if [[ -z "$NUM_GPUS" && " $* " =~ \ --num-gpus-per-node[\ =]([0-9]+)\  ]]; then
+    NUM_GPUS=${BASH_REMATCH[1]}
+fi
+PLAN=${PLAN:-0}
+die() { echo "run-$EXAMPLE-grpo: $*" >&2; exit 2; }
+
+# 1. What is asked for, and what is there.
+[[ "$MODE" != colocate ]] || MODE=colocated
+LAYOUT="examples/$EXAMPLE/$MODE.yaml"
+if [[ ! -f "$LAYOUT" ]]; then
+    modes=$(basename -s .yaml "examples/$EXAMPLE"/*.yaml | sed 's/^colocated$/colocate/' | paste -sd ' ')
+    die "MODE must be one of ${modes// /, }, got $MODE"
+fi
+NODES=$(sed -n 's/^actor-num-nodes: *\([0-9]*\).*/\1/p' "$LAYOUT")
+[[ -z "$NUM_GPUS" || "$NUM_GPUS" =~ ^[1-9][0-9]*$ ]] || die "NUM_GPUS must be a whole number above 0, got $NUM_GPUS"
+[[ -z "$MODEL" || -f "$MODEL/config.json" ]] || die "MODEL must be a folder with a config.json, got $MODEL;" \
+    "from the hub: hf download $HUB --local-dir ${HUB##*/}"
+[[ -z "$DATA" || -f "${DATA%@\[*}" ]] || die "DATA must be a prompt file that exists, got $DATA"
+[[ -z "$MODEL" || -n "$DATA" ]] || die "DATA must be given with MODEL, got none; GSM8K's train.jsonl will do"
+
+gpus=0
+why="nvidia-smi is not on PATH"
+if command -v nvidia-smi >/dev/null &&
+    ! listed=$(nvidia-smi --query-gpu=index,name,memory.total,memory.used --format=csv,noheader 2>&1); then
+    why="nvidia-smi says: ${listed:0:200}"
+elif command -v nvidia-smi >/dev/null; then
+    gpus=$(wc -l <<<"$listed")
+    echo "GPUs (index, name, memory, in use):"
+    echo "$listed"
+    links=$(nvidia-smi topo -m 2>/dev/null | grep -oE '\bNV[0-9]+\b' | sort -u | paste -sd ' ' || true)
+    echo "NVLink: ${links:-none found}"
+    if [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
+        gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true)
+        why="CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES leaves $gpus"
+        echo "$why"
+    fi
+    if ((gpus > 1)) && [[ -z "$links" ]]; then
+        echo "note: without NVLink, weights and tensor-parallel layers travel over PCIe" >&2
+    fi
+fi
+if ((NODES > 1)); then
+    [[ -z "$NUM_GPUS" ]] || die "NUM_GPUS must be left out for a layout of $NODES nodes ($LAYOUT), got $NUM_GPUS"
+    [[ "$PLAN" == 1 || -n "${RAY_ADDRESS:-}" ]] ||
+        die "RAY_ADDRESS must be given for a layout of $NODES nodes ($LAYOUT), got none; see docs/several-hosts.md"
+    [[ "$PLAN" == 1 || -n "$MODEL" ]] || die "MODEL must be given for a layout of $NODES nodes, got none"
+else
+    if [[ "$PLAN" == 1 && -n "$NUM_GPUS" ]]; then
+        gpus=$NUM_GPUS # a plan may be for another machine
+    elif [[ "$PLAN" == 1 ]] && ((gpus == 0)); then
+        gpus=$(sed -n 's/^actor-num-gpus-per-node: *\([0-9]*\).*/\1/p' "$LAYOUT")
+        gpus=$((gpus + $(sed -n 's/^rollout-num-gpus: *\([0-9]*\).*/\1/p;$ s/.*/0/p' "$LAYOUT" | head -n 1)))
+        echo "PLAN: NUM_GPUS not given and no GPU here, planned for the $gpus of $LAYOUT" >&2
+    fi
+    if ((gpus == 0)) && [[ -z "${RAY_ADDRESS:-}" ]]; then
+        die "a GPU must be there, got none ($why); on a CPU: bash scripts/run-tiny-grpo.sh, or PLAN=1 to see what would run"
+    fi
+    NUM_GPUS=${NUM_GPUS:-$gpus}
+    ((NUM_GPUS > 0)) || die "NUM_GPUS must be given where this machine shows no GPU, got none; the GPUs of each machine"
+    if [[ -z "${RAY_ADDRESS:-}" ]] && ((NUM_GPUS > gpus)); then
+        die "NUM_GPUS must be at most the $gpus of this machine, got $NUM_GPUS; for more join a cluster with RAY_ADDRESS"
+    fi
+    if [[ "$MODE" == disaggregated* ]] && ((NUM_GPUS < 2)); then
+        die "NUM_GPUS must be 2 or more with MODE=$MODE, got $NUM_GPUS; on one GPU: MODE=colocate"
+    fi
+fi
+
+if [[ "${SETUP:-1}" == 1 ]]; then
+    bash scripts/setup.sh
+    PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH"
+    PYTHON=python
+fi
+PYTHON=${PYTHON:-python3}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # what Ray and the engines start imports this folder, too
+missing=$("$PYTHON" - <<'PY'
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+
+def found(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is not there either
+        return False
+
+
+needed = ("torch", "transformers", "safetensors", "megatron.core", "ray", "vllm", "vllm_router")
+plugins = entry_points(group="vllm.general_plugins").names
+print(*(name for name in needed if not found(name)), *([] if "vime_weight_transfer" in plugins else ["vime"]))
+PY
+) || die "PYTHON must be an interpreter, got $PYTHON; leave SETUP=0 out to have one set up"
+[[ -z "${missing// /}" ]] || die "PYTHON must have the packages of requirements/gpu.txt and vime itself" \
+    "(pip install --no-deps --no-build-isolation --editable .), got $PYTHON without: $missing"
+if [[ -n "$MODEL" ]] && ! grep -q '^expert-model-parallel-size' "$LAYOUT"; then
+    experts=$("$PYTHON" -c '
+import sys
+from slime.hf_config import expert_count, read_hf_config
+try:
+    print(expert_count(read_hf_config(sys.argv[1])))
+except ValueError as error:
+    sys.exit(f"{sys.argv[2]}: {error}")
+' "$MODEL" "run-$EXAMPLE-grpo") || exit 2
+    # No rank would share its experts: by `vime plan`, a Qwen3-30B-A3B takes 191 GiB of each of 8 GPUs.
+    ((experts == 0)) || die "MODEL must be dense, got $MODEL with $experts experts a layer;" \
+        "a launcher for such a model: scripts/run-qwen3-30b-a3b-grpo.sh"
+fi
+
+# 2. Model and data. Without MODEL this is a smoke run: a random model learns nothing, its rewards stay 0.
+SMOKE_ARGS=()
+if [[ -z "$MODEL" ]]; then
+    MODEL="$OUT/random-$EXAMPLE"
+    weights=--random
+    if [[ "$PLAN" == 1 ]]; then
+        MODEL="$OUT/plan-$EXAMPLE" weights=--no-weights
+    fi
+    [[ -f "$MODEL/config.json" ]] ||
+        "$PYTHON" scripts/make_model.py --arch "$EXAMPLE" "$weights" --arithmetic "$MODEL"
+    cat >&2 <<'TEXT'
+**************************************************************************************************
+SMOKE RUN: MODEL was not given, so the weights are random. It shows that the parts work together,
+and at what speed; nothing is learned and nothing saved. For training: MODEL=... DATA=...
+**************************************************************************************************
+TEXT
+    SMOKE_ARGS=(--num-rollout 10 --rollout-max-response-len 512)
+    if [[ -z "$DATA" ]]; then
+        DATA="$MODEL/arithmetic/train.jsonl"
+        SMOKE_ARGS+=(--rm-type gsm8k)
+    fi
+    CKPT_ARGS=(--hf-checkpoint "$MODEL")
+else
+    CKPT_ARGS=(
+        --hf-checkpoint "$MODEL"
+        --load "$OUT/checkpoint" # resume from here when there is something
+        --save "$OUT/checkpoint"
+        --save-interval 20
+    )
+fi
+if [[ " $* " == *" --input-key"[\ =]* ]]; then
+    DATA_ARGS=() # the columns are named by the flags
+else
+    layout=$("$PYTHON" - "$DATA" "$EXAMPLE" <<'PY'
+import sys
+
+from slime.data.prompts import read_file
+
+LAYOUTS = {
+    ("question", "answer"): "--input-key question --label-key answer --rm-type gsm8k",
+    ("prompt", "label"): "--input-key prompt --label-key label --rm-type deepscaler",
+    ("prompt", "reward_model"): "--input-key prompt --label-key reward_model.ground_truth --rm-type dapo --reward-key score",
+}
+try:
+    columns = next(read_file(sys.argv[1], flag="DATA"), {})
+except ValueError as error:
+    sys.exit(f"run-{sys.argv[2]}-grpo: {error}")
+for needed, flags in LAYOUTS.items():
+    if set(needed) <= set(columns):
+        print(flags)
+        break
+else:
+    sys.exit(
+        f"run-{sys.argv[2]}-grpo: DATA must have the columns {' or '.join(' and '.join(n) for n in LAYOUTS)}, "
+        f"got {sorted(columns)}; name them with --input-key, --label-key and --rm-type"
+    )
+PY
+) || exit 2
+    read -ra DATA_ARGS <<<"$layout"
+fi
+
+# 3. Who runs where: the layout's file, on the GPUs that are here.
+SIZE_ARGS=()
+if ((NODES == 1)); then
+    read -ra SIZE_ARGS <<<"$("$PYTHON" scripts/lib/scale_layout.py "$LAYOUT" "$NUM_GPUS")"
+fi
+
+COMMAND=train
+if [[ "$PLAN" == 1 ]]; then
+    COMMAND=plan
+else
+    echo "curves, at any time: vime plot $OUT/grpo"
+fi
+# exec: signals reach the run itself, which ends what it started and nothing else.
+exec "$PYTHON" -m vime "$COMMAND" --device cuda --config examples/grpo.yaml "$LAYOUT" "${SIZE_ARGS[@]}" \
+    "${CKPT_ARGS[@]}" --prompt-data "$DATA" "${DATA_ARGS[@]}" "${SMOKE_ARGS[@]}" --run-dir "$OUT/grpo" "$@"

@@ -1,0 +1,56 @@
+"""Every configuration of examples/ is planned without weights: it fits its GPUs with 5% to spare, as the table says."""
+
+from pathlib import Path
+
+import plan_examples
+import pytest
+import yaml
+from architectures import ARCHITECTURES
+
+QWEN = "qwen2.5-0.5b qwen2.5-1.5b qwen2.5-7b qwen2.5-32b qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b qwen3-32b"
+MODELS = [*QWEN.split(), "qwen3-30b-a3b", "qwen3-235b-a22b", "glm-4.5-air", "glm-4.5-355b"]
+SPARE = 0.05
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory) -> list[plan_examples.Planned]:
+    folder = tmp_path_factory.mktemp("models")
+    return [plan_examples.plan(file, folder) for file in plan_examples.files()]
+
+
+def test_every_model_has_both_modes_and_large_ones_gb200():
+    names = {model: {f.stem for f in plan_examples.files() if f.parent.name == model} for model in MODELS}
+    assert {f.parent.name for f in plan_examples.files()} == set(MODELS)
+    for model, found in names.items():
+        assert {"colocated", "disaggregated"} <= found, model
+        assert (plan_examples.EXAMPLES / model / "README.md").is_file()
+        large = float(ARCHITECTURES[model].published[0]) > 5 if ARCHITECTURES[model].published else True
+        assert ("gb200" in found) == large, model
+    assert {"colocated-r3", "disaggregated-r3", "gb200-r3"} <= names["qwen3-30b-a3b"]
+
+
+def test_all_fit_their_gpus_with_room_to_spare(plans):
+    for p in plans:
+        assert p.fits, (p.file, p.verdicts)
+        assert p.peak_share <= 1 - SPARE, f"{p.file}: {p.peak_share:.1%} of a {p.config.gpu}"
+
+
+def test_layouts_are_what_their_names_say(plans):
+    for p in plans:
+        assert p.config.colocate == (not p.file.stem.startswith("disaggregated")), p.file
+        assert p.config.use_rollout_routing_replay == p.file.stem.endswith("-r3"), p.file
+        assert (p.config.gpu == "gb200") == p.file.stem.startswith("gb200"), p.file
+        assert p.config.num_gpus_per_node == (4 if p.config.gpu == "gb200" else 8), p.file
+
+
+def test_a_layout_repeats_nothing_of_the_shared_flags():
+    shared = yaml.safe_load((plan_examples.EXAMPLES / "grpo.yaml").read_text())
+    for file in plan_examples.files():
+        assert not shared.keys() & yaml.safe_load(file.read_text()).keys(), file
+
+
+def test_the_table_is_what_the_plans_say(plans):
+    text = (Path(plan_examples.EXAMPLES) / "README.md").read_text()
+    assert plan_examples.page(text, list(plan_examples.table(plans))) == text, (
+        "examples/README.md must hold the planned table; run: python scripts/plan_examples.py --write"
+    )
