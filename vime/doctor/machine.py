@@ -77,12 +77,16 @@ def read_requirements(extra: str) -> list[str]:
     return [line.strip() for line, _, marker in listed if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
 
 
+def package_folder(package: str) -> Path | None:
+    """Where a package that can be imported lies; importing torch would take seconds."""
+    spec = find_spec(package)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
 def torch_cuda() -> str | None:
-    """The CUDA version that torch was built for, read from its files: importing torch takes seconds."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    """The CUDA version that torch was built for; None of a build for CPUs, or without torch."""
+    folder = package_folder("torch")
+    text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
     found = re.search(r"^cuda\b.*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return found[1] if found else None
 
@@ -97,6 +101,7 @@ class Machine:
     installed: Callable[[str], str | None] = installed_version
     requirements: Callable[[str], list[str]] = read_requirements
     torch_cuda: Callable[[], str | None] = torch_cuda
+    package_folder: Callable[[str], Path | None] = package_folder
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     python: str = sys.executable
     architecture: str = field(default_factory=platform.machine)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import resource
 import socket
-import stat
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from slime.cluster.ray_token import MODE, TOKEN, TOKEN_PATH, use_given_token
 from vime.doctor.finding import GIB, Finding, Wanted, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, words
 
@@ -37,14 +35,14 @@ def check_loopback(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_ray(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """With RAY_ADDRESS a run joins that cluster: it must answer, and it should ask for a token."""
+    """With RAY_ADDRESS a run joins that cluster: it must answer, and the token must be here."""
     address = machine.environ.get("RAY_ADDRESS")
     if not address:
         return [ok("ray cluster", "RAY_ADDRESS is not set: a run starts Ray on this host")]
     if address in ("auto", "local"):
         return [
             ok("ray cluster", f"RAY_ADDRESS={address}: Ray looks for a cluster on this host"),
-            *_token(machine),
+            _token(machine),
         ]
     url = urlsplit(address if "://" in address else f"//{address}")
     try:
@@ -61,38 +59,24 @@ def check_ray(machine: Machine, wanted: Wanted) -> list[Finding]:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         remedy = "start the head (ray start --head), open its port in the firewall, or unset RAY_ADDRESS"
-        return [problem("ray cluster", f"{host}:{port} does not answer: {error}", remedy), *_token(machine)]
-    findings = [ok("ray cluster", f"{host}:{port} accepts connections")]
-    if machine.environ.get("RAY_AUTH_MODE") != "token" and not _is_loopback(host):
-        remedy = "start every node and the run with RAY_AUTH_MODE=token and the same token"
-        findings.append(warning("ray token", "this run would join without authentication", remedy))
-    return [*findings, *_token(machine)]
+        return [problem("ray cluster", f"{host}:{port} does not answer: {error}", remedy), _token(machine)]
+    return [ok("ray cluster", f"{host}:{port} accepts connections"), _token(machine)]
 
 
-def _is_loopback(host: str) -> bool:
+def _token(machine: Machine) -> Finding:
+    """What a run asks of the token before it joins a cluster."""
+    environ = dict(machine.environ)
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _token(machine: Machine) -> list[Finding]:
-    """Ray takes its token from RAY_AUTH_TOKEN, else from the file RAY_AUTH_TOKEN_PATH, else from ~/.ray/auth_token."""
-    if machine.environ.get("RAY_AUTH_MODE") != "token":
-        return []
-    if machine.environ.get("RAY_AUTH_TOKEN"):
-        return [ok("ray token", "taken from RAY_AUTH_TOKEN")]
-    path = Path(machine.environ.get("RAY_AUTH_TOKEN_PATH") or machine.home() / ".ray" / "auth_token")
-    if not path.is_file() or not path.read_text(encoding="utf-8").strip():
-        remedy = "copy the file of the head node here with mode 600, or set RAY_AUTH_TOKEN_PATH to it"
-        return [problem("ray token", f"RAY_AUTH_MODE=token, but {path} holds no token", remedy)]
-    mode = stat.S_IMODE(path.stat().st_mode)
-    found = f"taken from {path}, mode {mode:o}"
-    return [
-        judge(
-            "ray token", found, f"chmod 600 {path}; others can read it", fails=False, poor=bool(mode & 0o077)
-        )
-    ]
+        use_given_token(environ)
+    except ValueError as error:
+        found, _, remedy = str(error).rpartition("; ")
+        # Who turned authentication off may run with --allow-unauthenticated-ray.
+        chosen = environ.get(MODE, "token") != "token"
+        return judge("ray token", found, remedy, fails=not chosen, poor=True)
+    return ok(
+        "ray token",
+        f"taken from {TOKEN if environ.get(TOKEN) else environ.get(TOKEN_PATH) or 'the home directory'}",
+    )
 
 
 def check_rdma(machine: Machine, wanted: Wanted) -> list[Finding]:

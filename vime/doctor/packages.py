@@ -83,6 +83,19 @@ def check_versions(machine: Machine, wanted: Wanted) -> list[Finding]:
     return findings
 
 
+def check_torchvision(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """A torchvision for CUDA beside a torch for CPUs fails when it is imported, and vLLM with it (torchvision::nms)."""
+    folder = machine.package_folder("torchvision")
+    if folder is None or machine.torch_cuda() is not None:
+        return []
+    if not any(b"libtorch_cuda.so" in library.read_bytes() for library in folder.glob("_C*.so")):
+        return []
+    remedy = "text models do not need it: pip uninstall -y torchvision torchaudio torchcodec"
+    return [
+        problem("torchvision", "torchvision is built for CUDA and torch is not, so vLLM cannot start", remedy)
+    ]
+
+
 def check_plugin(machine: Machine, wanted: Wanted) -> list[Finding]:
     """vLLM loads the code that receives weights through an entry point of the installed vime."""
     found = machine.plugins(PLUGIN_GROUP)
