@@ -21,6 +21,7 @@ ROOMY_SHARED_MEMORY = 4 * GIB
 LOGS, SMALL_CHECKPOINT = 512 * MIB, 8 * GIB
 # Ray warns below 8192 descriptors; it raises its soft limit to the hard one by itself.
 DESCRIPTORS, FEW_DESCRIPTORS = 8192, 1024
+# A tiny run on two CPU cores had 313 threads at its height; each counts as a process, and more cores start more.
 PROCESSES, FEW_PROCESSES = 4096, 512
 FIRST_YEAR = 2025
 
