@@ -131,9 +131,9 @@ ARCHITECTURES = {
     ),
     "qwen2.5-7b": Architecture(
         *("qwen2", 3584, 18944, 28, (28, 4), 128, QWEN_LARGE_VOCAB, 1e6, 32768, False),
-        *("bfloat16", HUB.format("Qwen2.5-7B-Instruct"), ("7.61", "6.53")),
+        *("bfloat16", HUB.format("Qwen2.5-7B-Instruct"), ("7.62", "6.53")),
     ),
-    # The model card says 32.5 and 31.0; the tensors of the checkpoint are 32.76 billion elements.
+    # The cards say 7.61 for 7B, and 32.5 and 31.0 for 32B; the figures here are those of the checkpoints' tensors.
     "qwen2.5-32b": Architecture(
         *("qwen2", 5120, 27648, 64, (40, 8), 128, QWEN_LARGE_VOCAB, 1e6, 32768, False),
         *("bfloat16", HUB.format("Qwen2.5-32B-Instruct"), ("32.8", "31.2")),

@@ -1,19 +1,12 @@
 # Shape of Qwen2.5-7B and its Instruct variant. Source it, then pass "${MODEL_ARGS[@]}".
-# The shape itself comes from config.json of --hf-checkpoint; these flags are checked against it.
+source "$(dirname "${BASH_SOURCE[0]}")/qwen2.5.sh"
 MODEL_ARGS=(
-    --swiglu
+    "${QWEN2_ARGS[@]}"
     --num-layers 28
     --hidden-size 3584
     --ffn-hidden-size 18944
     --num-attention-heads 28
-    --group-query-attention
     --num-query-groups 4
-    --use-rotary-position-embeddings
-    --disable-bias-linear
-    --add-qkv-bias
-    --normalization RMSNorm
-    --norm-epsilon 1e-6
-    --rotary-base 1000000
     --vocab-size 152064
     --untie-embeddings-and-output-weights
 )

@@ -22,7 +22,7 @@ from itertools import groupby
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._raylet import AuthenticationTokenLoader, Config
 from ray.util.placement_group import (
     PlacementGroup,
@@ -67,6 +67,10 @@ def connect(*, allow_unauthenticated: bool = False) -> None:
         ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         if joined:
+            if not allow_unauthenticated:
+                # Before ray.init, which sends the token to whoever answers there.
+                address = services.canonicalize_bootstrap_address_or_die(joined)
+                ray_token.require_authentication(address)
             ray.init(**quiet)
         else:
             ray.init(
@@ -78,12 +82,6 @@ def connect(*, allow_unauthenticated: bool = False) -> None:
             )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-    if joined and not allow_unauthenticated:
-        try:
-            ray_token.require_authentication(ray.get_runtime_context().gcs_address)
-        except BaseException:
-            ray.shutdown()
-            raise
 
 
 def _read_authentication_again() -> None:

@@ -100,7 +100,8 @@ def test_experts_are_known(arch):
     config = json.loads(build_config(arch).to_json_string(use_diff=False))
     check_hf_config(config)
     assert expert_count(config) == ARCHITECTURES[arch].experts[0]
-    assert all(sparse_layers(config)[1:]) and sparse_layers(config)[0] == arch.startswith("qwen3")
+    dense = config.get("first_k_dense_replace", 0)
+    assert list(sparse_layers(config)) == [False] * dense + [True] * (config["num_hidden_layers"] - dense)
 
 
 def test_glm_has_the_tensors_of_the_published_one():
