@@ -15,7 +15,7 @@ unset RAY_AUTH_TOKEN
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$JOB_DIR/token"
 ip=${NODE_IP:-$(python -c 'import ray; print(ray.util.get_node_ip_address())')}
 read -ra options <<<"${RAY_START_OPTIONS:-}"
-options+=(--node-name="$node" --node-ip-address="$ip" --block --disable-usage-stats)
+options+=(--node-name="$node")
 
 children=()
 finish() {
@@ -26,7 +26,7 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 start_ray() {
-    ray start "$@" "${options[@]}" >"$log" 2>&1 &
+    TOKEN_FILE="$JOB_DIR/token" NODE_IP="$ip" bash scripts/ray-cluster.sh "$@" "${options[@]}" >"$log" 2>&1 &
     children+=($!)
 }
 ended() { ! kill -0 "$1" 2>/dev/null; }
@@ -34,7 +34,7 @@ ended() { ! kill -0 "$1" 2>/dev/null; }
 if [[ "$node" == "${NODES%% *}" ]]; then
     # Two jobs on one machine take two ports.
     address="$ip:$((20000 + SLURM_JOB_ID % 10000))"
-    start_ray --head --port="${address##*:}" --include-dashboard=false
+    PORT=${address##*:} start_ray head
     status=0
     read -ra names <<<"$NODES"
     python scripts/slurm/wait_for_nodes.py --address "$address" --log-dir "$JOB_DIR" \
@@ -58,7 +58,7 @@ while [[ ! -f "$JOB_DIR/address" ]]; do
         die "Ray's head on ${NODES%% *} must answer within $HEAD_TIMEOUT_S s; is that node up? Its log: $JOB_DIR"
     sleep 1
 done
-start_ray --address="$(<"$JOB_DIR/address")"
+HEAD=$(<"$JOB_DIR/address") start_ray worker
 while [[ ! -f "$JOB_DIR/status" ]]; do
     ! ended "${children[0]}" || die "Ray's worker has ended; its log: $log"
     sleep 1

@@ -87,7 +87,13 @@ def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Pat
 
     model = str(make_checkpoint(tmp_path / "model"))
     wrong = spec(tmp_path, model_path=model, waits=True, vllm_argv=("--max-model-len", "1000000"))
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 << 20,
+    )
     try:
         calls = {Trainer.remote().build.remote(): "trainer-0"}
         pool = VllmEnginePool(
@@ -150,7 +156,13 @@ def test_an_engine_in_a_ray_actor_serves_and_ends_with_it(tmp_path: Path) -> Non
     from vime.engine.ray_server import RayEngineServer
 
     make_checkpoint(tmp_path / "model")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 << 20,
+    )
     try:
         server = RayEngineServer(spec(tmp_path, model_path=str(tmp_path / "model")), {"num_cpus": 1})
         url = server.start()
