@@ -47,7 +47,11 @@ if [[ ! -f "$LAYOUT" ]]; then
     modes=$(basename -s .yaml "examples/$EXAMPLE"/*.yaml | sed 's/^colocated$/colocate/' | paste -sd ' ')
     die "MODE must be one of ${modes// /, }, got $MODE"
 fi
-NODES=$(sed -n 's/^actor-num-nodes: *\([0-9]*\).*/\1/p' "$LAYOUT")
+layout_value() { sed -n "s/^$1: *\([0-9a-z]*\).*/\1/p" "$LAYOUT"; }
+rollout_gpus=$(layout_value rollout-num-gpus)
+layout_gpus=$(($(layout_value actor-num-nodes) * $(layout_value actor-num-gpus-per-node) + ${rollout_gpus:-0}))
+node_gpus=$([[ "$(layout_value gpu)" == gb?00 ]] && echo 4 || echo 8)
+NODES=$(((layout_gpus + node_gpus - 1) / node_gpus))
 [[ -z "$NUM_GPUS" || "$NUM_GPUS" =~ ^[1-9][0-9]*$ ]] || die "NUM_GPUS must be a whole number above 0, got $NUM_GPUS"
 [[ -z "$MODEL" || -f "$MODEL/config.json" ]] || die "MODEL must be a folder with a config.json, got $MODEL;" \
     "from the hub: hf download $HUB --local-dir ${HUB##*/}"
@@ -83,8 +87,7 @@ else
     if [[ "$PLAN" == 1 && -n "$NUM_GPUS" ]]; then
         gpus=$NUM_GPUS # a plan may be for another machine
     elif [[ "$PLAN" == 1 ]] && ((gpus == 0)); then
-        gpus=$(sed -n 's/^actor-num-gpus-per-node: *\([0-9]*\).*/\1/p' "$LAYOUT")
-        gpus=$((gpus + $(sed -n 's/^rollout-num-gpus: *\([0-9]*\).*/\1/p;$ s/.*/0/p' "$LAYOUT" | head -n 1)))
+        gpus=$layout_gpus
         echo "PLAN: NUM_GPUS not given and no GPU here, planned for the $gpus of $LAYOUT" >&2
     fi
     if ((gpus == 0)) && [[ -z "${RAY_ADDRESS:-}" ]]; then

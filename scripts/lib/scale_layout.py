@@ -1,26 +1,41 @@
 """Flags that fit a layout of one node to a number of GPUs: scale_layout.py examples/MODEL/MODE.yaml GPUS
 
-Colocated, all GPUs train and generate; disaggregated, the larger half trains. A tensor-parallel size that does not
-divide the trainer's GPUs becomes 1.
+Colocated, all GPUs train and generate; disaggregated, the larger half trains. A parallel size that the GPUs are not a
+multiple of becomes their greatest common divisor, with a note.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 from slime.config.config_file import read_config_file
+from slime.config.fields import spelled
 
 
 def scaled(layout: Path, gpus: int) -> list[str]:
     """The flags that differ from the layout's own."""
     given = {group.name: group.values for group in read_config_file(layout)}
-    trainers = gpus if "colocate" in given else gpus - gpus // 2
+    colocated = "colocate" in given
+    trainers, engines = (gpus, gpus) if colocated else (gpus - gpus // 2, gpus // 2)
     flags = ["--actor-num-gpus-per-node", str(trainers), "--num-gpus-per-node", str(gpus)]
-    if "colocate" not in given:
-        flags += ["--rollout-num-gpus", str(gpus // 2)]
-    if trainers % int(given["tensor_model_parallel_size"][0]):
-        flags += ["--tensor-model-parallel-size", "1", "--no-sequence-parallel"]
+    if not colocated:
+        flags += ["--rollout-num-gpus", str(engines)]
+    for name, whole in (
+        ("tensor_model_parallel_size", trainers),
+        ("expert_model_parallel_size", trainers),
+        ("rollout_num_gpus_per_engine", engines),
+    ):
+        size = int(given.get(name, ["1"])[0])
+        fitting = math.gcd(size, whole)
+        if fitting != size:
+            flags += [spelled(name), str(fitting)]
+            print(
+                f"note: {spelled(name)} is {fitting} for {whole} GPUs, {layout} has {size}", file=sys.stderr
+            )
+        if name == "tensor_model_parallel_size" and fitting == 1 < size:
+            flags.append("--no-sequence-parallel")
     return flags
 
 

@@ -1,4 +1,4 @@
-# What GLM-4.5 models without norms of query and key have in common; sourced by the files of their shapes, glm-*.sh.
+# What GLM-4.5 models have in common; sourced by the files of their shapes, glm-*.sh.
 # The shape itself comes from config.json of --hf-checkpoint; these flags are checked against it.
 GLM_ARGS=(
     --swiglu

@@ -14,6 +14,7 @@ import make_tiny_model
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from scale_layout import scaled
 
 from vime import cli
 
@@ -304,6 +305,23 @@ def test_a_layout_of_several_nodes_needs_a_cluster(tiny):
     ):
         done = launch(script=script, MODEL=str(tiny / "base"), DATA=data, **given)
         assert done.returncode == 2 and f"run-glm-4.5-air-grpo: {message}" in done.stderr
+    done = launch(
+        script=ROOT / "scripts" / "run-qwen3-32b-grpo.sh", MODE="disaggregated", NUM_GPUS="8", PLAN="1"
+    )
+    assert "NUM_GPUS must be left out for a layout of 2 nodes" in done.stderr, "8 GPUs train and 8 generate"
+
+
+def test_a_layout_is_fitted_to_fewer_gpus_with_a_note(capsys):
+    layout = ROOT / "examples" / "qwen3-30b-a3b" / "colocated.yaml"
+    sizes = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2"
+    given = "--actor-num-gpus-per-node 2 --num-gpus-per-node 2"
+    assert scaled(layout, 2) == f"{given} {sizes}".split()
+    notes = capsys.readouterr().err.splitlines()
+    assert notes[1] == f"note: --expert-model-parallel-size is 2 for 2 GPUs, {layout} has 8"
+    assert scaled(layout, 8) == ["--actor-num-gpus-per-node", "8", "--num-gpus-per-node", "8"]
+    small = ROOT / "examples" / "qwen3-4b" / "disaggregated.yaml"
+    assert scaled(small, 3)[4:] == ["--rollout-num-gpus", "1"]
+    assert scaled(small, 2)[6:] == ["--tensor-model-parallel-size", "1", "--no-sequence-parallel"]
 
 
 @pytest.mark.parametrize("name", ["learning-curves", "test-gpu"])
