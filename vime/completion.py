@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
 def script(shell: str) -> str:
     """zsh runs the function of bash through its own bashcompinit."""
-    head = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    head = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else ""
     return head + BODY.format(
         commands=" ".join(COMMANDS),
         flag_commands="|".join(FLAG_COMMANDS),

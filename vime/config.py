@@ -33,12 +33,13 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     files = list(itertools.takewhile(lambda token: not token.startswith("--"), argv))
-    options = {group.name: group for group in split_argv(argv[len(files) :])}
-    form = options["format"].values if "format" in options else ["yaml"]
+    groups = split_argv(argv[len(files) :])
+    options = {group.name: group.values for group in groups if group.name in ("format", "all")}
+    form = options.get("format", ["yaml"])
     if form not in (["yaml"], ["shell"]):
         raise ValueError(f"--format must be yaml or shell, got {' '.join(form) or 'none'}")
     flags = [token for name in files for token in ("--config", name)]
-    flags += [t for name, group in options.items() if name not in ("format", "all") for t in group.tokens]
+    flags += [token for group in groups if group.name not in options for token in group.tokens]
     groups = with_config_files(split_argv(flags))
     if "all" in options:
         named = {group.positive for group in groups}
@@ -50,10 +51,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def defaults(config: Config) -> Iterator[FlagGroup]:
-    """Every flag of this project that has a value, as `config` resolved it."""
+    """Every flag of this project that has a value, as `config` resolved it; not the run directory, named by its time."""
     for name, spec in own_flags().items():
         value = getattr(getattr(config, SECTION_OF[name]), name)
-        if value is None or spec.secret or (value in ([], {}, False) and value == spec.default):
+        if (
+            value is None
+            or spec.secret
+            or name == "run_dir"
+            or (value in ([], {}, False) and value == spec.default)
+        ):
             continue
         yield yaml_group(name, value)
 

@@ -54,6 +54,8 @@ class FlagGroup:
     @property
     def tokens(self) -> list[str]:
         """The flag as it is typed on a command line."""
+        if len(self.values) == 1 and self.values[0].startswith("--"):
+            return [f"{self.typed}={self.values[0]}"]
         return [self.typed, *self.values]
 
     @property
@@ -84,10 +86,17 @@ def yaml_group(key: str, value: Any, origin: str = "") -> FlagGroup:
     if isinstance(value, bool):
         name = name if value else f"no_{name}"
         return FlagGroup(spelled(name), name, [], origin)
+    values = value if isinstance(value, list) else [value]
     if isinstance(value, dict):
-        values = [json.dumps(value)]
-    else:
-        values = [str(v) for v in value] if isinstance(value, list) else [str(value)]
+        try:
+            values = [json.dumps(value)]
+        except TypeError as error:
+            raise ValueError(
+                f"{key} must be a mapping that JSON can hold, got {value}; quote its values"
+            ) from error
+    elif any(v is None or isinstance(v, list | dict) for v in values):
+        raise ValueError(f"{key} must be a list of words or numbers, got {value}")
+    values = [str(v) for v in values]
     return FlagGroup(spelled(name), name, values, origin)
 
 
@@ -137,7 +146,10 @@ def _entries(loader: yaml.SafeLoader, node: yaml.MappingNode, path: Path) -> lis
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key, value = loader.construct_object(key_node, True), loader.construct_object(value_node, True)
-        group = yaml_group(str(key), value, f"{path}, line {line}")
+        try:
+            group = yaml_group(str(key), "" if value is None else value, f"{path}, line {line}")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {line}: {error}") from error
         if group.positive in lines:
             raise ValueError(
                 f"{path}, line {line}: {key} must be given once, got it in line {lines[group.positive]}, too; "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime.config.config_file import FlagGroup, split_argv, with_config_files, yaml_group
+from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
 from slime.config.fields import nearest
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
 from slime.config.problems import Problems
@@ -82,8 +82,11 @@ def _collect(
 ) -> _Given:
     """The values of all flags, each from its owner. What is wrong with one is added to `problems`."""
     given = _Given()
-    groups = with_config_files(split_argv(argv))
-    groups += _custom_config(groups)
+    typed = split_argv(argv)
+    groups = problems.check(with_config_files, typed)
+    if groups is None:
+        groups = [group for group in typed if group.name != CONFIG]
+    groups += problems.check(_custom_config, groups) or []
     if translate is not None:
         groups = _translated(groups, translate, given, problems)
     for group in groups:

@@ -22,6 +22,7 @@ from slime.config.model_args import check_model_args
 from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
 from slime.config.packages import check_packages
 from slime.config.problems import Problems
+from slime.config.resolve import FALLBACKS
 from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
 from slime.hooks import load_function
@@ -120,8 +121,9 @@ def _ranges(c: Config) -> None:
         (("load_debug_rollout_data_subsample",), lambda value: 0 < value <= 1, "lie in (0, 1]"),
     ):
         for name in names:
-            value = getattr(c, name)
-            if value is not None and not holds(value):
+            value, source = getattr(c, name), FALLBACKS.get(name)
+            taken_over = source is not None and value == getattr(c, source)  # reported with its source
+            if value is not None and not taken_over and not holds(value):
                 problems.add(f"{spelled(name)} must {rule}, got {value}")
     if not 0 <= c.adam_beta1 < 1 or not 0 <= c.adam_beta2 < 1:
         problems.add(

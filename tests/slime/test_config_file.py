@@ -60,6 +60,8 @@ def test_later_files_win_and_repeated_flags_are_replaced_not_added(tmp_path):
         ("colocate: true\nno-colocate: true\n", "line 2: no-colocate must be given once, got it in line 1"),
         ("[1, 2]\n", "run.yaml must be a mapping of flag: value, got a seq"),
         ("lr: [1\n", "run.yaml must be valid YAML, got"),
+        ("train-env-vars: {A: 2024-01-01}\n", "line 1: train-env-vars must be a mapping that JSON can hold"),
+        ("lr: 1\nrollout-stop: [[a], b]\n", "line 2: rollout-stop must be a list of words or numbers"),
         ("config: other.yaml\n", "line 1: config must not be in a file"),
     ],
 )  # fmt: skip
@@ -104,6 +106,18 @@ def test_all_problems_are_in_one_report(tmp_path, argv):
         "--rm-type",
         "--save",
     ]
+
+
+def test_a_file_that_cannot_be_read_hides_no_other_problem(argv):
+    with pytest.raises(ValueError) as error:
+        parse_args(["--config", "nowhere.yaml", *argv, "--lrr", "1", "--rollout-top-p", "3"])
+    named = [line.split()[1] for line in str(error.value).splitlines()[1:]]
+    assert named == ["--config", "--lrr", "--rollout-top-p"], "a value that others take over is reported once"
+
+
+def test_a_value_may_look_like_a_flag(tmp_path):
+    file = write(tmp_path / "run.yaml", "rollout-stop: ['--end']\n")
+    assert expand_config(["--config", file]) == ["--rollout-stop=--end"]
 
 
 def test_what_follows_from_an_earlier_problem_is_left_out(argv):

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from slime.config.config_file import expand_config
 from vime.cli import main
@@ -35,6 +36,15 @@ def test_yaml_is_what_config_reads(file, tmp_path, capsys):
     assert expand_config(["--config", str(again)]) == expand_config(["--config", *line])
     assert main(["config", str(again)]) == 0
     assert capsys.readouterr().out == again.read_text()
+
+
+def test_the_flags_are_those_of_a_run(file, capsys):
+    """A flag that is repeated keeps its place and its values, as a run reads them."""
+    hooks = ["--rollout-sample-hook-path", "json.dumps", "--rollout-sample-hook-path", "json.loads"]
+    assert main(["config", file, *hooks, "--no-colocate", "--colocate", "--no-colocate"]) == 0
+    content = yaml.safe_load(capsys.readouterr().out)
+    assert content["rollout-sample-hook-path"] == ["json.dumps", "json.loads"]
+    assert content["colocate"] is False
 
 
 def test_the_shell_form_is_an_array_of_bash(file, capsys):
@@ -97,7 +107,9 @@ def test_bash_completes(words, wanted, monkeypatch):
 
 def test_zsh_runs_the_same_function_through_bashcompinit():
     text = script("zsh")
-    assert text.startswith("autoload -U +X bashcompinit && bashcompinit\n") and text.endswith(script("bash"))
+    assert text.startswith(
+        "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
+    ) and text.endswith(script("bash"))
     if shutil.which("zsh"):
         assert subprocess.run(["zsh", "-n"], input=text, text=True).returncode == 0
 
