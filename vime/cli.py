@@ -57,8 +57,6 @@ def usage() -> str:
             *lines,
             "",
             "vime --version names the version, the commit and the packages that a run depends on.",
-            "  vime --version  version, commit and the versions of what it runs on",
-            "",
             "A first run:  bash scripts/run-tiny-grpo.sh",
             "Flags keep the names of slime, Megatron (--lr) and vLLM (--vllm-max-num-seqs).",
             "`vime plan FLAGS` explains what a set of them means;",

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def defaults(config: Config) -> Iterator[FlagGroup]:
-    """Every flag of this project that has a value, as `config` resolved it; not the run directory, named by its time."""
+    """Every flag of this project that has a value, as resolved; not the run directory, which is named by its time."""
     for name, spec in own_flags().items():
         value = getattr(getattr(config, SECTION_OF[name]), name)
         if (

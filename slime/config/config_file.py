@@ -86,16 +86,17 @@ def yaml_group(key: str, value: Any, origin: str = "") -> FlagGroup:
     if isinstance(value, bool):
         name = name if value else f"no_{name}"
         return FlagGroup(spelled(name), name, [], origin)
+    where = f"{origin}: {key}" if origin else key
     values = value if isinstance(value, list) else [value]
     if isinstance(value, dict):
         try:
             values = [json.dumps(value)]
         except TypeError as error:
             raise ValueError(
-                f"{key} must be a mapping that JSON can hold, got {value}; quote its values"
+                f"{where} must be a mapping that JSON can hold, got {value}; quote its values"
             ) from error
     elif any(v is None or isinstance(v, list | dict) for v in values):
-        raise ValueError(f"{key} must be a list of words or numbers, got {value}")
+        raise ValueError(f"{where} must be a list of words or numbers, got {value}; write each entry as one")
     values = [str(v) for v in values]
     return FlagGroup(spelled(name), name, values, origin)
 
@@ -146,10 +147,7 @@ def _entries(loader: yaml.SafeLoader, node: yaml.MappingNode, path: Path) -> lis
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key, value = loader.construct_object(key_node, True), loader.construct_object(value_node, True)
-        try:
-            group = yaml_group(str(key), "" if value is None else value, f"{path}, line {line}")
-        except ValueError as error:
-            raise ValueError(f"{path}, line {line}: {error}") from error
+        group = yaml_group(str(key), "" if value is None else value, f"{path}, line {line}")
         if group.positive in lines:
             raise ValueError(
                 f"{path}, line {line}: {key} must be given once, got it in line {lines[group.positive]}, too; "
