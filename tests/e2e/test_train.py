@@ -27,6 +27,7 @@ from train_fixtures import (
     assert_on_loopback,
     launched,
     make_world,
+    other_interface,
     published_weights,
     rows,
     run,
@@ -264,8 +265,11 @@ def test_colocated_run_records_configuration_and_environment_without_keys(world:
 
 
 def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
-    world: World, whole: Path
+    world: World, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if interface := other_interface():
+        # As a user's shell has it for a cluster. Without it, gloo takes loopback where the host's name means loopback.
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     # Between its trainings the state is away: on a CPU on the host, too, and read, saved and resumed as on a GPU.
     command = vime("train", *colocated(world, "killed"), "--offload-train")
     run_dir = world.root / "killed"

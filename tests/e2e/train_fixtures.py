@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from socket import SOCK_DGRAM
+from socket import AF_INET, SOCK_DGRAM
 from types import ModuleType
 from typing import Any
 
@@ -273,13 +273,31 @@ def launched(command: list[str], output: Path) -> Iterator[Launch]:
         launch.clean_up()
 
 
+LISTENING = (
+    *("vime train", "gcs/gcs_server", "raylet/raylet", "ray::RuntimeEnvAgent"),
+    *("ray::TrainerActor", "ray::RolloutActor", "ray::EngineServer"),
+    *(r"vllm\.entrypoints", "VLLM::EngineCore", r"vime\.engine\.router_main"),
+)
+"""Patterns of the processes of a colocated run that listen somewhere."""
+
+
 def assert_on_loopback(sockets: list[tuple[str, str, int]]) -> None:
-    """Of a run on one host nothing can be reached from another; Ray, the engine and the router are among it."""
-    for part in ("gcs_server", "raylet", "RuntimeEnvAgent", "ray::TrainerActor", "vllm|VLLM", "router"):
-        assert any(re.search(part, command) for command, *_ in sockets), (part, sockets)
+    """Of a run on one host nothing can be reached from another host. No process and no port is left out."""
+    for pattern in LISTENING:
+        assert any(re.search(pattern, command) for command, *_ in sockets), (pattern, sockets)
     for command, address, port in sockets:
         ip = ipaddress.ip_address(address)
         assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, (command, address, port)
+
+
+def other_interface() -> str | None:
+    """An interface of this host with an IPv4 address that is not loopback."""
+    up = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == AF_INET and up[name].isup and not address.address.startswith("127."):
+                return name
+    return None
 
 
 def vime(*argv: str) -> list[str]:

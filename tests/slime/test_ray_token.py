@@ -8,21 +8,26 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from slime.cluster import ray_token
 
 ROOT = Path(__file__).parents[2]
+GCS_SERVER = Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server"
 CONNECT = (
     "import ray; from slime.cluster.placement import connect\n"
     "connect(); print('nodes', len(ray.nodes())); ray.shutdown()"
 )
+PLAIN = "import ray; ray.init(); print('nodes', len(ray.nodes()))"
+"""A client of Ray that knows nothing of this project."""
 
 
 def test_a_made_file_is_closed_to_others_and_never_overwritten(tmp_path: Path) -> None:
@@ -60,6 +65,14 @@ def test_token_mode_switched_off_is_refused() -> None:
         ray_token.use_given_token({"RAY_AUTH_MODE": "disabled"})
 
 
+def test_a_client_without_a_token_is_refused_before_it_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"RAY_AUTH_TOKEN_PATH must name the file"):
+        ray_token.use_given_token({})
+
+
 def environment(**variables: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, **variables}
@@ -88,17 +101,22 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def wait_for_port(port: int, log: Path) -> None:
-    end = time.monotonic() + 60
-    while "Ray runtime started" not in log.read_text(errors="replace"):
+def wait_until(ready: Callable[[], bool], log: Path) -> None:
+    end = time.monotonic() + 120
+    while not ready():
         assert time.monotonic() < end, log.read_text(errors="replace")[-2000:]
         time.sleep(0.1)
 
 
-def client(port: int, home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def start_client(code: str, port: int, home: Path, **variables: str) -> subprocess.Popen[str]:
     env = environment(RAY_ADDRESS=f"127.0.0.1:{port}", HOME=str(home), **variables)
-    return subprocess.run(
-        [sys.executable, "-c", CONNECT], env=env, capture_output=True, text=True, timeout=90, check=False
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -110,35 +128,86 @@ def short() -> Iterator[Path]:
 
 
 def test_only_clients_with_the_token_get_in(short: Path) -> None:
-    port, token, other = free_port(), short / "token", short / "other"
+    port, token, other, log = free_port(), short / "token", short / "other", short / "log"
     ray_token.make_token_file(other)
-    head = [
-        "bash",
-        str(ROOT / "scripts" / "ray-cluster.sh"),
-        "head",
-        f"--temp-dir={short / 'r'}",
-        "--num-cpus=1",
-    ]
-    with started(head, short / "log", TOKEN_FILE=str(token), NODE_IP="127.0.0.1", PORT=str(port)):
-        wait_for_port(port, short / "log")
-        good = client(port, short, RAY_AUTH_TOKEN_PATH=str(token))
-        assert good.returncode == 0 and "nodes 1" in good.stdout, good.stderr[-3000:]
-        ray_token.require_authentication(f"127.0.0.1:{port}")  # whoever has no token is refused
-        wrong = client(port, short, RAY_AUTH_TOKEN_PATH=str(other))
-        assert wrong.returncode == 1 and "AuthenticationError" in wrong.stderr, wrong.stderr[-3000:]
-        none = client(port, short)
-        assert none.returncode == 1 and "RAY_AUTH_TOKEN_PATH must name the file" in none.stderr
+    command = ["bash", str(ROOT / "scripts" / "ray-cluster.sh"), "head"]
+    command += [f"--temp-dir={short / 'r'}", "--num-cpus=1", "--object-store-memory=80000000"]
+    with started(command, log, TOKEN_FILE=str(token), NODE_IP="127.0.0.1", PORT=str(port)):
+        wait_until(lambda: "Ray runtime started" in log.read_text(errors="replace"), log)
+        once = {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # else Ray asks for 20 s before it gives up
+        # Without the second variable Ray would take another address of this host, at which nothing listens.
+        none = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+        clients = {
+            "right": start_client(CONNECT, port, short, RAY_AUTH_TOKEN_PATH=str(token)),
+            "wrong": start_client(CONNECT, port, short, RAY_AUTH_TOKEN_PATH=str(other), **once),
+            "none": start_client(PLAIN, port, short, **none, **once),
+        }
+        try:
+            ends = {name: client.communicate(timeout=90) for name, client in clients.items()}
+        finally:
+            for client in clients.values():
+                client.kill()
+    assert clients["right"].returncode == 0 and "nodes 1" in ends["right"][0], ends["right"]
+    for name in ("wrong", "none"):
+        out, error = ends[name]
+        assert clients[name].returncode == 1 and "nodes" not in out, ends[name]
+        assert "AuthenticationError" in error, ends[name]
 
 
-def test_a_cluster_that_admits_anyone_is_not_joined(short: Path) -> None:
-    port, token = free_port(), short / "token"
-    ray_token.make_token_file(token)
-    head = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=1"]
-    head += [f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={short / 'r'}"]
-    head += ["--include-dashboard=false", "--disable-usage-stats"]
-    variables = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    with started(head, short / "log", **variables):
-        wait_for_port(port, short / "log")
-        refused = client(port, short, RAY_AUTH_TOKEN_PATH=str(token))
-        assert refused.returncode == 1, refused.stdout
-        assert "must ask for a token" in refused.stderr and "--allow-unauthenticated-ray" in refused.stderr
+class Recorder:
+    """Passes connections on to a port of this host, and keeps what the clients send."""
+
+    def __init__(self, target: int) -> None:
+        self.sent, self._target = bytearray(), target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            server = socket.create_connection(("127.0.0.1", self._target))
+            threading.Thread(target=self._pass_on, args=(client, server, self.sent), daemon=True).start()
+            threading.Thread(target=self._pass_on, args=(server, client, bytearray()), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
+        try:
+            while data := source.recv(65536):
+                kept += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # one side has closed; the other one ends with the test
+
+
+def test_a_cluster_that_admits_anyone_gets_no_token(short: Path) -> None:
+    """Ray's own server without authentication: `connect` refuses it and never sends the token there."""
+    port, path, log = free_port(), short / "token", short / "log"
+    ray_token.make_token_file(path)
+    command = [str(GCS_SERVER), f"--log_dir={short}", f"--gcs_server_port={port}"]
+    command += ["--node-ip-address=127.0.0.1", "--session-name=open"]
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    with started(command, log, RAY_AUTH_MODE="disabled"):
+        wait_until(lambda: answers(port), log)
+        refusing, asking = Recorder(port), Recorder(port)
+        clients = [
+            start_client(CONNECT, refusing.port, short, **token),
+            # What a client sends that does not look first: shows that the recorder would see the token.
+            start_client(
+                "import os; from ray._raylet import GcsClient\n"
+                "GcsClient(address=os.environ['RAY_ADDRESS']).internal_kv_keys(b'', None, timeout=20)",
+                asking.port,
+                short,
+                **token,
+            ),
+        ]
+        try:
+            (_, error), (_, other) = [client.communicate(timeout=90) for client in clients]
+        finally:
+            for client in clients:
+                client.kill()
+    assert clients[0].returncode == 1, error
+    assert "must ask for a token" in error and "--allow-unauthenticated-ray" in error
+    assert clients[1].returncode == 0 and path.read_bytes() in asking.sent, other
+    assert refusing.sent and path.read_bytes() not in refusing.sent

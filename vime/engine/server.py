@@ -187,9 +187,9 @@ class EngineServer(Server[EngineSpec]):
         }
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
-        if spec.nodes > 1 and ip_address(spec.host).is_loopback:
-            # Gloo takes the interface of the host's name, which is another one.
-            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if ip_address(spec.host).is_loopback:
+            # Gloo takes the interface of the host's name, which may be another one. The user's choice is for a cluster.
+            env["GLOO_SOCKET_IFNAME"] = "lo"
         if spec.sleeps:
             env[shared_gpu.SLEEPS_VARIABLE] = "1"
         if spec.waits:
