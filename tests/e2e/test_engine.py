@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from engine_fixtures import EOS_ID, Stack, hf_log_probs, publish_checkpoint
+from process_names import command_line
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -141,7 +142,7 @@ def test_the_open_page_of_the_router_holds_counters_only(stack: Stack) -> None:
     key_server_and_page = [
         connection.laddr.port
         for process in psutil.Process().children(recursive=True)
-        if "router_main" in " ".join(process.cmdline())
+        if "router_main" in command_line(process)
         for connection in process.net_connections(kind="tcp")
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port != router
     ]
@@ -157,7 +158,7 @@ def test_the_open_page_of_the_router_holds_counters_only(stack: Stack) -> None:
 
 def test_nothing_listens_beyond_loopback_and_no_command_line_holds_the_key(stack: Stack) -> None:
     for process in psutil.Process().children(recursive=True):
-        assert KEY not in " ".join(process.cmdline())
+        assert KEY not in command_line(process)
         for connection in process.net_connections(kind="tcp"):
             if connection.status == psutil.CONN_LISTEN:
                 assert connection.laddr.ip in ("127.0.0.1", "::1"), process.cmdline()
@@ -383,9 +384,7 @@ def test_a_killed_engine_comes_back_with_the_last_weights(stack: Stack) -> None:
     thread.start()
     time.sleep(0.6)
     for process in psutil.Process().children(recursive=True):
-        if "vllm.entrypoints" in " ".join(process.cmdline()) and "supervise" not in " ".join(
-            process.cmdline()
-        ):
+        if "vllm.entrypoints" in command_line(process) and "supervise" not in command_line(process):
             os.kill(process.pid, signal.SIGKILL)
             break
     thread.join()

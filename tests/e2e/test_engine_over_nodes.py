@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from engine_fixtures import Stack, hf_log_probs
+from process_names import command_line
 
 from vime.engine.nodes_server import NodesServer
 from vime.engine.pool import VllmEnginePool
@@ -93,7 +94,7 @@ def test_the_loss_of_the_second_node_is_the_loss_of_the_engine(stack: TwoNodes) 
     (second,) = (
         process
         for process in psutil.Process().children(recursive=True)
-        if process.cmdline()[1:3] == ["-m", "vime.engine.headless"]
+        if command_line(process).split()[1:3] == ["-m", "vime.engine.headless"]
     )
     second.kill()
     end = time.monotonic() + 60

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 from engine_double import DoubleServer
+from process_names import command_line
 from ray.cluster_utils import Cluster
 
 from slime.cluster.placement import VISIBLE_VARIABLE, place
@@ -120,14 +121,11 @@ def test_one_lost_process_restarts_the_whole_engine(
     pool.start()
     try:
         (url,) = pool.engine_urls
-        of_engine = [
-            p for p in psutil.Process().children(recursive=True) if "engine_double" in " ".join(p.cmdline())
-        ]
+        started = psutil.Process().children(recursive=True)
+        of_engine = [p for p in started if "engine_double" in command_line(p)]
         assert len(of_engine) == 4, "two supervisors, two processes"
         (second,) = (
-            p
-            for p in of_engine
-            if "node-2" in " ".join(p.cmdline()) and "supervise" not in " ".join(p.cmdline())
+            p for p in of_engine if "node-2" in command_line(p) and "supervise" not in command_line(p)
         )
         second.kill()
         end = time.monotonic() + 60

@@ -14,6 +14,7 @@ from typing import Any
 import make_tiny_model
 import psutil
 import pytest
+from process_names import command_line
 
 from vime.bench.rollout_speed import LOG_PROBS, OURS, RAW, SAME_REQUEST, main
 
@@ -75,7 +76,7 @@ def test_it_waits_for_a_file_and_leaves_nothing_behind(tmp_path: Path, ends_by: 
     command += ["--rounds", "1", "--after", str(now), "--out", str(out)]
     waiting = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")})
     (engine,) = until(
-        lambda: [p for p in psutil.Process(waiting.pid).children() if "instant" in " ".join(p.cmdline())]
+        lambda: [p for p in psutil.Process(waiting.pid).children() if "instant" in command_line(p)]
     )
     time.sleep(1)
     assert waiting.poll() is None and not out.exists()
