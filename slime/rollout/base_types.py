@@ -28,7 +28,7 @@ class RolloutFnEvalOutput:
 def call_rollout_fn(
     fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call a rollout function; a bare list of groups or dict of datasets is wrapped in its record."""
+    """Call a rollout function. A plain list of groups, or a plain dict of datasets, is wrapped in its record."""
     output = fn(*args, **kwargs, evaluation=evaluation)
     if isinstance(output, RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput):
         return output

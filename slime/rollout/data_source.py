@@ -1,4 +1,4 @@
-"""The data source under the path that existing slime scripts and subclasses use."""
+"""Import path of existing slime scripts and subclasses: see slime.data.source."""
 
 from slime.data.source import PromptDataSource as RolloutDataSourceWithBuffer
 

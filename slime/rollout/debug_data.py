@@ -1,6 +1,6 @@
 """Samples of a rollout saved for replay (`--save-debug-rollout-data`, `--load-debug-rollout-data`).
 
-Files hold plain values only, and no code runs on loading one.
+Files hold plain values only. Loading a file runs no code.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def save_debug_rollout_data(
     evaluation: bool = False,
     facts: dict[str, Any] | None = None,
 ) -> Path:
-    """Write all samples to `template` with {rollout_id} filled in ("eval_3" for an evaluation).
+    """Write all samples to the path `template`, with {rollout_id} replaced ("eval_3" for evaluation 3).
 
-    `facts`: how the samples were drawn, as plain values (slime.rollout.facts); an audit of the file needs them.
+    `facts`: how the samples were drawn, as plain values (slime.rollout.facts). An audit of the file needs them.
     """
     path = _path(
         template, f"eval_{rollout_id}" if evaluation else str(rollout_id), "--save-debug-rollout-data"
@@ -40,17 +40,17 @@ def save_debug_rollout_data(
 def load_debug_rollout_data(
     template: str, rollout_id: int, *, evaluation: bool = False, subsample: float | None = None
 ) -> list[SampleGroup]:
-    """The groups that `save_debug_rollout_data` wrote, or the first part of them, `subsample` in (0, 1]."""
+    """The groups that `save_debug_rollout_data` wrote, or the first `subsample` of them, a fraction in (0, 1]."""
     return load_with_facts(template, rollout_id, evaluation=evaluation, subsample=subsample)[0]
 
 
 def load_with_facts(
     template: str, rollout_id: int, *, evaluation: bool = False, subsample: float | None = None
 ) -> tuple[list[SampleGroup], dict[str, Any] | None]:
-    """The groups of a file, and how they were drawn; None where the file does not say.
+    """The groups of a file, and how they were drawn (None if the file does not record it).
 
-    Neighbours of one `group_index` form a group. ValueError for a missing file or one that holds more than
-    plain values and tensors.
+    Consecutive samples with the same `group_index` form a group. ValueError if the file is missing or holds
+    more than plain values and tensors.
     """
     flag = "--load-debug-rollout-data"
     path = _path(template, f"eval_{rollout_id}" if evaluation else str(rollout_id), flag)

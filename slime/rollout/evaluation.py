@@ -1,7 +1,7 @@
 """Evaluation: several datasets, each with its own columns, sampling and reward, in one pass.
 
-Where settings come from, first found first: the dataset's entry in --eval-config, its `defaults`, the
---eval-* flags, the training flags.
+The first value found counts: the dataset's entry in --eval-config, the `defaults` there, the --eval-* flags,
+the training flags.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvalDatasetConfig:
-    """One evaluation dataset, every setting resolved. Lengths are tokens."""
+    """One evaluation dataset with all its settings. Lengths are in tokens."""
 
     name: str
     path: str
@@ -55,7 +55,7 @@ class EvalDatasetConfig:
 
 _SETTINGS = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig)) - {"name", "path"}
 
-# Setting -> the flags it falls back to, in order.
+# Setting -> the flags that give its default, in order.
 _FALLBACKS = {
     "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
     "temperature": ("eval_temperature", "rollout_temperature"),
@@ -79,8 +79,8 @@ _FALLBACKS = {
 def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
     """The datasets of --eval-config (a YAML file), else of --eval-prompt-data (name path pairs), else none.
 
-    The file holds `datasets`, a list or a mapping by name, and optionally `defaults`, both at the top or
-    under `eval`.
+    The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top
+    level or under `eval`.
     """
     if args.eval_config is None:
         pairs = list(args.eval_prompt_data or [])
@@ -112,7 +112,7 @@ def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
 def build_eval_dataset_configs(
     args: Any, raw_config: list[dict[str, Any]], defaults: dict[str, Any]
 ) -> list[EvalDatasetConfig]:
-    """Resolve the settings of each entry. ValueError names unknown and missing settings, and a name twice."""
+    """Resolve the settings of each entry. ValueError for unknown or missing settings and for duplicate names."""
     configs = []
     for entry in raw_config:
         unknown = sorted((set(entry) | set(defaults)) - _SETTINGS - {"name", "path"})
@@ -135,10 +135,9 @@ def build_eval_dataset_configs(
 
 
 def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, list[Prompt]]]:
-    """Settings and prompts of every evaluation dataset; the files are read once a run.
+    """Settings and prompts of every evaluation dataset. Each file is read once per run.
 
-    The manager calls this at the start of a run, so that a bad file is an error then and not at the first
-    evaluation.
+    The rollout manager calls this at the start of a run, so that a bad file is an error at the start.
     """
     configs = resolve_eval_datasets(state.args)
     if not configs:
@@ -162,11 +161,12 @@ def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, li
 
 
 async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOutput:
-    """Answer every prompt of every dataset `n_samples_per_eval_prompt` times and score it.
+    """Generate and score `n_samples_per_eval_prompt` responses to every prompt of every dataset.
 
-    Deterministic given the engine: the random stream of a response is "eval/{name}/{rollout_id}/{index}".
-    Errors: whatever a reward or generate function raises, naming the sample; TimeoutError when every response
-    of a dataset passed --rollout-deadline-s. Single late responses are left out of the rewards, and reported.
+    Deterministic if the engine is: the random stream of a response is "eval/{name}/{rollout_id}/{index}".
+    An error of a reward or generate function names the sample. TimeoutError if every response of a dataset
+    passes --rollout-deadline-s. If only some responses are late, the rewards exclude them and a warning
+    counts them.
     """
     datasets = load_eval_datasets(state)
     total = sum(len(prompts) * config.n_samples_per_eval_prompt for config, prompts in datasets)

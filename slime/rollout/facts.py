@@ -1,7 +1,7 @@
-"""What must be known of a rollout before its log-probs can be compared with a trainer's: how every sample was drawn.
+"""How every sample was drawn. The audit needs these facts to compare rollout log-probs with the trainer's.
 
-Owns recording these facts where samples are made, and the rule that says whether two log-probs of a token are
-comparable. One record a sample travels to the trainer as the column `rollout_facts`; None where nothing is known.
+This file records the facts during generation, and owns the rule for whether two log-probs of a token are
+comparable. The trainer gets one record per sample in the column `rollout_facts` (None if nothing is known).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.types import Sample, TrainData
 Facts = dict[str, Any]
 COLUMN = "rollout_facts"
 SAMPLING_KEY = "sampling"
-"""Entry of `Sample.metadata`: the parameters of a request that did not use the run's."""
+"""Key in `Sample.metadata` for a request's sampling parameters, if they differ from the run's."""
 
 REASONS = (
     "unrecorded",
@@ -33,11 +33,12 @@ REASONS = (
     "tokenizer",
     "later_step",
 )
-"""Why a token is not comparable; the first that holds is reported. `later_step`: the trainer only looked at the token
-after its own first update. `sampling`: a parameter that changes the distribution and that the trainer does not know."""
+"""Why a token is not comparable. The first reason that applies is reported. `later_step`: the trainer computed
+the token's log-prob after its first update of the rollout. `sampling`: the request had a parameter that changes
+the distribution and that the trainer does not know."""
 
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-"""What engines do where a request says nothing; also what the trainer's full softmax corresponds to."""
+"""The engines' defaults. The trainer's full softmax corresponds to the same values."""
 
 _OTHER_SAMPLING = (
     "min_p",
@@ -50,7 +51,7 @@ _OTHER_SAMPLING = (
 
 
 def run_facts(args: Any) -> Facts:
-    """What all samples of a run share: distribution, dtype of the engine's model, tokenizer."""
+    """The facts that all samples of a run share: distribution, dtype of the engine's model, tokenizer."""
     return {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -62,7 +63,7 @@ def run_facts(args: Any) -> Facts:
 
 
 def note_sampling(args: Any, sample: Sample, params: dict[str, Any]) -> None:
-    """Keep in the sample's metadata what its request asked for, if that is not what the run's flags say."""
+    """Record a request's sampling parameters in the sample's metadata, if they differ from the run's flags."""
     run = {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k}
     mine: Facts = {
         name: params[name] if params.get(name) is not None else neutral for name, neutral in _NEUTRAL.items()
@@ -73,7 +74,7 @@ def note_sampling(args: Any, sample: Sample, params: dict[str, Any]) -> None:
 
 
 def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
-    """The record of one sample, of its tokens and mask as they leave the rollout; None without the run's facts."""
+    """The record of one sample, with its tokens and mask at the end of the rollout. None without the run's facts."""
     if run is None:
         return None
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
@@ -90,8 +91,8 @@ def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
 
 
 def attach(ranks: list[TrainData], samples: Sequence[Sample], run: Facts | None) -> None:
-    """Give the data of each rank its column. Samples are found by `sample_indices`, siblings of one index by their
-    tokens; a sample that a conversion hook made up has no record."""
+    """Add the column `rollout_facts` to the data of each rank. `sample_indices` finds the sample of a row; tokens
+    find the right one among samples with the same index. A sample that a conversion hook made has no record."""
     known: dict[Any, list[Facts | None]] = {}
     for sample in samples:
         known.setdefault(sample.index, []).append(sample_facts(sample, run))
@@ -112,14 +113,14 @@ def _of_sample(candidates: list[Facts | None], tokens: Iterable[int]) -> Facts |
 
 
 def first_difference(rollout: Facts | None, trainer: Facts) -> str | None:
-    """The first of REASONS why log-probs of the two sides are of different things; None when they are comparable."""
+    """The first of REASONS why log-probs of the two sides are not comparable, or None if they are."""
     if rollout is None:
         return "unrecorded"
     return next((name for name in REASONS if name in trainer and rollout.get(name) != trainer[name]), None)
 
 
 def replay_template(config: Any) -> str:
-    """Where the batch of a run that stops is kept, as a template for --load-debug-rollout-data."""
+    """Where a run that stops saves its batch: a path template for --load-debug-rollout-data."""
     folder = str(Path(config.run_dir).resolve() / "audit").replace("{", "{{").replace("}", "}}")
     return folder + "/{rollout_id}.pt"
 

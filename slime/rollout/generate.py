@@ -1,6 +1,6 @@
-"""Generation of one sample, one with its reward, and a group. Owns seeds, token budgets and status.
+"""Generation of one sample, of a sample with its reward, and of a group. Owns seeds, token budgets and status.
 
-A custom generate function (`--custom-generate-function-path`) replaces `generate`; the rest stays.
+A custom generate function (`--custom-generate-function-path`) replaces `generate` only.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _STATUS = {
 def request_seed(run_seed: int, session_id: str, generated_tokens: int) -> int:
     """Seed of one request: the first 52 bits of sha256(f"{run_seed}/{session_id}/{generated_tokens}").
 
-    `session_id` is "{stream}/{rollout_id}/{sample index}" (see `generate_and_rm_group`), so a run repeats exactly where
-    the engine's numbers do not depend on its batch, and no two requests share a seed but by chance. 52 bits survive
-    every JSON implementation.
+    `session_id` is "{stream}/{rollout_id}/{sample index}" (see `generate_and_rm_group`). So a run repeats exactly
+    if the engine's results do not depend on its batch, and two requests share a seed only by chance. Every JSON
+    implementation keeps 52 bits.
     """
     digest = hashlib.sha256(f"{run_seed}/{session_id}/{generated_tokens}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 12
 
 
 def rollout_sampling_params(args: Any) -> dict[str, Any]:
-    """How training samples are drawn, by the names that generate functions know."""
+    """The sampling parameters of training samples, under the names that generate functions use."""
     return {
         "temperature": args.rollout_temperature,
         "top_p": args.rollout_top_p,
@@ -57,9 +57,7 @@ def rollout_sampling_params(args: Any) -> dict[str, Any]:
 
 
 async def run_together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order. When one fails the rest are cancelled first, then its error is raised as
-    it is.
-    """
+    """The results of all coroutines, in order. If one fails, the others are cancelled and its error is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -70,12 +68,12 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """Continue `sample` by one request and fill tokens, response, log-probs, status and weight versions.
+    """Continue `sample` with one request. Sets its tokens, response, log-probs, status and weight versions.
 
-    A sample that has a response already goes on after its last token: `max_new_tokens` and
-    --rollout-max-context-len bound the whole, and one with nothing left is TRUNCATED without a request. A
-    request that passes --rollout-deadline-s leaves the sample ABORTED, with what it had before. ValueError,
-    naming the sample, when the prompt leaves no room or the engine refuses it.
+    A sample that already has a response continues after its last token. `max_new_tokens` and
+    --rollout-max-context-len bound the whole response; a sample with no tokens left becomes TRUNCATED without a
+    request. If the request passes --rollout-deadline-s, the sample keeps what it had and becomes ABORTED.
+    ValueError, with the sample's name, if the prompt leaves no room or the engine rejects it.
     """
     state: GenerateState = args.rollout_state
     assert state.engine is not None, "generation needs an engine"
@@ -91,7 +89,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     note_sampling(args, sample, sampling_params)
     began = time.perf_counter()
     try:
-        # The engine keeps the deadline and knows the reason; the margin is for one that never returns.
+        # The engine client keeps the deadline and reports the reason. The margin covers a client that hangs.
         async with asyncio.timeout(args.rollout_deadline_s * 1.1 + 0.5):
             result = await state.engine.generate(
                 sample.tokens,
@@ -139,7 +137,7 @@ def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: 
     if result.routed_experts is not None:
         sample.append_routed_experts(result.routed_experts)
     if continued and result.token_ids:
-        # A character may be split between two requests: only the whole response decodes right.
+        # A character may be split between two requests, so the whole response is decoded again.
         skip = bool(params.get("skip_special_tokens"))
         ids = sample.tokens[-sample.response_length :]
         sample.response = str(state.tokenizer.decode(ids, skip_special_tokens=skip))
@@ -162,13 +160,13 @@ async def generate_and_rm(
     *,
     rollout_id: int | None = None,
 ) -> Sample | list[Sample]:
-    """Generate (unless finished already), run the sample hooks, and score what has no reward yet.
+    """Generate an unfinished sample, run the sample hooks, and score samples that have no reward yet.
 
-    A list comes back when a custom generate function fanned out; its siblings share a rollout_id. Aborted
-    samples are not scored, and with --group-rm nobody is: see `generate_and_rm_group`.
+    Returns a list if a custom generate function returned several samples; they share a rollout_id. Aborted
+    samples are not scored. With --group-rm, `generate_and_rm_group` scores the samples instead.
 
-    In an evaluation `args.use_rollout_routing_replay` is False for all that is called here: nobody trains on its
-    samples, and all of them are held at once.
+    In an evaluation, every function called here sees `args.use_rollout_routing_replay` as False: no training uses
+    the samples, and all of them are in memory at once.
     """
     if evaluation and args.use_rollout_routing_replay:
         args = copy.copy(args)
@@ -177,7 +175,7 @@ async def generate_and_rm(
     finished = sample.status in FINISHED
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
         sample.loss_mask = [0] * sample.response_length
-        sample.remove_sample = sample.remove_sample or finished  # it still counts in its group's statistics
+        sample.remove_sample = sample.remove_sample or finished  # the group's statistics still include it
     result: Sample | list[Sample] = sample
     if not finished:
         async with state.semaphore:
@@ -208,11 +206,10 @@ async def generate_and_rm_group(
     rollout_id: int | None = None,
     stream: str = "rollout",
 ) -> SampleGroup:
-    """All samples of a group, side by side; fanned-out siblings flattened in place. With --group-rm, scored
-    as one.
+    """Generate all samples of a group concurrently. With --group-rm, one call scores the whole group.
 
-    Names the random stream of each sample in `session_id`: "{stream}/{rollout_id}/{index}". A sample that
-    returns from the buffer keeps the one it has.
+    If a sample fans out to several, they take its place in the group. Sets each sample's random stream in
+    `session_id`: "{stream}/{rollout_id}/{index}". A sample from the buffer keeps its `session_id`.
     """
     for sample in group:
         if sample.session_id is None:
@@ -263,7 +260,7 @@ async def _score_together(args: Any, samples: list[Sample]) -> None:
 
 @contextmanager
 def _blame(what: str, sample: Sample) -> Iterator[None]:
-    """Border with a user's function: whatever it raises names the function and the sample."""
+    """Border with a user's function: adds the function's name and the sample to any error."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,7 @@
 """The rollout manager: prompts in, training data out. One per run, in its own process.
 
-Owns the data source, the generation state and the conversion to train data; knows the engine only by its protocol, and
-Ray only as the `put` function that stores a rank's data where the trainers find it.
+Owns the data source, the generation state and the conversion to train data. The engine is an object with the
+protocol's methods. Ray is only the `put` function, which stores a rank's data for the trainers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from slime.types import SampleGroup, TrainData
 
 
 class RolloutManager:
-    """Built from the configuration, an engine client (None for SFT and replay), the number of data-parallel ranks and
-    the run-time facts that hooks may read from `args` (router address). Methods run one at a time, in call order.
+    """Draws, generates, scores and converts rollouts. Methods run one at a time, in call order.
+
+    Arguments: the configuration, an engine client (None for SFT and replay), the number of data-parallel ranks,
+    and run-time values that hooks may read from `args` (the router's address).
     """
 
     def __init__(
@@ -52,18 +54,17 @@ class RolloutManager:
         self.rollout_function = load_function(config.rollout_function_path, flag="--rollout-function-path")
         self.eval_function = load_function(config.eval_function_path, flag="--eval-function-path")
         if config.eval_config is not None or config.eval_prompt_data:
-            load_eval_datasets(
-                self.state
-            )  # a bad evaluation file shall fail now, not at the first evaluation
+            load_eval_datasets(self.state)  # so that a bad evaluation file fails at the start
 
     def load(self, start_rollout_id: int) -> None:
         """Continue the data after the checkpoint whose next rollout is `start_rollout_id`."""
         self.data_source.load(start_rollout_id - 1)
 
     def generate(self, rollout_id: int) -> RolloutBatch:
-        """Generate, score, convert and split one rollout; what a checkpoint after it needs of the data is saved here.
+        """Generate, score, convert and split one rollout.
 
-        Saved here and not with the model, because generation may already be a rollout ahead by then.
+        If a checkpoint follows this rollout, the data position is saved here, because generation may be a rollout
+        ahead by the time the model is saved.
         """
         began = time.perf_counter()
         groups, metrics, facts = self._groups(rollout_id)
@@ -81,21 +82,21 @@ class RolloutManager:
         if path and load_function(path, flag="--custom-rollout-log-function-path")(
             rollout_id, self.args, samples, metrics, seconds
         ):
-            metrics = {}  # the hook has logged, and says by its return value that nothing more shall be
+            metrics = {}  # the hook has logged the metrics; its return value disables the run's own logging
         ranks = self._rank_data(rollout_id, groups, facts)
         rank_data = [self.put(data) for data in ranks]
         metrics |= operators.step_metrics()
         metrics["perf/make_data_time"] = time.perf_counter() - began - seconds
         if (resident := resident_peak_gib()) is not None:
             metrics["perf/rollout_rss_gib"] = resident
-        # Of what the ranks were given: the last rollouts of a batch may not fill a step, and stay out.
+        # Count the ranks' data only: samples at the end of a batch that do not fill a step are left out.
         totals = [n for data in ranks for n in data["total_lengths"]]
         responses = [n for data in ranks for n in data["response_lengths"]]
         flops = sum(sample_flops(n, r, self.hf_config) for n, r in zip(totals, responses, strict=True))
         return RolloutBatch(rank_data, metrics, tokens=sum(totals), forward_flops=flops)
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
-        """Groups, their metrics, and how they were drawn (None: saved by something that did not say)."""
+        """Groups, their metrics, and how they were drawn (None if a saved rollout does not record it)."""
         if template := self.config.load_debug_rollout_data:
             share = self.config.load_debug_rollout_data_subsample
             groups, facts = load_with_facts(template, rollout_id, subsample=share)
@@ -106,8 +107,8 @@ class RolloutManager:
         return output.samples, output.metrics or {}, self.facts
 
     def _rank_data(self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None) -> list[TrainData]:
-        """Train data of each rank. Under --rlk-consistency it carries what a comparison needs to know of each sample,
-        and a rollout that the border check refuses is saved before the run ends."""
+        """Train data of each rank. With --rlk-consistency, the data contains each sample's facts, and a rollout
+        that fails the border check is saved before the run ends."""
         samples = [sample for group in groups for sample in group]
         audited = self.config.rlk_consistency != "off"
         try:
@@ -124,7 +125,7 @@ class RolloutManager:
         return ranks
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """eval/* metrics of every evaluation dataset under the present weights."""
+        """eval/* metrics of every evaluation dataset with the current weights."""
         output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)
         if self.config.save_debug_rollout_data:
             groups = [result["samples"] for result in output.data.values()]

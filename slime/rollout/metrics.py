@@ -1,7 +1,7 @@
 """Samples -> metrics under slime's names. Pure functions: no engine, no tracker.
 
-`sample_metrics` gives names without a prefix; `rollout_metrics` and `eval_metrics` put rollout/, perf/ and
-eval/ in front.
+`sample_metrics` returns names without a prefix. `rollout_metrics` and `eval_metrics` add the prefixes rollout/,
+perf/ and eval/.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
 
 
 def statistics_of(values: Sequence[float]) -> dict[str, float]:
-    """mean, median, max and min of at least one value."""
+    """mean, median, max and min. `values` has at least one entry."""
     return {
         "mean": statistics.fmean(values),
         "median": statistics.median(values),
@@ -30,7 +30,7 @@ def statistics_of(values: Sequence[float]) -> dict[str, float]:
 
 
 def rollout_metrics(args: Any, groups: list[SampleGroup], rollout_time_s: float) -> dict[str, float]:
-    """rollout/* and perf/* of the groups that go to training. `rollout_time_s` is wall time."""
+    """rollout/* and perf/* metrics of the groups to train on. `rollout_time_s` is wall time."""
     samples = [sample for group in groups for sample in group]
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(args, groups).items()}
     metrics["rollout/raw_reward"] = statistics.fmean(sample.get_reward_value(args) for sample in samples)
@@ -45,8 +45,8 @@ def eval_metrics(args: Any, data: dict[str, dict[str, Any]]) -> dict[str, float]
     """eval/{name} (mean reward), eval/{name}/..., eval/{name}-truncated_ratio and, with --log-passrate,
     -pass@k.
 
-    `data` is that of RolloutFnEvalOutput. Responses that were cut off by their deadline have no reward and
-    are not in the means; eval/{name}-aborted_ratio is there when some were.
+    `data` is `RolloutFnEvalOutput.data`. Responses that passed their deadline have no reward, and the means
+    exclude them. If there are such responses, eval/{name}-aborted_ratio is their share.
     """
     metrics: dict[str, float] = {}
     for name, result in data.items():
@@ -68,10 +68,10 @@ def eval_metrics(args: Any, data: dict[str, dict[str, Any]]) -> dict[str, float]
 
 
 def sample_metrics(args: Any, groups: list[SampleGroup]) -> dict[str, float]:
-    """What is said about any set of samples, in training and in evaluation.
+    """The metrics that training and evaluation share.
 
-    response_len/* counts the tokens that are trained on. zero_std/count_{r} is the number of groups whose
-    rewards are all r (to one decimal). repetition_frac is the share of responses that `ends_in_repetition`.
+    response_len/* counts trained tokens. zero_std/count_{r} is the number of groups whose rewards are all r (to
+    one decimal). repetition_frac is the share of responses for which `ends_in_repetition` is true.
     """
     samples = [sample for group in groups for sample in group]
     count = len(samples)
@@ -102,8 +102,9 @@ def sample_metrics(args: Any, groups: list[SampleGroup]) -> dict[str, float]:
 def perf_metrics(args: Any, samples: list[Sample], rollout_time_s: float) -> dict[str, float]:
     """Tokens per second, per GPU and of the longest sample. "effective" counts only trained tokens.
 
-    longest_sample_non_generation_time is what the longest samples spent outside the engine (in tools), on average, and
-    ..._tokens_per_sec_without_non_generation their speed in the rest of the rollout: there when any sample did.
+    longest_sample_non_generation_time is the mean time in seconds that the longest samples spent outside the engine
+    (in tools). ..._tokens_per_sec_without_non_generation is their speed in the rest of the rollout. Both are
+    present only if a sample spent time outside the engine.
     """
     metrics = {"rollout_time": rollout_time_s}
     waits = [sample.non_generation_time for sample in samples]
@@ -121,7 +122,7 @@ def perf_metrics(args: Any, samples: list[Sample], rollout_time_s: float) -> dic
         if max(waits) > 0:
             wait = statistics.fmean(w for w, length in zip(waits, values, strict=True) if length == longest)
             metrics[f"longest_{kind}sample_non_generation_time"] = wait
-            # A sample that was begun in an earlier rollout may have waited longer than this one took.
+            # A sample that started in an earlier rollout may have waited longer than this rollout took.
             if wait < rollout_time_s:
                 speed = longest / (rollout_time_s - wait)
                 metrics[f"longest_{kind}sample_tokens_per_sec_without_non_generation"] = speed
@@ -144,7 +145,7 @@ def pass_rate(rewards: Iterable[Sequence[float]]) -> dict[str, float]:
 def ends_in_repetition(text: str) -> bool:
     """Whether the text ends in a loop: 1 to 200 characters, 4 or more times, over at least 100 characters."""
     last = at = len(text) - 1
-    # A unit ends where the last character stands once more. `rfind` goes from one such place to the one before.
+    # A unit ends at an earlier occurrence of the last character. `rfind` steps back through these occurrences.
     while at >= 0 and (at := text.rfind(text[last], max(last - _LONGEST_UNIT, 0), at)) >= 0:
         unit = last - at
         length = max(_REPEATED_CHARS, _REPEATED_TIMES * unit)
@@ -164,7 +165,7 @@ def group_samples(samples: Iterable[Sample]) -> list[SampleGroup]:
 
 
 def eval_reward_args(args: Any) -> SimpleNamespace:
-    """What an evaluation reads rewards and options by: --eval-reward-key goes before --reward-key."""
+    """The options for evaluation metrics. --eval-reward-key has priority over --reward-key."""
     return SimpleNamespace(
         reward_key=args.eval_reward_key or args.reward_key,
         log_reward_category=args.log_reward_category,
@@ -199,7 +200,7 @@ def _cache_and_speculation(samples: list[Sample]) -> dict[str, float]:
 
 
 def _multi_turn(samples: list[Sample]) -> dict[str, float]:
-    """Lengths with and without the tokens of tools, and the number of stretches the model wrote."""
+    """Lengths with and without tool tokens, and the number of turns that the model wrote."""
     masks = [s.loss_mask if s.loss_mask is not None else [1] * s.response_length for s in samples]
     values = {
         "raw_response_len": [sample.response_length for sample in samples],

@@ -1,13 +1,13 @@
-"""One training rollout: draw prompts, generate groups side by side, filter, refill, end the rest.
+"""One training rollout: draw prompts, generate groups concurrently, filter, refill, abort the rest.
 
     data_source --draw--> pending --finish--> filter --kept--> batch of --rollout-batch-size groups
         ^                    |                  |
-        |                    |                  +--dropped--> counted by reason; drawn again
+        |                    |                  +--dropped--> counted by reason; new groups drawn
         +--partial-rollout---+--when the batch is full, requests still running are aborted
 
-Without --partial-rollout, groups that are running when the batch is full are discarded, as in slime: their
-prompts come again in the next epoch. With it, they return to the data source with the tokens they have, and
-so does a group that finished too late to be used.
+Without --partial-rollout, groups that are running when the batch is full are discarded, as in slime. Their
+prompts return in the next epoch. With --partial-rollout, these groups return to the data source with their
+tokens, and so does a group that finished after the batch was full.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from slime.types import Sample, SampleGroup
 logger = logging.getLogger(__name__)
 
 MAX_BARREN_BATCHES = 32
-"""A rollout gives up once this many times --rollout-batch-size groups in a row have been dropped."""
+"""A rollout raises an error after it has dropped this many times --rollout-batch-size groups in a row."""
 
 MIN_LATE_GROUPS = 8
-"""A rollout gives up once max(this, --rollout-batch-size) groups in a row have passed their deadline."""
+"""A rollout raises an error after max(this, --rollout-batch-size) groups in a row have passed their deadline."""
 
 _ABORT_EVERY_S = 1.0
 
@@ -40,12 +40,12 @@ _ABORT_EVERY_S = 1.0
 async def generate_rollout_async(
     state: GenerateState, rollout_id: int, data_source: DataSource
 ) -> RolloutFnTrainOutput:
-    """`--rollout-batch-size` groups that passed the filter, sorted by index, with the counts of what did not.
+    """`--rollout-batch-size` groups that passed the filter, sorted by index, and the counts of dropped groups.
 
-    Deterministic given the engine, as long as nothing is cut off: with --over-sampling-batch-size above
-    --rollout-batch-size, which groups are used depends on which finish first. Errors: whatever a reward,
-    filter or generate function raises, naming the sample; RuntimeError when the filter drops everything;
-    TimeoutError when a whole batch of groups in a row (at least 8) passes --rollout-deadline-s.
+    Deterministic if the engine is and no request is aborted. With --over-sampling-batch-size above
+    --rollout-batch-size, the groups that finish first are used. An error of a reward, filter or generate function
+    names the sample. RuntimeError if the filter drops every group. TimeoutError if a whole batch of groups in
+    a row (at least 8) passes --rollout-deadline-s.
     """
     state.begin()
     rollout = _Rollout(state, rollout_id, data_source)
@@ -59,7 +59,7 @@ async def generate_rollout_async(
 
 
 class _Rollout:
-    """The state of one rollout: what is running, what was kept, what was dropped and why."""
+    """The state of one rollout: running groups, kept groups, and the counts of dropped groups by reason."""
 
     def __init__(self, state: GenerateState, rollout_id: int, data_source: DataSource) -> None:
         self.state, self.args = state, state.args
@@ -76,7 +76,7 @@ class _Rollout:
         self.filter = load_function(path, flag="--dynamic-sampling-filter-path") if path else None
 
     async def collect(self) -> None:
-        """Until the batch is full: draw when too little is in flight, take in what finishes."""
+        """Draw groups while too few are pending, and take finished groups, until the batch is full."""
         wanted = self.target * self.args.n_samples_per_prompt
         while len(self.kept) < self.target:
             while len(self.kept) + len(self.pending) < self.target:
@@ -87,7 +87,7 @@ class _Rollout:
             self.state.progress = (len(self.kept) * self.args.n_samples_per_prompt, wanted)
 
     def draw(self) -> None:
-        """Submit the next --over-sampling-batch-size groups of the data source."""
+        """Start generation of the next --over-sampling-batch-size groups of the data source."""
         groups = self.data_source.get_samples(self.args.over_sampling_batch_size or self.target)
         if not groups:
             raise ValueError(
@@ -103,10 +103,10 @@ class _Rollout:
             self.pending[asyncio.create_task(work)] = group
 
     def is_stale(self, group: SampleGroup) -> bool:
-        """Whether a group of the buffer that is complete has waited longer than --max-staleness allows.
+        """Whether a complete group from the buffer has waited longer than --max-staleness allows.
 
-        --partial-rollout itself asks for one rollout of staleness. A group with an unfinished sample is never
-        stale: it goes on under the present weights.
+        --partial-rollout needs a staleness of one rollout. A group with an unfinished sample is never stale, because
+        it continues with the current weights.
         """
         started = [s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata]
         if not started or any(s.status not in FINISHED for s in group):
@@ -114,7 +114,7 @@ class _Rollout:
         return self.rollout_id - min(started) > max(self.args.max_staleness, 1)
 
     def take(self, given: SampleGroup, group: SampleGroup) -> None:
-        """Sort a finished group into kept, dropped or surplus. `given` is the group as it was drawn."""
+        """Keep or drop a finished group, or add it to the surplus. `given` is the group as it was drawn."""
         if any(s.status is Sample.Status.ABORTED for s in group):
             self.give_up(given, group)
             return
@@ -132,9 +132,9 @@ class _Rollout:
         self.drop(output.reason or "filtered")
 
     def give_up(self, given: SampleGroup, group: SampleGroup) -> None:
-        """A group that was cut off before the batch was full, by its deadline or an abort from outside.
+        """Drop a group that its deadline, or an abort from outside, ended before the batch was full.
 
-        One that was late does not return to the buffer: it would be late again, and first in line each time.
+        A late group does not return to the buffer, because it would come first in each rollout and be late again.
         """
         reasons = [self.state.timed_out[s.index] for s in group if s.index in self.state.timed_out]
         self.late += bool(reasons)
@@ -158,7 +158,7 @@ class _Rollout:
             )
 
     async def finish(self) -> RolloutFnTrainOutput:
-        """End what still runs, put back or discard it, and run the hooks on the batch."""
+        """Abort the running groups, put them back or discard them, and run the hooks on the batch."""
         self.state.aborted = True
         cut_off = await self.end_pending() + self.surplus
         metrics: dict[str, Any] = {
@@ -180,9 +180,9 @@ class _Rollout:
         return RolloutFnTrainOutput(samples=self.kept, metrics=metrics)
 
     async def end_pending(self) -> list[SampleGroup]:
-        """Abort every request until all groups have returned, at most --rollout-deadline-s; then cancel them.
+        """Abort every request until all groups have returned. After --rollout-deadline-s, cancel the rest.
 
-        Repeated, because a generate function of several turns sends its next request after the first abort.
+        The abort repeats, because a generate function with several turns sends its next request after an abort.
         """
         give_up_at = asyncio.get_running_loop().time() + self.args.rollout_deadline_s
         ended = []
@@ -204,7 +204,7 @@ class _Rollout:
         return ended
 
     async def cancel(self) -> None:
-        """Cancel what runs and wait until it has ended. Its results and errors no longer matter."""
+        """Cancel the pending groups and wait until they have ended. Their results and errors are ignored."""
         tasks = list(self.pending)
         self.pending.clear()
         for task in tasks:
@@ -213,10 +213,10 @@ class _Rollout:
             await asyncio.wait(tasks, timeout=_ABORT_EVERY_S)
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # marks it as seen; the first error of the rollout is the one that is raised
+                task.exception()  # marks the error as seen; the rollout raises its first error
 
     def resumable(self, given: SampleGroup, group: SampleGroup) -> SampleGroup:
-        """What a later rollout can go on with: the group, or its prompts where samples fanned out."""
+        """What a later rollout can continue: the group, or its prompts if samples fanned out."""
         if len(group) != len(given):
             return [_restarted(s) for s in given]
         return group
@@ -234,7 +234,7 @@ def _index(group: SampleGroup) -> int:
 
 
 def _restarted(sample: Sample) -> Sample:
-    """The sample as the data source first gave it."""
+    """The sample as the data source first returned it."""
     return Sample(
         group_index=sample.group_index,
         index=sample.index,

@@ -16,8 +16,9 @@ async def apply_rollout_sample_hooks(
 ) -> Sample | list[Sample]:
     """Run the hooks in the order of their flags on a sample, or on each of the siblings in a list.
 
-    A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async; keywords it does not take are
-    left out. It changes the sample in place or returns another one. ValueError when it returns anything else.
+    A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async. Keywords that the hook does not take
+    are left out. The hook changes the sample in place or returns another sample. ValueError if it returns
+    anything else.
     """
     paths = args.rollout_sample_hook_path or []
     if isinstance(sample, list):
@@ -45,14 +46,14 @@ async def _apply(
 
 
 def accepted(fn: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
-    """The keywords that `fn` has parameters for: hooks written for fewer arguments keep working."""
-    # A function is known by its identity; an object that is called may have no hash, as a plain dataclass has none.
+    """The keywords that `fn` has parameters for, so that hooks with fewer arguments keep working."""
+    # Functions have a hash, so the cache can hold them. A callable object may have none (a plain dataclass).
     names = _remembered(fn) if inspect.isroutine(fn) else _parameters(fn)
     return keywords if names is None else {name: value for name, value in keywords.items() if name in names}
 
 
 def _parameters(fn: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the parameters; None: it takes any keyword."""
+    """Names of the parameters, or None if `fn` takes any keyword."""
     parameters = inspect.signature(fn).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return None
@@ -60,4 +61,4 @@ def _parameters(fn: Callable[..., Any]) -> frozenset[str] | None:
 
 
 _remembered = lru_cache(256)(_parameters)
-"""As it is asked for each sample."""
+"""Cached, because every sample needs the result."""

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as a rollout: conversations of the data source become samples, without an engine."""
+"""Supervised fine-tuning as a rollout: turns conversations of the data source into samples, without an engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from slime.types import Sample
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """`--rollout-batch-size` conversations, tokenised, with the loss on what the assistant says.
+    """`--rollout-batch-size` tokenised conversations, with the loss on the assistant's turns.
 
     `Sample.prompt` is a list of messages (--input-key names the column, --apply-chat-template stays off). The
-    response runs from the first token of the first assistant turn that is trained on to the end of the
-    conversation; its loss mask leaves out what others say in between. Errors: ValueError naming the sample.
+    response starts at the first token of the first trained assistant turn and ends with the conversation. Its
+    loss mask is 0 on the turns of other roles. ValueError, with the sample's name, for a wrong conversation.
     """
     if evaluation:
         raise ValueError(

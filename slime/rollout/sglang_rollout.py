@@ -1,4 +1,4 @@
-"""The default rollout function under the path of existing slime scripts; the engine is the run's own."""
+"""Import path of existing slime scripts for the default rollout function. The run's own engine generates."""
 
 from slime.rollout.vllm_rollout import generate_rollout
 

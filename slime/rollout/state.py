@@ -1,6 +1,6 @@
-"""What one generation needs: the engine, the tokenizer, a bound on concurrency, and an event loop to run in.
+"""The state of generation: the engine, the tokenizer, a limit on concurrency, and an event loop.
 
-The rollout manager builds one `GenerateState` and hands it to rollout functions as `args.rollout_state`.
+The rollout manager builds one `GenerateState`. Rollout functions get it as `args.rollout_state`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _PROMPTS_REMEMBERED = 4096
 
 
 class GenerateState:
-    """One per rollout manager. `engine` is None where nothing is generated (SFT, replay of saved samples).
+    """One per rollout manager. `engine` is None if no sample is generated (SFT, replay of saved samples).
 
-    `semaphore` bounds the samples being generated at a time to --vllm-server-concurrency per engine.
-    `aborted` tells running generations to stop. `timed_out` maps the index of a sample to why it passed its
-    deadline, and `request_figures` a metric to its values, one a request; both cover the present rollout.
-    `progress` is (samples finished, samples wanted) of the present rollout, for whoever draws a bar.
+    `semaphore` limits the samples in generation to --vllm-server-concurrency per engine. `aborted` makes running
+    generations stop. `timed_out` maps the index of a sample to the reason why it passed its deadline.
+    `request_figures` maps a metric to its values, one per request. Both cover the current rollout. `progress` is
+    (samples finished, samples wanted) of the current rollout, for a progress bar.
     """
 
     def __init__(self, args: Any, engine: RolloutEngine | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -47,18 +47,18 @@ class GenerateState:
         self.eval_prompts: dict[str, list[Prompt]] = {}
         self._busy = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The samples of a group share their prompt: each is tokenised once.
+        # The samples of a group share their prompt, so each prompt is tokenised once.
         self._encode = functools.lru_cache(_PROMPTS_REMEMBERED)(self._encode_uncached)
 
     def __deepcopy__(self, memo: dict) -> GenerateState:
-        """Hooks deep-copy `args`; the engine and the loop behind it stay the same."""
+        """Returns this object: hooks deep-copy `args`, and the engine and the loop must stay the same."""
         return self
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run to completion in this state's own loop (a daemon thread), from any thread.
+        """Run the coroutine to its end in this state's own loop (a daemon thread). Any thread may call this.
 
-        One loop for the whole run: the engine's connections live in it. Interrupting the caller cancels the
-        coroutine.
+        The whole run uses one loop, because the engine's connections belong to it. Interrupting the caller cancels
+        the coroutine.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -71,7 +71,7 @@ class GenerateState:
             raise
 
     def close(self) -> None:
-        """Close the engine's connections and end the loop. The state cannot run anything afterwards."""
+        """Close the engine's connections and end the loop. After that, `run` no longer works."""
         if self._loop is None:
             return
         if self.engine is not None:
@@ -80,7 +80,7 @@ class GenerateState:
         self._loop = None
 
     def begin(self) -> None:
-        """Start a rollout or an evaluation; they take turns, because ending one aborts every request."""
+        """Start a rollout or an evaluation. Only one runs at a time, because its end aborts every request."""
         if self._busy:
             raise RuntimeError(
                 "rollout and evaluation must take turns, got a second one while the first is running"
@@ -95,8 +95,8 @@ class GenerateState:
         self._busy = False
 
     def note_request(self, seconds: float, result: GenerateResult) -> None:
-        """Keep what a request that was answered took, under slime's metric names; what the engine did not say is left
-        out. `seconds`: from asking to the answer, retries and the router included."""
+        """Record the times of a completed request under slime's metric names. Values that the engine did not report
+        are left out. `seconds` is the time from request to response, with retries and the router."""
         figures = {
             "request/e2e_latency": seconds,
             "request/queue_time": result.queue_s,
@@ -107,7 +107,7 @@ class GenerateState:
                 self.request_figures.setdefault(name, []).append(value)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Token ids of the sample's prompt; messages are rendered by the chat template first."""
+        """Token ids of the sample's prompt. The chat template renders messages first."""
         if isinstance(sample.prompt, str):
             return list(self._encode(sample.prompt))
         kwargs = sample.apply_chat_template_kwargs or {}

@@ -1,4 +1,4 @@
-"""The default `--rollout-function-path`: generation through the engine of `args.rollout_state`."""
+"""The default `--rollout-function-path`: generates with the engine of `args.rollout_state`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.rollout.state import GenerateState
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One rollout of `--rollout-batch-size` groups, or with `evaluation` a pass over the eval datasets."""
+    """One rollout of `--rollout-batch-size` groups, or, with `evaluation`, a pass over the evaluation datasets."""
     state: GenerateState = args.rollout_state
     if evaluation:
         return state.run(eval_rollout(state, rollout_id))

@@ -11,10 +11,10 @@ from slime.types import SampleGroup
 
 @dataclass
 class DynamicFilterOutput:
-    """Whether to train on a group. `reason` names the count of drops (rollout/dynamic_filter/drop_{reason}).
+    """Whether to train on a group. `reason` names the metric that counts drops: rollout/dynamic_filter/drop_{reason}.
 
-    `keep_when_insufficient`: take a rejected group all the same when dropping it would make the rollout draw
-    more prompts to fill its batch.
+    `keep_when_insufficient`: keep a rejected group if the rollout would otherwise need more prompts to fill its
+    batch.
     """
 
     keep: bool
@@ -25,8 +25,9 @@ class DynamicFilterOutput:
 def call_dynamic_filter(
     fn: Callable[..., Any] | None, args: Any, group: SampleGroup, **kwargs: Any
 ) -> DynamicFilterOutput:
-    """Run a filter (None keeps everything). A bare bool, also a NumPy or torch one, is wrapped; else
-    ValueError.
+    """Run a filter; None keeps every group. A bool result (Python, NumPy or torch) is wrapped in the record.
+
+    ValueError for any other result.
     """
     if fn is None:
         return DynamicFilterOutput(keep=True)

@@ -12,13 +12,14 @@ from slime.types import Sample
 
 
 def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
-    """Drop a group whose rewards are all the same: its advantages are 0 and teach nothing.
+    """Drop a group whose rewards are all equal, because its advantages are 0.
 
-    Keeps when `rewards.std() > 1e-6` (unbiased); a group of one sample has no deviation and is dropped. The
-    reason is zero_std_{reward}, to one decimal, so that too easy and too hard prompts are counted apart.
+    Keeps the group if `rewards.std() > 1e-6` (unbiased). A group of one sample has no deviation and is dropped.
+    The reason is zero_std_{reward}, with one decimal, so the metrics count too easy and too hard prompts
+    separately.
     """
     rewards = [sample.get_reward_value(args) for sample in samples]
-    # The group statistics that the advantages are made of; in float64, where equal rewards are equal to their mean.
+    # The advantages use the same group statistics. In float64, equal rewards are equal to their mean.
     group = torch.zeros(len(rewards), dtype=torch.int64)
     centred = rl_kernel.group_advantage(
         torch.tensor(rewards, dtype=torch.float64), group, normalize_std=False
@@ -31,7 +32,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
 def check_reward_nonzero_std_with_fallback(
     args: Any, samples: list[Sample], **kwargs: Any
 ) -> DynamicFilterOutput:
-    """`check_reward_nonzero_std`, but a group without deviation is better than drawing more prompts."""
+    """`check_reward_nonzero_std`, but keep a group without deviation if the rollout would need more prompts."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True
     return output

@@ -1,7 +1,7 @@
-"""Rewards: one file each, chosen by `--rm-type`. Owns the choice, custom functions, and who an error names.
+"""Rewards: one file each, selected by `--rm-type`. Owns the selection, custom functions and their errors.
 
-A rule-based reward is a plain function `(response, label, metadata) -> float | dict`; a new one is one file
-and one entry of REWARDS. Rule-based rewards run in threads, off the event loop that drives generation.
+A rule-based reward is a plain function `(response, label, metadata) -> float | dict`. A new reward is one file
+and one entry in REWARDS. Rule-based rewards run in threads, so they do not block the event loop of generation.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ SAMPLE_REWARDS: dict[str, Callable[[Any, Sample], Awaitable[Reward]]] = {
 }
 REWARD_NAMES = (*REWARDS, *(f"boxed_{name}" for name in REWARDS), *SAMPLE_REWARDS)
 
-# boxed_X scores the last boxed answer alone, written the way X reads an answer.
+# boxed_X takes the last boxed answer alone and writes it in the form that reward X reads.
 _ANSWER_FORM = {"math": "\\boxed{{{}}}", "deepscaler": "</think>\\boxed{{{}}}", "dapo": "Answer: {}"}
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
-    """The reward of one sample; does not set `sample.reward`.
+    """The reward of one sample. Does not set `sample.reward`.
 
-    In order: `sample.custom_rm_path`, `--custom-rm-path` (each `(args, sample, **kwargs) -> float | dict`,
-    async or plain; a plain one runs in a thread), `sample.metadata["rm_type"]`, `--rm-type`. Raises
-    ValueError for wrong settings, labels and reward values, RuntimeError for whatever else the reward raised
-    (chained); both name the sample.
+    The first of these that is set computes the reward: `sample.custom_rm_path`, `--custom-rm-path` (each
+    `(args, sample, **kwargs) -> float | dict`, async or plain; a plain function runs in a thread),
+    `sample.metadata["rm_type"]`, `--rm-type`. ValueError for wrong settings, labels and reward values.
+    RuntimeError, chained, for any other error of the reward. Both name the sample.
     """
     path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
     if path:
@@ -80,8 +80,8 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Reward]:
     """The rewards of several samples (a group with `--group-rm`), in order.
 
-    `--custom-rm-path` is called once, `(args, samples, **kwargs) -> list` of as many rewards; samples with a
-    `custom_rm_path` of their own and samples without any custom function are scored one by one by `async_rm`.
+    `--custom-rm-path` is called once: `(args, samples, **kwargs) -> list`, one reward per sample. `async_rm`
+    scores samples that have their own `custom_rm_path`, and samples without any custom function, one by one.
     """
     path = getattr(args, "custom_rm_path", None) or ""
     batch = [sample for sample in samples if path and not sample.custom_rm_path]
@@ -103,7 +103,7 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
 
 
 async def _call(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
-    """An async function on this loop, a plain one in a thread so that it cannot hold up generation."""
+    """Run an async function on this loop, and a plain function in a thread so that it cannot block generation."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **kwargs)
     result = await asyncio.to_thread(function, *arguments, **kwargs)
@@ -111,7 +111,7 @@ async def _call(function: Callable[..., Any], *arguments: Any, **kwargs: Any) ->
 
 
 def _checked(args: Any, reward: Any) -> Reward:
-    """A finite number as float, or a dict with a finite `--reward-key` entry; no NaN reaches training."""
+    """A finite number as float, or a dict with a finite `--reward-key` entry. No NaN reaches training."""
     value = reward.get(getattr(args, "reward_key", None), 0.0) if isinstance(reward, dict) else reward
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         kind = type(value).__name__
@@ -121,7 +121,7 @@ def _checked(args: Any, reward: Any) -> Reward:
 
 @contextlib.contextmanager
 def _naming(sample: Sample, name: Any, of: str = "") -> Iterator[None]:
-    """Border to reward code, which may raise anything: re-raised with the sample and the reward in front."""
+    """Border with reward code, which may raise any error: adds the sample and the reward's name to the error."""
     try:
         yield
     except Exception as error:

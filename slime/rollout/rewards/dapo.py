@@ -1,6 +1,6 @@
-"""The `dapo` reward: the last "Answer: ..." line against the label, as in DAPO (Yu et al., 2025).
+"""The `dapo` reward: compares the last "Answer: ..." line with the label, as in DAPO (Yu et al., 2025).
 
-Unlike the other rewards it is a dict and negative for a wrong answer: use `--reward-key score`.
+The reward is a dict, so use `--reward-key score`. The score of a wrong answer is negative.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from slime.rollout.rewards.numeric import canonical_number
 from slime.rollout.rewards.text import expected_answer, extract_answer
 
 NO_ANSWER = "[INVALID]"
-_TAIL_CHARS = 300  # the answer has to stand at the end of the response
+_TAIL_CHARS = 300  # the answer must be at the end of the response
 _ANSWER_LINE = re.compile(r"answer\s*:[\s*]*([^\n]+)", re.IGNORECASE)
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>]*\|>")
 _MATH_MODE = re.compile(r"\$([^$]+)\$")
@@ -24,9 +24,9 @@ _WITH_UNIT = re.compile(r"(\S*[0-9]\S*)(?:\s+[A-Za-z]{2,}\.?){1,3}")
 
 
 def normalize_final_answer(text: str) -> str:
-    """An answer without its setting: math mode, boxes, text commands, units, separators, "x =", a full stop.
+    """The answer without math mode, boxes, text commands, units, separators, "x =" and the final full stop.
 
-    Numbers come out in canonical form ("$1{,}000.0$ dollars" -> "1000"), other answers without white space.
+    Numbers are in canonical form ("$1{,}000.0$ dollars" -> "1000"). Other answers have no white space.
     """
     text = _SPECIAL_TOKEN.sub("", str(text)).replace("\\$", "")
     text = extract_answer(text) or text
@@ -43,8 +43,8 @@ def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool 
     """{"score": 1.0 or -1.0, "acc": whether it is right, "pred": the normalised answer or "[INVALID]"}.
 
     Only the last 300 characters of `solution_str` count. `strict_box_verify` reads the last box there instead
-    of the last "Answer:" line. A label that is a number asks for that number as a numeral; any other label is
-    compared as mathematics (`same_answer`).
+    of the last "Answer:" line. If the label is a number, the answer must be the same number in digits. Any other
+    label is compared as mathematics (`same_answer`).
     """
     gold = normalize_final_answer(expected_answer(ground_truth))
     if not gold:

@@ -1,6 +1,6 @@
-"""The `deepscaler` reward: a boxed answer, counted only after the model has ended its thinking.
+"""The `deepscaler` reward for reasoning models: the boxed answer after the end of the thinking.
 
-Follows DeepScaleR (Luo et al., 2025), as slime scripts use it for reasoning models.
+Follows DeepScaleR (Luo et al., 2025), as slime scripts use it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from slime.rollout.rewards.math_boxed import grade_answer_verl
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> float:
-    """1.0 when the final part of `response` boxes the answer of `label`, else 0.0.
+    """1.0 if the final part of `response` boxes the answer of `label`, else 0.0.
 
-    The final part is what follows the last `</think>`, else what follows the last `###Response`. A response
-    with neither has not finished thinking and earns 0.0 (a model that does not think: `--rm-type math`).
+    The final part follows the last `</think>`, or else the last `###Response`. A response with neither has not
+    finished thinking, and its reward is 0.0. For a model that does not think, use `--rm-type math`.
     """
     _, marker, final = response.rpartition("</think>")
     if not marker:

@@ -13,15 +13,15 @@ _ALL_OR_NOTHING = {"yes", "no", "noanswer"}
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation, then without English articles, single spaces."""
+    """The text in lower case, without punctuation and English articles, with single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, float]:
-    """(F1, precision, recall) over the words of both texts, each word as often as it occurs.
+    """(F1, precision, recall) over the words of both texts. Repeated words count as often as they occur.
 
-    All zero without a common word, for a missing prediction, and where one side is exactly yes, no or
-    noanswer and the other is not the same.
+    All three are zero without a common word, without a prediction, or if one text is exactly yes, no or noanswer
+    and the other text differs.
     """
     if prediction is None:
         return 0.0, 0.0, 0.0
@@ -37,7 +37,7 @@ def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, f
 
 
 def f1_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
-    """The F1 in [0, 1]. Raises ValueError when the label holds no word."""
+    """The F1 in [0, 1]. ValueError if the label has no word."""
     if label is None or not normalize_answer(str(label)):
         raise ValueError(f"label must hold a word for --rm-type f1, got {label!r}; check --label-key")
     return f1_score(response, label)[0]

@@ -14,7 +14,7 @@ from typing import Any
 from slime.rollout.rewards.text import after_thinking, extract_answer
 
 _OPEN = r"[\s*_:(\[$\"']*"
-# Where a letter is stated as the answer, most explicit first; the last statement of a kind counts.
+# Phrases that state a letter as the answer, most explicit first. The last match of a phrase counts.
 _STATED = [
     re.compile(
         rf"(?i:answer|option|choice|choose|select|pick)(?i:{_OPEN}(?:is|would be|must be|option|choice))*"
@@ -23,7 +23,7 @@ _STATED = [
     re.compile(r"(?<![A-Za-z])([A-Z])[)\]*.\s]*(?i:is)\s+(?i:the\s+)?(?i:correct|right|best)"),
     re.compile(r"^[ \t*_(\[$]*([A-Z])[)\]*_$.:]*[ \t]*$", re.MULTILINE),
 ]
-# Last resort, a capital standing alone: "A" before a word is the article and "I" the pronoun.
+# Last resort: a single capital letter. "A" before a word is the article, and "I" the pronoun.
 _ALONE = re.compile(r"(?<![A-Za-z'])(?![AI]\s+[a-z])([A-Z])(?![A-Za-z'])")
 _BOX_DRESS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)|[{}().\s$]")
 
@@ -33,10 +33,10 @@ def _words(text: Any) -> str:
 
 
 def chosen_letter(response: str, valid_letters: Collection[str]) -> str | None:
-    """The letter the response settles on after its thinking, or None.
+    """The letter that the response gives after its thinking, or None.
 
-    Tried in order: a boxed letter, a stated one ("the answer is (C)"), one on a line of its own, the last
-    alone.
+    Searched in this order: a boxed letter, a stated letter ("the answer is (C)"), a letter alone on a line, the
+    last single letter.
     """
     text = after_thinking(response)
     boxed = _BOX_DRESS.sub("", extract_answer(text) or "")
@@ -50,9 +50,7 @@ def chosen_letter(response: str, valid_letters: Collection[str]) -> str | None:
 
 
 def _options(metadata: dict[str, Any]) -> dict[str, str]:
-    """Letter -> text of the choice; the texts are empty when the metadata has no choices (letters A to J
-    then).
-    """
+    """Letter -> text of the choice. Without choices in the metadata: letters A to J with empty texts."""
     choices = metadata.get("choices") or []
     letters = [str(letter).strip().upper() for letter in metadata.get("valid_letters") or []]
     if isinstance(choices, dict):
@@ -68,9 +66,7 @@ def _options(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def _correct_letter(label: Any, metadata: dict[str, Any], options: dict[str, str]) -> str | None:
-    """From `correct_letter`; else a letter, an index or the text of a choice as label; None when none says
-    it.
-    """
+    """The right letter: `correct_letter`, or the choice that the label gives as letter, index or text, or None."""
     given = metadata.get("correct_letter")
     if isinstance(given, str) and given.strip().upper() in options:
         return given.strip().upper()
@@ -85,10 +81,10 @@ def _correct_letter(label: Any, metadata: dict[str, Any], options: dict[str, str
 
 
 def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
-    """1.0 for the right letter, 0.0 for another one.
+    """1.0 for the right letter, 0.0 for another letter.
 
-    A response without a letter earns 1.0 when the text of the right choice stands in it and no other choice's
-    does. Raises ValueError when neither the label nor the metadata says which choice is right.
+    A response without a letter gets 1.0 if it contains the text of the right choice and of no other choice.
+    ValueError if neither the label nor the metadata gives the right choice.
     """
     metadata = metadata or {}
     options = _options(metadata)

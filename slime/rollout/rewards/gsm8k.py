@@ -1,4 +1,4 @@
-"""The `gsm8k` reward: the final number of the response against the label (Cobbe et al., 2021)."""
+"""The `gsm8k` reward: compares the final number of the response with the label (Cobbe et al., 2021)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from slime.rollout.rewards.numeric import NUMBER, canonical_number, last_number
 from slime.rollout.rewards.text import expected_answer, extract_answer
 
-# The number has to follow at once: "#### Step 2" is a Markdown heading, not an answer.
+# The number must follow the marker directly: "#### Step 2" is a Markdown heading, not an answer.
 _MARKED = re.compile(rf"####[ \t*]*({NUMBER.pattern})")
 
 
 def final_number(response: str) -> str | None:
-    """The number `response` ends in, in canonical form, or None.
+    """The final number of `response` in canonical form, or None.
 
-    It is the number after the last "####"; without one, the last number in the last box; without a box, the
-    last number of all. Thousands separators, `$` and `%` are dropped.
+    It is the number after the last "####". Without such a number, it is the last number in the last box; without a
+    box, the last number in the text. Thousands separators, `$` and `%` are dropped.
     """
     text = response.replace("\\$", "$").replace("{,}", ",")
     marked = _MARKED.findall(text)
@@ -27,9 +27,9 @@ def final_number(response: str) -> str | None:
 
 
 def gsm8k_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
-    """1.0 when both end in the same number, else 0.0.
+    """1.0 if response and label have the same final number, else 0.0.
 
-    `label` is a number or a solution that ends in "#### 18". Raises ValueError when it holds no number.
+    `label` is a number or a solution that ends in "#### 18". ValueError if the label has no number.
     """
     gold = last_number(expected_answer(label))
     if gold is None:

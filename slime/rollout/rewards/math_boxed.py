@@ -1,4 +1,4 @@
-"""The `math` reward: the last boxed answer of the response against the label."""
+"""The `math` reward: compares the last boxed answer of the response with the label."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from slime.rollout.rewards.text import expected_answer, extract_answer
 
 
 def grade_answer_verl(response: str, label: Any) -> bool:
-    """Whether the last `\\boxed{}` of `response` equals the answer that `label` holds; no box is False.
+    """Whether the last `\\boxed{}` of `response` equals the label's answer. False without a box.
 
-    `label` is the answer itself, a solution that boxes it, or a GSM8K solution that ends in "#### 18".
-    Raises ValueError when the label holds no answer. Blocks as `same_answer` does.
+    `label` is the answer itself, a solution that boxes the answer, or a GSM8K solution that ends in "#### 18".
+    ValueError if the label has no answer. Blocks as `same_answer` does.
     """
     gold = expected_answer(label)
     answer = extract_answer(response)

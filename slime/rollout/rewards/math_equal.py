@@ -1,9 +1,8 @@
-"""Whether two mathematical answers are the same. Owns the processes that ask math-verify, and their bounds.
+"""Whether two mathematical answers are equal. Owns the processes that run math-verify, and their limits.
 
-math-verify's own timeouts use SIGALRM: they fail outside the main thread and never fire inside a long
-big-integer operation. Here each comparison runs in a child process with a bound on CPU time and memory, so
-that no answer a model writes can hang or exhaust a run; an answer that needs more than the bound counts as
-different, with a warning.
+math-verify's own timeouts use SIGALRM. They fail outside the main thread and have no effect inside a long
+big-integer operation. So each comparison runs in a child process with limits on CPU time and memory, and no
+answer can hang the run. If a comparison exceeds a limit, the answers count as different, with a warning.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _START_TIMEOUT_S = 120.0
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Whether `answer` equals `gold` as mathematics: text, then plain numbers, then math-verify.
+    """Whether `answer` equals `gold` as mathematics. Compares text, then plain numbers, then with math-verify.
 
-    Callable from any thread; blocks up to the worker's bounds, so call it off the event loop. Two integers
-    are decided exactly; other numbers to 6 decimals (math-verify). Deterministic: the bound is CPU time, not
-    wall time.
+    Any thread may call this. It blocks up to the worker's limits, so do not call it on the event loop. Integers
+    are compared exactly, other numbers to 6 decimals (math-verify). Deterministic, because the limit is CPU
+    time, not wall time.
     """
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
@@ -50,7 +49,7 @@ def same_answer(answer: str, gold: str) -> bool:
     return _ask(gold, answer)
 
 
-@functools.lru_cache(maxsize=4096)  # the samples of a group give the same wrong answers again and again
+@functools.lru_cache(maxsize=4096)  # the samples of a group often give the same wrong answers
 def _ask(gold: str, answer: str) -> bool:
     return _checker().equal(gold, answer)
 
@@ -63,10 +62,10 @@ def _checker() -> MathChecker:
 
 
 class MathChecker:
-    """At most `workers` child processes, started when first needed, each comparing one pair at a time.
+    """At most `workers` child processes. Each starts when it is first needed and compares one pair at a time.
 
-    A comparison ends after `cpu_limit_s` (whole seconds) of the child's CPU time; `wall_limit_s` is the
-    backstop for a machine so loaded that the child gets no CPU. Thread-safe.
+    A comparison ends after `cpu_limit_s` (whole seconds) of the child's CPU time. `wall_limit_s` covers a
+    machine so loaded that the child gets no CPU. Thread-safe.
     """
 
     def __init__(self, workers: int, cpu_limit_s: int = 5, wall_limit_s: float = 60.0) -> None:
@@ -76,9 +75,9 @@ class MathChecker:
         self._idle: list[_Worker] = []
 
     def equal(self, gold: str, answer: str) -> bool:
-        """math-verify's verdict; False, with a warning, when it exceeds a bound or kills its process twice.
+        """math-verify's result. False, with a warning, if it exceeds a limit or ends its process twice.
 
-        Raises RuntimeError when the child cannot start (math-verify not installed).
+        RuntimeError if the child cannot start (math-verify is not installed).
         """
         with self._slots:
             for attempt in (1, 2):
@@ -88,7 +87,7 @@ class MathChecker:
                     self._idle.append(worker)
                     return verdict
                 reason = worker.cause_of_death()
-                # A death the answer did not surely cause (an out-of-memory kill) deserves a second try.
+                # Try again if the answer may not have caused the child's end (an out-of-memory kill).
                 if attempt == 2 or worker.hit_limit:
                     break
         logger.warning("answer %.80r counts as different from %.80r: the comparison %s", answer, gold, reason)
@@ -100,7 +99,7 @@ class MathChecker:
 
     def _take(self) -> _Worker:
         while self._idle:
-            worker = self._idle.pop()  # the last one used: the others stay cold
+            worker = self._idle.pop()  # the worker that was used last
             if worker.process.poll() is None:
                 return worker
             worker.reap()
@@ -111,7 +110,7 @@ class _Worker:
     """One child process and its pipes."""
 
     def __init__(self, cpu_limit_s: int) -> None:
-        # -P keeps this folder off the child's sys.path; a session of its own keeps a terminal's Ctrl-C away.
+        # -P keeps this folder off the child's sys.path. In a new session, the child gets no Ctrl-C of a terminal.
         command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py")), str(cpu_limit_s)]
         self._cpu_limit_s = cpu_limit_s
         self._timed_out = False
@@ -128,7 +127,7 @@ class _Worker:
             )
 
     def ask(self, gold: str, answer: str, wall_limit_s: float) -> bool | None:
-        """The verdict, or None when the child died over it."""
+        """math-verify's result, or None if the child ended without one."""
         try:
             self._requests.write(json.dumps({"gold": gold, "answer": answer}).encode() + b"\n")
             self._requests.flush()
@@ -153,7 +152,7 @@ class _Worker:
         return f"ended its process with exit code {self.process.returncode}"
 
     def reap(self) -> None:
-        """End the child, by closing its input where it still listens: its exit code then tells the cause."""
+        """End the child by closing its input, so that its exit code shows the cause."""
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
         try:
@@ -164,7 +163,7 @@ class _Worker:
         self._replies.close()
 
     def _read_line(self, timeout_s: float) -> bytes:
-        """One line without its end, or b"" when the child is gone or silent for `timeout_s` seconds."""
+        """One line without its newline, or b"" if the child has ended or is silent for `timeout_s` seconds."""
         end_s = time.monotonic() + timeout_s
         poller = select.poll()
         poller.register(self._replies, select.POLLIN)

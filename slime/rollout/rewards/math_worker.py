@@ -1,10 +1,10 @@
 """Child process of math_equal.py: compares two answers per line of standard input.
 
-Run by path; imports nothing of slime. Protocol: prints "ready" once, then for each JSON line {"gold": str,
-"answer": str} one line "1" or "0". The limits are the kernel's: SymPy can spend hours inside one big-integer
-operation, where no Python signal handler runs, so CPU time beyond the limit ends the process (SIGXCPU) and
-memory beyond it raises MemoryError. Answers are read as LaTeX only: math-verify's plain-expression reader
-ends in `eval`, which model output must not reach.
+Started by its path. Imports nothing from slime. Protocol: prints "ready" once, then one line "1" or "0" for each
+JSON line {"gold": str, "answer": str}. The kernel enforces the limits, because SymPy can spend hours inside one
+big-integer operation, where no Python signal handler runs. CPU time above the limit ends the process (SIGXCPU),
+and memory above the limit raises MemoryError. Answers are read as LaTeX only, because math-verify's reader of
+plain expressions calls `eval`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _limit(kind: int, value: int) -> None:
 
 def main(cpu_limit_s: int) -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a library that prints must not write into the protocol
+    os.dup2(2, 1)  # output that a library prints must not reach the protocol
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable(logging.CRITICAL)

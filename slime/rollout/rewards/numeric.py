@@ -1,20 +1,21 @@
-"""Plain decimal numbers in text: finding them and comparing them exactly, without floating point."""
+"""Plain decimal numbers in text: finds them and compares them exactly, without floating point."""
 
 from __future__ import annotations
 
 import re
 
-# A minus counts as a sign only where it cannot be a subtraction: "10-5" ends in 5, "= -5" in -5.
+# A minus is a sign only if it cannot be a subtraction: "10-5" ends in 5, and "= -5" ends in -5.
 _WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-−+])?\$?(?:{_WHOLE}(?:\.[0-9]+)?|\.[0-9]+)")
 _PLAIN = re.compile(r"([-−+]?)\$?([0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.([0-9]*))?")
 
 
 def canonical_number(text: str) -> str | None:
-    """`text` as a number in its shortest form, or None when it is not exactly one plain number.
+    """`text` as a number in its shortest form, or None if `text` is not exactly one plain number.
 
     Two numbers are equal if and only if their canonical forms are: "$1,000.50" -> "1000.5", "-0" -> "0".
-    A dollar sign before and a percent sign after are dropped; thousands separators must stand at thousands.
+    A dollar sign before the number and a percent sign after it are dropped. Thousands separators must be at
+    thousands.
     """
     text = text.strip().replace("\\$", "$").replace("{,}", ",")
     match = _PLAIN.fullmatch(text.removesuffix("%").removesuffix("\\").rstrip())

@@ -1,4 +1,4 @@
-"""The `random` reward: a number that says nothing about the response, to test a run or as a baseline."""
+"""The `random` reward: a random number, to test a run or as a baseline."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from slime.types import Sample
 
 
 async def random_reward(args: Any, sample: Sample) -> float:
-    """Uniform in [0, 1) by a hash of `--rollout-seed`, the sample's index and response: reruns repeat it."""
+    """Uniform in [0, 1): a hash of `--rollout-seed`, the sample's index and its response. Repeatable."""
     digest = hashlib.sha256(f"{args.rollout_seed}:{sample.index}:{sample.response}".encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53

@@ -21,20 +21,22 @@ _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] 
 
 
 class _ServerBusy(Exception):
-    """The server said that a later attempt may succeed."""
+    """The server responded that a later attempt may succeed."""
 
 
 async def remote_reward(args: Any, sample: Sample) -> float | dict[str, Any]:
-    """POST {"prompt", "response", "label", "metadata"} as JSON; the reply (a number or object) is the reward.
+    """POST {"prompt", "response", "label", "metadata"} as JSON. The reply (a number or object) is the reward.
 
-    Connection faults, 408, 425, 429 and 5xx are retried with growing pauses until `--rollout-deadline-s`
-    seconds have passed, then TimeoutError. Any other status, and a reply that is no JSON, raises ValueError
-    at once. At most 64 requests are open at a time; the deadline starts when a request gets its turn.
+    Connection errors and status 408, 425, 429 and 5xx are retried with growing pauses. TimeoutError after
+    `--rollout-deadline-s` seconds. Any other status, or a reply that is not JSON, raises ValueError without a
+    retry. At most 64 requests are open at a time. The deadline starts when the request is one of the 64.
     """
     url = URL(args.rm_url or "")
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"--rm-url must be an http or https address for remote_rm, got {args.rm_url!r}")
-    shown = url.with_user(None).with_query(None)  # what may be printed: a URL can hold credentials
+    shown = url.with_user(None).with_query(
+        None
+    )  # errors print this URL, because the full URL can contain credentials
     body = {key: getattr(sample, key) for key in ("prompt", "response", "label", "metadata")}
     loop = asyncio.get_running_loop()
     slot = _slots.setdefault(loop, asyncio.Semaphore(_MAX_CONNECTIONS))
@@ -46,7 +48,7 @@ async def remote_reward(args: Any, sample: Sample) -> float | dict[str, Any]:
             try:
                 return await _post(session, url, shown, body, min(_ATTEMPT_TIMEOUT_S, deadline - loop.time()))
             except (aiohttp.ClientError, TimeoutError, _ServerBusy) as error:
-                # Random pauses keep the requests of a batch from coming back all at once.
+                # Random pauses keep the requests of a batch from retrying at the same time.
                 pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
                 pause_s *= random.uniform(0.5, 1.0)
                 if loop.time() + pause_s >= deadline:

@@ -1,4 +1,4 @@
-"""What several rewards read from text: final part and boxed answer of a response, the answer in a label."""
+"""Text functions that several rewards use: final part and boxed answer of a response, answer of a label."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _UNBRACED = re.compile(r"[^\s${}]+(?:\{[^\s$]*\})*")
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`, or all of `text` when there is none."""
+    """The text after the last `</think>`, or all of `text` without one."""
     return text.rpartition("</think>")[2]
 
 
 def extract_answer(text: str) -> str | None:
     """Content of the last `\\boxed{...}` or `\\fbox{...}` of `text`, braces balanced, or None.
 
-    Also reads the brace-less form `\\boxed 5`. A box that is never closed (a truncated response) or is empty
-    is no answer; an earlier box does not stand in for it.
+    Also reads the form without braces, `\\boxed 5`. If the last box is empty or never closed (a truncated
+    response), there is no answer, even if an earlier box has one.
     """
     boxes = list(_BOX.finditer(text))
     if not boxes:
@@ -37,10 +37,9 @@ def extract_answer(text: str) -> str | None:
 
 
 def expected_answer(label: Any) -> str:
-    """The answer a label holds: its boxed part, the part after GSM8K's `####`, or all of it.
+    """The answer in a label: its boxed part, the part after GSM8K's `####`, or the whole label.
 
-    Raises ValueError for a label that holds none: a reward that can never be earned hides a fault of the
-    data.
+    ValueError if the label has no answer, because its reward could never be above 0.
     """
     if not isinstance(label, str | int | float) or isinstance(label, bool):
         raise ValueError(f"label must be text or a number, got {label!r}; check --label-key")
