@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.trace:
         print_traces(cases, contenders, device)
         return 0
-    machine = describe(device, ["rl_kernel.bench", *command], arguments.commit)
+    machine = describe(device, ["-m", "rl_kernel.bench", *command], arguments.commit)
     results: dict[str, Any] = {"schema": SCHEMA, "machine": machine}
     results |= {"rounds": plan.rounds, "linear": [], "elementwise": None}
     print(report.machine_text(results["machine"]), flush=True)

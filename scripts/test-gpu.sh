@@ -12,7 +12,7 @@
 # ended. Both are for GPUs of 140 GiB. A test that would be skipped is an error.
 #
 #   OUT      records (default runs/test-gpu), each replaced by the part that makes it; the model in it is kept
-#   FIGURES  more run directories and JSON files for the table, see vime/bench/gpu_numbers.py
+#   FIGURES  more run directories and JSON files for the table, see benchmarks/gpu_numbers.py
 set -euo pipefail
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
     sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
@@ -28,7 +28,7 @@ if ! gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())" 2>/dev
 fi
 visible=${CUDA_VISIBLE_DEVICES:-$(seq -s , 0 $((gpus - 1)))}
 first=${visible%%,*} last=${visible##*,}
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 if ((gpus == 0)); then
     echo "test-gpu: a GPU must be there, got none; tests without one: bash scripts/test.sh" >&2
     exit 2
@@ -85,11 +85,11 @@ smoke() {
     exec bash scripts/run-qwen3-4b-grpo.sh \
         --num-rollout 11 --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.2 \
         --vllm-kv-cache-memory-bytes "$((16 << 30))" --vllm-max-model-len 1024 --run-dir "$OUT/$MODE" \
-        --custom-generate-function-path vime.bench.gpu_alone.generate_when_alone >"$OUT/smoke.log" 2>&1
+        --custom-generate-function-path gpu_alone.generate_when_alone >"$OUT/smoke.log" 2>&1
 }
 # On the last GPU: of two, the one where the run above has its engine.
 rollout() {
-    CUDA_VISIBLE_DEVICES=$last exec "$PYTHON" -m vime.bench.rollout_speed --model "$model" --device cuda --rounds 3 \
+    CUDA_VISIBLE_DEVICES=$last exec "$PYTHON" benchmarks/rollout_speed.py --model "$model" --device cuda --rounds 3 \
         --vllm-gpu-memory-utilization 0.2 --vllm-kv-cache-memory-bytes "$((16 << 30))" \
         --after "$OUT/smoke-ended" --out "$OUT/rollout_speed.json" >"$OUT/rollout_speed.log" 2>&1
 }
@@ -148,7 +148,7 @@ if wants table; then
     done
     required=()
     ! wants smoke || required=(--require memory_growth)
-    "$PYTHON" -m vime.bench.gpu_numbers benchmarks/results/operators_h200.json "${paths[@]}" \
+    "$PYTHON" benchmarks/gpu_numbers.py benchmarks/results/operators_h200.json "${paths[@]}" \
         --out "$OUT/figures.json" "${required[@]}" || failed+=(table)
 fi
 step "done"

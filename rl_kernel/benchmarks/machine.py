@@ -20,13 +20,13 @@ PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy")
 def describe(device: torch.device, command: Sequence[str], commit: str | None = None) -> dict[str, Any]:
     """Plain data: GPU, driver, versions, commit (and whether files differ from it), command line, date.
 
-    `command`: the module that was run and its arguments. `commit` is for machines that hold a copy of the files
-    without their history.
+    `command`: what followed `python`: the script, or -m and the module, and its arguments. `commit` is for machines
+    that hold a copy of the files without their history.
     """
     head, dirty = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m", *_without_folders(command)]),
+        "command": " ".join(["python", *_without_folders(command)]),
         "commit": commit or head,
         "dirty": None if commit or dirty is None else bool(dirty),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from rollout_speed import main
 from train_fixtures import World, make_world
-
-from vime.bench.rollout_speed import main
 
 pytestmark = pytest.mark.e2e
 

@@ -27,8 +27,6 @@ COVERED = {
     r"PLAN=1 (NUM_GPUS=\d+ )?bash scripts/run-qwen3-4b-grpo\.sh.*": "tests/vime/test_qwen3_script.py",
 }
 """Commands that another test runs -> its file, which names the same script."""
-GENERATED = ("docs/benchmarks.md",)
-"""Pages whose commands are quoted from records: how a figure was measured."""
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.M | re.S)
 
 
@@ -61,11 +59,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
 
 def pages() -> list[str]:
     names = [str(path) for path in files(".md")]
-    return [
-        n
-        for n in names
-        if n in ("CONTRIBUTING.md", "README.md") or (n.startswith("docs/") and n not in GENERATED)
-    ]
+    return [n for n in names if n in ("CONTRIBUTING.md", "README.md") or n.startswith("docs/")]
 
 
 def blocks(language: str) -> list[Block]:

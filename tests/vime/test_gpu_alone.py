@@ -7,11 +7,11 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import gpu_alone
 import pytest
+from gpu_alone import ALONE_FROM, generate_when_alone
 
 from slime.types import Sample
-from vime.bench import gpu_alone
-from vime.bench.gpu_alone import ALONE_FROM, generate_when_alone
 
 FIRST, LATER = Sample(index=11), Sample(index=12)
 """Of the second and of the third rollout of 2 x 3 samples."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from vime.bench.gpu_numbers import FIGURES, main, read, rows, verdict
+from gpu_numbers import FIGURES, main, read, rows, verdict
 
 QWEN3_4B = {
     "hidden_size": 2560,

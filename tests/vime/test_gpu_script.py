@@ -46,7 +46,7 @@ case "$*" in
         until_there "$(after --run-dir)/alone_from"
         event "train ends"
         exit "${TRAIN_ENDS:-0}" ;;
-    "-m vime.bench.rollout_speed "*)
+    "benchmarks/rollout_speed.py "*)
         event "rollout starts on $CUDA_VISIBLE_DEVICES"
         until_there "$(after --after)"
         event "rollout ends" ;;
@@ -136,7 +136,7 @@ def test_the_parts_overlap_and_are_measured_alone(environment, gpus, last):
     assert happened[:-2].count("tested") == 3
     assert happened.index("train starts") < happened.index("train ends")
     assert f"rollout starts on {last}" in happened[:-2]
-    assert "other -m vime.bench.gpu_numbers" in said
+    assert "other benchmarks/gpu_numbers.py" in said
 
 
 def test_one_gpu_has_no_room_for_two_engines(environment):

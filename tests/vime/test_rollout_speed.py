@@ -15,8 +15,7 @@ import make_tiny_model
 import psutil
 import pytest
 from process_names import command_line
-
-from vime.bench.rollout_speed import LOG_PROBS, OURS, RAW, SAME_REQUEST, main
+from rollout_speed import LOG_PROBS, OURS, RAW, SAME_REQUEST, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,8 +54,7 @@ def test_it_waits_for_a_file_and_leaves_nothing_behind(tmp_path: Path, ends_by: 
     now, out = tmp_path / "now", tmp_path / "out.json"
     command = [
         sys.executable,
-        "-m",
-        "vime.bench.rollout_speed",
+        "benchmarks/rollout_speed.py",
         "--model",
         str(tmp_path / "base"),
         "--device",

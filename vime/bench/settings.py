@@ -149,11 +149,6 @@ def read_settings(path: Path, preset: str | None = None) -> Benchmark:
     return found
 
 
-def presets_of(path: Path) -> list[str]:
-    """Names of the presets of a file."""
-    return list(_mapping(_load(path), str(path), KEYS).get("presets", {}))
-
-
 def _chosen(presets: Mapping[str, dict[str, Any]], preset: str, path: Path) -> dict[str, Any]:
     if preset not in presets:
         near = nearest(preset, presets, prefix="")

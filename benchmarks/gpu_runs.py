@@ -1,4 +1,4 @@
-"""What vime.bench.gpu_numbers reads: run directories and result files."""
+"""What gpu_numbers.py reads: run directories and result files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_alone import ALONE_FROM
 
 from slime.hf_config import read_hf_config
 from slime.model_shape import Shape
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE
-from vime.bench.gpu_alone import ALONE_FROM
 from vime.bench.record import flags_of
 from vime.run_metrics import Run, load_run
 

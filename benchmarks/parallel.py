@@ -1,4 +1,4 @@
-"""`python -m rl_kernel.benchmarks.parallel`: the linear operators on two GPUs, against one with half the vocabulary.
+"""`python benchmarks/parallel.py`: the linear operators on two GPUs, against one with half the vocabulary.
 
 Two processes (NCCL; gloo and tiny shapes on a CPU) hold half of the weight each. Every contender runs with the group
 and without it, in turns, with the same work on both; the difference is what the collectives cost.
@@ -34,7 +34,7 @@ CASES = "T3,Q4B-4k,Q4B-16k,Q8B-8k"
 
 def main(argv: Sequence[str] | None = None) -> int:
     command = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m rl_kernel.benchmarks.parallel", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python benchmarks/parallel.py", description=__doc__)
     parser.add_argument("--cases", metavar="NAME,..", help="shapes of the whole layer")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     parser.add_argument("--rounds", type=int, default=9)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mp.spawn(_rank, (folder, cases, on_gpus, arguments.rounds), nprocs=PROCESSES)
         rows = [row for case in cases for row in _merged(folder, case)]
     machine = describe(
-        torch.device("cuda" if on_gpus else "cpu"), [f"{__package__}.parallel", *command], arguments.commit
+        torch.device("cuda" if on_gpus else "cpu"), ["benchmarks/parallel.py", *command], arguments.commit
     )
     for row in rows:
         verdict = "" if not on_gpus else ("MET" if row["ratio"] <= LIMIT else "MISSED")

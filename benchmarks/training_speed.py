@@ -1,6 +1,6 @@
 """How fast a trainer rank trains: model FLOPs utilisation, the parts of a step, peak memory by phase.
 
-    python -m vime.bench.training_speed --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
+    python benchmarks/training_speed.py --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
         --use-dynamic-batch-size --max-tokens-per-gpu 16384 [any flag of vime train]
 
 Made-up sequences of equal length go through slime.megatron_backend.trainer as a rollout's do: no engine, no Ray. Every
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_numbers import PEAK_TFLOPS
 
 from rl_kernel.benchmarks.machine import describe
 from slime.data.packing import sample_flops
 from slime.data.train_data import make_rank_data
 from slime.hf_config import read_hf_config
 from slime.types import Sample, TrainData
-from vime.bench.gpu_numbers import PEAK_TFLOPS
 from vime.engine.flags import parse_config
 
 with warnings.catch_warnings():  # Megatron remarks on optional packages at import
@@ -160,7 +160,7 @@ def report(arguments: argparse.Namespace, given: list[str], argv: list[str]) -> 
         raise ValueError(f"--out must name a file in a folder that exists, got {arguments.out}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = {
-        "machine": describe(device, ["vime.bench.training_speed", *argv], arguments.commit),
+        "machine": describe(device, ["benchmarks/training_speed.py", *argv], arguments.commit),
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
         **measure(arguments, given),
     }

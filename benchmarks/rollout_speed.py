@@ -1,8 +1,8 @@
 """Our rollout beside raw vLLM, on the same live engine: tokens/s of both, and their ratio.
 
-    python -m vime.bench.rollout_speed --model Qwen3-4B --out rollout_speed.json
-    python -m vime.bench.rollout_speed --model tiny/base --requests 16 --response-tokens 24 --rounds 2   (CPU)
-    python -m vime.bench.rollout_speed --model tiny/base --instant     what our side takes, without an engine
+    python benchmarks/rollout_speed.py --model Qwen3-4B --out rollout_speed.json
+    python benchmarks/rollout_speed.py --model tiny/base --requests 16 --response-tokens 24 --rounds 2   (CPU)
+    python benchmarks/rollout_speed.py --model tiny/base --instant     what our side takes, without an engine
 
 Any other flag goes to the run's configuration (--vllm-gpu-memory-utilization 0.85). Every contender asks for the same
 prompts and the same number of tokens, the end of the text ignored, all requests at once:
@@ -127,7 +127,7 @@ def configure(args: argparse.Namespace, flags: list[str], folder: Path) -> Confi
             *("--n-samples-per-prompt", str(args.group), "--global-batch-size", str(args.requests)),
             *("--num-rollout", str(args.rounds + 1), "--debug-rollout-only", "--rollout-num-gpus", "1"),
             *("--rollout-max-response-len", str(args.response_tokens)),
-            *("--custom-generate-function-path", "vime.bench.rollout_speed.generate_whole"),
+            *("--custom-generate-function-path", "rollout_speed.generate_whole"),
             *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "16384", "--balance-data"),
             *("--run-dir", str(folder), "--weight-dir", str(folder / "weights"), *flags),
         ]
@@ -159,7 +159,7 @@ def vllm_engine(config: Config, folder: Path) -> Iterator[Engine]:
 
 @contextmanager
 def instant_engine() -> Iterator[Engine]:
-    command = [sys.executable, "-m", "vime.bench.instant_engine"]
+    command = [sys.executable, str(Path(__file__).with_name("instant_engine.py"))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -305,7 +305,7 @@ def report(args: argparse.Namespace, flags: list[str], argv: Sequence[str] | Non
         stack.callback(contest.manager.close)
         wait_for(args.after)
         turns = contest.run()
-    command = ["vime.bench.rollout_speed", *(sys.argv[1:] if argv is None else argv)]
+    command = ["benchmarks/rollout_speed.py", *(sys.argv[1:] if argv is None else argv)]
     machine = describe(torch.device(config.device), command, args.commit)
     found = {
         "machine": {**machine, "vllm": vllm_versions.installed()},

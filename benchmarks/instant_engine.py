@@ -1,4 +1,4 @@
-"""An engine that answers at once, to measure our side of a rollout: `python -m vime.bench.instant_engine`.
+"""An engine that answers at once, to measure our side of a rollout: `python benchmarks/instant_engine.py`.
 
 Prints its port and serves vLLM's /v1/completions: an answer of `max_tokens` tokens with log-probs as our engines give
 them (vime.engine.compact_log_probs), made once for each length. A measuring instrument, not a test double: nothing in

@@ -1,6 +1,6 @@
-"""The figures of GPU runs against their targets, in one table: `python -m vime.bench.gpu_numbers PATH...`
+"""The figures of GPU runs against their targets, in one table: `python benchmarks/gpu_numbers.py PATH...`
 
-A PATH is a run directory, or a JSON file of `rl_kernel.bench --out`, of `vime.bench.rollout_speed --out`, or of
+A PATH is a run directory, or a JSON file of `rl_kernel.bench --out`, of `rollout_speed.py --out`, or of
 anything else that says {"figures": {"NAME": number}} with a NAME of FIGURES below. A target that nothing of this
 measures is shown as "not measured"; a run only counts for targets that its flags and its model's size fit. For the
 share of the host link such a file may hold the link's own speeds instead, under the names of LINK.
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_runs import GpuRun, Sources, read
 
 from slime.data.packing import sample_flops
 from slime.hardware import HARDWARE
-from vime.bench.gpu_runs import GpuRun, Sources, read
 
 PEAK_TFLOPS = {device: gpu.bf16_flops / 1e12 for gpu in HARDWARE.values() for device in gpu.devices}
 """Dense bfloat16 products by the name that the driver gives a GPU."""
