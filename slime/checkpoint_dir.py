@@ -1,7 +1,8 @@
-"""Which directories hold weights, and of which kind: told from their files, nothing is loaded.
+"""Which directories hold weights, and of which kind. Looks at file names only and loads no weights.
 
-A Megatron checkpoint is DIR/iter_0000010/, named as the latest by DIR/latest_checkpointed_iteration.txt; a Hugging Face
-directory has safetensors files beside its config.json. Imports neither torch nor Megatron: flags are checked with it.
+A Megatron checkpoint is DIR/iter_0000010/, and DIR/latest_checkpointed_iteration.txt names the latest one. A Hugging
+Face directory has safetensors files and config.json. Imports neither torch nor Megatron, because the check of flags
+uses it.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ def iteration_path(directory: Path, iteration: int) -> Path:
 
 
 def hidden(path: Path, suffix: str) -> Path:
-    """Where `path` is while it is being written ("partial") or replaced ("old")."""
+    """The name of `path` while it is being written ("partial") or replaced ("old")."""
     return path.with_name(f".{path.name}.{suffix}")
 
 
 def existing(directory: Path, iteration: int) -> Path:
-    """Where an iteration lies: in its place, or still aside if a second save of it was cut off between two renames."""
+    """Where an iteration is: at its normal path, or at the "old" path if a second save stopped between two renames."""
     path = iteration_path(directory, iteration)
     return path if path.exists() else hidden(path, "old")
 
 
 def latest(directory: str | Path) -> int | None:
-    """Iteration of the newest complete checkpoint under `directory`, None when it holds none.
+    """Iteration of the newest complete checkpoint under `directory`, or None if it has none.
 
-    ValueError when the directory names a latest checkpoint that is not there or not complete.
+    ValueError if the latest checkpoint that the directory names is missing or incomplete.
     """
     record = Path(directory) / LATEST
     if not record.is_file():
@@ -52,12 +53,12 @@ def latest(directory: str | Path) -> int | None:
 
 
 def holds_hf_weights(directory: str | Path) -> bool:
-    """Whether there are safetensors files to load, one or several with their index."""
+    """Whether the directory has safetensors files to load: one file, or several files with their index."""
     return any((Path(directory) / name).is_file() for name in (HF_SINGLE, HF_INDEX))
 
 
 def is_hf_directory(directory: str | Path) -> bool:
-    """Whether its config.json is that of a model; a run directory has one, too, which is not."""
+    """Whether the directory's config.json is a model's. A run directory has a config.json of another kind."""
     try:
         content = json.loads((Path(directory) / "config.json").read_text())
     except (OSError, ValueError):
@@ -66,8 +67,8 @@ def is_hf_directory(directory: str | Path) -> bool:
 
 
 def start_directory(config: Any) -> str:
-    """Where a run that resumes nothing takes its weights from: --load when that is an HF directory (when it is also
-    --save, the first start finds it empty), else --ref-load, else --hf-checkpoint.
+    """The directory of the first weights of a new run: --load if it is an HF directory, else --ref-load, else
+    --hf-checkpoint. If --load is also --save, it is empty at the first start.
     """
     if config.load and is_hf_directory(config.load):
         return config.load

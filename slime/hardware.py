@@ -1,7 +1,7 @@
-"""What is known of GPUs that need not be here: one table, read by plans, by configuration and by benchmarks.
+"""One table of GPUs, also for machines without them. Plans, configuration and benchmarks read it.
 
-Speeds are peaks that the vendor publishes, so a time that is computed from them is a lower bound. Imports nothing of
-this project.
+Speeds are the vendor's published peaks, so a time that is computed from them is a lower bound. Imports no other
+module of this project.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU, in the system that it is usually sold in. Bandwidths are for one GPU, in bytes per second."""
+    """One kind of GPU in the system in which it is usually sold. Bandwidths are per GPU, in bytes per second."""
 
     name: str
     devices: tuple[str, ...]
-    """Names that the driver gives to this GPU. Other variants (PCIe cards, other memory sizes) are not listed."""
+    """Names of this GPU in its driver. Other variants (PCIe cards, other memory sizes) are not listed."""
     memory_gib: float
-    """Memory that CUDA offers (`total_memory`), less than what `nvidia-smi` prints and than what is advertised."""
+    """Memory that CUDA reports (`total_memory`), less than `nvidia-smi` prints and less than advertised."""
     bf16_flops: float
     """Dense bfloat16 FLOPs per second. Datasheets often give twice this number, for sparse matrices."""
     memory_bytes_s: float
@@ -27,13 +27,13 @@ class Hardware:
     """In one direction, through the network card of one GPU, in the vendor's own systems."""
     gpus_per_node: int
     nvlink_domain: int
-    """GPUs that reach one another through NVLink: those of a node, or those of a rack."""
+    """Number of GPUs that NVLink connects, in a node or in a rack."""
     cpu: str
     """Architecture of the host's CPU."""
 
 
-# Sources. "CUDA total" is the number in PyTorch's out-of-memory errors ("GPU 0 has a total capacity of ..."), which
-# public logs of each GPU show; it differs by some 0.1 GiB from driver to driver.
+# Sources. "CUDA total" is the number in PyTorch's out-of-memory errors ("GPU 0 has a total capacity of ..."), from
+# public logs of each GPU. It differs by about 0.1 GiB between drivers.
 HARDWARE: dict[str, Hardware] = {
     gpu.name: gpu
     for gpu in (
@@ -127,8 +127,8 @@ HARDWARE: dict[str, Hardware] = {
             nvlink_domain=8,
             cpu="x86_64",
         ),
-        # nvidia-smi 81920 MiB; CUDA total 79.15 GiB. NVIDIA, "A100 80GB" datasheet (SXM): BF16 312 TFLOP/s dense, 2,039
-        # GB/s, NVLink 600 GB/s in both directions. "DGX A100 User Guide": eight GPUs, ConnectX-6 of 200 Gb/s.
+        # nvidia-smi 81920 MiB; CUDA total 79.15 GiB. NVIDIA, "A100 80GB" datasheet (SXM): BF16 312 TFLOP/s dense,
+        # 2,039 GB/s, NVLink 600 GB/s in both directions. "DGX A100 User Guide": eight GPUs, ConnectX-6 of 200 Gb/s.
         Hardware(
             name="a100",
             devices=("NVIDIA A100-SXM4-80GB",),
@@ -143,9 +143,9 @@ HARDWARE: dict[str, Hardware] = {
         ),
     )
 }
-"""What --gpu may name."""
+"""The values of --gpu."""
 
 
 def of_device(device: str) -> Hardware | None:
-    """The entry of a GPU by the name that its driver gives it; None for one that is not in the table."""
+    """The entry of the GPU with this driver name, or None if the table does not have it."""
     return next((gpu for gpu in HARDWARE.values() if device in gpu.devices), None)

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face checkpoint, read in one place."""
+"""Reads config.json of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face checkpoint directory; ValueError when it is missing or no JSON object."""
+    """config.json of a Hugging Face checkpoint directory. ValueError if it is missing or not a JSON object."""
     path = Path(checkpoint) / "config.json"
     if not path.is_file():
         what = "check the path"
@@ -29,15 +29,15 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def expert_count(hf_config: dict[str, Any]) -> int:
-    """Routed experts of a layer, 0 of a dense model. transformers 5 writes num_local_experts where Qwen's files have
-    num_experts; GLM's have n_routed_experts."""
+    """Number of routed experts per layer, 0 for a dense model. Qwen's files have num_experts, transformers 5 writes
+    num_local_experts instead, and GLM's files have n_routed_experts."""
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((hf_config[key] for key in keys if hf_config.get(key)), 0)
 
 
 def sparse_layers(hf_config: dict[str, Any]) -> tuple[bool, ...]:
-    """Whether each layer has experts in place of one MLP: every `decoder_sparse_step`-th, but for `mlp_only_layers` and
-    the first `first_k_dense_replace`."""
+    """Whether each layer has experts in place of one MLP: every `decoder_sparse_step`-th layer, except
+    `mlp_only_layers` and the first `first_k_dense_replace` layers."""
     step, dense = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
     first = hf_config.get("first_k_dense_replace", 0)
     experts = expert_count(hf_config) > 0
@@ -48,38 +48,38 @@ def sparse_layers(hf_config: dict[str, Any]) -> tuple[bool, ...]:
 
 
 def shared_expert_width(hf_config: dict[str, Any]) -> int:
-    """Width of what every token of a sparse layer goes through beside its routed experts, 0 where there is none: the
-    `n_shared_experts` of a layer are one MLP as wide as all of them."""
+    """Width of the shared expert of a sparse layer, or 0 without one. Every token goes through it. The
+    `n_shared_experts` of a layer are one MLP that is as wide as all of them together."""
     return (hf_config.get("n_shared_experts") or 0) * hf_config.get("moe_intermediate_size", 0)
 
 
 def prediction_layers(hf_config: dict[str, Any]) -> range:
-    """Numbers, in a checkpoint, of the layers behind the last one that predict further tokens (multi-token prediction).
+    """Numbers, in a checkpoint, of the layers of multi-token prediction, which follow the last decoder layer.
 
-    They have no part in a token's log-prob: the trainer does not build them, nor does an engine that does not
-    speculate.
+    A token's log-prob does not depend on them. The trainer does not build them, and an engine builds them only if it
+    speculates.
     """
     depth = hf_config["num_hidden_layers"]
     return range(depth, depth + (hf_config.get("num_nextn_predict_layers") or 0))
 
 
 def prediction_names(names: Iterable[str], hf_config: dict[str, Any]) -> list[str]:
-    """Those of `names`, of tensors of a checkpoint, that belong to its `prediction_layers`."""
+    """The tensor names in `names` that belong to the checkpoint's `prediction_layers`."""
     prefixes = tuple(f"model.layers.{number}." for number in prediction_layers(hf_config))
     return [name for name in names if name.startswith(prefixes)]
 
 
 def sigmoid_scores(hf_config: dict[str, Any]) -> bool:
-    """Whether a router scores each expert by itself and chooses with a correction bias; else by a softmax over all."""
+    """True if a router scores each expert by a sigmoid and adds a correction bias. False if it uses a softmax."""
     return hf_config.get("model_type") == "glm4_moe"
 
 
 EXPERT_MODELS = ("qwen3_moe", "glm4_moe")
-"""`model_type` of the models with experts that are trained. (Dense ones: slime.megatron_backend.hf_weights.)"""
+"""`model_type` of the supported models with experts. (Dense models: slime.megatron_backend.hf_weights.)"""
 
 
 def check_experts(hf_config: dict[str, Any]) -> None:
-    """ValueError for a model whose experts are not known to be computed as its engine does, or are not told."""
+    """ValueError if the model's experts are not supported, or config.json does not give their number."""
     model_type, experts = str(hf_config.get("model_type")), expert_count(hf_config)
     if experts and model_type not in EXPERT_MODELS:
         raise ValueError(
@@ -93,10 +93,11 @@ def check_experts(hf_config: dict[str, Any]) -> None:
 
 
 def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -> None:
-    """ValueError naming the first tensor whose shape is not the one config.json implies, or layers that are not there.
+    """ValueError for the first tensor whose shape does not match config.json, or for missing layers.
 
-    Reads safetensors headers only. Judges what every dense decoder has (embedding, MLP, layer count); the trainer and
-    the engine compare all tensors when they load them. A checkpoint without safetensors files is left to them.
+    Reads safetensors headers only. Checks the parts that every dense decoder has (embedding, MLP, number of layers).
+    The trainer and the engine compare all tensors when they load them. A checkpoint without safetensors files is not
+    checked here.
     """
     from safetensors import safe_open
 

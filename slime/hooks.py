@@ -1,4 +1,4 @@
-"""Loading user code by dotted path, for every `--*-path` hook. Owns the errors of a wrong path."""
+"""Loads user code by its dotted path, for every `--*-path` hook. Owns the errors of a wrong path."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
     """The function or class at the dotted path "package.module.name".
 
-    `flag` is how the errors call the path, as the user typed it ("--custom-rm-path"). Raises ValueError when
-    the path is not dotted, its module cannot be found (the module must be on PYTHONPATH), the module has no
-    such name, or the name is not callable. An exception inside the user's module is chained to a ValueError
-    that names the flag, so that a typo in a hook is not mistaken for a missing one.
+    Errors contain `flag` as the user typed it ("--custom-rm-path"). ValueError if the path is not dotted, its
+    module cannot be found (the module must be on PYTHONPATH), the module has no such name, or the name is not
+    callable. An exception inside the user's module is chained to a ValueError with the flag, so that the user sees
+    the difference between a faulty hook and a missing hook.
     """
     module_name, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
@@ -28,7 +28,7 @@ def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
                 f"{error.name!r}; add its folder to PYTHONPATH"
             ) from error
         raise ValueError(f"{flag} must name a module that can be imported, got {path!r}: {error}") from error
-    except Exception as error:  # the user's module may raise anything: re-raised under the flag's name
+    except Exception as error:  # border: the user's module may raise any error
         raise ValueError(
             f"{flag} must name a module that can be imported, got {path!r}: importing {module_name} raised "
             f"{type(error).__name__}: {error}"

@@ -1,6 +1,4 @@
-"""JSON over HTTP for user hooks (generate functions, tools). Owns retries and the deadline; knows no engine
-and no key.
-"""
+"""JSON over HTTP for user hooks (generate functions, tools). Owns retries and the deadline."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ async def post(
 ) -> Any:
     """POST `payload` as JSON and return the JSON of the reply.
 
-    Connection faults, 408, 425, 429 and 5xx are retried with growing pauses, at most `max_retries` times and
-    for at most `deadline_s` seconds, then TimeoutError. Any other status than 2xx, and a reply that is no
-    JSON, raises ValueError at once. Servers of the run want their key: pass it in `headers`.
+    Connection errors and status 408, 425, 429 and 5xx are retried with growing pauses. TimeoutError after
+    `max_retries` retries or `deadline_s` seconds. Any other status than 2xx, or a reply that is not JSON, raises
+    ValueError without a retry. The run's own servers need the run's key: pass it in `headers`.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline_s

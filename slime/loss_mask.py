@@ -1,11 +1,9 @@
-"""Chat messages -> token ids and the mask of what the model has to produce. Owns where an assistant's turn
-begins and ends.
+"""Chat messages -> token ids and loss mask. Owns where an assistant's turn begins and ends.
 
-The full conversation is rendered once by the tokenizer's own chat template. A turn of the assistant begins
-where the template would have left the model to continue, which is found by rendering the messages before it,
-and ends with the end-of-turn token. So text that merely looks like a turn marker inside a message is never
-trained on. Each stretch is tokenised by itself, as it is at rollout: prompt tokens end exactly where
-generated ones begin.
+The tokenizer's own chat template renders the full conversation once. An assistant's turn begins where the template
+leaves the model to continue; rendering the messages before the turn gives that place. The turn ends with the
+end-of-turn token. So a message that contains the text of a turn marker is not mistaken for a turn. Each part is
+tokenised separately, as in a rollout: prompt tokens end exactly where generated tokens begin.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHATML = ("<|im_start|>assistant\n", "<|im_end|>")
-# --loss-mask-type: (what opens an assistant's turn, what ends it)
+# --loss-mask-type: (text that opens an assistant's turn, text that ends it)
 _MARKERS = {
     "qwen": _CHATML,
     "qwen3": _CHATML,
@@ -41,12 +39,12 @@ class MultiTurnLossMaskGenerator:
         tools: list[Any] | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """(token_ids, loss_mask), both of the length of the rendered conversation.
+        """(token_ids, loss_mask), both as long as the rendered conversation.
 
-        The mask is 1 on the tokens the model would have generated: all of an assistant's turn after the
-        opening marker, up to and including the end-of-turn token. A message with "step_loss_mask": 0 is not
-        trained on. ValueError when the template rewrites earlier turns as the conversation grows, so that no
-        single token sequence holds them all.
+        The mask is 1 on the tokens that the model would generate: an assistant's turn after the opening marker, up to
+        and including the end-of-turn token. A message with "step_loss_mask": 0 is not trained on. ValueError if the
+        template rewrites earlier turns when the conversation grows, because then no single token sequence contains
+        all turns.
         """
         text = self._render(messages, tools, template_kwargs)
         token_ids: list[int] = []
@@ -75,7 +73,7 @@ class MultiTurnLossMaskGenerator:
         return token_ids + tail, loss_mask + [0] * len(tail)
 
     def get_response_lengths(self, loss_masks: list[list[int]]) -> list[int]:
-        """Tokens from the first trained one to the end, for each mask; 0 where nothing is trained."""
+        """Number of tokens from the first trained token to the end, for each mask. 0 without trained tokens."""
         return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
 
     def _turn_start(
@@ -85,13 +83,13 @@ class MultiTurnLossMaskGenerator:
         tools: list[Any] | None,
         template_kwargs: dict[str, Any] | None,
     ) -> int:
-        """Characters of `text` that the model is given before it writes the turn that follows `before`."""
+        """Number of characters of `text` that are the model's prompt for the turn after the messages `before`."""
         if not before:
             raise ValueError("messages must begin with a system or user turn, got an assistant turn first")
         prompt = self._render(before, tools, {**(template_kwargs or {}), "add_generation_prompt": True})
         if text.startswith(prompt):
             return len(prompt)
-        # Some templates open the turn they ask for with "<think>" and leave it out of turns they are shown.
+        # Some templates open the turn to generate with "<think>", but leave it out of earlier turns.
         prompt = self._render(before, tools, template_kwargs) + self._opening
         if text.startswith(prompt):
             return len(prompt)

@@ -1,7 +1,7 @@
-"""Memory of a trainer rank from shapes: the state it keeps, and what a step adds.
+"""Memory of a trainer rank, computed from shapes: the state that it keeps, and the memory that a step adds.
 
-Figures are tensors as the trainer allocates them; `vime plan` prints them, a run reports its peaks against their sum.
-What is decided from them is in slime.memory_decision. Imports neither torch nor Megatron.
+The estimate adds up tensors as the trainer allocates them. `vime plan` prints it, and a run logs its measured peaks
+next to it. slime.memory_decision decides from it. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Item:
-    """One line of an estimate: how the number of bytes comes about. `part`: what --offload-train-parts calls it."""
+    """One line of an estimate: bytes and how they are computed. `part`: the name in --offload-train-parts."""
 
     name: str
     bytes: float
@@ -30,7 +30,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`kept` as long as the trainer runs, one of `work` at a time beside it, for a model of `shape`."""
+    """`kept` stays while the trainer runs. One item of `work` at a time is added to it. `shape` is the model's."""
 
     shape: Shape
     kept: tuple[Item, ...]
@@ -38,21 +38,21 @@ class Estimate:
 
     @property
     def peak(self) -> float:
-        """Bytes at the worst moment of a step."""
+        """Bytes at the peak of a step."""
         return sum(item.bytes for item in self.kept) + max((item.bytes for item in self.work), default=0.0)
 
     def of_part(self, part: str) -> float:
         return sum(item.bytes for item in self.kept if item.part == part)
 
     def compared(self, perf: dict[str, float]) -> dict[str, float]:
-        """The estimate beside the peak that a step's `perf` has; nothing where no peak is measured."""
+        """The estimate next to the measured peak in a step's `perf`. Empty if no peak was measured."""
         if (peak := perf.get("perf/trainer_peak_gib")) is None:
             return {}
         expected = self.peak / GIB
         return {"perf/memory/estimate_gib": expected, "perf/memory/peak_of_estimate": peak / expected}
 
     def left(self, leaving: Collection[str]) -> float:
-        """Bytes between two trainings, when the parts `leaving` are on the host."""
+        """Bytes on the device between two training steps, with the parts `leaving` on the host."""
         return sum(item.bytes for item in self.kept if item.part not in leaving)
 
 
@@ -63,7 +63,7 @@ def estimate(c: Any, hf_config: dict[str, Any]) -> Estimate:
 
 
 def kept_memory(c: Any, shape: Shape) -> Iterator[Item]:
-    """Mixed precision keeps fp32 main weights beside Adam's two fp32 moments."""
+    """The state. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
     size, grad = BYTES[c.params_dtype], _grad_bytes(c)
     main = 0 if c.params_dtype == "float32" else 4
     kinds = list(rank_params(c, shape))
@@ -85,12 +85,12 @@ def kept_memory(c: Any, shape: Shape) -> Iterator[Item]:
 
 
 def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
-    """What stands beside the state at the moments of a step that may be its peak."""
+    """Memory in addition to the state, at each moment of a step that may be the peak."""
     size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
     if (tokens := micro_batch_tokens(c)) is not None:
         kept, one = activation_memory(c, shape, tokens)
         split = tp if c.sequence_parallel else 1
-        # Back through the MLP: the gradients of its two halves and of the layer, and of one weight before it is added.
+        # Backward of the MLP: the gradients of its two halves, of the layer, and of one weight before it is added.
         flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
         evenly = ""
         if any(shape.sparse):
@@ -99,7 +99,7 @@ def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
         back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
         yield Item("layers, backward", kept.bytes + one + flight * size, back)
         head, how = head_memory(c, shape, tokens)
-        # Layer by layer recomputation has not begun when the head runs.
+        # Recomputation of layers starts only after the head.
         yield Item("head and loss", kept.bytes + head, f"{amount(kept.bytes)} of {kept.name} + {how}")
     rows = shape.vocab * shape.hidden
     yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
@@ -115,20 +115,21 @@ def _grad_bytes(c: Any) -> int:
 
 
 def expert_tensor_parallel(c: Any) -> int:
-    """Ranks that share one expert."""
+    """Number of ranks that split one expert."""
     return c.expert_tensor_parallel_size or c.tensor_model_parallel_size
 
 
 def expert_copies(c: Any, shape: Shape) -> float:
-    """Pairs of a token and one of its experts that a rank computes, for each of its micro-batch's tokens, if tokens
-    spread evenly: a rank that shares no expert takes its part of the tokens to experts, as sequence parallelism cut it.
+    """Number of (token, expert) pairs that a rank computes per token of its micro-batch, if the tokens spread evenly.
+    If experts are not split, a rank sends its own part of the tokens to experts, as sequence parallelism split them.
     """
     return shape.topk * expert_tensor_parallel(c) / c.tensor_model_parallel_size
 
 
 def expert_flight(c: Any, shape: Shape, tokens: int) -> float:
-    """Elements at the worst moment back through a layer's experts: the gradients of tokens' copies, whose weighted
-    halves are in float32, or beside fewer of them the first product's weights stacked for it, or their gradient."""
+    """Elements at the peak of the backward of a layer's experts. The peak is either the gradients of the tokens'
+    copies (their weighted halves are in float32), or fewer of these gradients and the stacked weights of the first
+    product or their gradient."""
     copies, etp = expert_copies(c, shape), expert_tensor_parallel(c)
     width, split = shape.expert_ffn / etp, c.tensor_model_parallel_size if c.sequence_parallel else 1
     weighted = copies * (4 * width + 2 * shape.hidden)
@@ -138,8 +139,8 @@ def expert_flight(c: Any, shape: Shape, tokens: int) -> float:
 
 
 def rank_params(c: Any, shape: Shape) -> Iterator[tuple[str, float, str, str, int]]:
-    """Of the stage with the most parameters on a rank, first of what is not experts, then of these: (prefix of the
-    items' names, parameters on a rank, of how many, split how, ranks that share the optimizer's state of them)."""
+    """For the stage with the most parameters on a rank, first for all but experts, then for experts: (prefix of the
+    items' names, parameters on a rank, all parameters, how they are split, ranks that share their optimizer state)."""
     params, stage = stage_params(c, shape)
     tp, ep, etp = c.tensor_model_parallel_size, c.expert_model_parallel_size, expert_tensor_parallel(c)
     replicas = c.data_parallel_size * c.context_parallel_size
@@ -153,14 +154,14 @@ def rank_params(c: Any, shape: Shape) -> Iterator[tuple[str, float, str, str, in
 
 
 def stage_layers(c: Any, shape: Shape) -> list[tuple[bool, ...]]:
-    """Of each pipeline stage, whether each of its layers is sparse."""
+    """For each pipeline stage, whether each of its layers is sparse."""
     counts = c.megatron.layers_of_stages(shape.layers)
     ends = itertools.accumulate(counts)
     return [shape.sparse[end - n : end] for n, end in zip(counts, ends, strict=True)]
 
 
 def stage_params(c: Any, shape: Shape) -> tuple[Params, str]:
-    """Parameters of the largest pipeline stage, and how to say that. A tied head is a copy on the last stage."""
+    """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage."""
     stages = stage_layers(c, shape)
     if len(stages) == 1:
         return shape.params_of(shape.sparse, 1 if shape.tied else 2), ""
@@ -172,7 +173,7 @@ def stage_params(c: Any, shape: Shape) -> tuple[Params, str]:
 
 
 def micro_batch_tokens(c: Any) -> int | None:
-    """The most tokens of one micro-batch on one rank; None when no length is bounded."""
+    """The most tokens of one micro-batch on one rank, or None if no length has a limit."""
     if c.use_dynamic_batch_size:
         return c.max_tokens_per_gpu
     ends = (c.rollout_max_prompt_len, c.rollout_max_response_len)
@@ -181,17 +182,20 @@ def micro_batch_tokens(c: Any) -> int | None:
 
 
 def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
-    """What the forward keeps for the backward, and bytes of the one layer that full recomputation makes again.
+    """Activations that the forward keeps for the backward, and bytes of the one layer that full recomputation
+    rebuilds.
 
-    Norm inputs: 2 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv. Gated MLP: 2 F, and F
-    for silu(gate) where rl_kernel's kernel does not compute it. The last two are split over tensor parallelism, the
-    first too with --sequence-parallel. Outputs of norms and of the MLP's activation are made again
-    (slime.megatron_backend.layers): but by Transformer Engine, and in the layer that full recomputation runs again.
-    A sparse layer keeps the second norm's output, of a shared expert what an MLP keeps, and of each copy of a token
-    that goes to an expert: the copy, H; gate and up, the activation, and that weighted, 4 F or 5 F of an expert's. With
-    full recomputation only the layer inputs stay. The first of P pipeline stages keeps P micro-batches of its layers.
-    Of C context-parallel ranks each keeps the keys and values that its two runs of a sequence see: together all of the
-    sequence and, on average, half a rank's share more.
+    Elements per token. Norm inputs: 2 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv.
+    Gated MLP: 2 F, and F more for silu(gate) if rl_kernel's kernel does not compute it. Attention and MLP are split
+    over tensor parallelism; the norm inputs too with --sequence-parallel. Outputs of norms and of the MLP's activation
+    are computed again (slime.megatron_backend.layers), except by Transformer Engine, and in the layer that full
+    recomputation runs again.
+
+    A sparse layer keeps the output of the second norm, and for a shared expert the same as for an MLP. For each copy
+    of a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5
+    F of the expert's width). With full recomputation, only the layer inputs stay. The first of P pipeline stages keeps
+    P micro-batches of its layers. Each of C context-parallel ranks keeps the keys and values that its two runs of a
+    sequence see: on average, all of the sequence and half a rank's share more.
     """
     size, split = BYTES[c.params_dtype], c.tensor_model_parallel_size if c.sequence_parallel else 1
     first = stage_layers(c, shape)[0]
@@ -211,7 +215,7 @@ def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
 
 
 def layer_width(c: Any, shape: Shape, sparse: bool) -> float:
-    """Elements that a layer keeps for a token of the micro-batch."""
+    """Elements that a layer keeps per token of the micro-batch."""
     tp, cp = c.tensor_model_parallel_size, c.context_parallel_size
     split = tp if c.sequence_parallel else 1
     gathered = 2 * shape.kv * (cp + 0.5) if cp > 1 else 0
@@ -229,8 +233,8 @@ def layer_width(c: Any, shape: Shape, sparse: bool) -> float:
 
 
 def head_memory(c: Any, shape: Shape, tokens: int) -> tuple[float, str]:
-    """Of the output layer and the loss, when all tokens are responses: logits with their gradients, or the bound that
-    the linear operators keep to and their rows of the hidden states, forward and back."""
+    """Bytes of the output layer and the loss if all tokens are responses: logits with their gradients, or the
+    workspace limit of the linear operators and their rows of the hidden states, forward and backward."""
     size, columns = BYTES[c.params_dtype], shape.vocab / c.tensor_model_parallel_size
     head, _ = loss_head(c)
     if head in ("linear_token_loss", "linear_logp"):
@@ -245,13 +249,13 @@ def head_memory(c: Any, shape: Shape, tokens: int) -> tuple[float, str]:
 
 
 def native_logit_bytes(c: Any) -> int:
-    """Of one logit of a response in plain PyTorch (slime.megatron_backend.native), at the worst of its moments.
+    """Bytes per logit of a response in plain PyTorch (slime.megatron_backend.native), at the peak.
 
-    To float32: Megatron's logits and the responses' rows of them, in the model's dtype, and the same in float32. Then
-    the float32 logits z are left, with a temperature those before the division too. The entropy holds beside them
-    `z - max`, its exp, and the product of the two: 4 + 12 B. Cross entropy works in place. Where the loss has the
-    entropy, its softmax and log-probs stay, and its gradient, the product of two temporaries, meets the cross
-    entropy's: 2 x 4 + 3 x 4 + 4 B. What a --custom-loss-function-path does with logits is not known.
+    Conversion to float32: Megatron's logits and the responses' rows of them in the model's dtype, and the rows in
+    float32. Then the float32 logits z stay, and with a temperature also the logits before the division. The entropy
+    adds `z - max`, its exp, and their product: 4 + 12 B. Cross entropy works in place. If the loss has the entropy,
+    its softmax and log-probs stay, and its gradient (the product of two temporaries) exists together with the cross
+    entropy's: 2 x 4 + 3 x 4 + 4 B. The memory of a --custom-loss-function-path is not known.
     """
     size = BYTES[c.params_dtype]
     if c.loss_type in ("sft_loss", "custom_loss"):  # without entropy

@@ -1,4 +1,4 @@
-"""The numbers of a model that its memory depends on, from config.json. Imports neither torch nor Megatron."""
+"""The sizes of a model that its memory depends on, from config.json. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slime.hf_config import check_experts, expert_count, shared_expert_width, sp
 
 @dataclass(frozen=True)
 class Params:
-    """Parameters by how ranks share them: `split` over tensor parallelism, `whole` on each rank (routers), and those of
-    routed `experts` over expert parallelism. Matrices only: norms and biases are about a thousandth."""
+    """Parameter counts by how ranks share them: `split` over tensor parallelism, `whole` on each rank (routers), and
+    routed `experts` over expert parallelism. Matrices only: norms and biases are about a thousandth of them."""
 
     split: int = 0
     whole: int = 0
@@ -28,9 +28,9 @@ class Params:
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder. `q` and `kv` are heads times head size; `sparse` says of each layer whether `experts` of width
-    `expert_ffn`, of which a token goes to `topk`, stand in place of its MLP of width `ffn`, with one of width
-    `shared_ffn` that all tokens go to."""
+    """A decoder. `q` and `kv` are heads times head size. A dense layer has an MLP of width `ffn`. A layer with
+    `sparse[i]` has `experts` of width `expert_ffn` instead, of which each token uses `topk`, and one shared expert of
+    width `shared_ffn`."""
 
     layers: int
     hidden: int
@@ -47,7 +47,7 @@ class Shape:
 
     @classmethod
     def of(cls, hf: dict[str, Any]) -> Shape:
-        """ValueError for experts that the trainer does not know."""
+        """The shape in config.json. ValueError for experts that the trainer does not support."""
         check_experts(hf)
         heads = hf["num_attention_heads"]
         head = hf.get("head_dim") or hf["hidden_size"] // heads
@@ -77,16 +77,16 @@ class Shape:
         return Params(split=attention_and_shared, whole=self.hidden * self.experts, experts=experts)
 
     def params_of(self, layers: Sequence[bool], ends: int) -> Params:
-        """Of layers, given whether each is sparse, and as many matrices [vocab, hidden] as `ends`."""
+        """Parameters of layers (`layers`: whether each is sparse) and of `ends` matrices [vocab, hidden]."""
         return sum((self.layer(sparse) for sparse in layers), Params(split=self.vocab * self.hidden * ends))
 
     @property
     def params(self) -> int:
-        """Matrices of the whole model."""
+        """Parameters of the whole model, matrices only."""
         return self.params_of(self.sparse, 1 if self.tied else 2).total
 
     @property
     def active(self) -> int:
-        """Matrices of the layers that one token goes through."""
+        """Parameters that one token goes through in the layers, matrices only."""
         idle = 3 * self.hidden * self.expert_ffn * (self.experts - self.topk) * sum(self.sparse)
         return self.params_of(self.sparse, 0).total - idle

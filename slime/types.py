@@ -17,8 +17,8 @@ import numpy as np
 class Prompt:
     """One line of a prompt file, after the chat template.
 
-    `text` is what the engine tokenises (or a list of chat messages when no template is applied),
-    `label` is what the reward compares with, `metadata` is the line's own free-form record.
+    `text`: the text that the engine tokenises, or a list of chat messages if no template is applied. `label`: the
+    reward compares the response with it. `metadata`: the line's own free-form record.
     """
 
     text: str | list[dict[str, Any]]
@@ -31,11 +31,11 @@ class Sample:
     """One prompt and one response. Mutable: the stages of a rollout fill it in order.
 
     `tokens` is prompt + response, int token ids. `loss_mask` and `rollout_log_probs` have one entry per
-    response token; `rollout_log_probs` are nats of the temperature-scaled distribution the engine sampled from.
-    `weight_versions` are the versions of the weights that produced the response, oldest first.
-    `rollout_routed_experts`: which experts the engine sent each token but the last to, an unsigned integer array
-    [len(tokens) - 1, layers, experts of a token]; with --use-rollout-routing-replay.
-    Field names are those that existing slime hooks read and write.
+    response token. `rollout_log_probs` are in nats, from the temperature-scaled distribution that the engine sampled
+    from. `weight_versions` are the versions of the weights that produced the response, oldest first.
+    `rollout_routed_experts`: the experts that the engine used for each token except the last, an unsigned integer
+    array [len(tokens) - 1, layers, experts per token]; only with --use-rollout-routing-replay.
+    Existing slime hooks read and write these field names.
     """
 
     class Status(enum.Enum):
@@ -77,7 +77,7 @@ class Sample:
     prefix_cache_info: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only (the status by name), so that a record can be saved as JSON or by torch."""
+        """Plain values only (the status as text), so that JSON or torch can save the record."""
         out = {f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)}
         out["status"] = self.status.value
         rows = self.rollout_routed_experts
@@ -92,7 +92,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """Inverse of `to_dict`. Keys that are no field raise TypeError."""
+        """Inverse of `to_dict`. TypeError for a key that is not a field."""
         data = dict(data)
         if not isinstance(data.get("status", cls.Status.PENDING), cls.Status):
             data["status"] = cls.Status(data["status"])
@@ -100,12 +100,12 @@ class Sample:
         if isinstance(rows, dict):
             flat = np.frombuffer(
                 base64.b64decode(rows["base64"]), rows["dtype"]
-            ).copy()  # torch wants to write
+            ).copy()  # torch needs a writable array
             data["rollout_routed_experts"] = flat.reshape(rows["shape"])
         return cls(**data)
 
     def get_reward_value(self, args: Any) -> float:
-        """The number to train on: `reward`, or its entry named by `--reward-key` when the reward is a dict."""
+        """The number to train on: `reward`, or its entry `--reward-key` if the reward is a dict."""
         if isinstance(self.reward, dict):
             key = getattr(args, "reward_key", None)
             if key not in self.reward:
@@ -120,7 +120,7 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
-        """Response tokens that are trained on."""
+        """Number of response tokens that are trained on."""
         return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
 
     def append_response_tokens(
@@ -131,7 +131,7 @@ class Sample:
         trainable: bool = True,
         text: str = "",
     ) -> None:
-        """Extend the response by tokens of the model (`trainable`) or of a tool (not trained on, log-prob 0)."""
+        """Append tokens of the model (`trainable`) or of a tool (not trained on, log-prob 0) to the response."""
         if trainable and (log_probs is None or len(log_probs) != len(token_ids)):
             got = "none" if log_probs is None else len(log_probs)
             raise ValueError(
@@ -149,7 +149,7 @@ class Sample:
 
     @property
     def known_experts(self) -> int:
-        """Tokens whose experts are known, from the first on: the next request asks for those after them."""
+        """Number of tokens, from the first on, whose experts are known. The next request gets the rows after them."""
         return 0 if self.rollout_routed_experts is None else len(self.rollout_routed_experts)
 
     def append_routed_experts(self, rows: np.ndarray) -> None:
@@ -158,11 +158,11 @@ class Sample:
         self.rollout_routed_experts = np.concatenate([*before, rows])
 
     def check(self, *, require_log_probs: bool = True, require_experts: bool = False) -> None:
-        """Run once at the border from rollout to trainer.
+        """Check the sample. Runs once at the border from rollout to trainer.
 
-        Raises ValueError naming group and sample when lengths disagree, a log-prob is missing or not finite,
-        or nothing is left to train on although the sample is not marked `remove_sample`. `require_experts`: the
-        experts of each token but the last must be there; slime.data.routed_experts compares them with the model.
+        ValueError, with group and sample, if lengths disagree, a log-prob is missing or not finite, or no token is
+        left to train on although `remove_sample` is not set. `require_experts`: the experts of each token except the
+        last must be present. slime.data.routed_experts compares them with the model.
         """
         who = f"sample {self.index} of group {self.group_index}"
         if not 0 < self.response_length < len(self.tokens):

@@ -1,4 +1,4 @@
-"""What the driver of this node says of one of its GPUs: PCI bus address and NVLink domain. Asks `nvidia-smi`."""
+"""PCI bus address and NVLink domain of a GPU of this node, from `nvidia-smi`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """`bus`: PCI address as Linux writes it ("0000:00:06.0"). `domain`: cluster and clique of the NVLink fabric; GPUs
-    with the same one reach each other through NVLink. Each is "" where the driver does not say."""
+    """`bus`: PCI address as Linux writes it ("0000:00:06.0"). `domain`: cluster and clique of the NVLink fabric;
+    NVLink connects GPUs of the same domain. Each is "" if the driver does not report it."""
 
     bus: str = ""
     domain: str = ""
@@ -22,7 +22,7 @@ UNKNOWN = GpuFacts()
 
 
 def read_gpu_facts(name: str) -> GpuFacts:
-    """Of the GPU `name`, an index or a UUID. Empty on a host without nvidia-smi."""
+    """The facts of the GPU `name`, an index or a UUID. Both are "" on a host without nvidia-smi."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "-q", "-i", name], capture_output=True, text=True, timeout=_TIMEOUT_S
@@ -47,7 +47,7 @@ def parse(text: str) -> GpuFacts:
     fabric = text.partition("\n    Fabric\n")[2]
     joined = (_value(fabric, "State"), _value(fabric, "Status")) == ("Completed", "Success")
     cluster = _value(fabric, "ClusterUUID")
-    known = joined and cluster.strip("0-") != ""  # zeros where NVLink ends with the node
+    known = joined and cluster.strip("0-") != ""  # zeros if NVLink does not leave the node
     return GpuFacts(
         bus=f"{bus[1][-4:]}:{bus[2]}".lower() if bus else "",
         domain=f"{cluster}.{_value(fabric, 'CliqueId')}" if known else "",

@@ -1,8 +1,9 @@
-"""Ends what a driver leaves behind when it is killed outright (kill -9, out of memory). Linux, standard library only.
+"""Ends the processes of a driver that was killed (kill -9, out of memory). Linux, standard library only.
 
-A process beside the driver: it keeps a list of the driver's descendants and, when the driver is gone without having
-said that all is well, kills those that still live and removes the run's private directories. Needed because Ray's own
-helpers outlive a dead cluster for long, and Ray kills the supervisor of an engine before that can end the engine.
+The guard is a process next to the driver. It keeps a list of the driver's descendants. If the driver ends without
+dismissing the guard, the guard kills the descendants that still run and removes the run's private directories. The
+reason: Ray's own helpers run on for a long time after their cluster has ended, and Ray kills the supervisor of an
+engine before the supervisor can end the engine.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _DONE = b"done"
 
 
 class Guard:
-    """Start before anything else; `dismiss()` when the driver has stopped everything itself."""
+    """Start it before anything else. Call `dismiss()` after the driver has stopped everything itself."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         command = [sys.executable, __file__, str(os.getpid()), *directories]
-        # A session of its own: neither Ctrl-C nor a kill of the driver's process group reaches it.
+        # In a new session, neither Ctrl-C nor a kill of the driver's process group reaches the guard.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def dismiss(self) -> None:
@@ -35,7 +36,7 @@ class Guard:
 
 
 def main(argv: Sequence[str]) -> None:
-    """`argv`: pid of the driver, directories to remove. Standard input is a pipe whose other end the driver holds."""
+    """`argv`: pid of the driver, directories to remove. Standard input is a pipe that the driver holds open."""
     driver, directories = int(argv[0]), argv[1:]
     seen: dict[int, str] = {}
     while True:
@@ -56,12 +57,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def processes() -> dict[int, tuple[int, str]]:
-    """pid -> (parent, start time) of every living process. pid and start time together name one for good."""
+    """pid -> (parent, start time) of every running process. pid and start time together identify a process."""
     table = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
-                # The second field, a name in brackets, may hold anything: the rest follows the last bracket.
+                # The second field is a name in brackets and may contain brackets, so split at the last bracket.
                 fields = file.read().rpartition(")")[2].split()
                 if fields[0] != "Z":
                     table[int(entry)] = (int(fields[1]), fields[19])
@@ -73,7 +74,7 @@ def alive(seen: dict[int, str], table: dict[int, tuple[int, str]]) -> dict[int, 
 
 
 def descendants(roots: set[int], table: dict[int, tuple[int, str]]) -> dict[int, str]:
-    """pid -> start time of all processes below `roots`, this one left out."""
+    """pid -> start time of all descendants of `roots`, without this process."""
     found: dict[int, str] = {}
     fresh = roots
     while fresh:

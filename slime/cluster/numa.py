@@ -37,7 +37,7 @@ def format_cpus(cpus: Collection[int]) -> str:
 
 
 def nodes_with_cpus(sysfs: Path = SYSFS) -> dict[int, set[int]]:
-    """NUMA node -> its CPUs, for the nodes that have some."""
+    """NUMA node -> its CPUs, for the nodes that have CPUs."""
     found = {}
     for folder in (sysfs / "devices/system/node").glob("node[0-9]*"):
         if cpus := parse_cpus((folder / "cpulist").read_text()):
@@ -46,8 +46,8 @@ def nodes_with_cpus(sysfs: Path = SYSFS) -> dict[int, set[int]]:
 
 
 def cpus_of_gpu(bus: str, sysfs: Path = SYSFS) -> set[int]:
-    """CPUs of the NUMA node of the PCI device `bus`, or of the nearest node that has CPUs. Empty where the firmware
-    does not say to which node the device belongs, which is often so in virtual machines."""
+    """CPUs of the NUMA node of the PCI device `bus`, or of the nearest node that has CPUs. Empty if the firmware does
+    not report the device's node, as in many virtual machines."""
     file = sysfs / "bus/pci/devices" / bus / "numa_node"
     if not file.is_file() or (node := int(file.read_text())) < 0:
         return set()
@@ -57,7 +57,7 @@ def cpus_of_gpu(bus: str, sysfs: Path = SYSFS) -> set[int]:
     row = sysfs / f"devices/system/node/node{node}/distance"
     if not nodes or not row.is_file():
         return set()
-    # The row has one distance for each node that is online, in the order of their numbers.
+    # The row has one distance for each online node, in the order of the node numbers.
     online = sorted(parse_cpus((sysfs / "devices/system/node/online").read_text()))
     distance = dict(zip(online, map(int, row.read_text().split()), strict=True))
     return nodes[min(nodes, key=lambda other: (distance[other], other))]
@@ -66,10 +66,10 @@ def cpus_of_gpu(bus: str, sysfs: Path = SYSFS) -> set[int]:
 def choose_cpus(
     buses: Sequence[str], mode: str, *, allowed: Collection[int] | None = None, sysfs: Path = SYSFS
 ) -> tuple[set[int], str]:
-    """(CPUs to bind to, a line that says which and why); no CPUs: nothing is to be bound.
+    """(CPUs to bind to, a line that names them and the reason). Without CPUs, the process is not bound.
 
-    `buses`: PCI addresses of the process's GPUs; of several the CPUs are taken together. `mode` is --numa-binding.
-    `allowed`: CPUs that the process may use now, which a container or a scheduler may have limited.
+    `buses`: PCI addresses of the process's GPUs. The result is the union of their CPUs. `mode` is --numa-binding.
+    `allowed`: CPUs that the process may use now. A container or a scheduler may limit them.
     """
     if mode == "off":
         return set(), "not bound (--numa-binding off)"
@@ -89,21 +89,21 @@ def choose_cpus(
 
 
 def bind(cpus: Collection[int]) -> None:
-    """Bind this process: all its threads, and those that they start."""
+    """Bind all threads of this process, and the threads that they start later."""
     bound: set[int] = set()
     while (
         new := {int(task) for task in os.listdir("/proc/self/task")} - bound
     ):  # a thread may have started meanwhile
         for thread in new:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setaffinity(thread, cpus)
         bound |= new
 
 
 @contextlib.contextmanager
 def children_on(cpus: Collection[int]) -> Iterator[None]:
-    """What this thread starts in the block, and all that those processes start, runs on `cpus`; no CPUs: anywhere that
-    this thread may. The thread itself is as before afterwards."""
+    """Processes that this thread starts in the block, and their children, run on `cpus`. With no CPUs, they run
+    wherever this thread may run. After the block, the thread itself is bound as before."""
     if not cpus:
         yield
         return

@@ -1,13 +1,13 @@
-"""Where every actor runs: one Ray placement group with one bundle a device. Owns the arithmetic and its errors.
+"""Where every actor runs: one Ray placement group with one bundle per device. Owns the arithmetic and its errors.
 
-A device is a GPU, or on a host without GPUs half a CPU core: the trainers and engines of one small run share the cores,
-and a laptop with two of them can hold every topology of the test suite.
+A device is a GPU, or half a CPU core on a host without GPUs. Half a core lets a laptop with two cores run every
+topology of the test suite.
 
-Ray gives an actor the GPU of its own bundle and no other, and says nothing of the order of bundles. So a task in each
-bundle tells which GPU it got; bundles are then taken in the order of NVLink domains, nodes and GPUs (see
-slime.cluster.domains), and an engine of several GPUs, whose server is one actor in its first bundle, is told them all
-by name (`Placement.visible`). An engine larger than a node has whole nodes, and one server process with an actor of its
-own on each (`Placement.by_node`).
+Ray gives an actor the GPU of its own bundle only, and does not promise an order of bundles. So a task in each bundle
+reports its GPU. The run then takes the bundles in the order of NVLink domains, nodes and GPUs (see
+slime.cluster.domains). The server of an engine with several GPUs is one actor in the engine's first bundle, and
+`Placement.visible` lists all GPUs of the engine for it. An engine larger than a node has whole nodes, and one server
+process with its own actor on each node (`Placement.by_node`).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _PLACEMENT_TIMEOUT_S, _ANSWER_TIMEOUT_S = 60, 120
 def connect(*, allow_unauthenticated: bool = False) -> None:
     """Join the cluster at RAY_ADDRESS, or start one on this host that ends with this process.
 
-    The new cluster listens on loopback only and asks for a token of its own. A cluster that is joined must ask for a
-    token too, unless `allow_unauthenticated`.
+    The new cluster listens on loopback only and has its own token. A cluster that the run joins must require a token
+    too, unless `allow_unauthenticated`.
 
-    Its object store only carries rollout data, so a small one serves: Ray would reserve 30% of memory. Nor does it
-    start idle workers, one a core, before anything asks. What actors print goes to the run directory (actors.log_to).
+    The new cluster has a small object store, because the store only holds rollout data; Ray's default is 30% of
+    memory. The cluster starts no idle workers. The output of actors goes to the run directory (actors.log_to).
     """
-    # Ray says each time that it asks for a token.
+    # Otherwise Ray logs at each start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
     joined = os.environ.get("RAY_ADDRESS")
@@ -60,15 +60,15 @@ def connect(*, allow_unauthenticated: bool = False) -> None:
     elif not allow_unauthenticated:
         ray_token.use_given_token(os.environ)
     _read_authentication_again()
-    # Ray's servers listen on loopback when the address of the node is loopback. ray.init replaces such an address by
-    # another one of the host, unless clusters of several hosts are off, as they are on macOS and Windows.
+    # Ray's servers listen on loopback if the node's address is loopback. ray.init replaces such an address with
+    # another address of the host, unless clusters of several hosts are disabled (the default on macOS and Windows).
     before = ray_constants.ENABLE_RAY_CLUSTER
     if not joined or joined.startswith("127.0.0.1:"):
         ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         if joined:
             if not allow_unauthenticated:
-                # Before ray.init, which sends the token to whoever answers there.
+                # Check before ray.init, because ray.init sends the token to the server at this address.
                 address = services.canonicalize_bootstrap_address_or_die(joined)
                 ray_token.require_authentication(address)
             ray.init(**quiet)
@@ -85,20 +85,20 @@ def connect(*, allow_unauthenticated: bool = False) -> None:
 
 
 def _read_authentication_again() -> None:
-    """Ray reads its authentication variables when it is imported; they were set later."""
+    """Make Ray read its authentication variables again: it read them when it was imported, before they were set."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def on_one_host(config: Any) -> bool:
-    """Whether all processes of the run are on this host: no cluster was joined and one node is asked for."""
+    """Whether all processes of the run are on this host: the run joins no cluster and uses one node."""
     return config.actor_num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of a bundle: its node, and its name there as Ray writes it into CUDA_VISIBLE_DEVICES, where that was set
-    for Ray an entry of it: a number, or a UUID. `facts`: what the driver of its node says of it."""
+    """The GPU of a bundle: its node, and its name in CUDA_VISIBLE_DEVICES as Ray sets it, a number or a UUID. If the
+    variable was set for Ray, the name is one of its entries. `facts`: the facts that the node's driver reports."""
 
     node: str
     address: str
@@ -107,14 +107,14 @@ class Gpu:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """By domain, node and number; names that are no numbers have the order of their text."""
+        """Sort key: domain, node and number. Names that are not numbers are sorted as text."""
         number = int(self.name) if self.name.isdecimal() else -1
         return self.facts.domain, int(ipaddress.ip_address(self.address)), self.node, number, self.name
 
 
 @dataclass(frozen=True)
 class Node:
-    """The node of a bundle: Ray's name of it, and the address at which others reach it."""
+    """The node of a bundle: Ray's id of the node, and the node's address."""
 
     name: str
     address: str
@@ -126,8 +126,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Placement:
-    """Bundles of the trainer ranks, in rank order, and of each engine (its first bundle on a node hosts the server
-    process of that node). `nodes`: those of all bundles, by bundle. `gpus`: the same; empty on CPUs."""
+    """Bundles of the trainer ranks, in rank order, and of each engine (the engine's first bundle on a node hosts the
+    server process of that node). `nodes` and `gpus` have one entry per bundle; `gpus` is empty on CPUs."""
 
     group: PlacementGroup
     resource: str
@@ -138,10 +138,10 @@ class Placement:
     gpus: list[Gpu] = field(default_factory=list)
 
     def options(self, bundle: int) -> dict[str, Any]:
-        """Ray options that put an actor into `bundle`; trainer and engine of a colocated bundle take half each.
+        """Ray options that put an actor into `bundle`. Trainer and engine of a colocated bundle take half each.
 
-        The other bundles of an engine of several GPUs need no actor: the group holds them for this run, and no other
-        actor of it is put there but, colocated, the trainer rank that shares the GPU.
+        An engine with several GPUs needs an actor in its first bundle only. The group reserves the other bundles for
+        this run. With colocation, they hold the trainer ranks that share these GPUs.
         """
         amount = self.share * (1 if self.resource == "GPU" else CORES_PER_CPU_DEVICE)
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
@@ -153,12 +153,12 @@ class Placement:
         return [list(group) for _, group in groupby(bundles, key=lambda bundle: self.nodes[bundle])]
 
     def visible(self, bundles: Sequence[int]) -> dict[str, str]:
-        """Environment of a process that is to see the GPUs of `bundles`, in that order, and no others. Ray's own is
-        the same for one bundle, but where RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES keeps Ray from setting it."""
+        """Environment of a process that may see only the GPUs of `bundles`, in that order. For one bundle, Ray sets
+        the same value, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES prevents it."""
         return {VISIBLE_VARIABLE: ",".join(self.gpus[bundle].name for bundle in bundles)} if self.gpus else {}
 
     def buses(self, bundles: Sequence[int]) -> tuple[str, ...]:
-        """PCI addresses of the GPUs of `bundles` on their node; empty on CPUs."""
+        """PCI addresses of the GPUs of `bundles` on their node. Empty on CPUs."""
         return tuple(self.gpus[bundle].facts.bus for bundle in bundles) if self.gpus else ()
 
     def release(self) -> None:
@@ -166,10 +166,10 @@ class Placement:
 
 
 def place(config: Any) -> Placement:
-    """Reserve the devices of trainers and engines, or say what is needed and what exists.
+    """Reserve the devices of trainers and engines, or raise an error with the devices needed and the devices present.
 
-    Colocated, engine i lives on the devices of trainer ranks [i*g, (i+1)*g); otherwise behind all trainers. ValueError
-    when an engine would lie on more nodes than its size asks for.
+    With colocation, engine i uses the devices of trainer ranks [i*g, (i+1)*g). Otherwise the engines' devices follow
+    all trainers' devices. ValueError if an engine would span more nodes than it needs.
     """
     trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
     per_engine = config.rollout_num_gpus_per_engine
@@ -190,7 +190,7 @@ def place(config: Any) -> Placement:
     try:
         nodes = _nodes_of(group, devices)
         gpus = _gpus_of(group, devices) if resource == "GPU" else []
-        part = min(per_engine, config.num_gpus_per_node)  # what an engine has of a node
+        part = min(per_engine, config.num_gpus_per_node)  # an engine's GPUs on one node
         blocks = blocks_of(
             trainers,
             config.tensor_model_parallel_size,
@@ -223,7 +223,7 @@ def place(config: Any) -> Placement:
 
 
 def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:
-    """A group of `devices` bundles of `amount` each. RuntimeError when they are not free in time."""
+    """A group of `devices` bundles with `amount` each. RuntimeError if the devices are not free in time."""
     group = placement_group([{resource: amount}] * devices, strategy="PACK")
     if not group.wait(_PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
@@ -243,14 +243,14 @@ def _nodes_of(group: PlacementGroup, devices: int) -> list[Node]:
 
 @ray.remote(num_gpus=1, num_cpus=0)
 def _own_gpu() -> Gpu:
-    """The one GPU of this task's bundle, all of which it takes."""
+    """The one GPU of this task's bundle. The task takes the whole bundle."""
     (name,) = ray.get_gpu_ids()
     node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
     return Gpu(node, address, str(name), read_gpu_facts(str(name)))
 
 
 def _gpus_of(group: PlacementGroup, devices: int) -> list[Gpu]:
-    """The GPU of each bundle. The tasks take their bundles whole, so no two can be told the same one."""
+    """The GPU of each bundle. Each task takes its whole bundle, so no two tasks report the same GPU."""
     strategies = [PlacementGroupSchedulingStrategy(group, bundle) for bundle in range(devices)]
     tasks = [_own_gpu.options(scheduling_strategy=strategy).remote() for strategy in strategies]
     try:
@@ -274,7 +274,7 @@ def _ordered(gpus: list[Gpu], blocks: list[int], domain_size: int | None) -> tup
 
 
 def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> None:
-    """ValueError for a tensor-parallel group whose GPUs NVLink does not connect. `domains`: of GPUs in rank order."""
+    """ValueError if NVLink does not connect the GPUs of a tensor-parallel group. `domains`: one per GPU, by rank."""
     index = first_straddling(domains, size)
     if index is None:
         return
@@ -289,8 +289,8 @@ def _require_one_domain(flag: str, size: int, domains: Sequence[Hashable]) -> No
 
 
 def _require_nodes(placed: Placement, per_node: int) -> None:
-    """ValueError for an engine that is spread over more nodes than its size asks for: the server process on a node sees
-    the GPUs of that node only, and vLLM wants the same number of them on each."""
+    """ValueError if an engine spans more nodes than it needs. The server process on a node sees the GPUs of that node
+    only, and vLLM needs the same number of GPUs on each node."""
     for index, bundles in enumerate(placed.engine_bundles):
         parts, each = placed.by_node(bundles), min(len(bundles), per_node)
         if any(len(part) != each for part in parts):
@@ -308,7 +308,7 @@ def _require_nodes(placed: Placement, per_node: int) -> None:
 def cpu_threads(config: Any) -> tuple[int, int]:
     """Compute threads of (each trainer rank, each engine) on a CPU host.
 
-    Colocated, trainers and engines take turns and each side gets all cores; otherwise they split them.
+    With colocation, trainers and engines take turns, and each side gets all cores. Otherwise they share the cores.
     """
     cores = os.cpu_count() or 1
     trainers = config.actor_num_nodes * config.actor_num_gpus_per_node

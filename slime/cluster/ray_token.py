@@ -1,6 +1,6 @@
-"""Who may use Ray: the token of a cluster, the file that holds it, and a check that a cluster asks for it.
+"""Who may use Ray: a cluster's token, the token's file, and a check that a cluster requires its token.
 
-`python -m slime.cluster.ray_token FILE` checks a token file; with --make it writes the file first where there is none.
+`python -m slime.cluster.ray_token FILE` checks a token file. With --make, it first writes the file if none exists.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ else:
 
 
 def make_token_file(path: Path) -> None:
-    """Write a new token to `path`, which only its owner can read. FileExistsError when the file exists."""
+    """Write a new token to `path`. Only the file's owner can read it. FileExistsError if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
 
 
 def check_token_file(path: Path) -> None:
-    """ValueError unless `path` is a file with a token that belongs to this user or root and no one else can read."""
+    """ValueError unless `path` is a token file that belongs to this user or root, and no other user can read it."""
     if not path.is_file():
         raise ValueError(
             f"the Ray token file must exist, got {path}; copy it from the head node, or make one with "
@@ -59,12 +59,12 @@ def check_token_file(path: Path) -> None:
 
 
 def use_own_token(environ: MutableMapping[str, str]) -> None:
-    """A new token for a cluster that this process starts; its processes inherit it with the environment."""
+    """Make a new token for a cluster that this process starts. The cluster's processes inherit it in `environ`."""
     environ[MODE], environ[TOKEN] = "token", secrets.token_hex(32)
 
 
 def use_given_token(environ: MutableMapping[str, str]) -> None:
-    """Token mode where the user gave a token: in RAY_AUTH_TOKEN, or in a file that passes check_token_file."""
+    """Enable token mode if the user gave a token, in RAY_AUTH_TOKEN or in a file that passes `check_token_file`."""
     if environ.get(MODE, "token") != "token":
         raise ValueError(
             f"{MODE} must be token, got {environ[MODE]}; unset it, or give --allow-unauthenticated-ray"
@@ -81,7 +81,7 @@ def use_given_token(environ: MutableMapping[str, str]) -> None:
 
 
 def require_authentication(gcs_address: str) -> None:
-    """ValueError when the cluster admits a client without a token, as a process without one tries."""
+    """ValueError if the cluster accepts a client without a token. A process without a token tries to connect."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environ[MODE] = "disabled"
     command = [sys.executable, "-c", _PROBE, gcs_address]
@@ -105,7 +105,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m slime.cluster.ray_token", description="Check a token file."
     )
     parser.add_argument("file", type=Path)
-    parser.add_argument("--make", action="store_true", help="write a new token first where there is no file")
+    parser.add_argument(
+        "--make", action="store_true", help="write a new token first if the file does not exist"
+    )
     args = parser.parse_args(argv)
     try:
         if args.make and not args.file.exists():

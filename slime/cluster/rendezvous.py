@@ -1,4 +1,4 @@
-"""Where the trainer ranks of several hosts meet."""
+"""The store through which trainer ranks on several hosts connect."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def open_store(host: str) -> tuple[Any, str]:
-    """torch's store on a free port of `host`, an address of this machine, and the init_method by which ranks find it.
+    """torch's store on a free port of `host`, an address of this machine, and the ranks' init_method for it.
 
-    To be kept by rank 0 until its process group exists: a port that was only looked for could be another's by the time
-    it is used. The group finds the server of its own process by the port. It listens on that address alone; left to
-    itself, torch's would on all interfaces.
+    Rank 0 keeps the store until its process group exists. If it only looked for a free port, another process could
+    take the port before its use. The group finds its own process's server by the port. The store listens on `host`
+    only; torch's default listens on all interfaces.
     """
     import torch.distributed as dist
 

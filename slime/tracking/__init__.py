@@ -1,4 +1,4 @@
-"""Seeing a run: timers, metrics, where metrics go, the line a step, and what the run ran on."""
+"""Observing a run: timers, metrics, trackers, one console line per step, and a record of the environment."""
 
 from slime.tracking.console import StepLine, progress
 from slime.tracking.environment import collect_environment, mask_secrets, write_environment

@@ -1,7 +1,6 @@
-"""What a person watches: one line a rollout step, and progress bars. Reads metrics by name, computes nothing.
+"""Console output: one line per rollout step, and progress bars. Prints existing metrics and computes none.
 
-Lines go to stdout in aligned columns, coloured on a terminal and plain elsewhere; bars go to stderr, on a
-terminal only.
+Lines go to stdout in aligned columns, with colours on a terminal. Bars go to stderr, on a terminal only.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _COLUMNS: tuple[tuple[str, tuple[str, ...], str, int], ...] = (
 
 
 class StepLine:
-    """Prints one aligned line a rollout step, with a header every 20 lines.
+    """Prints one aligned line per rollout step, with a header every 20 lines.
 
-    length is response tokens, kl_ref the KL to the reference model, kl_old to the policy that sampled, dlogp
-    and max the mean and largest absolute difference of the trainer's and the engine's log-probs (nats), grad
-    the gradient norm, fast the share of an operator's calls that ran its fast implementation, the mean over operators
-    (rl_kernel; none does on a CPU), the last three seconds. `-` is a metric that the step does not have. On a terminal
-    a reward is green or red by its change, and a value that is not finite stands out.
+    length: response tokens. kl_ref: KL to the reference model. kl_old: KL to the policy that sampled. dlogp and max:
+    mean and largest absolute difference between the trainer's and the engine's log-probs (nats). grad: gradient norm.
+    fast: share of an operator's calls that ran its fast implementation, averaged over operators (0 on a CPU). The
+    last three columns are seconds. `-` marks a metric that the step does not have. On a terminal, the reward's colour
+    shows its change (green or red), and values that are not finite are highlighted.
     """
 
     def __init__(self, total: int | None = None, stream: TextIO | None = None) -> None:
@@ -55,7 +54,7 @@ class StepLine:
         self._last_reward: float | None = None
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the line of rollout `step`, numbered as logged. `metrics` may hold more than is shown."""
+        """Print the line of rollout `step`, with its logged number. `metrics` may hold more metrics than are shown."""
         position = f"{step}/{self._total}" if self._total is not None else str(step)
         width = max(5, 2 * len(str(self._total)) + 1 if self._total is not None else 0)
         if self._lines % HEADER_EVERY == 0:
@@ -71,7 +70,7 @@ class StepLine:
         self._last_reward = metrics.get("rollout/raw_reward", self._last_reward)
 
     def show_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print one line with the eval/ metrics of `step`, names without the prefix."""
+        """Print one line with the eval/ metrics of `step`. Names are printed without the prefix."""
         values = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()]
         self._print([(f"eval at step {step}:", "bold"), ("  ".join(values), "cyan")])
 
@@ -86,7 +85,7 @@ class StepLine:
         return "dim" if name.endswith("_s") else ""
 
     def _print(self, cells: list[tuple[str, str]]) -> None:
-        with tqdm.external_write_mode(file=self._stream):  # takes running bars off the screen meanwhile
+        with tqdm.external_write_mode(file=self._stream):  # hides running bars meanwhile
             if self._stream.isatty():
                 _print_coloured(cells, self._stream)
             else:
@@ -103,10 +102,10 @@ def _print_coloured(cells: list[tuple[str, str]], stream: TextIO) -> None:
 
 
 def progress(desc: str, unit: str, stream: TextIO | None = None) -> tqdm:
-    """A progress bar to set `n` and `total` of by hand, as a context manager.
+    """A progress bar as a context manager. The caller sets its `n` and `total`.
 
-    Cleared when done, so that only the step lines stay; silent where `stream` (stderr) is not a terminal,
-    which holds for Ray actors: bars belong in the driver.
+    The bar is cleared at the end, so that only the step lines stay. It prints nothing if `stream` (stderr) is not a
+    terminal. Ray actors have no terminal, so bars belong in the driver.
     """
     stream = sys.stderr if stream is None else stream
     return tqdm(

@@ -1,7 +1,6 @@
-"""What a run ran on, and which code and files: environment.json beside its metrics. Owns the masking of secrets.
+"""Writes environment.json next to the metrics: a run's machine, code and files. Owns the masking of secrets.
 
-Starts no CUDA context (the GPUs are asked through nvidia-smi) and never fails a run: what cannot be found is
-null.
+Starts no CUDA context: GPU facts come from nvidia-smi. Never fails a run: values that cannot be found are null.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _ENV_NAMES = (
     "TOKENIZERS_PARALLELISM",
 )
 
-# Words of a variable's, flag's or config entry's name that tell of a secret.
+# Words in the name of a variable, flag or config entry that mark a secret.
 _SECRET_WORDS = frozenset({"secret", "password", "passwd", "passphrase", "credential", "credentials"})
 _SECRET_KEYS = (
     "api_key",
@@ -61,9 +60,9 @@ _COMMAND_TIMEOUT_S = 10
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable, flag or config entry of this name holds a secret (api keys, tokens, passwords).
+    """Whether a variable, flag or config entry with this name holds a secret (API key, token, password).
 
-    Judged by whole words: --input-key, --rollout-stop-token-ids and --max-tokens-per-gpu stay readable.
+    Only whole words count: --input-key, --rollout-stop-token-ids and --max-tokens-per-gpu are no secrets.
     """
     words = re.split(r"[-_.\s]+", name.strip("-").lower())
     if words[-1] == "token" or _SECRET_WORDS.intersection(words):
@@ -72,9 +71,9 @@ def is_secret(name: str) -> bool:
 
 
 def mask_secrets(value: Any) -> Any:
-    """A copy of plain data (dicts, lists, strings, numbers) in which secrets read `***`.
+    """A copy of plain data (dicts, lists, strings, numbers) with secrets replaced by `***`.
 
-    Masks the entries whose key is a secret's name, the login part of URLs, and the same inside strings that
+    Masks entries whose key is the name of a secret, the login part of URLs, and both of these inside strings that
     hold a JSON object (such as the value of --train-env-vars).
     """
     if isinstance(value, Mapping):
@@ -90,7 +89,7 @@ def mask_secrets(value: Any) -> Any:
         try:
             return json.dumps(mask_secrets(json.loads(value)))
         except ValueError:
-            pass  # a brace that opens no JSON: plain text
+            pass  # a brace in plain text, not JSON
     return _URL_LOGIN.sub(MASK, value)
 
 
@@ -113,10 +112,10 @@ def mask_command(argv: Sequence[str]) -> list[str]:
 def collect_environment(
     argv: Sequence[str], environ: Mapping[str, str], files: Sequence[str | Path] = ()
 ) -> dict[str, Any]:
-    """Plain JSON-able facts: time, command line, checkout, Python, packages, host, CPUs, GPUs, variables; of `files`
-    that exist, their sizes and SHA-256.
+    """JSON-able facts: time, command line, checkout, Python, packages, host, CPUs, GPUs, variables, and size and
+    SHA-256 of those of `files` that exist.
 
-    The value of any secret variable in `environ` is masked wherever it turns up, under whatever name.
+    The value of a secret variable in `environ` is masked everywhere, even under another name.
     """
     variables = {
         name: MASK if is_secret(name) else value
@@ -146,7 +145,7 @@ def write_environment(
     environ: Mapping[str, str] | None = None,
     files: Sequence[str | Path] = (),
 ) -> Path:
-    """Write `run_dir`/environment.json, return its path; an earlier one becomes environment.N.json."""
+    """Write `run_dir`/environment.json and return its path. An existing file is renamed to environment.N.json."""
     path = Path(run_dir) / ENVIRONMENT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -169,7 +168,7 @@ def _without(value: Any, secrets: Sequence[str]) -> Any:
 
 
 def _run(*command: str) -> str | None:
-    """Output of a command, None when it is not installed, fails, or takes too long."""
+    """Output of a command, or None if the command is not installed, fails, or takes too long."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -180,9 +179,10 @@ def _run(*command: str) -> str | None:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Commit, whether tracked files differ from it, the SHA-256 of how; None unless `root` is the top of a checkout."""
+    """Commit, whether tracked files differ from it, and the SHA-256 of the diff. None unless `root` is the top of a
+    checkout."""
     top = _run("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root:  # installed elsewhere, inside somebody else's repository
+    if top is None or Path(top).resolve() != root:  # installed inside another repository
         return None
     commit = _run("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD")
     if commit is None:
@@ -201,18 +201,18 @@ def _digest(path: Path) -> dict[str, Any]:
 
 
 def installed_packages() -> dict[str, str]:
-    """Distribution -> version of everything that this environment can import."""
-    # setuptools and Ray, once imported, add what they carry along to the path: it is no package of this environment
+    """Distribution -> version of every package that this environment can import."""
+    # setuptools and Ray add their bundled packages to sys.path; these do not belong to this environment
     paths = [path for path in sys.path if not _is_in_a_package(Path(path))]
     distributions = [d for d in importlib.metadata.distributions(path=paths) if d.metadata["Name"]]
     found = {
         d.metadata["Name"]: d.version for d in reversed(distributions)
-    }  # the first on the path is imported
+    }  # the first entry on the path is the one that Python imports
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
 def _is_in_a_package(path: Path) -> bool:
-    """Whether an entry of sys.path lies in a package that another entry has."""
+    """Whether an entry of sys.path is inside a package of another entry."""
     inner = (
         path.relative_to(base) for base in map(Path, sys.path) if path != base and path.is_relative_to(base)
     )
@@ -240,7 +240,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]] | None:
-    """One record a GPU; None when nvidia-smi is missing or fails."""
+    """One record per GPU, or None if nvidia-smi is missing or fails."""
     listing = _run(
         "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"
     )

@@ -13,10 +13,10 @@ STATUS = Path("/proc/self/status")
 
 
 def resident_peak_gib() -> float | None:
-    """Largest resident set of this process since it started (not since some phase did), in GiB; None without /proc.
+    """Largest resident set of this process since its start, in GiB. None without /proc.
 
-    Pages it shares with others (libraries, Ray's object store) count in full. VmHWM and not `getrusage`, whose figure
-    a process inherits from the one that started it.
+    Pages that it shares with other processes (libraries, Ray's object store) count in full. The value is VmHWM,
+    because a process inherits the value of `getrusage` from its parent.
     """
     if not STATUS.exists():
         return None
@@ -25,7 +25,7 @@ def resident_peak_gib() -> float | None:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of memory that a GPU has, whoever uses it; None for another device."""
+    """Total bytes of memory of a GPU, or None for another device."""
     if device.type != "cuda":
         return None
     import torch
@@ -34,11 +34,11 @@ def device_memory(device: torch.device) -> int | None:
 
 
 class PeakMemory:
-    """Largest number of bytes allocated at once while each phase ran; phases nest freely.
+    """Largest number of bytes allocated at once during each phase. Phases may be nested.
 
-    `read()` is the peak since `reset()` was last called. Both are bookkeeping of PyTorch's allocator on the host, which
-    knows the order of the program: no GPU is asked, and nothing waits. Whoever else reads
-    `torch.cuda.max_memory_allocated` in this process finds the peak since the last border of a phase.
+    `read()` is the peak since the last `reset()`. Both read the bookkeeping of PyTorch's allocator on the host, so
+    neither waits for the GPU. Other code of this process that reads `torch.cuda.max_memory_allocated` gets the peak
+    since the last start or end of a phase.
     """
 
     def __init__(self, read: Callable[[], int], reset: Callable[[], None]) -> None:
@@ -48,11 +48,11 @@ class PeakMemory:
 
     @classmethod
     def of_cuda(cls, device: torch.device) -> PeakMemory:
-        """Bytes in tensors that PyTorch allocated on `device`: without its cached free blocks, NCCL and the context."""
+        """Bytes in tensors that PyTorch allocated on `device`, without cached blocks, NCCL and the CUDA context."""
         import torch
 
         def read() -> int:
-            # max_memory_allocated sorts hundreds of figures into one dictionary for the same number
+            # max_memory_allocated builds and sorts a dictionary of hundreds of values for the same number
             return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
 
         return cls(read, lambda: torch.cuda.reset_peak_memory_stats(device))
@@ -66,7 +66,7 @@ class PeakMemory:
         self._running.remove(name)
 
     def flush(self) -> dict[str, int]:
-        """{phase: bytes} of the phases that ran since the last call."""
+        """{phase: peak bytes} of the phases that ran since the last call."""
         self._note()
         peaks, self._peaks = self._peaks, {}
         return peaks

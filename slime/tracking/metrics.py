@@ -1,4 +1,4 @@
-"""The step keys, the names this project adds to slime's metric names, and the check that a metric is a number."""
+"""The step keys, the metric names that this project adds to slime's, and the check that a metric is a number."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ STEP_KEYS: tuple[str, ...] = get_args(StepKey)
 
 LOGPROB_DIFF = "train/train_rollout_logprob_abs_diff"
 LOGPROB_DIFF_MAX = "train/train_rollout_logprob_abs_diff_max"
-"""Largest |trainer's - engine's log-prob| over the trained tokens of a step, nats. Not a slime name."""
+"""Largest |trainer's log-prob - engine's log-prob| over the trained tokens of a step, in nats. Not a slime name."""
 EXPERTS_DIFFER = "train/routed_experts_differ"
-"""With routing replay, the share of pairs of token and layer whose router would have chosen other experts than it was
-given. Not a slime name."""
+"""With routing replay, the share of (token, layer) pairs whose router would have chosen other experts than the
+replayed ones. Not a slime name."""
 
 
 def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Every value as a Python float (NumPy scalars and one-element tensors too); ValueError names others."""
+    """Every value as a Python float, also NumPy scalars and one-element tensors. ValueError for other values."""
     out = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Step time and throughput over a run: the percentiles of what its steps took."""
+"""Percentiles of step time and throughput over a run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ PERCENTILES = (50, 90, 99)
 
 
 class StepFigures:
-    """Figures of each step, and their percentiles over the steps so far.
+    """Step time and throughput of each step, and their percentiles over the steps so far.
 
-    Left out of the percentiles: the first step of this start of the run (it compiles, allocates and warms up), and
-    steps that `add` is told not to count (traced ones). A resumed run counts anew.
+    The percentiles exclude the first step after each start of the run (it compiles, allocates and warms up) and steps
+    with `count=False` (traced steps). A resumed run starts with no counted steps.
     """
 
     def __init__(self, gpus: int) -> None:
@@ -21,11 +21,11 @@ class StepFigures:
 
     def add(self, step_time_s: float, tokens: int, *, count: bool = True) -> dict[str, float]:
         """perf/step_tokens_per_sec and perf/step_tokens_per_gpu_per_sec of one step, and _p50, _p90, _p99 of both and
-        of perf/step_time over the counted steps (none before there is one).
+        of perf/step_time over the counted steps (absent before the first counted step).
 
-        `tokens`: prompt and response tokens of all samples that the step trained on; with 0, only times are told.
-        pNN is the value that NN % of the steps do not exceed (linear between neighbours): of a time the high
-        percentiles are the slow steps, of a throughput the fast ones.
+        `tokens`: prompt and response tokens of all samples that the step trained on. With 0, only times are returned.
+        NN % of the steps do not exceed pNN (linear between neighbours). High percentiles of a time are the slow
+        steps; high percentiles of a throughput are the fast steps.
         """
         figures = {"perf/step_time": step_time_s}
         if tokens:

@@ -1,6 +1,6 @@
-"""--profile-steps: PyTorch traces of the training of chosen rollouts, on every trainer rank.
+"""--profile-steps: PyTorch traces of the training of selected rollouts, on every trainer rank.
 
-The ranges in a trace are the spans of the rank's `Timers`. A rollout that is not traced costs one comparison.
+The ranges in a trace are the spans of the rank's `Timers`. A rollout without a trace costs one comparison.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def trace_path(run_dir: str | Path, rank: int, rollout_id: int) -> Path:
 
 
 class StepProfiler:
-    """One a trainer rank. `steps` are the rollouts to trace; `timers` those whose spans become ranges."""
+    """One per trainer rank. `steps`: the rollouts to trace. `timers`: their spans become ranges of the trace."""
 
     def __init__(
         self, steps: range, run_dir: str | Path, rank: int, timers: Timers, device: torch.device
@@ -31,10 +31,10 @@ class StepProfiler:
 
     @contextmanager
     def around(self, rollout_id: int) -> Iterator[None]:
-        """Trace the block if its rollout is to be traced, and write the file when it ends well.
+        """Trace the block if `rollout_id` is selected, and write the file if the block ends without an error.
 
-        What the profiler itself takes to start, stop and write is measured as `profile`. A trace holds what the host
-        ran with the shapes of its tensors, and every kernel of a GPU.
+        The profiler's own time to start, stop and write is measured as `profile`. A trace holds the host's operators
+        with the shapes of their tensors, and every GPU kernel.
         """
         if rollout_id not in self._steps:
             yield

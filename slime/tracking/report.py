@@ -1,4 +1,4 @@
-"""What the loop reports: metrics to the trackers, a line to the person watching. Owns counting steps."""
+"""Reports of the loop: metrics to the trackers, lines to the console. Owns the count of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.tracking.trackers import Trackers
 
 
 class Reporter:
-    """One per run, in the driver. `timers` are the driver's own; those of ranks arrive in their results."""
+    """One per run, in the driver. `timers` are the driver's own; the ranks' times arrive in their results."""
 
     def __init__(self, config: Any, trackers: Trackers, line: StepLine) -> None:
         self.config, self.trackers, self.line = config, trackers, line
@@ -28,13 +28,14 @@ class Reporter:
         self._profiled = profiled_steps(config.profile_steps)
 
     def step(self, rollout_id: int, batch: RolloutBatch, trained: TrainResult) -> None:
-        """Log one rollout and its optimizer steps, and print its line. `timers` have measured it as `step`."""
+        """Log one rollout and its optimizer steps, and print its line. `timers` have measured the rollout as
+        `step`."""
         perf = {**trained.perf, **self.timers.flush()}
         if "perf/trainer_time" in perf:
-            # What the ranks did not do themselves: Ray brings them their data, and rank 0's figures back.
+            # Time outside the ranks: Ray moves their data to them and rank 0's metrics back.
             inside = perf["perf/trainer_time"] + perf.get("perf/profile_time", 0.0)
             perf["perf/handover_time"] = perf["perf/train_time"] - inside
-        # Here, because a rank knows its own samples only.
+        # Computed here, because a rank knows only its own samples.
         flops, ranks = batch.forward_flops, self.config.world_size
         perf |= training_speed(perf, tokens=batch.tokens, forward_flops=flops, ranks=ranks)
         traced = rollout_id in self._profiled
@@ -50,7 +51,7 @@ class Reporter:
 
     @staticmethod
     def _difference(steps: list[dict[str, float]]) -> dict[str, float]:
-        """Of trainer and engine over all optimizer steps of the rollout, for its line: no token may hide in a step."""
+        """The difference between trainer and engine over all optimizer steps of the rollout, for its line."""
         seen = [step for step in steps if LOGPROB_DIFF_MAX in step]
         if not seen:
             return {}
@@ -60,14 +61,14 @@ class Reporter:
         }
 
     def saved(self, rollout_id: int) -> None:
-        """Log what the checkpoint after a rollout took: a second line of the same step."""
+        """Log the time of the checkpoint after a rollout, as a second record of the same step."""
         self.trackers.log(self.timers.flush(), rollout_id, "rollout/step")
 
     @contextmanager
     def bar(
         self, desc: str, unit: str, state: Callable[[], tuple[int, int]]
     ) -> Iterator[Callable[[], None] | None]:
-        """A progress bar; yields what redraws it from `state()`, (done, total), or None without a terminal."""
+        """A progress bar. Yields a function that redraws it from `state()`, (done, total); None without a terminal."""
         with progress(desc=desc, unit=unit) as drawn:
 
             def redraw() -> None:
@@ -77,7 +78,7 @@ class Reporter:
             yield None if drawn.disable else redraw
 
     def rollout(self, rollout_id: int, metrics: dict[str, float]) -> None:
-        """Log a rollout that nothing was trained on."""
+        """Log a rollout without training."""
         self.trackers.log({**metrics, "rollout/step": rollout_id}, rollout_id, "rollout/step")
         self.line.show(rollout_id, metrics)
 

@@ -1,11 +1,11 @@
-"""Seconds and peak memory by name. Owns measuring; the caller chooses what to measure and names it.
+"""Seconds and peak memory per name. The caller selects what to measure and its name.
 
     with timers.measure("forward"):      perf/forward_time       seconds
         ...                              perf/forward_peak_gib   on a GPU only
                                          a range "forward" in the trace, while a profiler is on
 
-On a GPU a span is two CUDA events on the current stream: the time between the moments at which the GPU reaches them,
-not the time the host takes to queue the work. Nothing waits for them before `flush`.
+On a GPU, a span is two CUDA events on the current stream. The time between them is GPU time, not the time that the
+host needs to queue the work. Only `flush` waits for the events.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ def _difference(start: float, end: float) -> float:
 
 
 class Timers:
-    """Seconds per name since the last `flush`. One instance a thread, passed to where it is used.
+    """Seconds per name since the last `flush`. One instance per thread, passed as an argument.
 
-    Different names nest freely and each gets its full (inclusive) time: `train` holds `actor_train`. The same
-    name entered again while it runs (nested, or by overlapping coroutines) counts the time once, not twice.
-
-    `clock()` is called at both ends of a span, `seconds(start, end)` only by `flush`. The defaults are wall time;
-    `Timers.on(device)` takes CUDA events on a GPU. A `measure` costs 1.6 us on the host with wall time, and 10 us as a
-    range of a running profiler (CPython 3.11, torch 2.13, one core of an AMD EPYC).
+    Spans of different names may be nested, and each gets its full (inclusive) time: `train` contains `actor_train`. If
+    a span of the same name starts while one runs (nested, or in overlapping coroutines), its time counts once.
+    `clock()` is called at both ends of a span, and `flush` calls `seconds(start, end)`. The defaults measure wall
+    time; `Timers.on(device)` uses CUDA events on a GPU. A `measure` costs 1.6 us on the host with wall time, and 10 us
+    as a range of a running profiler (CPython 3.11, torch 2.13, one core of an AMD EPYC).
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Timers:
         memory: PeakMemory | None = None,
     ) -> None:
         self.tracing = False
-        """Whether spans are ranges of a profiler, which whoever starts one says."""
+        """Whether spans are ranges of a profiler. The code that starts a profiler sets it."""
         self._clock, self._seconds, self._memory = clock, seconds, memory
         self._spans: list[tuple[str, Any, Any]] = []
         self._depth: dict[str, int] = {}
@@ -57,7 +56,7 @@ class Timers:
         return cls(cuda_event, cuda_seconds, PeakMemory.of_cuda(device))
 
     def measure(self, name: str) -> AbstractContextManager[None]:
-        """Add the seconds of the block to `name`, also when the block raises."""
+        """Add the seconds of the block to `name`, also if the block raises an error."""
         return self._traced(name) if self.tracing else self._measured(name)
 
     @contextmanager
@@ -85,11 +84,11 @@ class Timers:
                     self._memory.leave(name)
 
     def flush(self) -> dict[str, float]:
-        """`{perf/{name}_time: seconds}` of the spans that ended since the last call, not of running ones; on a GPU
+        """`{perf/{name}_time: seconds}` of the spans that ended since the last call. On a GPU,
         `{perf/{name}_peak_gib}` too.
 
-        When both `step` and `train_wait` are among them, adds `perf/wait_time_ratio` = train_wait / step in [0, 1].
-        Waits for the GPU to reach the end of the last span: call it where the step's metrics have been read anyway.
+        If both `step` and `train_wait` ended, adds `perf/wait_time_ratio` = train_wait / step in [0, 1]. Waits until
+        the GPU reaches the end of the last span, so call it after the step's metrics have been read.
         """
         spans, self._spans = self._spans, []
         times: dict[str, float] = {}
@@ -103,7 +102,7 @@ class Timers:
 
 
 def cuda_event() -> torch.cuda.Event:
-    """An event that tells when the current stream reaches this point."""
+    """An event that records the time at which the current stream reaches this point."""
     import torch
 
     event = torch.cuda.Event(enable_timing=True)

@@ -1,13 +1,13 @@
 """Where metrics go: `metrics.jsonl` always, TensorBoard and Weights & Biases on request.
 
-metrics.jsonl holds one JSON object a line, one line a `log` call, flat, so that
-`pandas.read_json(path, lines=True)` gives one column a metric:
+metrics.jsonl has one flat JSON object per `log` call, one per line, so
+`pandas.read_json(path, lines=True)` returns one column per metric:
 
     {"step_key": "train/step", "step": 3, "time": 1767225600.0, "train/loss": 0.01, "train/grad_norm": 0.5}
 
 `step` counts in the unit of `step_key` (rollouts for rollout/step and eval/step, optimizer steps for
-train/step); `time` is Unix seconds. JSON has no NaN: a value that is not finite is written as null and named
-in the extra entry `"nonfinite": {"train/loss": "nan"}`, so a missing metric and a broken one stay apart.
+train/step). `time` is Unix seconds. JSON has no NaN, so a value that is not finite is null, and the extra entry
+`"nonfinite": {"train/loss": "nan"}` has the value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESERVED = frozenset({"step_key", "step", "time", "nonfinite"})
 
 
 class Tracker(Protocol):
-    """A sink of metrics. `log` takes non-finite floats too; steps of one key never go backwards."""
+    """Receives metrics. `log` accepts floats that are not finite. Steps of one key never decrease."""
 
     def log(self, metrics: Mapping[str, float], step: int, step_key: StepKey) -> None: ...
 
@@ -38,12 +38,11 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """Appends to `path`, flushing each line, so that a killed run loses at most the line it was writing.
+    """Appends to `path` and flushes each line, so a killed run loses at most the line that it was writing.
 
-    `resume` maps a step key to the first step that will be logged again: lines at or beyond it move to
-    `metrics.dropped.jsonl` beside the file (nothing is lost) and the file is replaced atomically. A torn last
-    line (the run was killed while writing) is cut off; any other unreadable line is a ValueError with its
-    number.
+    `resume` maps a step key to the first step that will be logged again. Lines from that step on move to
+    `metrics.dropped.jsonl` in the same directory, and the file is replaced atomically. An incomplete last line (the
+    run was killed while writing) is removed. Any other unreadable line is a ValueError with its number.
     """
 
     def __init__(self, path: Path, resume: Mapping[str, int]) -> None:
@@ -89,8 +88,8 @@ class JsonlTracker:
 
 
 def read_metric_lines(text: str, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(line, parsed line) of each line of a metrics.jsonl. A last line without its newline is torn: left out
-    unless it parses; elsewhere a line that is no metric record raises ValueError with its number."""
+    """(line, parsed line) of each line of a metrics.jsonl. A last line without its newline is left out unless it
+    parses. Any other line that is not a metric record raises ValueError with its number."""
     lines = text.split("\n")
     torn = lines.pop()
     out = []
@@ -113,7 +112,7 @@ def read_metric_lines(text: str, path: Path) -> list[tuple[str, dict[str, Any]]]
 class TensorBoardTracker:
     """Scalars under their own names, in one sub-directory per step unit (rollout, train, eval).
 
-    Separate because TensorBoard's purge of replayed steps works on a directory and by one number, while a
+    The directories are separate because TensorBoard removes replayed steps per directory and by one number, but a
     resumed run has a different first step in each unit.
     """
 
@@ -127,7 +126,7 @@ class TensorBoardTracker:
         for step_key in STEP_KEYS:
             if self._directory(
                 step_key
-            ).is_dir():  # purge what will be replayed even if nothing is logged again
+            ).is_dir():  # remove steps that will be replayed, even if none is logged again
                 self._writer(step_key)
 
     def log(self, metrics: Mapping[str, float], step: int, step_key: StepKey) -> None:
@@ -152,11 +151,11 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, imported here only. Each metric is drawn over the step unit it is logged with.
+    """Weights & Biases, imported here only. The x-axis of each metric is the step unit of its `log` call.
 
-    `--wandb-always-use-train-step` turns rollout and eval steps into optimizer steps. A resumed run with the
-    same `--wandb-run-id` continues its curves; W&B keeps what it has received, so replayed steps appear twice
-    there. The uploaded config has keys and passwords masked. `--wandb-mode offline` needs no account or
+    `--wandb-always-use-train-step` converts rollout and eval steps to optimizer steps. A resumed run with the same
+    `--wandb-run-id` continues its curves. W&B keeps everything that it has received, so replayed steps appear twice
+    there. Keys and passwords in the uploaded config are masked. `--wandb-mode offline` needs no account and no
     network.
     """
 
@@ -199,13 +198,13 @@ class WandbTracker:
 
 
 class Trackers:
-    """All trackers of a run behind the one `log` the loop calls. Names and numbers are checked once, here."""
+    """All trackers of a run. The loop calls one `log`, which checks names and numbers once."""
 
     def __init__(self, trackers: list[Tracker]) -> None:
         self._trackers = trackers
 
     def log(self, metrics: Mapping[str, Any], step: int, step_key: StepKey) -> None:
-        """Hand `metrics` to every tracker; ValueError for an unknown step key or a non-number."""
+        """Send `metrics` to every tracker. ValueError for an unknown step key or a value that is not a number."""
         if step_key not in STEP_KEYS:
             raise ValueError(
                 f"step_key must be one of {', '.join(STEP_KEYS)}, got {step_key!r}; use one of them"
@@ -220,10 +219,10 @@ class Trackers:
 
 
 def make_trackers(config: Any, run_dir: Path, resume_step: int) -> Trackers:
-    """The trackers that `config` asks for, ready to log from rollout `resume_step` on (0 for a new run).
+    """The trackers that `config` selects, ready to log from rollout `resume_step` on (0 for a new run).
 
-    What an earlier process of the same run directory logged for rollout `resume_step` and later is withdrawn,
-    since it will be logged again; its first optimizer step is resume_step * --num-steps-per-rollout.
+    Records that an earlier process logged in this run directory for rollout `resume_step` and later are removed,
+    because they will be logged again. The first such optimizer step is resume_step * --num-steps-per-rollout.
     TensorBoard files go to `run_dir`/tensorboard[/--tb-project-name][/--tb-experiment-name].
     """
     run_dir = Path(run_dir)

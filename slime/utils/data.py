@@ -1,4 +1,4 @@
-"""Prompt files under the path that slime plug-ins use."""
+"""Import path of slime plug-ins: see slime.data.prompts."""
 
 from slime.data.prompts import filter_long_prompt, read_file
 

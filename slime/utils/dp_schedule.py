@@ -1,4 +1,4 @@
-"""Import path that existing plug-ins use; the code is in slime.data.packing."""
+"""Import path of slime plug-ins: see slime.data.packing."""
 
 from slime.data.packing import build_dp_schedule
 

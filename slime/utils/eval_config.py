@@ -1,4 +1,4 @@
-"""Evaluation datasets under the path that slime plug-ins use."""
+"""Import path of slime plug-ins: see slime.rollout.evaluation."""
 
 from slime.rollout.evaluation import EvalDatasetConfig, build_eval_dataset_configs
 

@@ -1,4 +1,4 @@
-"""HTTP requests under the path that slime plug-ins use."""
+"""Import path of slime plug-ins: see slime.http."""
 
 from slime.http import post
 

@@ -1,4 +1,4 @@
-"""Loss masks of conversations under the path that slime plug-ins use."""
+"""Import path of slime plug-ins: see slime.loss_mask."""
 
 from slime.loss_mask import MultiTurnLossMaskGenerator
 

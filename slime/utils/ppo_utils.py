@@ -1,4 +1,4 @@
-"""Import path that existing plug-ins use; the code is in slime.algo.ppo."""
+"""Import path of slime plug-ins: see slime.algo.ppo."""
 
 from slime.algo.ppo import (
     calculate_log_probs_and_entropy,

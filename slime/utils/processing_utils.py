@@ -1,4 +1,4 @@
-"""Tokenizer loading under the path that slime plug-ins use."""
+"""Import path of slime plug-ins: see slime.data.tokenizer."""
 
 from slime.data.tokenizer import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""The records of a rollout under the path that slime plug-ins use."""
+"""Import path of slime plug-ins: see slime.types."""
 
 from slime.types import Sample
 
