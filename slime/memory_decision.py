@@ -229,7 +229,7 @@ def lowering(c: Any) -> list[str]:
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 (now "
             f"{overrides.get('recompute_granularity', 'none')})"
         )
-    if loss_head(c)[0].startswith("linear"):
+    if not loss_head(c)[0].has_logits:
         flags.append(f"--rl-kernel-workspace-mib (now {c.rl_kernel_workspace_mib})")
     else:
         flags.append(f"--rlk-fast auto (now {c.rlk_fast})")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.model_shape import Params, Shape
-from slime.operators import loss_head
+from slime.operators import NATIVE, loss_head
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIB = 2**30
@@ -237,14 +237,14 @@ def head_memory(c: Any, shape: Shape, tokens: int) -> tuple[float, str]:
     workspace limit of the linear operators and their rows of the hidden states, forward and backward."""
     size, columns = BYTES[c.params_dtype], shape.vocab / c.tensor_model_parallel_size
     head, _ = loss_head(c)
-    if head in ("linear_token_loss", "linear_logp"):
+    if not head.has_logits:
         rows = 2 * tokens * shape.hidden * size
         if c.device != "cuda":  # the references work in one block of float32
             how = f"{count(tokens)} tokens x {columns:.0f} columns x 8 B, references"
             return rows + tokens * columns * 8, how
         workspace = c.rl_kernel_workspace_mib * 2**20
         return workspace + rows, f"--rl-kernel-workspace-mib + {amount(rows)} of hidden states"
-    each = native_logit_bytes(c) if head == "native" else 2 * size  # logits and their gradient
+    each = native_logit_bytes(c) if head == NATIVE else 2 * size  # logits and their gradient
     return tokens * columns * each, f"{count(tokens)} tokens x {columns:.0f} columns x {each} B"
 
 

@@ -6,7 +6,7 @@ Owns the rule that picks how hidden states become log-probs, and the counts of w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import rl_kernel
 from rl_kernel.contract import contract_id
@@ -14,7 +14,7 @@ from rl_kernel.dispatch import HOST_OPERATORS, Refused, machine_refusal
 from rl_kernel.mode import settings
 from rl_kernel.telemetry import set_timing
 from slime.config.algorithm import CENTRED
-from slime.config.kernels import HEADS, OPERATORS
+from slime.config.kernels import OPERATORS
 
 REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
 """Deterministic reductions that go with group_advantage, on the list and off it."""
@@ -22,9 +22,28 @@ REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
 FILTERS = "slime.rollout.filter_hub."
 """Where the dynamic-sampling filters lie that compare the rewards of a group."""
 
-Head = Literal["linear_token_loss", "linear_logp", "logp", "native"]
-"""How hidden states become log-probs: in one pass with the loss; by an operator without logits; by an operator from
-Megatron's logits; from Megatron's logits in plain PyTorch."""
+
+@dataclass(frozen=True)
+class Head:
+    """One way to compute log-probs from hidden states. `name` is that of the operator, as --rl-kernel-ops spells it.
+
+    `in_one_pass`: the operator computes the loss too, block by block of tokens, and so cannot serve a loss that looks
+    at whole sequences. `has_logits`: the logits of all response tokens of a micro-batch are in memory at once.
+    """
+
+    name: str
+    in_one_pass: bool = False
+    has_logits: bool = True
+
+
+ONE_PASS = Head("linear_token_loss", in_one_pass=True, has_logits=False)
+LINEAR = Head("linear_logp", has_logits=False)
+LOGITS = Head("logp")
+NATIVE = Head("native")
+"""Megatron's logits and plain PyTorch: no operator."""
+
+HEADS = (ONE_PASS, LINEAR, LOGITS)
+"""The heads that are operators, the first choice first."""
 
 
 @dataclass(frozen=True)
@@ -43,30 +62,31 @@ class Decision:
 
 
 def loss_head(config: Any) -> tuple[Head, str]:
-    """What the training loss takes its log-probs from, and why it is not the one-pass operator ("" if it is).
+    """What the training loss takes its log-probs from, and why that is not the one-pass operator ("" if it is).
 
-    A loss that sees whole sequences cannot be computed block by block of tokens; without any operator on the list, and
-    with --rlk-fast off, the logits are Megatron's and the rest is plain PyTorch.
+    A loss that looks at whole sequences cannot be computed block by block of tokens. With --rlk-fast off, and without
+    any operator on the list, the head is NATIVE.
     """
     if config.rlk_fast == "off":
-        return "native", "--rlk-fast off"
+        return NATIVE, "--rlk-fast off"
     if config.loss_type == "custom_loss":
-        return "native", "--custom-loss-function-path takes logits"
+        return NATIVE, "--custom-loss-function-path takes logits"
     reason = whole_sequences(config)
     for head in HEADS:
-        if head == "linear_token_loss" and reason:
+        if head.in_one_pass and reason:
             continue
-        if head in config.rl_kernel_ops:
+        if head.name in config.rl_kernel_ops:
             return head, reason
-        reason = reason or f"{head} is not in --rl-kernel-ops"
-    return "native", "no operator for log-probs is in --rl-kernel-ops"
+        reason = reason or f"{head.name} is not in --rl-kernel-ops"
+    return NATIVE, "no operator for log-probs is in --rl-kernel-ops"
 
 
 def pass_head(config: Any) -> Head:
     """What log-probs without a gradient (old, reference) come from."""
     if config.rlk_fast == "off":
-        return "native"
-    return next((head for head in ("linear_logp", "logp") if head in config.rl_kernel_ops), "native")
+        return NATIVE
+    listed = (head for head in HEADS if not head.in_one_pass and head.name in config.rl_kernel_ops)
+    return next(listed, NATIVE)
 
 
 def whole_sequences(config: Any) -> str:
@@ -109,11 +129,11 @@ def called(config: Any) -> set[str]:
         found.add("group_advantage")
     if config.debug_rollout_only:
         return found
-    found |= {loss_head(config)[0], "rotary"}
+    found |= {loss_head(config)[0].name, "rotary"}
     if config.megatron.overrides.get("transformer_impl", "local") == "local":
         found.add("swiglu")  # between Transformer Engine's products stands Megatron's own activation
     if needs_old_log_probs(config) or config.needs_reference:
-        found.add(pass_head(config))
+        found.add(pass_head(config).name)
     advantages = config.loss_type != "sft_loss" and not (
         config.disable_compute_advantages_and_returns or config.custom_advantage_function_path
     )
@@ -160,7 +180,7 @@ def decide(config: Any, device_type: str) -> list[Decision]:
 def _chosen(name: str, config: Any, device_type: str) -> tuple[str, str, bool]:
     """(what runs, why, whether that is less than the mode asks for)."""
     if name not in called(config):
-        return "not called", loss_head(config)[1] if name == "linear_token_loss" else "", False
+        return "not called", loss_head(config)[1] if name == ONE_PASS.name else "", False
     if config.rlk_fast == "off":
         return "reference", "--rlk-fast off", False
     listed = "group_advantage" if name in REDUCTIONS else name
@@ -177,7 +197,7 @@ def _chosen(name: str, config: Any, device_type: str) -> tuple[str, str, bool]:
 def headline(config: Any) -> str:
     """What stands above the decisions."""
     head, reason = loss_head(config)
-    return f"--rlk-fast {config.rlk_fast}, the loss has its log-probs from {head}" + (
+    return f"--rlk-fast {config.rlk_fast}, the loss has its log-probs from {head.name}" + (
         f": {reason}" if reason else ""
     )
 

@@ -18,8 +18,6 @@ OPERATORS = (
     "group_advantage",
 )
 """What --rl-kernel-ops may name. The masked reductions go with group_advantage."""
-HEADS = ("linear_token_loss", "linear_logp", "logp")
-"""Those that log-probs can come from, the first choice first; without one they come from Megatron's logits."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from slime import operators
 from slime.data import routed_experts
 from slime.data.packing import MicroBatch, pack
 from slime.megatron_backend.forward import log_probs_of_data
+from slime.megatron_backend.head import lm_head
 from slime.megatron_backend.model import build_model
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
@@ -46,6 +47,13 @@ def replay_log_probs(
         try:
             model = build_model(load_hf_config(weights), config, ddp=False)
             load_weights(model, weights)
+            head = lm_head(
+                operators.pass_head(config),
+                model,
+                info,
+                temperature=config.rollout_temperature,
+                workspace_bytes=config.rl_kernel_workspace_mib * 2**20,
+            )
             replay, found = Replay(config, info), {}
 
             def packed(row: list[int]) -> MicroBatch:
@@ -55,16 +63,8 @@ def replay_log_probs(
 
             for name, layout in layouts.items():
                 assert sorted(i for row in layout for i in row) == list(range(len(samples))), name
-                values = log_probs_of_data(
-                    model,
-                    info,
-                    (packed(row) for row in layout),
-                    len(layout),
-                    data["response_lengths"],
-                    operators.pass_head(config),
-                    temperature=config.rollout_temperature,
-                    workspace_bytes=config.rl_kernel_workspace_mib * 2**20,
-                )
+                batches = (packed(row) for row in layout)
+                values = log_probs_of_data(head, batches, len(layout), data["response_lengths"])
                 found[name] = [x.cpu() for x in values]
             return found
         finally:

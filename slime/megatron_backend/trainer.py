@@ -30,8 +30,9 @@ from slime.data.packing import MicroBatch, pack
 from slime.hooks import load_function
 from slime.megatron_backend import checkpoint
 from slime.megatron_backend.audit import Audit
-from slime.megatron_backend.forward import log_probs_of_data, whole
-from slime.megatron_backend.loss import MicroBatchLoss, micro_batch_loss
+from slime.megatron_backend.forward import log_probs_of_data
+from slime.megatron_backend.head import LmHead, MicroBatchLoss, lm_head
+from slime.megatron_backend.loss import LossSetup, micro_batch_loss
 from slime.megatron_backend.model import build_model, unwrap
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.optimizer import build_optimizer, finish_grads
@@ -63,8 +64,6 @@ class MegatronTrainer:
     ) -> None:
         self.config, self.args = config, config.namespace()
         self.temperature = 1.0 if config.loss_type == "sft_loss" else config.rollout_temperature
-        self.head, _ = operators.loss_head(config)
-        self.workspace_bytes = config.rl_kernel_workspace_mib * 2**20
         self.info = init_parallel(rank, world_size, config, init_method=init_method, local_rank=local_rank)
         operators.install(config)
         self.decisions = operators.decide(config, self.info.device.type)
@@ -85,6 +84,8 @@ class MegatronTrainer:
             self.ref_model = build_model(self.hf_config, config, ddp=False)
             load_weights(self.ref_model, config.ref_load or config.hf_checkpoint)
         self.timers = Timers.on(self.info.device)
+        self.head = self._head(operators.loss_head(config)[0], self.model)
+        self.loss_setup = LossSetup(config, self.args, self.head, self.timers)
         self.estimate = estimate(config, self.hf_config)
         self.memory = decide_residence(config, self.estimate, device_memory(self.info.device))
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
@@ -225,19 +226,19 @@ class MegatronTrainer:
             self.replay.attach(batch, training=bool(columns))
         return batch
 
+    def _head(self, kind: operators.Head, model: Any) -> LmHead:
+        workspace_bytes = self.config.rl_kernel_workspace_mib * 2**20
+        return lm_head(kind, model, self.info, temperature=self.temperature, workspace_bytes=workspace_bytes)
+
     def _forward_log_probs(self, model: Any, data: TrainData, prefix: str) -> list[Tensor]:
         """`prefix` tells --custom-megatron-before-log-prob-hook-path which column follows: "ref_" or ""."""
         self._hook("custom_megatron_before_log_prob_hook_path", self.args, [model], prefix)
         policy = model is self.model
         return log_probs_of_data(
-            model,
-            self.info,
+            self._head(operators.pass_head(self.config), model),
             (self._pack(data, samples, policy=policy) for samples in data["micro_batch_indices"]),
             len(data["micro_batch_indices"]),
             data["response_lengths"],
-            operators.pass_head(self.config),
-            temperature=self.temperature,
-            workspace_bytes=self.workspace_bytes,
         )
 
     def _add_log_probs(self, data: TrainData) -> None:
@@ -294,13 +295,10 @@ class MegatronTrainer:
         batches = self._training_batches(data, micro_batches)
 
         def on_output(batch: MicroBatch, output: Tensor) -> tuple[Tensor, MicroBatchLoss]:
-            loss = micro_batch_loss(self, data, batch, output, data["normalisers"][step_id])
+            loss = micro_batch_loss(self.loss_setup, data, batch, output, data["normalisers"][step_id])
             if loss.log_probs is not None and self.audit.wants(data, step_id):
                 with self.timers.measure("policy_loss"):
-                    log_probs = loss.log_probs
-                    if self.head == "linear_token_loss":
-                        log_probs = whole(log_probs, batch, self.info)
-                    self.audit.add(data, batch, log_probs)
+                    self.audit.add(data, batch, self.head.all_rows(batch, loss.log_probs))
             return loss.loss, replace(loss, loss=loss.loss.detach())  # its graph ends with its backward
 
         losses = run_stages(self.model, self.info, batches, len(micro_batches), on_output, self.timers)
@@ -318,9 +316,8 @@ class MegatronTrainer:
         }  # before the scheduler moves on: the rate this step used
         self.scheduler.step(increment=global_batch_size)
         with self.timers.measure("step_metrics"):
-            # in one pass each context-parallel rank has the loss of its own tokens, otherwise the whole
-            ranks = self.info.dp_cp_group if self.head == "linear_token_loss" else self.info.dp_group
-            metrics = from_last_stage(self.info, reduce_metrics(losses, ranks) if losses else {})
+            reduced = reduce_metrics(losses, self.head.loss_group) if losses else {}
+            metrics = from_last_stage(self.info, reduced)
             metrics |= self.replay.metrics()
         return {
             **metrics,
@@ -384,14 +381,15 @@ COLUMNS = (
 )
 
 
-def reduce_metrics(losses: list[MicroBatchLoss], dp_group: Any) -> dict[str, float]:
-    """Sums over micro-batches and ranks (the tokens' weights make them means), and maxima of the `_max` ones."""
+def reduce_metrics(losses: list[MicroBatchLoss], group: dist.ProcessGroup) -> dict[str, float]:
+    """`sums` added up over micro-batches and the ranks of `group` (the tokens' weights make means of them), and the
+    largest of each of the `maxima`."""
     sums = {name: sum(loss.sums[name] for loss in losses) for name in losses[0].sums}
     maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).amax() for name in losses[0].maxima}
     out = {}
     for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
         if values:
             packed = torch.stack([value.detach().double() for value in values.values()])
-            dist.all_reduce(packed, op=op, group=dp_group)
+            dist.all_reduce(packed, op=op, group=group)
             out.update(zip((f"train/{name}" for name in values), packed.tolist(), strict=True))
     return out
