@@ -1,4 +1,4 @@
-"""Flags of the checkpoint section: what is loaded at the start and saved on the way."""
+"""Flags of the checkpoint section: what a run loads at its start and saves later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Directories are Megatron distributed checkpoints unless the help says otherwise."""
+    """Directories are Megatron distributed checkpoints, unless the help text names another kind."""
 
     load: str | None = flag(None, "folder of checkpoints to resume from; if it holds none, a new run starts")
     save: str | None = flag(None, "folder for checkpoints")
@@ -37,9 +37,10 @@ class CheckpointConfig:
 
 
 def check_directories(c: Any) -> None:
-    """What the trainer reads at its start must be weights that it can read, and what it writes to a folder.
+    """The directories that the trainer reads at its start must hold readable weights. --load and --save must be
+    folders.
 
-    A --load that is empty or not there is where a run that saves to it begins. --hf-checkpoint is judged for itself.
+    --load may be empty or missing: then a new run starts. Another check covers --hf-checkpoint.
     """
     for flag_name, path in (("--load", c.load), ("--save", c.save)):
         if path and Path(path).exists() and not Path(path).is_dir():

@@ -1,4 +1,4 @@
-"""Flags of the cluster section: how many processes of each kind, and on which devices."""
+"""Flags of the cluster section: the number of processes of each kind, and their devices."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from slime.config.fields import flag
 from slime.hardware import HARDWARE
 
 PARTS = ("gradients", "parameters", "optimizer")
-"""What --offload-train-parts may name: gradient buffers, whose contents nobody needs between two trainings; weights of
-model and reference; main weights and moments."""
+"""The values of --offload-train-parts: gradient buffers, whose contents are not needed between two training steps;
+weights of model and reference; main weights and moments."""
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Placement. On a CPU host a "GPU" in these names is one process."""
+    """Placement. On a CPU host, a "GPU" in these names is one process."""
 
     device: str = flag(
         "auto",
-        "where training runs; auto takes cuda when this machine has it",
+        "device of the trainer; auto selects cuda if this machine has it",
         choices=("auto", "cpu", "cuda"),
     )
     actor_num_nodes: int = flag(1, "number of nodes that train")
     actor_num_gpus_per_node: int = flag(8, "number of trainer ranks per node")
     rollout_num_gpus: int | None = flag(
-        None, "number of GPUs of all rollout engines together; with --colocate it follows from the trainer"
+        None, "number of GPUs of all rollout engines together; with --colocate, all GPUs of the trainer"
     )
     rollout_num_gpus_per_engine: int = flag(1, "number of GPUs per rollout engine")
-    num_gpus_per_node: int = flag(8, "GPUs of a node (default with --gpu: those of its usual system)")
+    num_gpus_per_node: int = flag(8, "number of GPUs per node (default with --gpu: as in its usual system)")
     gpu: str | None = flag(
         None,
-        "GPU that the layout is made for: sets --device cuda and the GPUs of a node where they are not given; vime "
-        "plan checks against its memory",
+        "GPU that the layout is for; sets --device cuda and the number of GPUs per node if they are not given; vime "
+        "plan checks the memory of this GPU",
         choices=HARDWARE,
     )
     nvlink_domain_size: int | None = flag(
         None,
-        "GPUs that NVLink connects: a tensor-parallel group stays inside them (default: what the driver reports, or "
-        "else the GPUs of a node)",
+        "number of GPUs that NVLink connects; a tensor-parallel group stays inside such a domain (default: what the "
+        "GPU driver reports, or else the GPUs of a node)",
     )
     numa_binding: str = flag(
         "auto",
@@ -48,33 +48,34 @@ class ClusterConfig:
         choices=("auto", "off"),
     )
     allow_unauthenticated_ray: bool = flag(
-        False, "join a Ray cluster (RAY_ADDRESS) that asks for no token: all who reach it can run code there"
+        False,
+        "join a Ray cluster (RAY_ADDRESS) that requires no token; everyone who can reach it can run code on it",
     )
     colocate: bool = flag(False, "trainer and engines share the same GPUs and take turns")
     offload_train: bool | None = flag(
         None,
-        "with --colocate: keep the trainer's state on the host while engines generate (default: vime "
-        "decides by the memory estimate that vime plan prints; nothing on CPUs)",
+        "with --colocate: keep the trainer's state on the host while engines generate (default: decided by "
+        "the memory estimate that vime plan prints; off on CPUs)",
     )
     offload_train_parts: list[str] | None = flag(  # noqa: RUF009
         None, "parts of the trainer's state that may go to the host (default: all)", choices=PARTS
     )
     offload_rollout: bool | None = flag(
         None,
-        "engines sleep while the trainer works; always on with --colocate, never on without it",
+        "engines sleep while the trainer works; always on with --colocate, and off without it",
     )
     offload: bool = flag(False, "the same as --offload-train --offload-rollout")
     distributed_backend: str = flag(
         "nccl", "torch.distributed backend of the trainer; gloo on a CPU host", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(10, "minutes until a collective that does not end is an error")
+    distributed_timeout_minutes: int = flag(10, "minutes until a collective that does not finish is an error")
     train_env_vars: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "environment variables of the trainer processes, as a JSON object"
     )
 
 
 def check_hardware(c: Any) -> None:
-    """What --gpu names must be a device of the run, and a node of it must hold the trainer ranks of a node."""
+    """--gpu needs --device cuda, and a node must have room for its trainer ranks."""
     if c.gpu is None:
         return
     if c.device != "cuda":
@@ -95,7 +96,7 @@ def engine_tensor_parallel(c: Any) -> int:
 
 
 def check_domains(c: Any) -> None:
-    """Where the size of an NVLink domain is known, every tensor-parallel group must find room inside one."""
+    """If the size of an NVLink domain is known, every tensor-parallel group must fit inside one domain."""
     if c.device != "cuda" or not (size := c.nvlink_domain_size or (c.gpu and HARDWARE[c.gpu].nvlink_domain)):
         return
     trainers = 0 if c.debug_rollout_only else c.actor_num_nodes * c.actor_num_gpus_per_node
@@ -124,7 +125,7 @@ _FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
 
 
 def check_offload(c: Any) -> None:
-    """Only what takes turns on the same devices can make room for the other."""
+    """Offload needs --colocate: only processes that share devices can make room for each other."""
     asked = {
         "--offload": c.offload,
         "--offload-train": c.offload_train,

@@ -1,4 +1,4 @@
-"""`--config FILE.yaml`: flags of a run as a YAML mapping. Owns the file's form; the flags it names have their owners.
+"""`--config FILE.yaml`: flags of a run as a YAML mapping. Owns the form of the file, not the flags in it.
 
     colocate: true                 a switch; false is --no-colocate
     lr: 1e-6                       a value
@@ -6,9 +6,9 @@
     train-env-vars: {A: "1"}       a JSON object
     load: null                     not given
 
-Keys are flags without the leading dashes; dashes and underscores mean the same. A flag of the command line replaces
-the file's; of several files the later one wins. Paths are relative to the folder that the command is called from.
-Booleans are true and false only: `off` is a word here, as it is on a command line.
+Keys are flags without the leading dashes. Dashes and underscores mean the same. A flag on the command line replaces
+the same flag in a file, and a later file replaces flags of an earlier file. Paths are relative to the current
+directory. Booleans are true and false only: `off` is a word here, as on the command line.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ YamlLoader.add_implicit_resolver(
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """One flag as typed, its name (no dashes in front, underscores inside), the strings after it, and the file and line
-    it is from where that is not the command line."""
+    """One flag as typed, its name (no leading dashes, underscores inside), and the strings after it. A flag from a file
+    also has the file and line."""
 
     typed: str
     name: str
@@ -53,19 +53,19 @@ class FlagGroup:
 
     @property
     def tokens(self) -> list[str]:
-        """The flag as it is typed on a command line."""
+        """The flag as typed on a command line."""
         if len(self.values) == 1 and self.values[0].startswith("--"):
             return [f"{self.typed}={self.values[0]}"]
         return [self.typed, *self.values]
 
     @property
     def positive(self) -> str:
-        """The name without the `no_` of a switch that is turned off."""
+        """The name without the prefix `no_`."""
         return self.name.removeprefix("no_")
 
 
 def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
-    """`--flag value ...` and `--flag=value` as groups; a token before the first flag is an error."""
+    """Splits `--flag value ...` and `--flag=value` into groups. A token before the first flag is an error."""
     groups: list[FlagGroup] = []
     for token in argv:
         if token.startswith("--") and len(token) > 2:
@@ -81,7 +81,7 @@ def split_argv(argv: Sequence[str]) -> list[FlagGroup]:
 
 
 def yaml_group(key: str, value: Any, origin: str = "") -> FlagGroup:
-    """A YAML entry as the tokens that mean the same; `false` is spelled `--no-...`."""
+    """A YAML entry as the equivalent command-line tokens. `false` becomes `--no-...`."""
     name = key.removeprefix("--").replace("-", "_")
     if isinstance(value, bool):
         name = name if value else f"no_{name}"
@@ -102,9 +102,9 @@ def yaml_group(key: str, value: Any, origin: str = "") -> FlagGroup:
 
 
 def with_config_files(groups: Sequence[FlagGroup]) -> list[FlagGroup]:
-    """The flags of every `--config` file, then those of the command line. ValueError names file and line.
+    """The flags of every `--config` file, then the flags of the command line. ValueError with file and line.
 
-    What a later file or the command line gives takes the place of all uses of that flag before it.
+    A flag in a later file or on the command line replaces all earlier uses of that flag.
     """
     own = [group for group in groups if group.name != CONFIG]
     layers = []
@@ -122,12 +122,12 @@ def with_config_files(groups: Sequence[FlagGroup]) -> list[FlagGroup]:
 
 
 def expand_config(argv: Sequence[str]) -> list[str]:
-    """The command line that means the same without `--config`."""
+    """The equivalent command line without `--config`."""
     return [token for group in with_config_files(split_argv(argv)) for token in group.tokens]
 
 
 def read_config_file(path: Path, flag: str = "--config") -> list[FlagGroup]:
-    """The entries of a file in its order; null entries are left out. ValueError for what is no mapping of flags."""
+    """The entries of a file in order, without null entries. ValueError if the file is not a mapping of flags."""
     if not path.is_file():
         raise ValueError(f"{flag} must name a YAML file that exists, got {path}; check the path")
     try:

@@ -28,7 +28,7 @@ class DataConfig:
         None, "number of passes over the prompts; used if --num-rollout is not given"
     )
     disable_rollout_global_dataset: bool = flag(
-        False, "no prompt file: the rollout function brings its own prompts"
+        False, "no prompt file; the rollout function supplies its own prompts"
     )
     data_source_path: str = flag(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class of the data source"
@@ -50,7 +50,7 @@ class DataConfig:
         None,
         "maximum number of tokens of a packed micro-batch, per context parallel rank",
     )
-    balance_data: bool = flag(False, "give the data parallel ranks micro-batches of equal cost")
+    balance_data: bool = flag(False, "balance the cost of micro-batches between data parallel ranks")
     balance_by_flops: bool = flag(False, "pack by estimated FLOPs; --max-tokens-per-gpu is then not a limit")
     loss_mask_type: str = flag(
         "qwen",

@@ -1,4 +1,4 @@
-"""Flags of the debug section: run one half alone, save and replay the records between the halves, trace steps."""
+"""Flags of the debug section: run only trainer or engines, save and replay samples between them, trace steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Paths are templates: {rollout_id} is filled in."""
+    """Paths are templates: {rollout_id} is replaced."""
 
     debug_rollout_only: bool = flag(False, "run only the engines, without a trainer")
     debug_train_only: bool = flag(False, "run only the trainer, without engines")
@@ -24,12 +24,12 @@ class DebugConfig:
     )
     dump_details: str | None = flag(None, "directory for the samples of each rollout")
     profile_steps: str | None = flag(
-        None, "A:B traces the training of rollouts A to B-1 (PyTorch profiler, one file a rank and rollout)"
+        None, "A:B traces the training of rollouts A to B-1 (PyTorch profiler, one file per rank and rollout)"
     )
 
 
 def profiled_steps(text: str | None) -> range:
-    """The rollouts that --profile-steps names: "2:4" -> 2, 3; none when it was not given."""
+    """The rollouts of --profile-steps: "2:4" -> 2, 3. Empty without the flag."""
     if text is None:
         return range(0)
     match = re.fullmatch(r"(\d+):(\d+)", text)
@@ -41,7 +41,7 @@ def profiled_steps(text: str | None) -> range:
 
 
 def check_profile_steps(c: Any) -> None:
-    """A trace that was asked for can be taken: some training is in the range."""
+    """The range of --profile-steps must contain a training step of the run."""
     steps = profiled_steps(c.profile_steps)
     if steps and c.debug_rollout_only:
         raise ValueError(

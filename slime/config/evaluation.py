@@ -1,4 +1,4 @@
-"""Flags of the evaluation section. What is left out takes its training counterpart (see resolve.py)."""
+"""Flags of the evaluation section. A flag that is left out has the value of its training flag (see resolve.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Evaluation at intervals, over several datasets, each of which may override these in --eval-config."""
+    """Evaluation at intervals over several datasets. Each dataset may override these flags in --eval-config."""
 
     eval_interval: int | None = flag(None, "number of rollouts between two evaluations")
     eval_prompt_data: list[str] | None = flag(None, "datasets for evaluation: name path [name path ...]")  # noqa: RUF009

@@ -1,7 +1,7 @@
-"""Flags of models with experts (--moe-*, expert parallelism): what may be set, and why the rest may not.
+"""Flags of models with experts (--moe-*, expert parallelism): which values are accepted, and why others are not.
 
-What describes the checkpoint is a MODEL_ARG and compared with config.json (model_args.py). Here are settings of how it
-is computed. Whatever is accepted computes the same policy as the engine; the rest is refused by name.
+Flags that describe the checkpoint are MODEL_ARGS and are compared with config.json (model_args.py). This file covers
+settings of the computation. Every accepted value computes the same policy as the engine. Every other value is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REFUSED = {
 """Settings that must be off, and why."""
 
 _ZERO_IS_OFF = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
-"""Of others 0 is a value like any: a capacity of 0 drops every token."""
+"""For these settings, 0 means off. For other settings it does not: a capacity of 0 drops every token."""
 
 ONLY = {
     "moe_token_dispatcher_type": (("alltoall",), "others were never compared with a single rank"),
@@ -44,11 +44,11 @@ ONLY = {
         "others send tokens elsewhere than the engine does; these add to a loss of --moe-aux-loss-coeff 0",
     ),
 }
-"""Settings with the values that they may have, and why no others."""
+"""Settings with their accepted values, and why other values are errors."""
 
 
 def check_expert_flags(c: Any, hf_config: dict[str, Any]) -> None:
-    """ValueError for flags that the model of this config.json, with experts or dense, cannot have."""
+    """ValueError for flags that do not fit the model of this config.json, with experts or dense."""
     if experts := expert_count(hf_config):
         check_expert_settings(c.megatron.overrides)
         check_untried(c.megatron.overrides)
@@ -64,8 +64,8 @@ def check_expert_flags(c: Any, hf_config: dict[str, Any]) -> None:
 
 
 def check_expert_settings(overrides: dict[str, Any]) -> None:
-    """ValueError for a setting of Megatron under which a model with experts would be another policy, or that nothing
-    here ever ran. `overrides` by the names of megatron-core's fields."""
+    """ValueError for a Megatron setting that would change the policy of a model with experts, or that was never run.
+    `overrides` has megatron-core's field names."""
     for name, value in overrides.items():
         got = " ".join(map(str, value)) if isinstance(value, list) else value
         if name in ONLY:
@@ -83,7 +83,7 @@ def _is_off(name: str, value: Any) -> bool:
 
 
 def check_untried(overrides: dict[str, Any]) -> None:
-    """ValueError for any other --moe-* setting: Megatron has some thirty, and none is in a test here."""
+    """ValueError for any other --moe-* setting. Megatron has about thirty, and no test here covers them."""
     for name, value in overrides.items():
         if re.match("moe_", name) and name not in ONLY and name not in REFUSED and not _is_off(name, value):
             raise ValueError(
@@ -92,7 +92,7 @@ def check_untried(overrides: dict[str, Any]) -> None:
 
 
 def check_expert_layout(c: Any, experts: int) -> None:
-    """ValueError for ranks that cannot share the layers of a model with `experts` routed experts a layer."""
+    """ValueError if the ranks cannot share the layers of a model with `experts` routed experts per layer."""
     tp, ep = c.tensor_model_parallel_size, c.expert_model_parallel_size
     etp = c.expert_tensor_parallel_size or tp
     if tp > 1 and not c.sequence_parallel:
@@ -123,8 +123,8 @@ def check_expert_layout(c: Any, experts: int) -> None:
 
 
 def check_expert_width(c: Any, hf_config: dict[str, Any]) -> None:
-    """ValueError for experts whose rows torch's grouped product does not take, on any device: they start at multiples
-    of 16 bytes."""
+    """ValueError if the experts' rows do not start at multiples of 16 bytes. torch's grouped product needs that on
+    every device."""
     etp = c.expert_tensor_parallel_size or c.tensor_model_parallel_size
     step, width = 4 if c.params_dtype == "float32" else 8, hf_config["moe_intermediate_size"]
     if hf_config["hidden_size"] % step:
@@ -141,7 +141,7 @@ def check_expert_width(c: Any, hf_config: dict[str, Any]) -> None:
 
 
 def check_expert_stages(c: Any, sparse: Sequence[bool]) -> None:
-    """ValueError when ranks share experts and a pipeline stage has none: megatron-core cannot save its optimizer."""
+    """ValueError if EP is above 1 and a pipeline stage has no experts: megatron-core cannot save its optimizer."""
     ends = itertools.accumulate(counts := c.megatron.layers_of_stages(len(sparse)))
     for stage, (end, count) in enumerate(zip(ends, counts, strict=True)):
         if c.expert_model_parallel_size > 1 and not any(sparse[end - count : end]):
@@ -153,7 +153,7 @@ def check_expert_stages(c: Any, sparse: Sequence[bool]) -> None:
 
 
 def check_expert_ranks(c: Any, world_size: int) -> None:
-    """ValueError when the trainer's ranks are no multiple of those that share a layer's experts."""
+    """ValueError if the number of trainer ranks is not a multiple of the ranks that share a layer's experts."""
     ep, pp = c.expert_model_parallel_size, c.pipeline_model_parallel_size
     etp = c.expert_tensor_parallel_size or c.tensor_model_parallel_size
     if ep < 1 or (ep > 1 and world_size % (etp * ep * pp)):

@@ -1,8 +1,8 @@
 """How a section of the configuration declares a flag, and how command-line strings become its typed value.
 
-A section is a frozen dataclass whose fields are made by `flag`; field name and flag name are the same words
-(`rollout_batch_size`, `--rollout-batch-size`). The annotation decides the type: bool, int, float, str, dict
-(JSON), `list[...]` (any number of values), each with `| None` where "not given" is a state of its own.
+A section is a frozen dataclass. `flag` makes its fields. Field name and flag name are the same words
+(`rollout_batch_size`, `--rollout-batch-size`). The annotation gives the type: bool, int, float, str, dict
+(JSON), `list[...]` (any number of values). `| None` means that the flag may be absent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
 NEAR = 0.8
-"""difflib's ratio from which a name is proposed: --lrr is near --lr (0.8), --fused-rope not near --use-opd (0.7)."""
+"""Lowest difflib ratio for a suggestion: --lrr is near --lr (0.8), --fused-rope is not near --use-opd (0.7)."""
 
 
 def flag(
@@ -31,7 +31,7 @@ def flag(
     append: bool = False,
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that is a flag. `append` collects repeated uses, `secret` is masked when saved."""
+    """A dataclass field that is a flag. `append` collects repeated uses. A saved file masks a `secret` value."""
     meta = {"help": help, "choices": tuple(choices) if choices else None, "append": append, "secret": secret}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=meta)
@@ -44,10 +44,10 @@ def spelled(name: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "--") -> str:
-    """The known name closest to `name`, as the end of an error message; empty when nothing is near.
+    """The known name closest to `name`, as the end of an error message. Empty if no name is near.
 
-    `prefix` is what stands before all of them: shown, but not compared, as it would make anything look near. Flags
-    are shown with dashes inside, other names as they are.
+    `prefix` is shown in front of the name but not compared, because a common prefix makes all names look alike. Flags
+    are shown with dashes inside, other names unchanged.
     """
     words = {k.replace("_", "-"): k for k in known}
     close = get_close_matches(name.replace("_", "-"), words, n=1, cutoff=NEAR)
@@ -58,7 +58,7 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "--") -> str:
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """What is known about one flag. `kind` makes one value of a string; `many` means a list of them."""
+    """One flag. `kind` converts a string to one value. With `many`, the flag has a list of values."""
 
     name: str
     kind: Callable[[str], Any]
@@ -70,7 +70,7 @@ class FlagSpec:
     secret: bool = False
 
     def parse(self, values: list[str], typed: str) -> Any:
-        """The typed value of the strings that followed the flag, which the user spelled as `typed`."""
+        """The typed value of the strings after the flag. `typed` is the flag as the user spelled it."""
         if self.kind is bool:
             return self._parse_bool(values, typed)
         if self.many:
@@ -104,7 +104,7 @@ class FlagSpec:
 
 @functools.cache
 def specs_of(section: type) -> dict[str, FlagSpec]:
-    """Field name -> spec, for the fields of a section made by `flag` (others are results, not flags)."""
+    """Field name -> spec, for the section's fields that `flag` made. Other fields are results, not flags."""
     hints = typing.get_type_hints(section)
     specs = {}
     for f in dataclasses.fields(section):
@@ -117,7 +117,7 @@ def specs_of(section: type) -> dict[str, FlagSpec]:
 
 
 def _kind_of(hint: Any) -> tuple[type, bool]:
-    """(type of one value, is it a list) of an annotation such as `list[str] | None`."""
+    """(type of one value, whether it is a list) of an annotation such as `list[str] | None`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
     origin = typing.get_origin(hint)

@@ -1,4 +1,4 @@
-"""Flags of the rl_kernel section: which operators training runs, and how closely trainer and engine are compared."""
+"""Flags of the rl_kernel section: the operators of training, and the comparison of trainer and engine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ OPERATORS = (
     "rotary",
     "group_advantage",
 )
-"""What --rl-kernel-ops may name. The masked reductions go with group_advantage."""
+"""The values of --rl-kernel-ops. group_advantage also selects the masked reductions."""
 
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """The switch. slime.operators makes decisions of it, one an operator."""
+    """The switch. slime.operators makes one decision per operator from it."""
 
     rlk_fast: str | None = flag(
         None,
         "off: Megatron's output layer over float32 logits, and plain PyTorch. auto (the default): Triton "
-        "kernels of rl_kernel; where a kernel cannot run, its PyTorch reference, counted as a fallback. "
-        "strict: where a kernel cannot run, an error",
+        "kernels of rl_kernel; if a kernel cannot run, its PyTorch reference, counted as a fallback. "
+        "strict: if a kernel cannot run, an error",
         choices=("off", "auto", "strict"),
     )
     enable_rl_kernel: bool = flag(False, "the same as --rlk-fast auto")
@@ -52,7 +52,7 @@ class KernelsConfig:
 
 
 def check_kernels(c: Any) -> None:
-    """Known operators, and flags that do not contradict each other."""
+    """Operators must be known, and flags must not contradict each other."""
     unknown = [name for name in c.rl_kernel_ops if name not in OPERATORS]
     if unknown:
         raise ValueError(

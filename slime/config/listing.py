@@ -1,4 +1,4 @@
-"""Every flag that parse_args accepts by itself, as rows: for `vime flags` and for the frozen-surface test."""
+"""Every flag that parse_args accepts, as rows. `vime flags` and the test of all flags use them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 def row(
     flag: str, owner: str, default: Any, help: str, choices: Any = None, translated_to: str | None = None
 ) -> Row:
-    """One line of the listing; the same keys for every owner."""
+    """One line of the listing. The keys are the same for every owner."""
     return {
         "flag": flag,
         "owner": owner,
@@ -29,7 +29,7 @@ def row(
 
 
 def own_rows() -> Iterator[Row]:
-    """The flags that this project acts on, then those it accepts at their default or without effect."""
+    """The flags that this project uses, then flags accepted only at their default, then flags without effect."""
     for section, cls in SECTIONS.items():
         for name, spec in specs_of(cls).items():
             yield row(spelled(name), f"slime.config.{section}", spec.default, spec.help, spec.choices)
@@ -52,7 +52,7 @@ def megatron_rows() -> Iterator[Row]:
     taken = {*own_flags(), *UNSUPPORTED, *NO_EFFECT}
     for name, flag in core_flags().items():
         if name in taken:
-            continue  # a core field that this project reads itself, or does not support yet
+            continue  # this project reads the core field itself, or does not support it yet
         yield _megatron_row(name, flag.spec, f"{flag.spec.help}{' = False' if flag.negated else ''}")
 
 

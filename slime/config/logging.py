@@ -1,4 +1,4 @@
-"""Flags of the logging section: where metrics and records of a run go."""
+"""Flags of the logging section: where a run writes its metrics and records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """metrics.jsonl is always written; TensorBoard and wandb on request."""
+    """metrics.jsonl is always written. TensorBoard and wandb are optional."""
 
     run_dir: str | None = flag(None, "directory for the records of the run (default: runs/<model>-<time>)")
     use_tensorboard: bool = flag(False, "write TensorBoard events")

@@ -1,8 +1,8 @@
-"""The Megatron section: parallel sizes, precision, optimizer, schedule, and what else of Megatron was given.
+"""The Megatron section: parallel sizes, precision, optimizer, schedule, and other Megatron flags.
 
-The fields made by `flag` are known without importing Megatron. Every other Megatron flag (megatron_flags.py)
-lands in `overrides`, by the name of the megatron-core field it sets; MODEL_ARGS of launch scripts land in
-`model_args`, which change nothing: they are compared with the checkpoint's config.json.
+The fields made by `flag` need no import of Megatron. Every other Megatron flag (megatron_flags.py) goes into
+`overrides`, under the name of its megatron-core field. MODEL_ARGS of launch scripts go into `model_args`. They set
+nothing and are compared with the checkpoint's config.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class MegatronConfig:
-    """`params_dtype` is the name of a torch dtype, resolved from --bf16, --fp16, --fp32 and the device."""
+    """`params_dtype` is the name of a torch dtype. --bf16, --fp16, --fp32 and the device decide it."""
 
     tensor_model_parallel_size: int = flag(1, "number of GPUs that share each layer")
     pipeline_model_parallel_size: int = flag(1, "number of pipeline stages: each holds a part of the layers")
@@ -55,10 +55,10 @@ class MegatronConfig:
     model_args: dict[str, Any] = field(default_factory=dict)
 
     def layers_of_stages(self, num_layers: int) -> list[int]:
-        """Layers of each pipeline stage of a model of `num_layers`; ValueError when they cannot be dealt out.
+        """Number of layers of each pipeline stage of a model with `num_layers`. ValueError if they cannot be divided.
 
-        --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers say what the ends have; the rest is
-        shared equally.
+        --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers give the numbers of the first and the
+        last stage. The other stages share the rest equally.
         """
         stages = self.pipeline_model_parallel_size
         ends = {
@@ -76,9 +76,9 @@ class MegatronConfig:
         return [said.get(stage, rest // max(others, 1)) for stage in range(stages)]
 
     def core_overrides(self, config_class: type) -> dict[str, Any]:
-        """The `overrides` that are fields of `config_class` (a megatron-core dataclass), in its own types.
+        """The `overrides` that are fields of `config_class` (a megatron-core dataclass), in the types of that class.
 
-        Enums and torch dtypes are kept by name in `overrides`, so that a saved configuration is plain JSON.
+        `overrides` holds enums and torch dtypes as names, so that a saved configuration is plain JSON.
         """
         hints = typing.get_type_hints(config_class)
         names = {f.name for f in dataclasses.fields(config_class)}

@@ -1,9 +1,9 @@
-"""Megatron's own flags: made from the fields of megatron-core's configs, plus historical names that differ.
+"""Megatron's own flags, made from the fields of megatron-core's configs, and historical names that differ.
 
-The megatron-core wheel holds no argument parser, so the flags are made here from TransformerConfig,
-OptimizerConfig and DistributedDataParallelConfig. `HISTORICAL` and `MODEL_ARGS` need no import; `core_flags`
-imports megatron.core (seconds) and is called only for a flag that nobody else owns. Refused: fields that hold
-callables or other objects.
+The megatron-core wheel has no argument parser, so this file makes the flags from TransformerConfig, OptimizerConfig
+and DistributedDataParallelConfig. `HISTORICAL` and `MODEL_ARGS` need no import. `core_flags` imports megatron.core
+(which takes seconds), so it is called only for a flag without another owner. Fields that hold callables or other
+objects have no flag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slime.config.fields import FlagSpec, spelled
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """Megatron's ways to say which layers have experts: "2", "[0, 1, 1]" and sums like "([0]*3+[1]*45)"."""
+    """Megatron's notations for the layers with experts: "2", "[0, 1, 1]" and sums such as "([0]*3+[1]*45)"."""
     bare = re.sub(r"\s", "", text)
     if bare.isdigit():
         return int(bare)
@@ -60,23 +60,24 @@ MODEL_ARGS = {
         FlagSpec("rotary_percent", float, None, "rotated fraction of a head"),
         FlagSpec("vocab_size", int, None, "tokens of the vocabulary, without padding"),
         FlagSpec("max_position_embeddings", int, None, "longest context"),
-        FlagSpec("untie_embeddings_and_output_weights", bool, False, "output layer with weights of its own"),
+        FlagSpec("untie_embeddings_and_output_weights", bool, False, "output layer has its own weights"),
         FlagSpec("num_experts", int, None, "routed experts"),
         FlagSpec("moe_ffn_hidden_size", int, None, "width of an expert"),
-        FlagSpec("moe_router_topk", int, None, "experts of a token"),
+        FlagSpec("moe_router_topk", int, None, "experts per token"),
         FlagSpec(
-            "moe_layer_freq", layer_pattern, None, "which layers have experts: [0]+[1]*47, or every how many"
+            "moe_layer_freq",
+            layer_pattern,
+            None,
+            "layers with experts: a list such as [0]+[1]*47, or N for every Nth",
         ),
         FlagSpec("moe_router_score_function", str, None, "scores of experts", choices=("softmax", "sigmoid")),
         FlagSpec(
-            "moe_router_pre_softmax", bool, False, "softmax over all experts, before the best are taken"
+            "moe_router_pre_softmax", bool, False, "softmax over all experts, before the best are selected"
         ),
         FlagSpec("moe_router_enable_expert_bias", bool, False, "experts are chosen by score + bias"),
         FlagSpec("moe_router_num_groups", int, None, "groups of experts"),
-        FlagSpec("moe_router_group_topk", int, None, "groups of a token"),
-        FlagSpec(
-            "moe_router_topk_scaling_factor", float, None, "what the weights of a token's experts sum to"
-        ),
+        FlagSpec("moe_router_group_topk", int, None, "expert groups per token"),
+        FlagSpec("moe_router_topk_scaling_factor", float, None, "sum of the weights of a token's experts"),
         FlagSpec("moe_shared_expert_intermediate_size", int, None, "width of the shared expert"),
     )
 }
@@ -85,14 +86,14 @@ MODEL_ARGS = {
 
 @dataclass(frozen=True)
 class Historical:
-    """A Megatron flag whose name is not that of the field it sets. `value` is what the bare flag means."""
+    """A Megatron flag whose name differs from its field. `value` is the value of the flag without arguments."""
 
     field: str
     value: Any = None
     spec: FlagSpec | None = None
 
     def parse(self, values: list[str], typed: str) -> Any:
-        """The value for the core field, of the strings that followed the flag."""
+        """The value for the core field, from the strings after the flag."""
         if self.spec is not None:
             return self.spec.parse(values, typed)
         if values:
@@ -135,7 +136,7 @@ HISTORICAL = {
         spec=FlagSpec("transformer_impl", str, "local", "", choices=("local", "transformer_engine")),
     ),
 }
-"""Megatron's names for settings of its core fields."""
+"""Megatron's flag names that differ from the names of its core fields."""
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "uint8"}
 
@@ -150,12 +151,12 @@ MANAGED = {
     "num_moe_experts": "spelled --num-experts and read from the checkpoint's config.json",
     "bias_activation_fusion": "spelled --no-bias-swiglu-fusion",
 }
-"""Core fields that no flag sets, and what decides them instead."""
+"""Core fields without a flag, and what sets them instead."""
 
 
 @dataclass(frozen=True)
 class CoreFlag:
-    """A flag made from a megatron-core field: how to parse it, which field it sets, whether it negates it."""
+    """A flag made from a megatron-core field: how to parse it, the field, and whether the flag negates the field."""
 
     field: str
     spec: FlagSpec
@@ -167,10 +168,10 @@ class CoreFlag:
 
 
 def core_config_classes() -> tuple[type, ...]:
-    """The megatron-core dataclasses whose fields are flags. ValueError when megatron-core is missing."""
+    """The megatron-core dataclasses whose fields are flags. ValueError if megatron-core is missing."""
     try:
         with warnings.catch_warnings():
-            # Megatron remarks on optional packages at import; of no use to someone who mistyped a flag.
+            # At import, Megatron warns about optional packages. That does not help a user who mistyped a flag.
             warnings.simplefilter("ignore", UserWarning)
             from megatron.core.distributed import DistributedDataParallelConfig
             from megatron.core.optimizer import OptimizerConfig
@@ -202,7 +203,7 @@ def core_flags() -> dict[str, CoreFlag]:
 
 
 def _spec_of_field(f: dataclasses.Field[Any], hint: Any, owner: str) -> FlagSpec | None:
-    """None for a field that a command line cannot express."""
+    """The flag of a field, or None if a command line cannot express its value."""
     default = None if f.default is dataclasses.MISSING else f.default
     kinds = [k for k in _alternatives(hint) if k is not type(None)]
     spec = FlagSpec(f.name, str, default, f"megatron-core {owner}.{f.name}")
@@ -228,7 +229,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _dtype_name(text: str) -> str:
-    """A torch dtype by name, from Megatron's short or torch's long spelling."""
+    """The name of a torch dtype, from Megatron's short or torch's long spelling."""
     name = DTYPES.get(text, text)
     if name not in DTYPES.values():
         raise ValueError(f"unknown dtype {text!r}")
@@ -236,7 +237,7 @@ def _dtype_name(text: str) -> str:
 
 
 def _json_or_text(text: str) -> Any:
-    """Numbers and lists as JSON, anything else as it stands (layer patterns, names)."""
+    """Numbers and lists as JSON, and any other text unchanged (layer patterns, names)."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Rules and remarks about Megatron's own settings, which arrive by the names of its fields."""
+"""Rules and notes for Megatron's own settings, under the names of Megatron's fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _NEVER_RUN = (
 
 
 def check_local_layers(c: Any) -> None:
-    """Without Transformer Engine Megatron's fp8 context is empty: the run would be bf16, and nothing would say so."""
+    """fp8 and fp4 need Transformer Engine. Without it, Megatron's fp8 context is empty and the run would silently use
+    bf16."""
     overrides = c.megatron.overrides
     if overrides.get("transformer_impl") == "transformer_engine":
         return
@@ -34,7 +35,7 @@ def check_local_layers(c: Any) -> None:
 
 
 def never_run(overrides: dict[str, Any]) -> Iterator[str]:
-    """A note for each setting that nothing here reads and no test or measurement covers."""
+    """A note for each setting that goes to Megatron only and that no test or measurement covers."""
     for name in _NEVER_RUN:
         if overrides.get(name) not in (None, False, "none"):
             yield f"{spelled(name)}: passed to Megatron as it is; never run here"

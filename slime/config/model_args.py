@@ -1,4 +1,4 @@
-"""MODEL_ARGS against config.json: the checkpoint decides the shape, the flags may only agree with it."""
+"""Compares MODEL_ARGS with config.json. The checkpoint decides the shape, and the flags must agree with it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ READERS: dict[str, Reader] = {
     "moe_router_topk": lambda hf: hf.get("num_experts_per_tok"),
     "moe_layer_freq": lambda hf: [int(sparse) for sparse in sparse_layers(hf)],
     "moe_router_score_function": _scores,
-    # of sigmoids it says nothing, and slime's scripts have it
+    # config.json has no such setting for sigmoid scores, and slime's scripts set the flag
     "moe_router_pre_softmax": lambda hf: (
         sigmoid_scores(hf) or (expert_count(hf) > 0 and not hf.get("norm_topk_prob", False))
     ),
@@ -71,9 +71,9 @@ READERS: dict[str, Reader] = {
 
 
 def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> None:
-    """Raise ValueError listing every MODEL_ARG that disagrees with the checkpoint's config.json, both shown.
+    """ValueError with every MODEL_ARG that differs from the checkpoint's config.json, with both values.
 
-    Only the flags that were given are compared; a bare flag that was left out claims nothing.
+    Only flags that the user gave are compared.
     """
     wrong = []
     for name, value in model_args.items():

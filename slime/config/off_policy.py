@@ -1,4 +1,4 @@
-"""Flags of the off-policy section, and their rules: correcting for the gap between engine and trainer."""
+"""Flags of the off-policy section, and their rules: corrections for the difference between engine and trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class OffPolicyConfig:
-    """Importance correction between rollout_log_probs and the trainer's own."""
+    """Importance correction between rollout_log_probs and the trainer's log-probs."""
 
     use_rollout_logprobs: bool = flag(
         False, "use the engine's log-probs as old log-probs, and skip the trainer's pass for them"
@@ -40,7 +40,7 @@ class OffPolicyConfig:
 
 
 def check_off_policy(c: Any) -> None:
-    """Log-probs that a correction compares exist, and are of the same distribution."""
+    """The log-probs that a correction compares must exist and come from the same distribution."""
     if c.use_rollout_logprobs and c.use_tis:
         raise ValueError(
             "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
@@ -66,7 +66,7 @@ def check_off_policy(c: Any) -> None:
 
 
 def check_routing_replay(c: Any) -> None:
-    """Somebody has chosen experts before the training pass, and that pass can be told of them layer by layer."""
+    """The engine or an earlier pass must have chosen experts, and each layer of the training pass must get them."""
     if (flag_ := _replays(c)) is None:
         return
     if c.loss_type == "sft_loss":
@@ -89,7 +89,7 @@ def check_routing_replay(c: Any) -> None:
 
 
 def check_replayed_model(c: Any, experts: int, topk: int | None) -> None:
-    """There are experts to choose from, and a record that was not written can be told from one that was."""
+    """The model must have experts, and a missing record must differ from a written record."""
     if (flag_ := _replays(c)) is not None and not experts:
         raise ValueError(f"{flag_} must be left out for a dense model, got it; no layer of it has experts")
     if c.use_rollout_routing_replay and topk == 1:

@@ -1,7 +1,7 @@
-"""Packages that only some flags need: missed here, and not when their first use comes, after the models were loaded.
+"""Packages that only some flags need. A missing package is an error at start-up, before the models are loaded.
 
-Looks for a package without importing it. Transformer Engine is left to the trainers: to be there does not say that it
-fits their torch, and only an import tells.
+Looks for a package without importing it. The trainers check Transformer Engine, because only an import shows that it
+fits their torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _COMPARED_AS_MATHEMATICS = ("math", "deepscaler", "dapo")
 
 
 def check_packages(c: Any) -> None:
-    """ValueError that names the flag, the package it needs and the command that installs it."""
+    """ValueError with the flag, its missing package and the command that installs the package."""
     needed = []
     if c.use_tensorboard:
         needed.append(("--use-tensorboard", "tensorboard", "tensorboard"))
@@ -30,7 +30,7 @@ def check_packages(c: Any) -> None:
 
 
 def _is_installed(module: str) -> bool:
-    """Whether `import module` would find a package: a folder of that name that only holds files is none, and wandb
-    leaves one where it has run."""
+    """Whether `import module` finds a package. A folder of that name without Python code does not count: wandb creates
+    such a folder where it has run."""
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None

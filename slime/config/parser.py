@@ -1,8 +1,7 @@
-"""argv -> Config: every token finds its one owner, or the run ends with an error that names the nearest flag.
+"""argv -> Config. Every flag has one owner, or the run ends with an error that names the nearest flag.
 
-Owners, in order: the sections of this folder; `unsupported`; prefix owners handed in by the caller
-(`--vllm-`, `--router-`); Megatron (MODEL_ARGS, historical names, core fields). Refuses positional
-arguments and unknown flags.
+Owners, in order: the sections of this folder; `unsupported`; prefix owners from the caller (`--vllm-`, `--router-`);
+Megatron (MODEL_ARGS, historical names, core fields). Positional arguments and unknown flags are errors.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ class FlagOwner(Protocol):
     prefix: str
 
     def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
-        """Check the flags; return the fields of the configuration they fill. ValueError for a bad one."""
+        """Check the flags and return the fields of the configuration that they set. ValueError for a wrong flag."""
         ...
 
 
 Translator = Callable[[list[FlagGroup]], tuple[list[FlagGroup], list[str]]]
-"""Rewrites foreign spellings into flags that have an owner; returns the groups and remarks for the user."""
+"""Rewrites flags of other engines into flags that have an owner. Returns the groups and notes for the user."""
 
 
 @dataclass
 class _Given:
-    """What the user gave, while it is being collected."""
+    """The values that the user gave, during parsing."""
 
     values: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -55,9 +54,9 @@ def parse_args(
 ) -> Config:
     """The resolved and validated configuration of a command line.
 
-    `owners` take the flags with their prefix; `translate` first rewrites spellings of other engines; `rules` are
-    checked with those of this package. Files named by --config come before the command line, which wins; the YAML file
-    named by --custom-config-path overrides any flag. Raises one ValueError with every problem, flags as typed.
+    `owners` get the flags with their prefix. `translate` first rewrites the flags of other engines. `rules` are
+    checked together with the rules of this package. The command line overrides the files of --config, and the YAML file
+    of --custom-config-path overrides every flag. Raises one ValueError with every problem and the flags as typed.
     """
     problems = Problems()
     given = _collect(argv, owners, translate, problems)
@@ -71,7 +70,7 @@ def parse_args(
 def check_flags(
     argv: Sequence[str], owners: Sequence[FlagOwner] = (), translate: Translator | None = None
 ) -> None:
-    """Check each flag by itself: its name, its type and its choices. One ValueError with every problem."""
+    """Check each flag alone: its name, type and choices. One ValueError with every problem."""
     problems = Problems()
     _collect(argv, owners, translate, problems)
     problems.report()
@@ -80,7 +79,7 @@ def check_flags(
 def _collect(
     argv: Sequence[str], owners: Sequence[FlagOwner], translate: Translator | None, problems: Problems
 ) -> _Given:
-    """The values of all flags, each from its owner. What is wrong with one is added to `problems`."""
+    """The values of all flags, each from its owner. Errors are added to `problems`."""
     given = _Given()
     typed = split_argv(argv)
     groups = problems.check(with_config_files, typed)
@@ -102,7 +101,7 @@ def _collect(
 def _translated(
     groups: list[FlagGroup], translate: Translator, given: _Given, problems: Problems
 ) -> list[FlagGroup]:
-    """All groups as this project spells them. Groups that cannot be translated are problems, each by itself."""
+    """All groups in this project's spelling. Each group that cannot be translated is one problem."""
     whole = problems.check(translate, groups)
     if whole is not None:
         groups, given.notes = whole
@@ -111,7 +110,7 @@ def _translated(
 
 
 def _custom_config(groups: list[FlagGroup]) -> list[FlagGroup]:
-    """The entries of the --custom-config-path file as groups, in its order."""
+    """The entries of the --custom-config-path file as groups, in the order of the file."""
     paths = [g.values for g in groups if g.name == "custom_config_path"]
     if not paths:
         return []
@@ -153,7 +152,7 @@ def _assign(group: FlagGroup, given: _Given, owners: Sequence[FlagOwner]) -> Non
 
 
 def _assign_megatron(group: FlagGroup, given: _Given, owners: Sequence[FlagOwner]) -> None:
-    """Megatron is the last owner, as its generated flags cost an import."""
+    """Megatron is the last owner, because its generated flags need a slow import."""
     name = group.name
     if name in MODEL_ARGS:
         given.model_args[name] = MODEL_ARGS[name].parse(group.values, group.typed)

@@ -1,4 +1,4 @@
-"""All problems of a command line in one report. Owns how they are collected, which are left out, and how they read."""
+"""All problems of a command line in one report. Owns how problems are collected, left out and printed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 class Problems:
     """Collects the ValueErrors of independent checks. `report` raises them together.
 
-    Checks run in stages. A problem that names a flag of an earlier stage's problem is left out: it may only follow
-    from that one (an unknown `--rolout-batch-size` also leaves `--rollout-batch-size` without a value).
+    Checks run in stages. A problem that names a flag of an earlier stage's problem is left out, because the earlier
+    problem may be its cause (an unknown `--rolout-batch-size` also leaves `--rollout-batch-size` without a value).
     """
 
     def __init__(self) -> None:
@@ -21,13 +21,13 @@ class Problems:
         self._named: set[str] = set()
 
     def check(self, rule: Callable[..., Any], *args: Any, origin: str = "") -> Any:
-        """The result of `rule(*args)`; None when it raises ValueError. `origin`: where the value is from."""
+        """The result of `rule(*args)`, or None if it raises ValueError. `origin`: the source of the value."""
         try:
             return rule(*args)
         except ValueError as error:
             self.add(*getattr(error, "problems", [str(error)]), origin=origin)
         except (TypeError, ArithmeticError):
-            # A value that an earlier problem left out, or 0 where a size is needed. Without one it is our own fault.
+            # An earlier problem left a value out or left it 0. Without an earlier problem, this is a bug.
             if not self._found:
                 raise
         return None
@@ -38,11 +38,11 @@ class Problems:
                 self._found.append(f"{origin}: {text}" if origin else text)
 
     def next_stage(self) -> None:
-        """What was found so far explains later problems with the same flags."""
+        """End a stage: the problems so far may cause later problems with the same flags."""
         self._named.update(flag for text in self._found for flag in _FLAG.findall(text))
 
     def report(self) -> None:
-        """ValueError with every problem, one a line; nothing when there is none. One problem is its own text."""
+        """Raise ValueError if there are problems, with one per line. The text of a single problem stays unchanged."""
         texts = list(dict.fromkeys(self._found))
         if not texts:
             return

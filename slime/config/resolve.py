@@ -1,4 +1,4 @@
-"""Derived values: what the user left open, filled in once. Checks nothing (see validate.py)."""
+"""Derived values: fills in values that the user did not give. Checks nothing (see validate.py)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ FALLBACKS = {
     "eval_max_context_len": "rollout_max_context_len",
     "eval_reward_key": "reward_key",
 }
-"""Field left at None -> the field whose value it takes."""
+"""Field that is None -> the field that gives its value."""
 
 
 def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
-    """The configuration of the given flat values, every derived value filled in; not yet validated."""
+    """The configuration from flat values, with every derived value filled in. Not yet validated."""
     draft = argparse.Namespace(**{**_defaults(), **given}, notes=list(notes or []))
     _hardware(draft, given)
     _debug(draft)
@@ -58,7 +58,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _hardware(c: argparse.Namespace, given: dict[str, Any]) -> None:
-    """A named GPU is a CUDA device, and its usual system says how many are in a node."""
+    """--gpu selects CUDA, and the GPU's usual system gives the number of GPUs per node."""
     if c.gpu is None:
         return
     if c.device == "auto":
@@ -132,7 +132,7 @@ def _batches(c: argparse.Namespace) -> None:
     if c.rollout_batch_size is None:
         return
     samples = c.rollout_batch_size * c.n_samples_per_prompt
-    # What does not come out even stays open: the rules name the flag that was given.
+    # A division with a remainder leaves the value open. The rules then report the flag that the user gave.
     if c.global_batch_size is None and samples % (steps := max(c.num_steps_per_rollout or 1, 1)) == 0:
         c.global_batch_size = samples // steps
     if c.num_steps_per_rollout is None and c.global_batch_size and samples % c.global_batch_size == 0:
@@ -151,8 +151,8 @@ def _algorithm(c: argparse.Namespace) -> None:
         c.notes.append("--use-kl-loss has no effect with --loss-type sft_loss: no reference model is loaded")
     elif c.use_kl_loss and c.kl_loss_coef == 0:
         c.notes.append(
-            "--use-kl-loss with --kl-loss-coef 0 only reports the KL, for a reference pass each rollout; "
-            "leave it out to save that"
+            "--use-kl-loss with --kl-loss-coef 0 only reports the KL and needs a reference pass in each rollout; "
+            "leave it out to save that pass"
         )
     if c.rollout_top_p < 1 or c.rollout_top_k != -1:
         c.notes.append(
@@ -165,7 +165,7 @@ def _layers(c: argparse.Namespace) -> None:
     if c.overrides.get("transformer_impl") == "transformer_engine":
         c.notes.append(
             "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
-            "Transformer Engine and have never been run; local is what is measured"
+            "Transformer Engine and have never been run; local was run and measured"
         )
     c.notes += never_run(c.overrides)
 

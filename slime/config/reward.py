@@ -9,7 +9,7 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Who scores a response, and how the score becomes training data."""
+    """How a response is scored, and how the score becomes training data."""
 
     rm_type: str | None = flag(
         None, "built-in reward: math, deepscaler, dapo, gsm8k, gpqa, f1, random, remote_rm"

@@ -9,7 +9,7 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Generation. Lengths are tokens, temperatures divide logits, deadlines are seconds."""
+    """Generation. Lengths are in tokens and deadlines in seconds. Temperatures divide logits."""
 
     hf_checkpoint: str | None = flag(
         None,

@@ -1,4 +1,4 @@
-"""The whole configuration: one frozen record of frozen sections, readable flat by flag name."""
+"""The whole configuration: one frozen record of frozen sections. Each field is also readable by its flag name."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ NEGATED = {
     "compute_advantages_and_returns": "disable_compute_advantages_and_returns",
     "wandb_random_suffix": "disable_wandb_random_suffix",
 }
-"""Names under which existing hooks read the opposite of a --disable-* flag from `args`."""
+"""Name in `args` that existing hooks read -> the --disable-* flag of the opposite meaning."""
 
 
 def own_flags() -> dict[str, FlagSpec]:
-    """Every flag that a section declares, by field name."""
+    """Field name -> spec, for every flag that a section declares."""
     return {name: spec for cls in SECTIONS.values() for name, spec in specs_of(cls).items()}
 
 
 @dataclass(frozen=True)
 class Config:
-    """A resolved, validated configuration. `notes` are remarks made on the way (what was adjusted and why).
+    """A resolved and validated configuration. `notes` list the values that were adjusted, and why.
 
     Any field of any section is also an attribute by its own name: `config.rollout_batch_size`.
     """
@@ -94,7 +94,7 @@ class Config:
 
     @classmethod
     def from_flat(cls, values: dict[str, Any], notes: tuple[str, ...] = ()) -> Config:
-        """Sections from one flat mapping of field name to value; fields left out take their defaults."""
+        """Sections from one flat mapping of field name to value. Missing fields get their defaults."""
         given: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
         for name, value in values.items():
             given[SECTION_OF[name]][name] = value
@@ -110,12 +110,12 @@ class Config:
 
     @property
     def world_size(self) -> int:
-        """Trainer ranks."""
+        """Number of trainer ranks."""
         return self.cluster.actor_num_nodes * self.cluster.actor_num_gpus_per_node
 
     @property
     def data_parallel_size(self) -> int:
-        """Trainer ranks that see different samples."""
+        """Number of groups of trainer ranks that get different samples."""
         m = self.megatron
         return self.world_size // (
             m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
@@ -123,24 +123,24 @@ class Config:
 
     @property
     def num_engines(self) -> int:
-        """Rollout engines; 0 when only the trainer runs."""
+        """Number of rollout engines. 0 if only the trainer runs."""
         return (self.cluster.rollout_num_gpus or 0) // self.cluster.rollout_num_gpus_per_engine
 
     @property
     def nodes_per_engine(self) -> int:
-        """Nodes that one engine fills; 1 for an engine that is no larger than a node."""
+        """Number of nodes per engine. 1 if an engine fits on one node."""
         return -(-self.cluster.rollout_num_gpus_per_engine // self.cluster.num_gpus_per_node)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model is loaded and its log-probs are computed; supervised training needs none."""
+        """Whether a reference model is loaded and its log-probs are computed. Supervised training needs none."""
         if self.algorithm.loss_type == "sft_loss":
             return False
         return self.algorithm.use_kl_loss or self.algorithm.kl_coef != 0
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run; with --num-epoch only known after `with_values(num_rollout=...)`."""
+        """Number of optimizer steps of the run. With --num-epoch, known only after `with_values(num_rollout=...)`."""
         rollouts, steps = self.data.num_rollout, self.data.num_steps_per_rollout
         if rollouts is None or steps is None:
             raise ValueError(
@@ -149,16 +149,17 @@ class Config:
         return rollouts * steps
 
     def with_values(self, **values: Any) -> Config:
-        """A copy with fields replaced: for what is known only once the data are read (`num_rollout`)."""
+        """A copy with fields replaced, for values that are known only after the data are read (`num_rollout`)."""
         flat = {name: getattr(self, name) for name in SECTION_OF}
         return Config.from_flat({**flat, **values}, self.notes)
 
     def namespace(self, **facts: Any) -> argparse.Namespace:
-        """A flat, mutable copy for user hooks (their `args`) with run-time facts added (vllm_router_ip).
+        """A flat, mutable copy for user hooks (their `args`), with run-time values added (vllm_router_ip).
 
-        Holds every field by name, flags that are not supported at their default, switches without effect as False
-        (other flags without effect are not there: what they would say is not known), the negated names of `NEGATED`,
-        Megatron overrides by core field name and vLLM arguments with the prefix vllm_; `facts` win.
+        Contains every field under its name; unsupported flags with their default; switches without effect as False
+        (other flags without effect are absent, because they have no known value); the negated names of `NEGATED`;
+        Megatron overrides under their core field names; and vLLM arguments with the prefix vllm_. `facts` have
+        priority.
         """
         flat = {name: entry.default for name, entry in UNSUPPORTED.items()}
         flat.update({name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None})
@@ -176,12 +177,12 @@ class Config:
         return argparse.Namespace(**{**flat, **facts})
 
     def to_dict(self) -> dict[str, Any]:
-        """Section name -> its fields, plain JSON values."""
+        """Section name -> its fields as plain JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Config:
-        """Inverse of `to_dict`. A key that is no field raises ValueError."""
+        """Inverse of `to_dict`. ValueError for a key that is not a field."""
         try:
             sections = {name: SECTIONS[name](**data[name]) for name in SECTIONS}
             return cls(**sections, notes=tuple(data.get("notes", ())))
@@ -191,7 +192,7 @@ class Config:
             ) from error
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` as JSON, secrets masked, whole or not at all. (`config.save` is --save.)"""
+        """Write `to_dict` as JSON in one atomic step, with secrets masked. (`config.save` is --save.)"""
         data = self.to_dict()
         for name, spec in own_flags().items():
             if spec.secret and data[SECTION_OF[name]][name] is not None:

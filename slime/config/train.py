@@ -9,11 +9,11 @@ from slime.config.fields import flag
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training backend, and what holds for every tool that reads a checkpoint."""
+    """The training backend, and settings for every tool that reads a checkpoint."""
 
     train_backend: str = flag("megatron", "training backend", choices=("megatron",))
     custom_config_path: str | None = flag(
-        None, "YAML file with lines of the form flag: value; its entries win over the command line"
+        None, "YAML file with lines of the form flag: value; its entries override the command line"
     )
     trust_remote_code: bool = flag(
         False, "run Python code that ships with the checkpoint (tokenizer, engine)"

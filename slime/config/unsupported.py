@@ -1,7 +1,7 @@
-"""Flags that slime or Megatron scripts know and this version does not act on. Two kinds, never silent.
+"""Flags that slime or Megatron scripts use and this version does not act on. Two kinds, and none is silent.
 
-UNSUPPORTED: accepted at the default only; any other value is an error that says why and what to do instead.
-NO_EFFECT: the purpose is met without the flag, so any value is accepted with a note that says how.
+UNSUPPORTED: only the default is accepted. Any other value is an error with the reason and the alternative.
+NO_EFFECT: the run does what the flag is for without it. Any value is accepted, and a note gives the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPD = "on-policy distillation is not supported yet"
 _MTP = "multi-token prediction is not supported yet"
 _HOOK = "this hook is not called yet"
 _SELECT = "training a part of the parameters is not supported yet"
-_MEMORY = "memory snapshots are not written; on a GPU perf/*_peak_gib tells the peak of each phase"
+_MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
 _BUFFER = "an external trajectory buffer is not supported; write a --rollout-function-path instead"
 _EXTERNAL = "engines that run elsewhere are not supported yet"
@@ -155,7 +155,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
 _DEADLINE = "one request may take --rollout-deadline-s"
 _TEXT = {
     "cp_comm_type": "context parallelism always gathers keys and values",
-    "hierarchical_context_parallel_sizes": "context parallelism always gathers keys and values in one go",
+    "hierarchical_context_parallel_sizes": "context parallelism always gathers keys and values in one step",
     "data_pad_size_multiplier": "packed micro-batches are padded only as far as tensor parallelism needs",
     "log_probs_max_tokens_per_gpu": "the log-prob passes run over the micro-batches of --max-tokens-per-gpu",
     "log_probs_chunk_size": "log-probs are computed from hidden states in bounded chunks",
@@ -165,11 +165,12 @@ _TEXT = {
     "vllm_router_request_timeout_secs": _DEADLINE,
     "slime_router_timeout": _DEADLINE,
     "slime_router_max_connections": "requests in flight are bounded by --vllm-server-concurrency",
-    "megatron_to_hf_mode": "one table a family (slime/megatron_backend/hf_weights) converts weights both ways",
+    "megatron_to_hf_mode": "one table per family (slime/megatron_backend/hf_weights) converts weights in both "
+    "directions",
 }
 _BARE = {
     "allgather_cp": "context parallelism always gathers keys and values",
-    "use_slime_router": "vllm-router stands before the engines; tokens, log-probs and routed experts pass through it",
+    "use_slime_router": "vllm-router is always used; tokens, log-probs and routed experts pass through it",
     "use_fault_tolerance": "an engine that dies or stops answering is always restarted",
     "recompute_loss_function": "log-probs are computed from hidden states, no logits are kept",
     "variable_seq_lengths": "sequences are always packed at their own length",
@@ -178,7 +179,8 @@ _BARE = {
     "use_mcore_models": "models are always megatron-core models",
     "moe_grouped_gemm": "experts of a layer are always computed together, in torch's grouped products (one by one in "
     "float32 and on GPUs of other compute capabilities than 9 and 10)",
-    "moe_permute_fusion": "tokens are sorted by plain PyTorch, with the same result; fused it needs Transformer Engine",
+    "moe_permute_fusion": "plain PyTorch sorts the tokens, with the same result; the fused form needs Transformer "
+    "Engine",
 }
 NO_EFFECT = {
     **{name: FlagSpec(name, str, None, why) for name, why in _TEXT.items()},
@@ -187,7 +189,7 @@ NO_EFFECT = {
 
 
 def check_unsupported(name: str, values: list[str], typed: str) -> None:
-    """Raise ValueError unless the strings after the flag spell its default."""
+    """ValueError unless the strings after the flag are its default."""
     entry = UNSUPPORTED[name]
     if isinstance(entry.default, bool):
         at_default = FlagSpec(name, bool, False, "").parse(values, typed) == entry.default

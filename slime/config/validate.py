@@ -1,6 +1,6 @@
-"""The rules a resolved configuration must meet, one small function each. Changes nothing.
+"""The rules of a resolved configuration, one small function each. Changes nothing.
 
-Every error says which flag, the rule, the numbers found and what to do.
+Every error gives the flag, the rule, the values found and what to do.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ Rule = Callable[[Config], None]
 
 
 def validate(config: Config, problems: Problems, more: Sequence[Rule] = ()) -> None:
-    """Add every rule that does not hold to `problems`: what each flag must be by itself, then how flags go together."""
+    """Add the errors of all rules to `problems`: first the rules of single flags, then the rules between flags."""
     for stage in (BY_THEMSELVES, (*TOGETHER, *more)):
         for rule in stage:
             problems.check(rule, config)
@@ -122,7 +122,9 @@ def _ranges(c: Config) -> None:
     ):
         for name in names:
             value, source = getattr(c, name), FALLBACKS.get(name)
-            taken_over = source is not None and value == getattr(c, source)  # reported with its source
+            taken_over = source is not None and value == getattr(
+                c, source
+            )  # the source's own rule reports it
             if value is not None and not taken_over and not holds(value):
                 problems.add(f"{spelled(name)} must {rule}, got {value}")
     if not 0 <= c.adam_beta1 < 1 or not 0 <= c.adam_beta2 < 1:
@@ -140,7 +142,7 @@ def _precision(c: Config) -> None:
         )
     if c.device == "cuda" and c.distributed_backend != "nccl":
         raise ValueError(f"--distributed-backend must be nccl on GPUs, got {c.distributed_backend}")
-    if c.fp16:  # nothing scales a loss that would underflow
+    if c.fp16:  # there is no loss scaling, so gradients would underflow
         raise ValueError("--fp16 must be left out in this version, got --fp16; use --bf16 or --fp32")
 
 
@@ -153,7 +155,8 @@ def _overlaps(c: Config) -> None:
 
 
 def _transformer_engine(c: Config) -> None:
-    """What its attention does not do, or not as our packed rows need it. Whether it is installed the trainers see."""
+    """Settings that Transformer Engine's attention does not support with packed rows. Trainers check its
+    installation."""
     if c.megatron.overrides.get("transformer_impl") != "transformer_engine":
         return
     for flag, value, wanted in (
@@ -232,7 +235,7 @@ def _batch_equation(c: Config) -> None:
     samples = c.rollout_batch_size * c.n_samples_per_prompt
     ours = f"{c.rollout_batch_size} * {c.n_samples_per_prompt} = {samples}"
     size, steps = c.global_batch_size, c.num_steps_per_rollout
-    if size is None or steps is None:  # one was given, and the other does not follow from it
+    if size is None or steps is None:  # only one was given, and the other cannot be derived from it
         name = "--global-batch-size" if steps is None else "--num-steps-per-rollout"
         raise ValueError(
             f"{name} must divide --rollout-batch-size * --n-samples-per-prompt, got {size or steps} and {ours}"
@@ -282,7 +285,7 @@ def _rewards(c: Config) -> None:
 
 
 def _hooks(c: Config) -> None:
-    """Load every function the user named, so that a misspelled path ends the run here and not hours later."""
+    """Load every function that the user named, so that a misspelled path is an error at start-up."""
     for name, spec in own_flags().items():
         value = getattr(c, name)
         if name.endswith("_path") and name != "custom_config_path" and value != spec.default:
@@ -360,7 +363,7 @@ TOGETHER: tuple[Rule, ...] = (
 
 
 def largest_token_id(checkpoint: str) -> int | None:
-    """The highest id that tokenizer.json can produce; None when the checkpoint has no such file."""
+    """The highest token id in tokenizer.json, or None if the checkpoint has no such file."""
     path = Path(checkpoint) / "tokenizer.json"
     if not path.is_file():
         return None

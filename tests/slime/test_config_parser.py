@@ -120,7 +120,7 @@ def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
     c = parse_args([*argv, *router.split(), "--megatron-to-hf-mode", "bridge", "--qkv-format", "thd"])
     noted = dict(note.split(" has no effect: ") for note in c.notes)
     assert list(noted) == [word for word in router.split() if word[0] == "-"] + ["--megatron-to-hf-mode"]
-    assert noted["--use-slime-router"].startswith("vllm-router stands before the engines")
+    assert noted["--use-slime-router"].startswith("vllm-router is always used")
     args = c.namespace()
     assert args.use_slime_router is False and args.qkv_format == "thd" and args.critic_lr is None
 
