@@ -1,10 +1,10 @@
 """Core attention over packed sequences, and the layout of a packed micro-batch.
 
-Rotary embedding is applied here rather than by Megatron: its packed form slices the frequency table once per sequence
-and layer, which for a thousand short sequences costs more than the attention itself.
+The rotary embedding is applied here and not by Megatron. Megatron's packed form slices the frequency table once per
+sequence and layer, which for a thousand short sequences costs more than the attention.
 
-Shapes: T packed tokens, n of them this rank's, P rows that it computes (n and padding), S sequences, A query heads,
-G key/value heads, D head size, R the part of it that is rotated, L padded length of a bucket.
+Shapes: T packed tokens, n tokens of this rank, P rows that it computes (n and padding), S sequences, A query heads,
+G key/value heads, D head size, R rotated dimensions of a head, L padded length of a bucket.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from rl_kernel import rotary
 from slime.data.token_slice import TokenSlice
 
-# torch 2.11 groups heads unasked and has no such argument, later releases want to be told
+# torch 2.11 groups heads without this argument; later releases need it
 _VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-_BUCKET_RATIO = 1.5  # longest over shortest sequence of a bucket: bounds the padding, keeps the buckets few
+_BUCKET_RATIO = (
+    1.5  # longest divided by shortest sequence of a bucket; limits padding and the number of buckets
+)
 
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """Where the sequences of one micro-batch lie, and which of their tokens this rank computes. Made by
-    `packed_layout`; shared by all layers.
+    """The positions of the sequences of one micro-batch, and the tokens that this rank computes. `packed_layout` makes
+    it, and all layers share it.
 
-    `positions` [P] int64 are the places of this rank's tokens in their sequences; its last P - `own` rows are padding,
-    0. `rotary` is the (cos, sin) pair [P, 1, R/2] that the model fills in before its layers run. `cu_seqlens_q` bounds
-    the rank's runs of queries, `cu_seqlens_kv` the keys that each run may see. `buckets` lists (S, L) of padded batches
-    that follow each other in one buffer of `padded_tokens` rows; `slots` [T] and `query_slots` [n] int64 are the rows
-    of the packed tokens and of this rank's in it.
+    `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows are
+    padding, 0. `rotary` is the (cos, sin) pair [P, 1, R/2] that the model sets before its layers run. `cu_seqlens_q`
+    bounds the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. `buckets` lists (S, L) of the
+    padded batches, which follow each other in one buffer of `padded_tokens` rows. `slots` [T] and `query_slots` [n]
+    int64 are the buffer rows of the packed tokens and of this rank's tokens.
 
-    With `context_group`, the ranks that share the row: where in the rows of all ranks each packed token lies, in
-    `gathered` [T], and the keys of every run, one run after the other, in `keys` [K]. All three None where one rank
-    computes the row. `routing`: which experts its tokens go to, see `slime.megatron_backend.routing_replay`; None where
-    routers choose.
+    `context_group` are the ranks that share the row. With it, `gathered` [T] has the index of each packed token in the
+    concatenated rows of all ranks, and `keys` [K] has the indices of the keys of every run, one run after the other.
+    All three are None if one rank computes the row. `routing`: the experts of the tokens, see
+    `slime.megatron_backend.routing_replay`. None if the routers choose.
     """
 
     own: int = 0
@@ -63,7 +65,7 @@ class PackedLayout(PackedSeqParams):
 
 
 def packed_layout(part: TokenSlice, device: torch.device | str, context_group: Any = None) -> PackedLayout:
-    """Layout of a rank's part of a packed row; `context_group` are the ranks that have the others."""
+    """Layout of a rank's part of a packed row. `context_group`: the ranks that share the row."""
     sizes = torch.tensor(part.lengths, dtype=torch.int64)
     starts = sizes.cumsum(0) - sizes
     place = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
@@ -101,7 +103,7 @@ def _cumulative(lengths: list[int]) -> Tensor:
 
 def _buckets(lengths: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]], int]:
     """Group sequences of similar length. Returns each sequence's first row in the padded buffer, (S, L) of every
-    bucket in buffer order, and the rows of the buffer."""
+    bucket in buffer order, and the number of rows of the buffer."""
     members: dict[int, list[int]] = {}
     for sequence, length in enumerate(lengths):
         members.setdefault(math.ceil(math.log(length, _BUCKET_RATIO)), []).append(sequence)
@@ -118,9 +120,9 @@ def _buckets(lengths: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]], int
 def gather_keys(
     key: Tensor, value: Tensor, layout: PackedLayout, order: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [n, G, D] of all ranks' tokens in `order` (`layout.gathered` or `layout.keys`), [T or K, G, D].
+    """Gathers keys and values [n, G, D] of all ranks in `order` (`layout.gathered` or `layout.keys`): [T or K, G, D].
 
-    Backward: each rank gets the sum of what all ranks found for its tokens. Collective where there are ranks.
+    Backward: each rank gets the sum of all ranks' gradients for its tokens. Collective if several ranks share the row.
     """
     if layout.context_group is None:
         return key, value
@@ -136,7 +138,7 @@ def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def rotated(x: Tensor, layout: PackedLayout) -> Tensor:
-    """x [P, heads, D] with the first R dimensions of every head rotated by the position of its token."""
+    """x [P, heads, D] with the first R dimensions of every head rotated by the token's position."""
     size = 2 * layout.rotary[0].shape[-1]
     if size == x.shape[-1]:
         return rotary(x, *layout.rotary)
@@ -146,9 +148,9 @@ def rotated(x: Tensor, layout: PackedLayout) -> Tensor:
 def padded_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
     """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket.
 
-    query [n, A, D] of this rank's tokens, key and value [T, G, D] of the row -> [n, A, D]. Padding rows come after a
-    sequence's own tokens, so the causal mask alone keeps them out. Deterministic on the CPU. The other ranks' queries
-    are computed as zeros: correct, and no cheaper than all of them.
+    query [n, A, D] of this rank's tokens, key and value [T, G, D] of the row -> [n, A, D]. Padding rows follow a
+    sequence's tokens, so the causal mask excludes them. Deterministic on the CPU. The queries of other ranks are
+    computed with zeros, which costs as much as computing them.
     """
     sizes = [sequences * length for sequences, length in layout.buckets]
     places = (layout.query_slots, layout.slots, layout.slots)
@@ -167,12 +169,12 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
 
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
-    """As `padded_attention`, by torch's variable-length kernel: a run of queries sees the keys up to its last token.
+    """`padded_attention` with torch's variable-length kernel. A run of queries sees the keys up to its last token.
 
-    key and value [K, G, D]: those of every run, one run after the other. The causal mask of the kernel ends at the last
-    key for the last query, whatever their numbers.
+    key and value [K, G, D]: the keys and values of every run, one run after the other. The kernel's causal mask aligns
+    the last query with the last key, also if their numbers differ.
     """
-    if not layout.own:  # still a function of keys and values: their backward is a collective
+    if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
         return query + (key.sum() + value.sum())
     return varlen_attn(
         *(query, key.contiguous(), value.contiguous()),
@@ -186,10 +188,10 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLay
 class PackedAttention(nn.Module):
     """Megatron's core-attention slot: rotary embedding, then causal attention over each packed sequence.
 
-    Half precision on CUDA runs torch's variable-length flash attention; everything else the padded form. Grouped
-    key/value heads are supported; dropout, sliding windows and attention sinks are not. Under context parallelism each
-    rank keeps its queries and gathers the keys and values of all (Llama 3, 2407.21783, part 3.3.2): two collectives a
-    layer, and as much memory for keys and values as without.
+    Half precision on CUDA uses torch's variable-length flash attention. Other dtypes and devices use the padded form.
+    Grouped key/value heads are supported. Dropout, sliding windows and attention sinks are not. With context
+    parallelism, each rank keeps its queries and gathers the keys and values of all ranks (Llama 3, 2407.21783, part
+    3.3.2): two collectives per layer, and as much memory for keys and values as without context parallelism.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:

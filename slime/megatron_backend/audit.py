@@ -1,10 +1,11 @@
-"""--rlk-consistency: the trainer's log-probs of each rollout against the engine's, token by token, on every rank.
+"""--rlk-consistency: compares the trainer's log-probs of each rollout with the engine's, per token, on every rank.
 
     rollout's log-probs finite? -> [optimizer steps] -> comparable samples -> figures over all ranks -> strict: stop
 
-The trainer's side is the policy as the rollout found it: `data["log_probs"]` where an extra pass made them (then the
-figures come before training), else what the first optimizer step computes anyway. Nothing is computed for the audit.
-What cannot be compared is counted by reason and is in no average. Owns audit.jsonl and the batch of a stopped run.
+The trainer's log-probs are of the policy before the rollout's updates: `data["log_probs"]` if an extra pass computed
+them (then the figures come before training), else the log-probs of the first optimizer step. The audit computes no
+log-probs. Tokens that cannot be compared are counted by reason and excluded from every average. Owns audit.jsonl and
+the saved batch of a stopped run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from slime.types import Sample, TrainData
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a response: `position` counts response tokens from 0, `trainer` and `rollout` are nats."""
+    """One token of a response. `position` counts response tokens from 0. `trainer` and `rollout` are in nats."""
 
     sample: int | None
     position: int
@@ -58,7 +59,7 @@ class Token:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one data-parallel rank found: travels to all others as plain values."""
+    """The result of one data-parallel rank. All other ranks receive it as plain values."""
 
     sums: TokenSums
     reasons: Counter[str]
@@ -67,7 +68,7 @@ class _Part:
 
 
 class Audit:
-    """One per trainer rank. Every rank calls `watch` once a rollout and `add` once a micro-batch."""
+    """One per trainer rank. Every rank calls `watch` once per rollout and `add` once per micro-batch."""
 
     def __init__(self, config: Any, info: ParallelInfo, timers: Timers, temperature: float) -> None:
         self.config, self.info, self.timers = config, info, timers
@@ -85,20 +86,21 @@ class Audit:
     def watch(
         self, rollout_id: int, data: TrainData, metrics: dict[str, float]
     ) -> AbstractContextManager[None]:
-        """Around the optimizer steps of a rollout; puts consistency/* into `metrics`. Collective.
+        """Context of a rollout's optimizer steps. Adds consistency/* to `metrics`. Collective.
 
-        ValueError when the rollout has no log-probs, or one of an active token is not finite on either side.
-        RuntimeError in strict when a comparable token is beyond the tolerance, or none is comparable. Token and file
-        are named: the batch has been saved for --load-debug-rollout-data by then.
+        ValueError if the rollout has no log-probs, or an active token's log-prob is not finite on either side.
+        RuntimeError in strict mode if a comparable token exceeds the tolerance, or no token is comparable. The error
+        names the token and the file of the batch, which is saved for --load-debug-rollout-data.
         """
         return self._watch(rollout_id, data, metrics) if self.on else nullcontext()
 
     def wants(self, data: TrainData, step_id: int) -> bool:
-        """Whether the log-probs of this step's loss are the policy that the rollout found, and not known yet."""
+        """Whether the audit needs the log-probs of this step: they are of the policy before any update, and still
+        missing."""
         return self.on and step_id == 0 and "log_probs" not in data
 
     def add(self, data: TrainData, batch: MicroBatch, log_probs: Tensor) -> None:
-        """The detached log-probs [R] of a micro-batch that `wants` asked for."""
+        """Add the detached log-probs [R] of a micro-batch of a step for which `wants` is true."""
         parts = batch.split(log_probs, data["response_lengths"])
         self.found |= zip(batch.samples, parts, strict=True)
 
@@ -120,7 +122,7 @@ class Audit:
             yield
         except FloatingPointError:
             self._share(data)
-            if not before:  # a log-prob that is not finite explains it better than the norm of the gradients
+            if not before:  # report a log-prob that is not finite rather than the gradient norm
                 self._stop_at_fault(rollout_id, data, self._gather(self._fault(data)))
             raise
         if not before:
@@ -130,14 +132,14 @@ class Audit:
         self.found = {}
 
     def _share(self, data: TrainData) -> None:
-        """What the last stage's losses brought, for all stages of a pipeline; none by a loss that is a hook's."""
+        """Send the last stage's log-probs to all stages of a pipeline. A loss from a hook has none."""
         first_step = data["micro_batch_indices"][: data["num_microbatches"][0]]
         seen = [] if self.config.loss_type == "custom_loss" else [i for batch in first_step for i in batch]
         lengths = {i: data["response_lengths"][i] for i in seen}
         self.found = tensors_from_last_stage(self.info, self.found, lengths)
 
     def _report(self, rollout_id: int, data: TrainData) -> dict[str, float]:
-        """Compare, reduce, write, and in strict judge."""
+        """Compare, reduce, write, and in strict mode raise an error if the tolerance is exceeded."""
         trainer, rollout, part = self._compare(rollout_id, data)
         parts = self._gather(part)
         self._stop_at_fault(rollout_id, data, [p.fault for p in parts])
@@ -156,7 +158,7 @@ class Audit:
         return {f"consistency/{name}": value for name, value in metrics.items()}
 
     def _compare(self, rollout_id: int, data: TrainData) -> tuple[Tensor, Tensor, _Part]:
-        """Log-probs of this rank's comparable active tokens, trainer's and rollout's, and what is to say of them."""
+        """Log-probs of this rank's comparable active tokens, the trainer's and the rollout's, and the rank's result."""
         lengths = data["response_lengths"]
         masks = list(torch.cat(data["loss_masks"]).to("cpu", torch.int32).split(lengths))
         reasons: Counter[str] = Counter()
@@ -182,9 +184,9 @@ class Audit:
         return trainer, rollout, _Part(sums, reasons, worst, self._fault(data))
 
     def _difference(self, rollout_id: int, data: TrainData, i: int, mask: Tensor) -> str | None:
-        """Why sample i cannot be compared; None when it can."""
+        """Why sample i cannot be compared, or None if it can."""
         mine = self.mine | {
-            "weight_version": [rollout_id],  # weights after v rollouts are version v
+            "weight_version": [rollout_id],  # version v is the weights after v rollouts
             "token_ids": rollout_facts.token_checksum(data["tokens"][i]),
             "mask": rollout_facts.mask_checksum(mask),
         }
@@ -193,7 +195,7 @@ class Audit:
         return "later_step" if reason is None and i not in self.found else reason
 
     def _fault(self, data: TrainData) -> Token | None:
-        """The first active token of this rank with a log-prob that is not finite, on either side."""
+        """The first active token of this rank whose log-prob is not finite on either side."""
         for by_sample in (dict(enumerate(data["rollout_log_probs"])), self.found):
             samples = list(by_sample)
             values = torch.cat([by_sample[i] for i in samples]) if samples else torch.empty(0)
@@ -205,7 +207,7 @@ class Audit:
         return None
 
     def _token(self, data: TrainData, samples: list[int], flat: int) -> Token:
-        """The response token at place `flat` of the concatenated responses of `samples`."""
+        """The response token at index `flat` of the concatenated responses of `samples`."""
         ends = list(itertools.accumulate(data["response_lengths"][i] for i in samples))
         k = next(k for k, end in enumerate(ends) if flat < end)
         i, position = samples[k], flat - (ends[k - 1] if k else 0)
@@ -266,7 +268,7 @@ class Audit:
             file.write(json.dumps(line) + "\n")
 
     def _saved(self, rollout_id: int, data: TrainData) -> str:
-        """Save the samples of all ranks and say where. Collective; when it returns the file is complete."""
+        """Save the samples of all ranks and return the path. Collective. The file is complete when this returns."""
         parts = self._gather(samples_of(data, self.config.n_samples_per_prompt))
         template = rollout_facts.replay_template(self.config)
         path = template.format(rollout_id=rollout_id)
@@ -280,9 +282,9 @@ class Audit:
 
 
 def samples_of(data: TrainData, group_size: int) -> list[tuple[int, Sample]]:
-    """The samples of a rank's data as the rollout made them, each after its place in the rollout: for a replay.
+    """(index in the rollout, sample) for the samples of a rank's data, as the rollout made them. Used for a replay.
 
-    Groups are those of the rollout's facts; without facts, `group_size` neighbours.
+    Groups come from the rollout's facts. Without facts, `group_size` neighbours are a group.
     """
     out = []
     truncated = data.get("truncated", [0] * len(data["tokens"]))

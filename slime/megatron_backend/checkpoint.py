@@ -1,8 +1,8 @@
-"""Megatron distributed checkpoints: model, optimizer, schedule, generators and a record of the caller's.
+"""Megatron distributed checkpoints: model, optimizer, schedule, random generators and a record of the caller.
 
-Layout (Megatron's own): DIR/iter_0000010/ and DIR/latest_checkpointed_iteration.txt. A checkpoint is written beside
-its final place and renamed when complete, and only then named as the latest: a process killed at any moment leaves a
-latest that loads. Tensors are stored under global shapes, so ranks of another layout (tensor, context, data or pipeline
+Layout (Megatron's own): DIR/iter_0000010/ and DIR/latest_checkpointed_iteration.txt. A checkpoint is written under a
+temporary name, renamed when complete, and only then recorded as the latest. So the latest checkpoint always loads, even
+if the process is killed. Tensors have global shapes, so another layout of ranks (tensor, context, data or pipeline
 parallel) can load them.
 """
 
@@ -58,10 +58,10 @@ _SHAPE = (
 
 
 class _DirectSave(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by the calling process.
+    """Writes Megatron's torch_dist format in the calling process.
 
-    Megatron's own writer starts a manager and forks a process per file even for a synchronous save, which a Ray
-    actor full of threads cannot afford. The files are the same.
+    Megatron's own writer starts a manager and forks a process per file, even for a synchronous save. That is not safe
+    in a Ray actor with many threads. The files are the same.
     """
 
     def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
@@ -85,10 +85,10 @@ def save_checkpoint(
     *,
     extra: dict[str, Any] | None = None,
 ) -> Path:
-    """Write one checkpoint and make it the latest. Collective over all ranks; returns its path.
+    """Write one checkpoint, make it the latest and return its path. Collective over all ranks.
 
-    Without `optimizer` (--no-save-optim) the next run starts its moments and masters afresh. `extra` is a record of
-    plain values that `load_checkpoint` returns; rank 0's is kept.
+    Without `optimizer` (--no-save-optim), the next run starts with new moments and main weights. `extra` is a record
+    of plain values that `load_checkpoint` returns. Rank 0's record is saved.
     """
     path = iteration_path(Path(directory), iteration)
     partial = hidden(path, "partial")
@@ -138,12 +138,12 @@ def load_checkpoint(
     *,
     iteration: int | None = None,
 ) -> dict[str, Any]:
-    """Load the latest checkpoint under `directory`, or the one of `iteration`, in place; returns its `extra`.
+    """Load the latest checkpoint under `directory`, or checkpoint `iteration`, in place. Returns its `extra`.
 
-    Collective over all ranks. Learning rate, decay and the like stay as the optimizer and scheduler were built: the
-    checkpoint brings moments, step counts and how far the schedule has come. On the same layout of ranks training
-    continues bitwise (generators included); on another layout the generators keep their seeds.
-    ValueError when there is no such checkpoint or it belongs to a model of another shape.
+    Collective over all ranks. Settings such as learning rate and decay stay as the optimizer and scheduler were built.
+    The checkpoint supplies moments, step counts and the position in the schedule. On the same layout of ranks, training
+    continues bitwise, with the random generators. On another layout, the generators keep their seeds. ValueError if the
+    checkpoint does not exist or belongs to a model of another shape.
     """
     directory = Path(directory)
     iteration = latest(directory) if iteration is None else iteration
@@ -203,10 +203,10 @@ def _sharded_state(
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Moments, masters and step counts from `state`; every other setting of the groups stays as it was built.
+    """Load moments, main weights and step counts from `state`. Other settings of the groups stay as they were built.
 
-    Experts that ranks share have an optimizer of their own: `state` then has a numbered record of each. What is not
-    sharded, the step count, stands as it was when it was saved.
+    Experts that are split over ranks have a separate optimizer. Then `state` has a numbered record per optimizer. The
+    step count is not sharded, so it is loaded as it was saved.
     """
     settings = [
         {k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups
@@ -230,16 +230,17 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None
 
 
 def _saved_step(state: dict[Any, Any]) -> float:
-    """Optimizer steps, which all groups of a distributed optimizer's state count alike."""
+    """Number of optimizer steps. All groups of a distributed optimizer's state have the same count."""
     part = state if "optimizer" in state else state[0]
     return part["optimizer"]["param_groups"][0]["step"]
 
 
 def _load_distributed(optimizer: DistributedOptimizer, tensors: dict[str, Any], step: float) -> None:
-    """`DistributedOptimizer.load_state_dict` in two parts, around torch's per-parameter step count.
+    """`DistributedOptimizer.load_state_dict` in two parts, because of torch's step count per parameter.
 
-    megatron-core 0.16 looks for that count among the tensors of the reshardable format, which has none (its own
-    fused optimizers keep the count per group), and gives all parameters one tensor to count in.
+    megatron-core 0.16 looks for this count among the tensors of the reshardable format. That format has no count,
+    because Megatron's own fused optimizers count per group. megatron-core also gives all parameters one shared tensor
+    as their count.
     """
     own = optimizer.state_dict()
     for group in own["optimizer"]["param_groups"]:

@@ -1,9 +1,8 @@
-"""Lets megatron-core run where there is no GPU: CUDA device requests are answered with the CPU device.
+"""Lets megatron-core run without a GPU: requests for a CUDA device get the CPU device.
 
-megatron-core asks for `torch.cuda.current_device()`, `device="cuda"`, `.cuda()` and compares `Tensor.type()` with
-"torch.cuda.FloatTensor" throughout. Nothing in it needs a GPU on the paths used here, so the requests are redirected
-instead of patching or copying the library. This is the only file of the project that knows about it; on a machine
-with a GPU it does nothing at all.
+megatron-core calls `torch.cuda.current_device()`, `device="cuda"` and `.cuda()`, and compares `Tensor.type()` with
+"torch.cuda.FloatTensor". The code paths used here need no GPU, so this file redirects these requests, without patching
+or copying the library. No other file depends on it. On a machine with a GPU, it does nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _thread = threading.local()
 
 
 def _on_cpu(value: Any) -> Any:
-    """`value`, or the CPU device where it names a CUDA device."""
+    """`value`, or the CPU device if `value` names a CUDA device."""
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
@@ -35,12 +34,12 @@ class _CudaRequestsToCpu(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.device:  # naming a device asks for nothing yet
+        if func is torch.device:  # a torch.device object alone needs no GPU
             return func(*args, **kwargs)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type:
-            if len(args) == 1 and not kwargs:  # a question: answer as a GPU would
+            if len(args) == 1 and not kwargs:  # `Tensor.type()` without arguments: return the name for a GPU
                 return func(*args).replace("torch.", "torch.cuda.", 1)
             args = tuple(a.replace("torch.cuda.", "torch.") if isinstance(a, str) else a for a in args)
         if "device" in kwargs:
@@ -49,7 +48,7 @@ class _CudaRequestsToCpu(TorchFunctionMode):
 
 
 class _InOrder:
-    """Stands for a CUDA stream or event: work on the CPU is in program order already, nothing is ever waited for."""
+    """Replaces a CUDA stream or event. Work on the CPU runs in program order, so nothing waits."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -70,7 +69,7 @@ class _InOrder:
 
 
 class _CpuGenerators:
-    """`torch.cuda.default_generators` indexed by any device: the one CPU generator."""
+    """`torch.cuda.default_generators`: every index returns the CPU generator."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -81,8 +80,8 @@ def _answer(value: Any) -> Callable[..., Any]:
 
 
 def _with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_to_all_single` that takes its split sizes as tensors, of which Megatron makes numbers only when it brings
-    them from a GPU. Not a matter of the mode above, which is off in a backward."""
+    """`all_to_all_single` that accepts its split sizes as tensors. Megatron converts them to numbers only when it
+    copies them from a GPU. The mode above cannot do this, because it is off during the backward."""
 
     def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
         sizes = ("output_split_sizes", "input_split_sizes")
@@ -102,8 +101,8 @@ def _replace_cuda_module() -> None:
     cuda.Stream = cuda.Event = _InOrder
     cuda.stream = _InOrder
     cuda.current_stream = cuda.default_stream = _answer(_InOrder())
-    # Megatron's RNG tracker saves, seeds and restores the generator of "its device": here the CPU's.
-    # `is_initialized` makes torch run its deferred CUDA calls at once instead of queueing them for ever.
+    # Megatron's RNG tracker saves, seeds and restores the generator of its device: here the CPU's generator.
+    # With `is_initialized`, torch runs its deferred CUDA calls at once. Otherwise it would queue them for ever.
     cuda.is_initialized = _answer(True)
     cuda.default_generators = _CpuGenerators()
     for module in (cuda, cuda.random):
@@ -115,10 +114,10 @@ def _replace_cuda_module() -> None:
 
 
 def install_cpu_redirect() -> None:
-    """Redirect CUDA requests of this process to the CPU. Does nothing where CUDA is available, or when repeated.
+    """Redirect CUDA requests of this process to the CPU. Does nothing if CUDA is available, or in a repeated call.
 
-    Functions of `torch.cuda` are replaced once per process. Device arguments are rewritten by a torch function
-    mode, which torch keeps per thread: call this first in every thread that runs Megatron.
+    Functions of `torch.cuda` are replaced once per process. A torch function mode rewrites device arguments. torch
+    keeps this mode per thread, so call this function first in every thread that runs Megatron.
     """
     if torch.cuda.is_available():
         return

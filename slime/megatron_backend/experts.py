@@ -1,15 +1,16 @@
-"""Layers with routed experts: what config.json says of them in Megatron's words, and their part of the layer spec.
+"""Layers with routed experts: their Megatron settings from config.json, and their part of the layer spec.
 
     tokens -> router -> top-k experts of each token -> sum over them of weight x expert(token) [+ shared expert(token)]
 
-Scores are a softmax over the experts (Qwen) or a sigmoid of each (GLM; DeepSeek-V3, 2412.19437, part 2.1.2). GLM adds
-a correction bias to the scores for choosing, and not for weighing. It stays frozen: no gradient reaches it, and moved
-by load, as in pre-training, it would change the policy that the engine sampled from for no reason in the loss.
+Scores are a softmax over the experts (Qwen) or a sigmoid per expert (GLM; DeepSeek-V3, 2412.19437, part 2.1.2). GLM
+adds a correction bias to the scores that choose experts, but not to the weights of the sum. The bias stays frozen: no
+gradient reaches it, and an update by load, as in pre-training, would change the policy that the engine sampled from for
+no reason in the loss.
 
-The router computes in fp32 whatever the model's dtype. Every token reaches its experts: none are dropped, and there is
-no auxiliary loss, as reinforcement learning must train the policy that the engine sampled from.
+The router computes in fp32 for every dtype of the model. No token is dropped and there is no auxiliary loss, because
+reinforcement learning must train the policy that the engine sampled from.
 
-Shapes: T tokens, H hidden, F width of an expert, C pairs of a token and one of its experts, sorted by expert.
+Shapes: T tokens, H hidden, F width of an expert, C (token, expert) pairs, sorted by expert.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _FREE = {"moe_token_dispatcher_type", "moe_router_load_balancing_type"}
 
 
 def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Fields of TransformerConfig for the experts that config.json has. `config` has the ranks' layout, `overrides`
-    what the user set.
+    """Fields of TransformerConfig for the experts in config.json. `config` has the layout of the ranks, and `overrides`
+    the user's settings.
 
-    `norm_topk_prob` chooses the weights of a token's experts: softmax over the logits of the chosen (their softmax over
-    all, normalised), or the softmax over all as it is. ValueError for a key that is missing, a shape that Megatron
-    cannot compute, and an override that would make it another model.
+    `norm_topk_prob` selects the weights of a token's experts: a softmax over the logits of the chosen experts, or the
+    softmax over all experts without normalisation. ValueError for a missing key, a shape that Megatron cannot compute,
+    or an override that would change the model.
     """
     sigmoid = sigmoid_scores(hf_config)
     for key in _KEYS + _SIGMOID_KEYS * sigmoid:
@@ -99,8 +100,8 @@ def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, A
 
 
 def _sigmoid_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Sigmoid scores: the best by score + bias within `topk_group` of `n_group` groups, weighed by their scores over
-    the sum of these, times `routed_scaling_factor`; and the shared experts."""
+    """Fields for sigmoid scores and shared experts. The router takes the best experts by score + bias within
+    `topk_group` of `n_group` groups. Their weights are score / (sum of their scores) * `routed_scaling_factor`."""
     topk, groups, of_token = (hf_config[k] for k in ("num_experts_per_tok", "n_group", "topk_group"))
     if topk > 1 and not hf_config["norm_topk_prob"]:
         raise ValueError(
@@ -119,7 +120,7 @@ def _sigmoid_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
         )
     return {
         "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": True,  # read for softmax only; what launch scripts say of these models
+        "moe_router_pre_softmax": True,  # Megatron reads it for softmax only; launch scripts of these models set it
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups if groups > 1 else None,
@@ -130,7 +131,7 @@ def _sigmoid_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 class RouterLogits(torch.autograd.Function):
-    """`x.float() @ weight.float().T` for x [T, H] and weight [E, H], keeping both in their own dtypes."""
+    """`x.float() @ weight.float().T` for x [T, H] and weight [E, H]. Autograd keeps both in their own dtypes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -144,22 +145,22 @@ class RouterLogits(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """Megatron's router, without the two parts of it that megatron-core 0.16 cannot run here: its product names a
-    function of Transformer Engine that is not defined where that is not installed, and its count for a bias that moves
-    by load, which none does here, is compiled at the first token."""
+    """Megatron's router without two parts that megatron-core 0.16 cannot run here. Its product calls a function of
+    Transformer Engine, which may not be installed. Its count of tokens per expert, which only an update of the bias
+    needs, is compiled at the first token."""
 
     def gating(self, input: Tensor) -> Tensor:
         """[..., H] -> fp32 logits [..., E]."""
         return RouterLogits.apply(input.flatten(0, -2), self.weight).unflatten(0, input.shape[:-1])
 
     def replay(self, routing: Any) -> None:
-        """Take `slime.megatron_backend.routing_replay.Routing` of the micro-batch that comes next, or None."""
+        """Set the `slime.megatron_backend.routing_replay.Routing` of the next micro-batch, or None."""
         self.router_replay = None if routing is None else routing.of_layer(self.layer_number - 1)
 
     def _apply_expert_bias(self, *unused: Any, **also_unused: Any) -> None: ...
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """A cast of the model leaves the bias in fp32: rounded, it would choose other experts."""
+        """Keep the bias in fp32 when the model is cast, because a rounded bias would choose other experts."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -168,16 +169,16 @@ class Router(TopKRouter):
 
 
 class GatedExperts(SequentialMLP):
-    """Megatron's experts, each with weights of its own, computed together in two grouped products.
+    """Megatron's experts with separate weights, computed together in two grouped products.
 
-    As Megatron computes it without fusion: `fc2((swiglu(fc1(x)) * weight).to(x.dtype))`, weights in fp32. Where tensor
-    parallelism cuts experts, the dispatcher gathers their tokens and sums their outputs: here are products alone.
+    The formula is Megatron's without fusion: `fc2((swiglu(fc1(x)) * weight).to(x.dtype))`, weights in fp32. If tensor
+    parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs.
     """
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Tokens [C, H], sorted by expert, experts' shares [E] of C on any device, weights [C] -> [C, H]."""
+        """Tokens [C, H] sorted by expert, number of tokens per expert [E] on any device, weights [C] -> [C, H]."""
         tokens = permuted_local_hidden_states
         ends = expert_ends(tokens_per_expert, tokens.device)
         gate_and_up = GroupedProduct.apply(tokens, ends, *(e.linear_fc1.weight for e in self.local_experts))
@@ -186,8 +187,8 @@ class GatedExperts(SequentialMLP):
 
 
 def experts_spec(shared: type) -> ModuleSpec:
-    """The MLP slot of a layer with experts: Megatron's layer and dispatcher, `Router` and `GatedExperts`, and `shared`
-    for the expert of all tokens where a model has one."""
+    """The MLP slot of a layer with experts: Megatron's layer and dispatcher, `Router`, `GatedExperts`, and `shared` as
+    the shared expert if the model has one."""
     products = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=MoELayer,

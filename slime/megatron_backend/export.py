@@ -15,10 +15,10 @@ from slime.megatron_backend.weights import save_hf
 
 
 def export_checkpoint(config: Any, iteration: int | None, out_dir: Path) -> int:
-    """Write iteration `iteration` (None: the newest) of `config.load` to `out_dir`; returns the iteration.
+    """Write checkpoint `iteration` (None: the newest) of `config.load` to `out_dir`. Returns the iteration.
 
-    Names, shapes and tokenizer come from `config.hf_checkpoint`, the checkpoint that training started from; `config`
-    describes one rank. ValueError when there is no such checkpoint or its shapes are not those of config.json.
+    Names, shapes and tokenizer come from `config.hf_checkpoint`, the checkpoint that training started from. `config`
+    describes one rank. ValueError if the checkpoint does not exist or its shapes differ from config.json.
     """
     iteration = latest(config.load) if iteration is None else iteration
     if iteration is None:

@@ -1,9 +1,9 @@
-"""The product of each token with the weight of its expert, of all experts of a layer at once.
+"""The product of each token with the weight of its expert, for all experts of a layer in one call.
 
-Megatron holds one weight per expert; the product wants them as one tensor. They are stacked for each product and never
-kept: the stack of a Qwen3-30B-A3B's first products is 0.75 GiB a layer.
+Megatron has one weight per expert, and the product needs one tensor. So the weights are stacked for each product. The
+stack is not kept: for the first products of Qwen3-30B-A3B it is 0.75 GiB per layer.
 
-Shapes: E experts, C rows (pairs of a token and one of its experts) sorted by expert, K inputs, N outputs.
+Shapes: E experts, C rows ((token, expert) pairs) sorted by expert, K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn.functional import grouped_mm
 
 
 def expert_ends(shares: Tensor, device: torch.device) -> Tensor:
-    """Rows of each expert, [E] on any device -> where each expert's rows end, int32 [E] on `device`.
+    """Number of rows per expert, [E] on any device -> end of each expert's rows, int32 [E] on `device`.
 
-    The host waits for no device: numbers that lie on it go out from pinned memory.
+    The host does not wait for the device. Numbers on the host are copied from pinned memory.
     """
     ends = shares.cumsum(0, dtype=torch.int32)
     if device.type == "cuda" and not ends.is_cuda:
@@ -32,17 +32,18 @@ class GroupedProduct(torch.autograd.Function):
 
     Args:
         x: [C, K] in float32, bfloat16 or float16, K and N multiples of 16 bytes. C may be 0, and so may any share.
-        ends: int32 [E], `expert_ends`: rows ends[e - 1] to ends[e] are multiplied with weight e.
+        ends: int32 [E] from `expert_ends`. Rows ends[e - 1] to ends[e] are multiplied with weight e.
         weights: E tensors [N, K] of x's dtype, contiguous.
 
-    Backward computes d_x and, in x's dtype, the gradients of all weights: zeros where an expert has no rows. A weight
-    with a `main_grad` (Megatron's buffer, float32 as a rule) has its own added there, and `grad_added_to_main_grad`
-    set; rounded to x's dtype before, as Megatron without fused accumulation does. Autograd receives it in either case:
-    with --overlap-grad-reduce Megatron's hook counts the gradients that arrive. Seeing the mark, it drops them.
+    Backward computes d_x and the gradients of all weights in x's dtype. The gradient of an expert without rows is zero.
+    If a weight has a `main_grad` (Megatron's buffer, usually float32), its gradient is added there after rounding to
+    x's dtype, as in Megatron without fused accumulation, and `grad_added_to_main_grad` is set. Autograd gets the
+    gradient in either case, because with --overlap-grad-reduce Megatron's hook counts the gradients that arrive. The
+    hook drops a gradient whose weight has the mark.
 
-    RuntimeError of torch for other dtypes or widths, and for a second derivative. Products are one kernel for
-    bfloat16 on GPUs of compute capability 9 and 10 (torch 2.11); elsewhere grouped_mm itself goes expert by expert, on
-    a GPU after waiting for `ends`: right, and slow.
+    RuntimeError of torch for other dtypes or widths, and for a second derivative. For bfloat16 on GPUs of compute
+    capability 9 and 10 (torch 2.11), a product is one kernel. Elsewhere, grouped_mm computes one expert after another,
+    which is correct but slow; on a GPU, it also waits for `ends`.
     """
 
     @staticmethod
@@ -54,7 +55,7 @@ class GroupedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, ends, *weights = ctx.saved_tensors
-        upstream = upstream.contiguous()  # grouped_mm refuses one that was expanded
+        upstream = upstream.contiguous()  # grouped_mm does not accept an expanded tensor
         of_x, _, *of_weights = ctx.needs_input_grad
         d_x = grouped_mm(upstream, torch.stack(weights), offs=ends) if of_x else None
         if not any(of_weights):
@@ -65,7 +66,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 def _add_to_main_grads(weights: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
-    """Add in Megatron's buffers what its hook would add for one weight at a time."""
+    """Add the gradients to Megatron's buffers. Megatron's hook would add them one weight at a time."""
     theirs = [(w, w.main_grad, g) for w, g in zip(weights, gradients, strict=True) if hasattr(w, "main_grad")]
     if not theirs:
         return

@@ -1,8 +1,8 @@
-"""Megatron's transformer layer with rl_kernel's fused operators in it, and without keeping what is cheap to make again.
+"""Megatron's transformer layer with rl_kernel's fused operators. It recomputes values that are cheap to recompute.
 
-What stands between two matrix products of a layer (the outputs of the norms and of the gated activation) is a function
-of a tensor that is kept anyway. The product after it would keep it too; here its memory is given back after the forward
-and filled again when the backward arrives: 2 H + F elements a token and layer less, for no product computed twice.
+The outputs of the norms and of the gated activation are functions of tensors that autograd keeps anyway. The next
+matrix product would keep these outputs too. Here, their memory is freed after the forward and filled again in the
+backward. That saves 2 H + F elements per token and layer, and no matrix product is computed twice.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from slime.megatron_backend.experts import experts_spec
 class RMSNorm(nn.RMSNorm):
     """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019).
 
-    megatron-core's own wrapper of torch's norm refuses sequence parallelism, whose only demand on a norm is the mark
-    on its weight: the gradient is then summed over the tensor-parallel ranks, each of which saw part of the tokens.
+    megatron-core's own wrapper of torch's norm does not accept sequence parallelism. Sequence parallelism only needs a
+    mark on the norm's weight. With the mark, the gradient is summed over the tensor-parallel ranks, which each have a
+    part of the tokens.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel
-        self.deferred = False  # to the product that takes its output, see `defer`
+        self.deferred = False  # True: the next product computes this norm, see `defer`
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.deferred else self.normalise(x)
@@ -45,7 +46,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class NormedLinear(ColumnParallelLinear):
-    """Megatron's column-parallel product, of the norm that was deferred to it."""
+    """Megatron's column-parallel product. It also computes the norm that was deferred to it."""
 
     norm: Callable[[Tensor], Tensor] | None = None
 
@@ -70,10 +71,10 @@ class GatedMLP(MLP):
 
 
 class SharedExpert(GatedMLP):
-    """The expert of a sparse layer that every token goes to, as Megatron's layer builds and calls it."""
+    """The shared expert of a sparse layer, with the interface that Megatron's layer needs."""
 
     def __init__(self, config: TransformerConfig, *, gate: bool, **unused: Any) -> None:
-        assert not gate  # slime.megatron_backend.experts refuses it
+        assert not gate  # slime.megatron_backend.experts raises an error for it
         narrow = copy(config)
         narrow.ffn_hidden_size = config.moe_shared_expert_intermediate_size
         super().__init__(narrow)
@@ -83,48 +84,48 @@ class SharedExpert(GatedMLP):
 
 
 class Layer(TransformerLayer):
-    """Megatron's layer. With full recomputation it keeps nothing inside anyway, and stays as it is."""
+    """Megatron's layer. With full recomputation, it keeps nothing inside and stays unchanged."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        # what --recompute-modules layernorm asks for; Megatron's own way needs Transformer Engine
+        # this class does what --recompute-modules layernorm does; Megatron's own code needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
         if config.recompute_granularity != "full":
             defer(self.input_layernorm, self.self_attention.linear_qkv)
             if (
                 not self.is_moe_layer
-            ):  # the router and every expert read that norm: no one product to hand it to
+            ):  # the router and every expert read that norm, so no single product can compute it
                 defer(self.pre_mlp_layernorm, self.mlp.linear_fc1)
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
-        """Also what a layer that is computed again in the backward goes through, with the micro-batch it had."""
+        """A recomputed layer calls this in the backward too, with its own micro-batch."""
         if self.is_moe_layer:
             self.mlp.router.replay(packed_seq_params.routing)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def defer(norm: RMSNorm, linear: NormedLinear) -> None:
-    """Let `linear` compute `norm`, whose parameters stay where they are."""
+    """Let `linear` compute `norm`. The norm's parameters stay in the norm."""
     norm.deferred, linear.norm = True, norm.normalise
 
 
 def without_keeping(
     make: Callable[[Tensor], Tensor], x: Tensor, product: Callable[[Tensor], tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, Tensor | None]:
-    """`product(make(x))`, where autograd keeps `x` and not `make(x)`: the same bits are made again in the backward.
+    """`product(make(x))`, but autograd keeps only `x`. The backward computes `make(x)` again, with the same bits.
 
-    `make` must not need its output for its own backward, and nobody but `product` has that output. Its memory is given
-    back, and filled again when the gradient of the product's output is there, before it is used. Where the graph is
-    retained it stays filled for the next backward. What else `make` keeps stays kept: the kernel of rl_kernel.swiglu
-    keeps its input only, but its plain PyTorch keeps silu(gate) too, F elements a token.
+    The backward of `make` must not need the output of `make`, and only `product` may use that output. The output's
+    memory is freed, and filled again when the gradient of the product's output arrives. If the graph is retained, the
+    memory stays filled for the next backward. Other tensors that `make` saves stay saved: the kernel of
+    rl_kernel.swiglu saves its input only, but the plain PyTorch form also saves silu(gate), F elements per token.
     """
     made = make(x)
     output = product(made)
     if not output[0].requires_grad:
         return output
     storage = made.untyped_storage()
-    # Handed over at the first use: a hook lives until the whole graph is dropped, after the last layer's backward, and
-    # what it holds lives as long.
+    # The first use clears this list. A hook lives until the whole graph is dropped, after the last layer's backward,
+    # and its tensors would live as long.
     emptied = [(x, storage, storage.size())]
     storage.resize_(0)
 
@@ -142,7 +143,7 @@ def without_keeping(
 
 
 def layer_spec(core: TransformerConfig, *, sparse: bool = False) -> ModuleSpec:
-    """One layer, of Megatron's local modules where they are not replaced; with experts if `sparse`."""
+    """The spec of one layer, with experts if `sparse`. Modules that are not replaced are Megatron's local modules."""
     spec = get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, normalization=core.normalization)
     modules, attention = spec.submodules, spec.submodules.self_attention.submodules
     spec.module = Layer

@@ -1,5 +1,5 @@
-"""The GPT model of a checkpoint, or the pipeline stage of it that this rank has, ending in hidden states; logits only
-where `logits_of` is asked for them.
+"""The GPT model of a checkpoint, or this rank's pipeline stage of it. The output is hidden states. `logits_of` computes
+logits.
 
     tokens, layout -> stage_output -> [last stage] hidden_of, or logits_of
 
@@ -30,7 +30,7 @@ from slime.megatron_backend.model_config import padded_vocab_size, rope_theta, r
 class HiddenGPTModel(GPTModel):
     """Megatron's GPTModel, but `forward` stops before the output layer: hidden states after the final norm.
 
-    Built by `build_model`. `hf_config` is the config.json it came from, `sizes` what weight layouts need.
+    `build_model` builds it. `hf_config` is the checkpoint's config.json, and `sizes` are the sizes for weight layouts.
     """
 
     def __init__(self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes) -> None:
@@ -46,7 +46,7 @@ class HiddenGPTModel(GPTModel):
         )
         self.hf_config, self.sizes = hf_config, sizes
         self.rope_theta, self.rotary_size = rope_theta(hf_config), rotary_size(hf_config)
-        # Megatron puts its matrices where they belong itself; torch's norms it leaves on the host, in fp32
+        # Megatron moves its own matrices to the device, but leaves torch's norms on the host in fp32
         self.to(torch.cuda.current_device(), core.params_dtype)
 
     def forward(
@@ -57,8 +57,8 @@ class HiddenGPTModel(GPTModel):
         *,
         packed_seq_params: PackedLayout,
     ) -> Tensor:
-        """input_ids [1, P] -> hidden states [P, 1, H] of this stage, or this rank's [P / TP, 1, H] under sequence
-        parallelism. Stages after the first take theirs from `set_input_tensor` and not from `input_ids`."""
+        """input_ids [1, P] -> hidden states [P, 1, H] of this stage, or this rank's [P / TP, 1, H] with sequence
+        parallelism. Stages after the first read their input from `set_input_tensor`, not from `input_ids`."""
         packed_seq_params.rotary = self._rotary(packed_seq_params.positions)
         return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
 
@@ -66,8 +66,8 @@ class HiddenGPTModel(GPTModel):
         return hidden_states
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `position * theta ** (-2 k / R)`: two fp32 tensors [P, 1, R/2], computed as HF does, of the R
-        dimensions of a head that are rotated."""
+        """cos and sin of `position * theta ** (-2 k / R)` for the R rotated dimensions of a head: two fp32 tensors
+        [P, 1, R/2], computed as in HF."""
         size = self.rotary_size
         steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
         angles = positions.float()[:, None, None] * (1.0 / self.rope_theta**steps)
@@ -84,11 +84,12 @@ def _block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
 
 
 def build_model(hf_config: dict[str, Any], config: Any, *, ddp: bool = True) -> nn.Module:
-    """The model of a checkpoint on this rank, parameters uninitialised: fill them with `load_hf` or `load_checkpoint`.
+    """The model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
+    `load_checkpoint`.
 
-    `config` gives the parallel layout, precision and Megatron flags. With `ddp` the model is wrapped in Megatron's
-    DistributedDataParallel, whose fp32 gradient buffers are summed, not averaged, over data-parallel ranks; without,
-    it holds no gradients (reference model). Needs `init_parallel` first.
+    `config` gives the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
+    DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
+    Without `ddp`, the model has no gradients (reference model). Call `init_parallel` first.
     """
     core = transformer_config(hf_config, config)
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -105,7 +106,7 @@ def _ddp_config(config: Any) -> DistributedDataParallelConfig:
     fields: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": config.use_distributed_optimizer,
-        "check_for_nan_in_grad": False,  # the optimizer step reports a gradient norm that is not finite
+        "check_for_nan_in_grad": False,  # the optimizer step checks that the gradient norm is finite
     }
     fields |= config.megatron.core_overrides(DistributedDataParallelConfig)
     return DistributedDataParallelConfig(**fields)
@@ -117,10 +118,10 @@ def unwrap(model: nn.Module) -> HiddenGPTModel:
 
 
 def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
-    """tokens [P] int64 -> what this stage's last layer gives: [P, 1, H] in the model's dtype, or this rank's
-    [P / TP, 1, H] under sequence parallelism.
+    """tokens [P] int64 -> output of this stage's last layer: [P, 1, H] in the model's dtype, or this rank's
+    [P / TP, 1, H] with sequence parallelism.
 
-    ValueError when P does not fit the layout or, under sequence parallelism, the number of tensor-parallel ranks.
+    ValueError if P does not fit the layout or, with sequence parallelism, the number of tensor-parallel ranks.
     """
     if tokens.shape != layout.positions.shape:
         raise ValueError(
@@ -139,18 +140,17 @@ def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tens
 def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
     """The last stage's output -> hidden states [P, H], equal on all tensor-parallel ranks.
 
-    The gradient that comes back must be the full one, equal on all tensor-parallel ranks, as
-    `rl_kernel.linear_logp` returns it.
+    The backward needs the full gradient, equal on all tensor-parallel ranks, as `rl_kernel.linear_logp` returns it.
     """
     if unwrap(model).config.sequence_parallel:
-        # the head's gradient arrives complete on every rank: take this rank's rows instead of summing over ranks
+        # every rank has the head's full gradient, so take this rank's rows and do not sum over ranks
         output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
     return output.squeeze(1)
 
 
 def logits_of(model: nn.Module, output: Tensor) -> Tensor:
-    """The last stage's output -> logits [P, V_local] of Megatron's output layer in the model's dtype, padding columns
-    too."""
+    """The last stage's output -> logits [P, V_local] of Megatron's output layer in the model's dtype, with padding
+    columns."""
     inner = unwrap(model)
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else None
@@ -159,8 +159,8 @@ def logits_of(model: nn.Module, output: Tensor) -> Tensor:
 
 
 def output_weight(model: nn.Module) -> Tensor:
-    """The head's weight on this rank, [V_local, H]: the output layer's, or the embedding where the two are tied. On the
-    last stage only."""
+    """The head's weight on this rank, [V_local, H]: the output layer's weight, or the embedding if they are tied. Only
+    on the last stage."""
     inner = unwrap(model)
     return (
         inner.shared_embedding_or_output_weight()
@@ -170,9 +170,9 @@ def output_weight(model: nn.Module) -> Tensor:
 
 
 def head_main_grad(model: nn.Module) -> Tensor | None:
-    """The fp32 buffer [V_local, H] that sums the head's weight gradient over micro-batches, for an operator to add to.
+    """The fp32 buffer [V_local, H] that sums the head's weight gradient over micro-batches. An operator may add to it.
 
-    None where the gradient must come through autograd: --overlap-grad-reduce counts the gradients that arrive there.
+    None if the gradient must pass through autograd: --overlap-grad-reduce counts the gradients that arrive there.
     """
     weight, settings = output_weight(model), model.ddp_config
     if settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
@@ -181,6 +181,6 @@ def head_main_grad(model: nn.Module) -> Tensor | None:
 
 
 def vocab_range(model: nn.Module) -> tuple[int, int]:
-    """(first vocabulary row of this rank, real vocabulary size): the `vocab_start` and `vocab_size` of linear_logp."""
+    """(first vocabulary row of this rank, real vocabulary size), for `vocab_start` and `vocab_size` of linear_logp."""
     start = parallel_state.get_tensor_model_parallel_rank() * output_weight(model).shape[0]
     return start, unwrap(model).sizes.vocab

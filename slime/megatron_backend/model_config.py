@@ -1,4 +1,4 @@
-"""config.json of an HF checkpoint -> megatron-core TransformerConfig. Refuses what would go wrong silently."""
+"""config.json of an HF checkpoint -> megatron-core TransformerConfig. Unsupported settings are errors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SHAPE_KEYS = (
 
 
 def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
-    """Parsed config.json of a checkpoint directory, checked to be a model that can be trained.
+    """Parsed config.json of a checkpoint directory, checked to be a supported model.
 
-    ValueError when the file is absent or malformed, a needed key is missing, or the family, the rotary scaling, the
+    ValueError if the file is absent or malformed, a needed key is missing, or the family, the rotary scaling, the
     activation or the attention kind is not supported.
     """
     hf_config = read_hf_config(checkpoint_dir)
@@ -35,7 +35,7 @@ def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
 
 
 def check_hf_config(hf_config: dict[str, Any]) -> None:
-    """Raise ValueError for an architecture this backend does not compute faithfully, or is not known to yet."""
+    """ValueError for an architecture that this backend does not support."""
     check_experts(hf_config)
     family = family_for(hf_config)
     for key in _SHAPE_KEYS:
@@ -53,9 +53,9 @@ def check_hf_config(hf_config: dict[str, Any]) -> None:
 
 
 def rope_theta(hf_config: dict[str, Any]) -> float:
-    """Base of the rotary frequencies, from either place config.json may keep it.
+    """Base of the rotary frequencies. config.json may have it in two places.
 
-    Only unscaled rotary embeddings are supported; anything else is a ValueError.
+    ValueError for scaled rotary embeddings, which are not supported.
     """
     record = _rope_record(hf_config)
     kind = record.get("rope_type", record.get("type", "default"))
@@ -69,8 +69,8 @@ def rope_theta(hf_config: dict[str, Any]) -> float:
 
 
 def rotary_size(hf_config: dict[str, Any]) -> int:
-    """Dimensions of a head that are rotated, R: the first `partial_rotary_factor` of them, halves of those R paired.
-    ValueError where that is not an even number of them, or a part in a family that rotates whole heads."""
+    """Number R of rotated dimensions of a head: the first `partial_rotary_factor` of them, paired between the two
+    halves of R. ValueError if R is odd, or smaller than the head in a family that rotates whole heads."""
     default, size = family_for(hf_config).rotary_fraction, head_dim(hf_config)
     fraction = _rope_record(hf_config).get("partial_rotary_factor", default)
     if default == 1.0 and fraction != 1.0:
@@ -87,13 +87,13 @@ def rotary_size(hf_config: dict[str, Any]) -> int:
 
 
 def _rope_record(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Older files have the rotary settings and `rope_scaling` at the top, newer ones one record `rope_parameters`."""
+    """The rotary settings. Older files have them at the top level, newer files in the record `rope_parameters`."""
     scaling, parameters = hf_config.get("rope_scaling") or {}, hf_config.get("rope_parameters") or {}
     return {**hf_config, **scaling, **parameters}
 
 
 def head_dim(hf_config: dict[str, Any]) -> int:
-    """Size of one attention head: `head_dim`, else hidden size over heads."""
+    """Size of one attention head: `head_dim`, else hidden size divided by the number of heads."""
     return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
@@ -108,7 +108,7 @@ def params_dtype(config: Any) -> torch.dtype:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """Vocabulary rows incl. padding: `vocab_size` rounded up to a multiple of `divisible_by * tp_size`."""
+    """Vocabulary rows with padding: `vocab_size` rounded up to a multiple of `divisible_by * tp_size`."""
     multiple = divisible_by * tp_size
     return -(-vocab_size // multiple) * multiple
 
@@ -123,10 +123,10 @@ def _leave_as_is(weight: torch.Tensor) -> None: ...
 def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerConfig:
     """Megatron's model description of a checkpoint, for the parallel layout and precision of `config`.
 
-    Flags of TransformerConfig that the user gave (recomputation and the like) are applied last. There is no dropout:
-    two passes over the same weights must be one policy. `calculate_per_token_loss` is always on inside Megatron: its
-    DDP then sums gradients over data-parallel ranks without dividing, and the loss carries its own denominators.
-    ValueError when the pipeline stages cannot share the layers.
+    The user's flags of TransformerConfig (recomputation and others) are applied last. There is no dropout, because two
+    passes over the same weights must compute the same policy. `calculate_per_token_loss` is always on inside Megatron,
+    so its DDP sums gradients over data-parallel ranks without dividing, and the loss has its own denominators.
+    ValueError if the layers cannot be divided among the pipeline stages.
     """
     family, dtype = family_for(hf_config), params_dtype(config)
     config.megatron.layers_of_stages(hf_config["num_hidden_layers"])
@@ -152,13 +152,14 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,
-        "deallocate_pipeline_outputs": config.pipeline_model_parallel_size > 1,  # what has been sent on
-        "variable_seq_lengths": True,  # of micro-batches: pipeline stages tell each other shapes
-        "moe_token_dispatcher_type": "alltoall",  # Megatron checks that this one can, of dense models too
+        "deallocate_pipeline_outputs": config.pipeline_model_parallel_size
+        > 1,  # frees outputs that were sent on
+        "variable_seq_lengths": True,  # micro-batches differ in length, so pipeline stages send their shapes
+        "moe_token_dispatcher_type": "alltoall",  # Megatron checks this setting for dense models too
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
         "transformer_impl": "local",
-        # Every parameter is read from a checkpoint. (Switching initialisation off altogether would also leave out the
-        # marks of tensor-parallel parameters, which export and the gradient norm go by.)
+        # Every parameter is read from a checkpoint. Initialisation cannot be switched off completely, because it also
+        # marks tensor-parallel parameters, and export and the gradient norm need these marks.
         "init_method": _leave_as_is,
         "output_layer_init_method": _leave_as_is,
         "embedding_init_method": _leave_as_is,

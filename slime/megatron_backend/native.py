@@ -1,7 +1,7 @@
 """The native path (--rlk-fast off): log-probs and entropy from full logits in plain PyTorch, without rl_kernel.
 
-What trainers commonly do, and what every comparison is made with: float32 logits, Megatron's vocabulary-parallel cross
-entropy, the softmax kept for the backward. R response tokens, V_local columns of this rank.
+This is what trainers commonly do, and the baseline of every comparison: float32 logits, Megatron's vocabulary-parallel
+cross entropy, and the softmax kept for the backward. R response tokens, V_local columns of this rank.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
 
 EntropyUse = Literal["none", "metric", "loss"]
-"""Not computed; computed without a gradient; with one."""
+"""Not computed; computed without a gradient; computed with a gradient."""
 
 PADDING_LOGIT = -1e30
 """Finite, so that probability x log-probability of a padding column is 0 and not NaN."""
 
 
 def mask_padding(logits: Tensor, start: int, size: int) -> Tensor:
-    """Columns of `logits` [R, V_local] that only pad the vocabulary (ids from `size` on) set to PADDING_LOGIT."""
+    """`logits` [R, V_local] with the padding columns of the vocabulary (ids from `size` on) set to PADDING_LOGIT."""
     if start + logits.shape[-1] <= size:
         return logits
     padding = torch.arange(start, start + logits.shape[-1], device=logits.device) >= size
@@ -32,22 +32,22 @@ def mask_padding(logits: Tensor, start: int, size: int) -> Tensor:
 def log_probs_and_entropy(
     logits: Tensor, targets: Tensor, *, temperature: float, entropy: EntropyUse
 ) -> tuple[Tensor, Tensor | None]:
-    """`log_softmax(logits / temperature, -1)[target]` [R] and the entropy [R] or None, fp32 nats; differentiable.
+    """`log_softmax(logits / temperature, -1)[target]` [R] and the entropy [R] or None, in fp32 nats. Differentiable.
 
-    `logits` [R, V_local] float32 without padding's part (`mask_padding`), split over Megatron's tensor-parallel group;
-    its memory is used.
+    `logits` [R, V_local] float32 with masked padding (`mask_padding`), split over Megatron's tensor-parallel group. Its
+    memory is overwritten.
     """
     if temperature != 1:
         logits = logits / temperature
     values = None
     if entropy != "none":
         values = VocabParallelEntropy.apply(logits if entropy == "loss" else logits.detach())
-    # Last: Megatron subtracts the maximum in place.
+    # This comes last, because Megatron subtracts the maximum in place.
     return -vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0], values
 
 
 class VocabParallelEntropy(torch.autograd.Function):
-    """`logsumexp(z) - (softmax(z) * z).sum(-1)` over the tensor-parallel group, softmax kept; the gradient is
+    """`logsumexp(z) - (softmax(z) * z).sum(-1)` over the tensor-parallel group. Keeps the softmax. The gradient is
     `-p * (log p + entropy)`."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule for a model, and the gradient reduction that comes before a step.
+"""Megatron's optimizer and learning-rate schedule for a model, and the gradient reduction before a step.
 
 One step: `model.zero_grad_buffer(); optimizer.zero_grad()`, forward and backward of every micro-batch,
 `finish_grads(model)`, `updated, grad_norm, _ = optimizer.step()`, `scheduler.step(increment=global_batch_size)`.
@@ -20,12 +20,13 @@ from slime.megatron_backend.model_config import params_dtype
 def build_optimizer(
     model: nn.Module, config: Any, *, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Optimizer over the data-parallel-wrapped `model`, and its schedule; the model's weights must be loaded already.
+    """Optimizer of the data-parallel-wrapped `model`, and its schedule. Load the model's weights before this call.
 
-    Sharded over data-parallel ranks unless --no-use-distributed-optimizer; master weights and moments are fp32.
-    Gradients are clipped to --clip-grad by their global norm. The schedule counts samples, so an optimizer step is
-    worth its batch: it spans --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples,
-    with --lr-warmup-iters of linear warm-up from 0, then --lr-decay-style down to --min-lr.
+    The state is sharded over data-parallel ranks unless --no-use-distributed-optimizer. Main weights and moments are
+    fp32. Gradients are clipped to --clip-grad by their global norm. The schedule counts samples. It covers
+    --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples: --lr-warmup-iters steps of linear
+    warm-up from 0, then --lr-decay-style down to --min-lr.
+
     ValueError for another --optimizer than adam, a warm-up as long as the schedule, or --min-lr above --lr.
     """
     if config.optimizer != "adam":
@@ -54,15 +55,13 @@ def build_optimizer(
 
 
 def _start_adam(optimizer: MegatronOptimizer) -> None:
-    """Create torch's Adam state now (zero moments, step 0) rather than at the first step.
+    """Create torch's Adam state (zero moments, step 0) before the first step.
 
-    megatron-core reads the step count whenever it saves or loads a distributed optimizer, also a fresh one.
+    megatron-core reads the step count when it saves or loads a distributed optimizer, even a new one.
     """
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
-        if isinstance(
-            inner, torch.optim.Adam
-        ):  # AdamW too; fused Adams of other libraries look after themselves
+        if isinstance(inner, torch.optim.Adam):  # AdamW too; fused Adams of other libraries need no change
             for group in inner.param_groups:
                 for p in group["params"]:
                     moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
@@ -70,11 +69,11 @@ def _start_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Have torch's Adam update in one kernel, which allocates nothing; after its state was made or loaded.
+    """Make torch's Adam update in one kernel, which allocates nothing. Call it after the state was created or loaded.
 
-    megatron-core leaves the choice to torch, which takes the form of many kernels whose root of the second moments is a
-    tensor as large as they are: 4 bytes a parameter, at the moment of a step when nothing else is free. That kernel
-    reads the step counts where the parameters are.
+    megatron-core leaves the choice to torch. torch then uses many kernels and allocates the square root of the second
+    moments: 4 bytes per parameter, at the peak of a step. The single kernel needs the step counts on the parameters'
+    device.
     """
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
@@ -107,14 +106,15 @@ def _schedule(optimizer: MegatronOptimizer, config: Any, total_steps: int) -> Op
         end_wd=config.weight_decay,
         wd_incr_steps=steps * samples,
         wd_incr_style="constant",
-        # a resumed run follows the flags it was given now; the checkpoint tells how far the schedule has come
+        # a resumed run uses its current flags; the checkpoint gives the position in the schedule
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
 
 
 def finish_grads(model: nn.Module) -> None:
-    """Complete the gradients of a step: sum over data-parallel ranks, and over tensor-parallel ranks where each saw
-    only part of the tokens or heads. Collective; call it once, after the last micro-batch's backward.
+    """Complete the gradients of a step: sum over data-parallel ranks, and over tensor-parallel ranks for parameters
+    whose ranks had only a part of the tokens or heads. Collective. Call it once, after the last micro-batch's
+    backward.
     """
     finalize_model_grads([model])

@@ -1,4 +1,4 @@
-"""What a trainer says when its device has no memory left: where it stood, and what would lower it."""
+"""The trainer's error when its device is out of memory: measured peaks, the estimate, and flags that lower memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slime.tracking.timers import Timers
 
 @contextmanager
 def explained(doing: str, config: Any, estimate: Estimate, timers: Timers) -> Iterator[None]:
-    """Give torch.OutOfMemoryError of the block the peaks of all phases since the last `timers.flush`, the estimate, and
-    the flags that would have lowered them."""
+    """Add to torch.OutOfMemoryError of the block: the peaks of all phases since the last `timers.flush`, the estimate,
+    and the flags that lower memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,7 +1,7 @@
 """Starts torch.distributed and Megatron's process groups for one trainer rank.
 
-Tensor, context, data and pipeline parallelism, and for experts their own cut of the same ranks: of each pipeline stage
-EP x ETP ranks share the experts, and as many as are left over repeat them.
+Supports tensor, context, data and pipeline parallelism. Experts split the same ranks in another way: in each pipeline
+stage, EP x ETP ranks share the experts, and each further group of EP x ETP ranks has a copy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from slime.megatron_backend.cpu_device import install_cpu_redirect
 
 @dataclass(frozen=True)
 class ParallelInfo:
-    """Where this process stands: rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank.
+    """This process's ranks: rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank.
 
-    Ranks that differ in cp_rank or pp_rank only are given the same samples: the first compute parts of each row, the
-    second layers of the model. `dp_cp_group` has all ranks whose gradients of a parameter are summed. The groups are
-    live objects of this process: keep the record out of messages to other processes.
+    Ranks that differ only in cp_rank or pp_rank get the same samples. Ranks of different cp_rank compute parts of each
+    row, and ranks of different pp_rank compute different layers. `dp_cp_group` has all ranks whose gradients of a
+    parameter are summed. The groups are live objects of this process, so do not send this record to other processes.
     """
 
     rank: int
@@ -71,10 +71,10 @@ def _check(rank: int, world_size: int, config: Any) -> None:
 def init_parallel(
     rank: int, world_size: int, config: Any, *, init_method: str, local_rank: int = 0
 ) -> ParallelInfo:
-    """Join the trainer's process group and build Megatron's groups; every rank must call it.
+    """Join the trainer's process group and build Megatron's groups. Every rank must call it.
 
-    `init_method` is torch's rendezvous address ("tcp://HOST:PORT" or "file://PATH"), `local_rank` the index of the
-    GPU this process drives. Backend: NCCL where CUDA is available, else gloo with CUDA requests redirected.
+    `init_method` is torch's rendezvous address ("tcp://HOST:PORT" or "file://PATH"). `local_rank` is the index of this
+    process's GPU. The backend is NCCL if CUDA is available, else gloo with redirected CUDA requests.
     Reads the parallel sizes, --distributed-timeout-minutes and --seed. All generators (Python, numpy,
     torch, Megatron's tracker) are seeded from --seed, so a run repeats exactly on the same number of ranks.
     """
@@ -123,7 +123,7 @@ def init_parallel(
 
 
 def destroy_parallel() -> None:
-    """Leave the groups that `init_parallel` joined. A second call does nothing."""
+    """Leave the groups of `init_parallel`. A second call does nothing."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

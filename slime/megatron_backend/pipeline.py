@@ -1,9 +1,9 @@
-"""Micro-batches through the stages of the model: Megatron's schedule, and what the stages tell each other afterwards.
+"""Runs micro-batches through the stages of the model with Megatron's schedule, and shares the last stage's results.
 
     pack -> stage_output -> [next stage] -> ... -> loss -> backward -> ... -> [stage before]
 
-Without pipeline parallelism the schedule is one micro-batch after the other; with it, one forward one backward in turns
-(1F1B, 2104.04473). Micro-batches may differ in length: the stages tell each other shapes.
+Without pipeline parallelism, the schedule runs one micro-batch after another. With pipeline parallelism, forward and
+backward alternate (1F1B, 2104.04473). Micro-batches may differ in length, so the stages send their shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slime.tracking.timers import Timers
 T = TypeVar("T")
 
 OnOutput = Callable[[MicroBatch, Tensor], tuple[Tensor, T]]
-"""(micro-batch, the last stage's output) -> (the loss to go backward from, what to keep of it)."""
+"""(micro-batch, the last stage's output) -> (the loss for the backward, the result to return)."""
 
 
 def run_stages(
@@ -37,10 +37,10 @@ def run_stages(
     on_output: OnOutput[T],
     timers: Timers,
 ) -> list[T]:
-    """Forward and backward of `count` micro-batches; gradients add up in the model's buffers, not yet over ranks.
+    """Forward and backward of `count` micro-batches. Gradients add up in the model's buffers, not yet over ranks.
 
-    Returns what `on_output` kept, in order, on the last stage; an empty list on the others. Collective over the ranks
-    of the pipeline, and over data-parallel ranks with --overlap-grad-reduce.
+    Returns the results of `on_output` in order on the last stage, and an empty list on other stages. Collective over
+    the ranks of the pipeline, and over data-parallel ranks with --overlap-grad-reduce.
     """
     core = unwrap(model).config
     core.timers, core.no_sync_func = _ScheduleTimers(timers), model.no_sync
@@ -54,7 +54,7 @@ def run_forward(
     count: int,
     on_output: Callable[[MicroBatch, Tensor], T],
 ) -> list[T]:
-    """Forward alone of `count` micro-batches, under torch.no_grad() of the caller; returns as `run_stages`."""
+    """Forward only of `count` micro-batches, under the caller's torch.no_grad(). Returns the same as `run_stages`."""
     unwrap(model).config.timers = None
 
     def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, T]:
@@ -82,11 +82,11 @@ def _schedule(
 
         def loss(output: Tensor) -> tuple[Tensor, int, T]:
             value, kept = on_output(batch, output)
-            return value, 0, kept  # the loss has its own denominators: Megatron's count of tokens is not used
+            return value, 0, kept  # the loss has its own denominators, so Megatron's token count is not used
 
         return output, loss
 
-    # shapes are told by `variable_seq_lengths`: the two sizes are asked for and not used
+    # with `variable_seq_lengths`, stages send their shapes; the two sizes are required arguments but not used
     return get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(batches),
@@ -99,8 +99,8 @@ def _schedule(
 
 
 class _ScheduleTimers:
-    """Megatron's timers as the schedule calls them, `timers(name, log_level=..).start()`, onto ours: `backward`, and
-    `pipeline_wait` for sending to and receiving from other stages."""
+    """Adapter from Megatron's timers (`timers(name, log_level=..).start()`) to `Timers`: `backward`, and
+    `pipeline_wait` for sends to and receives from other stages."""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
@@ -114,7 +114,7 @@ class _ScheduleTimers:
 
 
 class _Span:
-    """One start and stop. The schedule names the spans of the forward too, which `_schedule` measures itself."""
+    """One span with start and stop. The schedule also reports forward spans, but `_schedule` measures these itself."""
 
     def __init__(
         self, timers: Timers, name: str | None, running: dict[str, AbstractContextManager[None]]
@@ -132,7 +132,7 @@ class _Span:
 
 
 def from_last_stage(info: ParallelInfo, value: T) -> T:
-    """The last stage's `value` on every stage: plain data. Collective over the pipeline."""
+    """The last stage's `value` (plain data) on every stage. Collective over the pipeline."""
     if info.pp_size == 1:
         return value
     box = [value]
@@ -143,7 +143,7 @@ def from_last_stage(info: ParallelInfo, value: T) -> T:
 def tensors_from_last_stage(
     info: ParallelInfo, tensors: dict[int, Tensor], lengths: dict[int, int]
 ) -> dict[int, Tensor]:
-    """fp32 tensors of the last stage, by sample, on every stage: one broadcast. All stages know the `lengths`."""
+    """The last stage's fp32 tensors per sample, on every stage. One broadcast. All stages know the `lengths`."""
     if info.pp_size == 1:
         return tensors
     if not lengths:

@@ -1,14 +1,14 @@
-"""Which parts of the trainer's state are on its device: the rest is on the host until the trainer needs it.
+"""Which parts of the trainer's state are on the device. The other parts are on the host until the trainer needs them.
 
     residence.bring("parameters", "gradients", "optimizer")     train     residence.release("gradients", "optimizer")
 
-Owns the host copies, pinned once, one a part. A part leaves by its storages: they are emptied and later filled again in
-place, so that every view of them (parameters in Megatron's flat buffers, shards, hooks on gradients) stays what it is.
-A tensor that is away must not be touched; `read` gives the values of a parameter wherever they are.
+Owns the host copies: one per part, pinned once. To offload a part, its storages are emptied and later filled again in
+place, so every view of them (parameters in Megatron's flat buffers, shards, gradient hooks) stays valid. Do not use a
+tensor while it is offloaded. `read` returns the values of a parameter from the device or the host.
 
-Not Megatron's own means (`MegatronOptimizer.offload_to_cpu`, `_ParamAndGradBuffer.offload_to_cpu`): the first copies to
-pageable memory that it allocates anew each time, tensor by tensor and waiting for each; the second knows neither models
-without a gradient buffer nor optimizers that are not distributed, and empties storages before its copy is done.
+Megatron's own functions are not used (`MegatronOptimizer.offload_to_cpu`, `_ParamAndGradBuffer.offload_to_cpu`). The
+first allocates pageable memory each time and waits for each tensor. The second does not support models without a
+gradient buffer or optimizers that are not distributed, and it empties storages before its copy is complete.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from slime.tracking.timers import Timers
 
 ALIGNMENT = 512
-"""Bytes at which a storage begins in its host copy: any dtype may, and copies are of whole pages' parts."""
+"""Alignment in bytes of a storage in its host copy. It fits every dtype and divides the page size."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A storage of the device, its size in bytes, and where it lies in the part's host copy."""
+    """A storage on the device, its size in bytes, and its offset in the part's host copy."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -41,9 +41,10 @@ class _Piece:
 
 
 class Residence:
-    """`parts` may leave `device` (see slime.config.cluster.PARTS); for the others nothing here does anything.
+    """Moves `parts` between `device` and host (see slime.config.cluster.PARTS). Other parts always stay on the device.
 
-    `models`: the trained one in its data-parallel wrapper first, then a reference. The optimizer's state must exist.
+    `models`: first the trained model in its data-parallel wrapper, then a reference model. The optimizer's state must
+    exist.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Residence:
         self._away: set[str] = set()
         self._moved = {"offload": 0, "onload": 0}
         seen: set[int] = set()
-        # In this order: without mixed precision the main weights are the parameters, and go with them.
+        # The order matters: without mixed precision, the main weights are the parameters and belong to that part.
         tensors = {
             "parameters": parameters_of(models := list(models)),
             "gradients": gradients_of(models),
@@ -80,13 +81,13 @@ class Residence:
         return frozenset(self._away)
 
     def nbytes(self, part: str) -> int:
-        """Bytes that the device gets when `part` leaves."""
+        """Bytes that are freed on the device when `part` leaves."""
         return sum(piece.nbytes for piece in self._pieces.get(part, ()))
 
     def release(self, *parts: str, timer: str = "offload") -> None:
-        """Let go of parts; their memory goes back to the device, not only to torch's cache. Gradients are lost.
+        """Offload parts. Their memory returns to the device, not only to torch's cache. Gradients are lost.
 
-        Timed as `timer`, which ends in "offload"; in "onload" that of `bring`.
+        The time is measured as `timer`, a name that ends in "offload" (for `bring`: in "onload").
         """
         leaving = [part for part in parts if part in self._pieces and part not in self._away]
         if not leaving:
@@ -94,7 +95,7 @@ class Residence:
         with self._timers.measure(timer):
             for part in leaving:
                 if part == "gradients":
-                    self._optimizer.zero_grad()  # it may hold copies of them in another dtype
+                    self._optimizer.zero_grad()  # the optimizer may hold copies of the gradients in another dtype
                     continue
                 host = self._host_copy(part)
                 for piece in self._pieces[part]:
@@ -105,14 +106,16 @@ class Residence:
                 torch.cuda.synchronize(self._device)
             for part in leaving:
                 for piece in self._pieces[part]:
-                    if piece.storage.resizable():  # a host tensor that numpy was once given is not: it stays
+                    if (
+                        piece.storage.resizable()
+                    ):  # a host tensor that was shared with numpy is not resizable and stays
                         piece.storage.resize_(0)
             self._away.update(leaving)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def bring(self, *parts: str, timer: str = "onload") -> None:
-        """Have parts on the device, bytes as they left; gradients are zero."""
+        """Move parts to the device with their bytes unchanged. Gradients are zero."""
         coming = [part for part in parts if part in self._away]
         if not coming:
             return
@@ -125,7 +128,7 @@ class Residence:
                     if part == "gradients":
                         room.zero_()
                         continue
-                    # Work that follows on the stream finds it done; the host copy stays as it is till the next release.
+                    # Later work on the stream sees the copy complete. The host copy does not change until `release`.
                     room.copy_(
                         self._host[part][piece.offset : piece.offset + piece.nbytes], non_blocking=True
                     )
@@ -134,7 +137,7 @@ class Residence:
                 self._away.discard(part)
 
     def read(self, parameter: Tensor) -> Tensor:
-        """The values of a parameter: on the device, or while they are away in the host copy (do not write there)."""
+        """The values of a parameter on the device, or in the host copy while it is offloaded. Do not write to them."""
         if not self._away:
             return parameter.data
         part, piece = self._places.get(parameter.untyped_storage()._cdata, (None, None))
@@ -145,7 +148,8 @@ class Residence:
         return view.set_(self._host[part].untyped_storage(), start, parameter.size(), parameter.stride())
 
     def metrics(self, times: dict[str, float]) -> dict[str, float]:
-        """GiB/s of what moved since the last call, by the seconds in `times` (`Timers.flush` of the same span)."""
+        """GiB/s of the bytes moved since the last call, from the seconds in `times` (`Timers.flush` of the same
+        span)."""
         moved, self._moved = self._moved, dict.fromkeys(self._moved, 0)
         out = {}
         for way, size in moved.items():
@@ -155,7 +159,7 @@ class Residence:
         return out
 
     def close(self) -> None:
-        """Unpin the host copies. What is away is lost."""
+        """Unpin the host copies. Offloaded parts are lost."""
         for host in self._host.values():
             if self._device.type == "cuda":
                 torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
@@ -167,8 +171,8 @@ class Residence:
             size = self._pieces[part][-1].offset + self._pieces[part][-1].nbytes if self._pieces[part] else 0
             host = torch.empty(size, dtype=torch.uint8)
             if self._device.type == "cuda" and size:
-                host.fill_(0)  # pages come from many threads here, from one in the call below
-                # Not pin_memory(): torch rounds its pinned blocks up to a power of two.
+                host.fill_(0)  # many threads allocate pages here; only one thread would in the call below
+                # pin_memory() is not used, because torch rounds its pinned blocks up to a power of two.
                 code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), size, 0))
                 if code != 0:
                     raise RuntimeError(
@@ -180,7 +184,7 @@ class Residence:
 
 
 def _pieces(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[_Piece]:
-    """The storages of `tensors` on `device` that nobody had before, one after the other in a host copy."""
+    """The storages of `tensors` on `device` that are not in `seen`, one after another in a host copy."""
     offset = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -197,7 +201,7 @@ def parameters_of(models: list[nn.Module]) -> Iterator[Tensor]:
 
 
 def gradients_of(models: list[nn.Module]) -> Iterator[Tensor]:
-    """Megatron's flat gradient buffers of the models that have some."""
+    """Megatron's flat gradient buffers, for the models that have them."""
     for model in models:
         if isinstance(model, DistributedDataParallel):
             for buffer in [*model.buffers, *model.expert_parallel_buffers]:
@@ -205,7 +209,7 @@ def gradients_of(models: list[nn.Module]) -> Iterator[Tensor]:
 
 
 def states_of(optimizer: Any) -> Iterator[Tensor]:
-    """Main weights and moments. A step count of one number stays: whoever asks for it wants it at once."""
+    """Main weights and moments. A step count of one number stays on its device, because it is read directly."""
     for chained in optimizer.chained_optimizers:
         inner = chained.optimizer
         for group in [] if inner is None else inner.param_groups:  # None on a rank without a parameter

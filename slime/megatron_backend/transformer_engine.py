@@ -1,13 +1,13 @@
-"""Transformer Engine's layers in place of Megatron's own: `--transformer-impl transformer_engine`. NEVER RUN: written
-from the sources of megatron-core 0.16 and of Transformer Engine, which no machine of ours has.
+"""Transformer Engine's layers: `--transformer-impl transformer_engine`. NEVER RUN: written from the sources of
+megatron-core 0.16 and of Transformer Engine, because no test machine has Transformer Engine.
 
-What stays the same: parameters' names and shapes, so weight tables, export and the head. Megatron's own spec for
-Transformer Engine fuses each norm into the product after it and so renames both; here norms and products are apart.
-What is theirs: norms, linear layers and the attention kernel. Rotary embedding stays ours, before their attention, as
-Megatron's packed form of it is slow (slime.megatron_backend.attention).
+Names and shapes of parameters stay the same, so weight tables, export and the head stay the same too. Megatron's own
+spec for Transformer Engine fuses each norm into the next product and renames both. Here, norms and products are
+separate. Norms, linear layers and the attention kernel are Transformer Engine's. The rotary embedding is this
+package's and runs before the attention, because Megatron's packed form is slow (slime.megatron_backend.attention).
 
-Refused, in slime.config: anything but CUDA in bfloat16, since thd attention has no other kernel, and context
-parallelism, whose cut of a row is another one there.
+slime.config raises errors for other settings than CUDA in bfloat16, because thd attention has no other kernel, and for
+context parallelism, because Transformer Engine splits a row in another way.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from slime.megatron_backend.attention import PackedLayout, rotated
 def packed_attention(
     kernel: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, mask: AttnMaskType
 ) -> Tensor:
-    """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows; `kernel` is the forward of
+    """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows. `kernel` is the forward of
     TEDotProductAttention.
 
-    It gets this rank's own rows only: `cu_seqlens` end there, and what a kernel leaves behind their end is not defined.
+    The kernel gets the rows without padding, because `cu_seqlens` end there and a kernel's output after that end is not
+    defined.
     """
     query, key = rotated(query, layout), rotated(key, layout)
     q, k, v = (x[: layout.own].contiguous() for x in (query, key, value))
@@ -42,7 +43,8 @@ def packed_attention(
 
 @functools.cache
 def attention_class() -> type:
-    """Their attention with our rotary embedding. A subclass, so that the names in checkpoints are theirs."""
+    """Transformer Engine's attention with our rotary embedding. A subclass, so that names in checkpoints stay the
+    same."""
 
     class PackedTransformerEngineAttention(te.TEDotProductAttention):
         def forward(
@@ -62,7 +64,7 @@ def attention_class() -> type:
 
 
 def block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage. ValueError where Transformer Engine is not installed."""
+    """The layers of this pipeline stage. ValueError if Transformer Engine is not installed."""
     if not te.HAVE_TE:
         raise ValueError(
             "--transformer-impl must be local where the package transformer-engine cannot be imported, got "

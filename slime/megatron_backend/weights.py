@@ -1,8 +1,8 @@
 """HF safetensors <-> the live Megatron model, through the family's table. Owns reading, writing and gathering.
 
-Every tensor of a checkpoint is accounted for: one that is missing, left over or of the wrong shape is an error that
-names it. Loading and export are bitwise inverses when the dtypes agree. Layers of multi-token prediction are neither
-loaded, trained nor published to engines; a directory that is written has them as the source has.
+A tensor of a checkpoint that is missing, unexpected or of the wrong shape is an error that names the tensor. Loading
+and export are bitwise inverses if the dtypes agree. Layers of multi-token prediction are neither loaded, trained nor
+published to engines. A written directory has a copy of them from the source directory.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def _live(parameter: Tensor) -> Tensor:
 
 
 _TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
-"""A tied head is the embedding; on a last stage that has no embedding it is a copy of its own."""
+"""A tied head is the embedding. A last stage without the embedding has a copy of it."""
 
 
 def _named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and behind a router's weight its frozen bias, which is a buffer."""
+    """Parameters in model order. A router's weight is followed by its frozen bias, which is a buffer."""
     for name, parameter in inner.named_parameters():
         yield name, parameter
         path, router, _ = name.rpartition(".router.weight")
@@ -57,8 +57,8 @@ def _named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
 def _parameters(
     inner: HiddenGPTModel, expert_rank: int | None = None
 ) -> Iterator[tuple[Tensor, Row, tuple[str, ...]]]:
-    """Every tensor of this stage with its row of the family's table and its HF names, in model order; the names that
-    experts have on another expert-parallel rank, where one is given."""
+    """Every tensor of this stage with its row of the family's table and its HF names, in model order. With
+    `expert_rank`, experts have their names on that expert-parallel rank."""
     rank, ranks = _rank_and_size(parallel_state.get_expert_model_parallel_group())
     experts_before = (
         (inner.config.num_moe_experts or 0) // ranks * (rank if expert_rank is None else expert_rank)
@@ -67,7 +67,7 @@ def _parameters(
     layers = inner.decoder.layers
     before = (
         layers[0].layer_number - 1 if len(layers) else 0
-    )  # layers of earlier stages; Megatron counts from 1
+    )  # number of layers of earlier stages; Megatron counts from 1
     for name, parameter in _named(inner):
         if name == _TIED[0] and inner.share_embeddings_and_output_weights:
             name = _TIED[1]
@@ -95,7 +95,9 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
     extra = {name for name in found - expected if not family.ignores(name)}
     extra -= set(prediction_names(found, inner.hf_config))
     if inner.share_embeddings_and_output_weights:
-        extra.discard("lm_head.weight")  # some tied checkpoints store the head again; HF ignores it too
+        extra.discard(
+            "lm_head.weight"
+        )  # some tied checkpoints store the head again, and HF ignores that tensor too
     for names, kind in ((expected - found, "missing from"), (extra, "unexpected in")):
         if names:
             listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
@@ -116,12 +118,12 @@ def _names_of_all_stages(inner: HiddenGPTModel) -> set[str]:
 
 @torch.no_grad()
 def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
-    """Fill the model's parameters, in place, from a single-file or sharded safetensors checkpoint. Collective over the
+    """Fill the model's parameters in place from a single-file or sharded safetensors checkpoint. Collective over the
     stages of a pipeline.
 
-    Values are cast to the model's dtype, vocabulary padding is zero, each rank keeps its tensor-parallel part. Call it
-    before `build_optimizer`, which copies its fp32 masters from the parameters (or `reload_model_params` after).
-    ValueError names tensors that are missing, unexpected or of another shape than config.json says.
+    Values are cast to the model's dtype. Vocabulary padding is zero. Each rank keeps its tensor-parallel part. Call it
+    before `build_optimizer`, which copies its fp32 main weights from the parameters (or call `reload_model_params`
+    later). ValueError with the tensors that are missing, unexpected or of another shape than in config.json.
     """
     inner, checkpoint_dir = unwrap(model), Path(checkpoint_dir)
     files = _files_of(checkpoint_dir)
@@ -144,7 +146,7 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
 
 
 def load_weights(model: Any, directory: str) -> None:
-    """Weights from an HF directory or a Megatron checkpoint, told apart by what lies there."""
+    """Load weights from an HF directory or a Megatron checkpoint. The files in the directory decide which."""
     if latest(directory) is not None:
         load_checkpoint(directory, model)
     else:
@@ -155,11 +157,11 @@ def load_weights(model: Any, directory: str) -> None:
 def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tensor]]:
     """All weights under their HF names: full tensors on every rank, in the model's dtype (a router's bias in fp32).
 
-    `read` gives the values of a parameter, on any device (slime.megatron_backend.residence); a rank alone passes them
-    on where they are, several exchange them on theirs.
+    `read` returns the values of a parameter on any device (slime.megatron_backend.residence). With one rank, the
+    tensors stay on that device. Several ranks exchange them on their own devices.
 
     Collective over tensor- and pipeline-parallel ranks: every rank must exhaust the iterator. A tied head is left out.
-    Tensors may share memory with the live parameters: copy what must outlive the next optimizer step.
+    Tensors may share memory with the live parameters, so copy a tensor that is needed after the next optimizer step.
     """
     inner = unwrap(model)
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -182,7 +184,8 @@ def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tenso
 def _with_all_experts(
     inner: HiddenGPTModel,
 ) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
-    """Every parameter of this stage with its HF names: of an expert's those of all expert-parallel ranks, in order."""
+    """Every parameter of this stage with its HF names. An expert's parameter has the names on all expert-parallel
+    ranks."""
     _, ranks = _rank_and_size(parallel_state.get_expert_model_parallel_group())
     for of_ranks in zip(*(_parameters(inner, rank) for rank in range(ranks)), strict=True):
         parameter, row, _ = of_ranks[0]
@@ -190,7 +193,7 @@ def _with_all_experts(
 
 
 def _exported(inner: HiddenGPTModel) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
-    """What this stage has, without the copy of the embedding that a tied head is."""
+    """The parameters of this stage, without the copy of the embedding for a tied head."""
     for parameter, row, names in _with_all_experts(inner):
         if not getattr(parameter, "shared", False):  # Megatron's mark of that copy
             yield parameter, row, names
@@ -210,7 +213,7 @@ def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tens
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """What the ranks of `group` have, in order."""
+    """The tensors of all ranks of `group`, in rank order."""
     mine = tensor.contiguous().to(torch.cuda.current_device())
     tensors = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(tensors, mine, group=group)
@@ -218,7 +221,7 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """Names, shapes and dtypes that `_export_stage` gives."""
+    """Names, shapes and dtypes of the tensors of `_export_stage`."""
     return [
         (name, part.shape, part.dtype)
         for parameter, row, names_of_ranks in _exported(inner)
@@ -228,8 +231,7 @@ def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size, torch
 
 
 def _hf_parts(parameter: Tensor, row: Row, inner: HiddenGPTModel) -> list[Tensor]:
-    """The HF tensors that a parameter is made of as config.json has them: shapes, found by cutting an empty tensor of
-    the full size."""
+    """The HF tensors of a parameter, for their shapes. They come from splitting an empty tensor of the full size."""
     _, size = _rank_and_size(_shard_group(row))
     return row.layout.split(row.layout.merge([parameter.data.to("meta")] * size), inner.sizes)
 
@@ -237,12 +239,12 @@ def _hf_parts(parameter: Tensor, row: Row, inner: HiddenGPTModel) -> list[Tensor
 def save_hf(
     model: nn.Module, source_dir: str | Path, out_dir: str | Path, *, max_shard_bytes: int = 5 * 2**30
 ) -> None:
-    """Write an HF directory that transformers loads with the same logits. Collective; rank 0 writes.
+    """Write an HF directory that transformers loads with the same logits. Collective. Rank 0 writes.
 
-    Tokenizer and other small files, and config.json with the dtype set to the saved one, come from `source_dir`.
-    Weights go to safetensors files of at most `max_shard_bytes` each (one tensor may exceed it), with the layers of
-    multi-token prediction that `source_dir` has, unchanged. Weights are written before config.json, so a directory
-    with a config.json is complete.
+    The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
+    safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). The layers of multi-token
+    prediction in `source_dir` are copied unchanged. config.json is written last, so a directory with a config.json is
+    complete.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
     tensors = export_hf(model)
@@ -259,8 +261,8 @@ def save_hf(
 
 
 def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the layers of multi-token prediction in `source_dir`. Its files are open when this returns: they may
-    be replaced before the tensors are read."""
+    """Tensors of the layers of multi-token prediction in `source_dir`. This call opens the files, so they may be
+    replaced before the tensors are read."""
     if not prediction_layers(inner.hf_config):
         return iter(())
     files = _files_of(source_dir)
@@ -312,7 +314,7 @@ def _copy_config(inner: HiddenGPTModel, source_dir: Path, out_dir: Path) -> None
 
 
 def _shard_group(row: Row) -> dist.ProcessGroup:
-    """The ranks that hold the shards of a row's parameter."""
+    """The group of ranks that have the shards of a row's parameter."""
     if row.of_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()

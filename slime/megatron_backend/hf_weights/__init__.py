@@ -1,4 +1,4 @@
-"""Which table a checkpoint's weights follow. To add a family: write its table file and name it here."""
+"""The weight table of each model family. To add a family, write its table file and add it here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAMILIES: dict[str, Family] = {"qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN
 
 
 def family_for(hf_config: dict[str, Any]) -> Family:
-    """The family of a parsed config.json. ValueError naming the supported ones otherwise."""
+    """The family of a parsed config.json. ValueError with the supported families for any other model."""
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(

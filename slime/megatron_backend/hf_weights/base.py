@@ -1,7 +1,7 @@
-"""What a family's weight table is made of. Owns the layouts; the tables themselves are one file a family.
+"""The parts of a family's weight table. Owns the layouts. Each family has one file with its table.
 
-A `Row` ties one Megatron parameter to the HF tensors it is made of. Its `Layout` converts between the two and cuts
-the Megatron tensor over tensor-parallel ranks, so that one table serves loading, export and every TP size.
+A `Row` connects one Megatron parameter with its HF tensors. Its `Layout` converts between them and splits the Megatron
+tensor over tensor-parallel ranks, so one table serves loading, export and every TP size.
 
 Shapes: H hidden, D head size, A query heads, G key/value groups, F feed-forward, V vocabulary.
 """
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Sizes:
-    """What layouts need of a model: `groups` G, `head_dim` D, `vocab` the real V, `padded_vocab` V with padding."""
+    """The sizes that layouts need: `groups` G, `head_dim` D, `vocab` the real V, `padded_vocab` V with padding."""
 
     groups: int
     head_dim: int
@@ -50,7 +50,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class Direct:
-    """One HF tensor, same layout. `axis` is cut over tensor-parallel ranks; None means every rank holds it all."""
+    """One HF tensor, same layout. `axis` is split over tensor-parallel ranks. None: every rank has the whole tensor."""
 
     axis: int | None = None
 
@@ -69,7 +69,7 @@ class Direct:
 
 @dataclass(frozen=True)
 class Vocab(Direct):
-    """[V, H] with zero rows appended up to the padded vocabulary, cut over rows."""
+    """[V, H] with zero rows appended up to the padded vocabulary, split by rows."""
 
     axis: int | None = 0
 
@@ -98,7 +98,7 @@ class GroupedQkv(Direct):
 
 @dataclass(frozen=True)
 class GateUp:
-    """gate [F, H] above up [F, H]; a rank holds its part of gate above its part of up."""
+    """gate [F, H] above up [F, H]. A rank has its part of gate above its part of up."""
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         return torch.cat(list(parts))
@@ -116,8 +116,7 @@ class GateUp:
 
 @dataclass(frozen=True)
 class Row:
-    """One Megatron parameter and the HF tensors it is made of; "{i}" in the names stands for the layer, "{e}" for the
-    expert, both from 0."""
+    """One Megatron parameter and its HF tensors. In the names, "{i}" is the layer and "{e}" the expert, both from 0."""
 
     megatron: str
     hf: tuple[str, ...]
@@ -125,17 +124,18 @@ class Row:
 
     @property
     def of_expert(self) -> bool:
-        """Whether expert-parallel ranks share the row's parameters, and which number the experts of a rank only."""
+        """Whether expert-parallel ranks split the row's parameters. Megatron numbers only the experts of its own
+        rank."""
         return "{e}" in self.megatron
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its table, and the architecture switches that config.json does not spell out.
+    """A model family: its table, and architecture settings that config.json does not contain.
 
-    `qkv_bias` and `qk_norm` are the key of config.json where a family has models of both kinds. `rotary_fraction` is
-    the part of a head that is rotated where config.json does not say; families with 1 rotate whole heads only.
-    `ignored` are HF names that may be in a checkpoint but hold nothing the model uses.
+    `qkv_bias` and `qk_norm` are a key of config.json if the family has models of both kinds. `rotary_fraction` is the
+    default for the rotated part of a head. Families with 1 rotate whole heads only. `ignored` are HF names that may be
+    in a checkpoint but that the model does not use.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Family:
     rotary_fraction: float = 1.0
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
-        """The row of a Megatron parameter and its HF names with the numbers filled in. KeyError when there is none."""
+        """The row of a Megatron parameter, and its HF names with the numbers filled in. KeyError without a row."""
         for row in self.rows:
             pattern = re.escape(row.megatron)
             for letter in "ie":

@@ -1,5 +1,6 @@
-"""GLM-4.5 with routed experts: the rows of Qwen3's, the shared experts of a layer as one, and the router's correction
-bias: a buffer of Megatron's, fp32 whatever the model's dtype, and a tensor like any other in files and engines."""
+"""GLM-4.5 with routed experts: the rows of Qwen3, one row for a layer's shared experts, and the router's correction
+bias. In Megatron, the bias is a buffer in fp32 for every dtype of the model. In files and engines, it is an ordinary
+tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Qwen3 with routed experts: the rows of the dense family, the router, and two rows for all experts, found by number.
+"""Qwen3 with routed experts: the rows of the dense family, the router, and two rows for all experts, by number.
 
-A layer has the rows of its MLP or those of its experts. Expert E is `experts.E` in a file and `local_experts.E` of
-Megatron's: the same number while one expert-parallel rank has all experts.
+A layer has the rows of an MLP or of experts. Expert E is `experts.E` in a file and `local_experts.E` in Megatron. The
+numbers are equal if one expert-parallel rank has all experts.
 """
 
 from __future__ import annotations
