@@ -42,8 +42,8 @@ import torch
 
 from rl_kernel.benchmarks.machine import describe
 from slime.config import Config
-from slime.data.columns import pack_columns
 from slime.data.tokenizer import load_tokenizer
+from slime.data.transport import pack_columns
 from slime.hf_config import read_hf_config
 from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager

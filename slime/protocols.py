@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from slime.types import SampleGroup
@@ -19,7 +19,8 @@ class GenerateResult:
     `weight_versions` are the versions live when the request entered and left the engine (one entry when equal).
     `queue_s` is how long it waited in the engine before that first computed, `decode_tokens_per_s` its speed after the
     first token; None where the engine does not say. `routed_experts`, where asked for: the experts that each token
-    was sent to, as an unsigned integer array [tokens, layers, experts of a token].
+    was sent to, as an unsigned integer array [tokens, layers, experts of a token]. `columns`: other values of the
+    engine, one per token of `token_ids`, by the names that `slime.data.columns` has for them.
     """
 
     token_ids: list[int]
@@ -32,6 +33,7 @@ class GenerateResult:
     queue_s: float | None = None
     decode_tokens_per_s: float | None = None
     routed_experts: Any = None
+    columns: dict[str, list[float]] = field(default_factory=dict)
 
 
 class RolloutEngine(Protocol):

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ class Sample:
     from. `weight_versions` are the versions of the weights that produced the response, oldest first.
     `rollout_routed_experts`: the experts that the engine used for each token except the last, an unsigned integer
     array [len(tokens) - 1, layers, experts per token]; only with --use-rollout-routing-replay.
+    `columns`: other values per response token, by their names in `slime.data.columns`; None for a token without one.
     Existing slime hooks read and write these field names.
     """
 
@@ -66,6 +68,7 @@ class Sample:
     rollout_routed_experts: np.ndarray | None = field(default=None, compare=False)
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
@@ -130,13 +133,26 @@ class Sample:
         *,
         trainable: bool = True,
         text: str = "",
+        columns: Mapping[str, list[float]] | None = None,
     ) -> None:
-        """Append tokens of the model (`trainable`) or of a tool (not trained on, log-prob 0) to the response."""
+        """Append tokens of the model (`trainable`) or of a tool (not trained on, log-prob 0) to the response.
+
+        `columns`: values of `slime.data.columns` for these tokens. A token without a value takes the column's default.
+        """
         if trainable and (log_probs is None or len(log_probs) != len(token_ids)):
             got = "none" if log_probs is None else len(log_probs)
             raise ValueError(
                 f"log_probs must have one entry per generated token, got {got} for {len(token_ids)} tokens"
             )
+        added = columns or {}
+        for name, values in added.items():
+            if len(values) != len(token_ids):
+                raise ValueError(
+                    f"{name} must have one entry per generated token, got {len(values)} for {len(token_ids)} tokens"
+                )
+        for name in {**self.columns, **added}:
+            before = self.columns.get(name, [None] * self.response_length)
+            self.columns[name] = [*before, *added.get(name, [None] * len(token_ids))]
         if self.loss_mask is None:
             self.loss_mask = [1] * self.response_length
         if self.rollout_log_probs is None:

@@ -6,6 +6,7 @@ the means over sample and batch; losses and metrics of micro-batches and ranks a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,24 +23,49 @@ from slime.hooks import load_function
 
 @dataclass
 class TokenColumns:
-    """What a loss may read: [R] each, fp32 nats for log-probs; None where the run has no such column.
+    """What a loss may read, [R] each: `log_probs` and `entropy` of the present policy, fp32 nats, and `columns`, which
+    holds each column of `slime.data.columns` that training micro-batches carry and this run has.
 
-    `normaliser` is the last factor of `denominators`: the step's rollouts, or tokens with --calculate-per-token-loss.
-    `old_log_probs` None means that the policy is still the old one: the detached `log_probs` serve.
+    `t["advantages"]` is a column that the loss needs, `t.get("old_log_probs")` one that may be missing.
+    `sample_of_row`: the sample of each token, from 0. `normaliser` is the last factor of `denominators`: the step's
+    rollouts, or tokens with --calculate-per-token-loss.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
-    mask: Tensor
-    denominators: Tensor
-    normaliser: float
+    columns: Mapping[str, Tensor]
     sample_of_row: Tensor
     total_lengths: list[int]
     response_lengths: list[int]
-    advantages: Tensor | None = None
-    old_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    rollout_log_probs: Tensor | None = None
+    normaliser: float
+
+    def __getitem__(self, column: str) -> Tensor:
+        if column not in self.columns:
+            raise ValueError(
+                f"the loss must have the column {column}, got {', '.join(sorted(self.columns))}; something before the "
+                "loss has to fill it"
+            )
+        return self.columns[column]
+
+    def get(self, column: str) -> Tensor | None:
+        """A column; None where this run does not have it."""
+        return self.columns.get(column)
+
+    @property
+    def mask(self) -> Tensor:
+        """1 for the tokens that are trained on, else 0."""
+        return self["loss_masks"]
+
+    @property
+    def denominators(self) -> Tensor:
+        """What the loss of each token is divided by."""
+        return self["loss_denominators"]
+
+    @property
+    def old_log_probs(self) -> Tensor:
+        """Those of the policy that sampled: without the column the policy has not changed since, and its own serve."""
+        old = self.get("old_log_probs")
+        return self.log_probs.detach() if old is None else old
 
     @cached_property
     def weights(self) -> Tensor:
@@ -71,9 +97,10 @@ def policy_loss(args: Any, t: TokenColumns) -> Losses:
     pg is multiplied by the truncated importance weight exp(old - rollout) with --use-tis, and by 0 for samples that
     --use-opsm drops. The entropy carries a gradient only when its coefficient is not 0.
     """
-    old = t.log_probs.detach() if t.old_log_probs is None else t.old_log_probs
+    old, rollout = t.old_log_probs, t.get("rollout_log_probs")
     factor, per_token = pg_factor(args, t, old)
     pg_loss, terms = pg_loss_of(args, t, old, factor)
+    assert t.entropy is not None, "every head computes it for a loss that reads it"
     entropy_loss = t.mean(t.entropy)
     sums = {"pg_loss": pg_loss, "entropy_loss": entropy_loss}
     loss = pg_loss
@@ -81,16 +108,16 @@ def policy_loss(args: Any, t: TokenColumns) -> Losses:
         loss = loss - args.entropy_coef * entropy_loss
     if args.use_kl_loss:
         _, kl = rl_kernel.ratio_kl(
-            t.log_probs, old, t.ref_log_probs, t.mask, args.kl_loss_type, unbiased=args.use_unbiased_kl
+            t.log_probs, old, t["ref_log_probs"], t.mask, args.kl_loss_type, unbiased=args.use_unbiased_kl
         )
         sums["kl_loss"] = t.mean(kl)
         loss = loss + args.kl_loss_coef * sums["kl_loss"]
     per_token |= {**terms, "log_probs": t.log_probs}
     maxima = {}
-    if t.rollout_log_probs is not None:
+    if rollout is not None:
         # With --use-rollout-logprobs old is the engine's own; only the present policy tells how far the two sides are.
         trainer_side = t.log_probs.detach() if args.use_rollout_logprobs else old
-        difference = (trainer_side - t.rollout_log_probs).abs()
+        difference = (trainer_side - rollout).abs()
         per_token["train_rollout_logprob_abs_diff"] = difference
         # one zero more: a context-parallel rank may have no token of the micro-batch
         maxima["train_rollout_logprob_abs_diff_max"] = pad(difference * t.mask, (0, 1)).max()
@@ -104,13 +131,13 @@ def pg_factor(args: Any, t: TokenColumns, old: Tensor) -> tuple[Tensor | None, d
     if args.use_opsm:
         seq_kl = sequence_mean(old - t.log_probs.detach(), t.mask, t.sample_of_row, len(t.response_lengths))
         factor, metrics["opsm_clipfrac"] = opsm_mask(
-            t.advantages, seq_kl, t.sample_of_row, delta=args.opsm_delta
+            t["advantages"], seq_kl, t.sample_of_row, delta=args.opsm_delta
         )
     if args.use_tis or args.get_mismatch_metrics:
         metrics["ois"] = (t.log_probs.detach() - old).exp()
         if not args.custom_tis_function_path:
             weights, extra = truncated_importance(
-                old, t.rollout_log_probs, clip=args.tis_clip, clip_low=args.tis_clip_low
+                old, t["rollout_log_probs"], clip=args.tis_clip, clip_low=args.tis_clip_low
             )
             metrics |= extra
             if args.use_tis:
@@ -131,7 +158,7 @@ def pg_loss_of(
         loss, terms = rl_kernel.grpo_loss(
             new,
             base,
-            t.advantages,
+            t["advantages"],
             t.mask,
             t.denominators,
             eps_clip=args.eps_clip,
@@ -142,10 +169,10 @@ def pg_loss_of(
         return loss, {name: terms[name] for name in ("pg_clipfrac", "ppo_kl")}
     ppo_kl = base - new
     if args.advantage_estimator == "cispo":
-        pg, clipped = compute_cispo_loss(ppo_kl, new, t.advantages, args.eps_clip, args.eps_clip_high)
+        pg, clipped = compute_cispo_loss(ppo_kl, new, t["advantages"], args.eps_clip, args.eps_clip_high)
     else:
         pg, clipped = compute_policy_loss(
-            ppo_kl, t.advantages, args.eps_clip, args.eps_clip_high, args.eps_clip_c
+            ppo_kl, t["advantages"], args.eps_clip, args.eps_clip_high, args.eps_clip_c
         )
     if factor is not None:
         pg = pg * factor
@@ -168,7 +195,7 @@ def reduce_with_hooks(
             args=args,
             pg_loss=pg,
             train_log_probs=t.per_sample(old),
-            rollout_log_probs=t.per_sample(t.rollout_log_probs),
+            rollout_log_probs=t.per_sample(t["rollout_log_probs"]),
             loss_masks=masks,
             total_lengths=t.total_lengths,
             response_lengths=t.response_lengths,

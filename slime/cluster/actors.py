@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from slime.cluster.numa import bind, choose_cpus, format_cpus
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
 from slime.cluster.rendezvous import open_store
-from slime.data.columns import pack_columns, unpack_columns
+from slime.data.transport import pack_columns, unpack_columns
 from slime.hardware import HARDWARE
 from slime.operators import Decision
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate

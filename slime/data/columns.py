@@ -1,50 +1,174 @@
-"""Train data on its way between processes: each column of tensors as one array.
+"""The table of train data's columns: one record per column. Conversion, split, packing, trainer and loss read it.
 
-Pickling a tensor takes as long as copying 100 kB, and a rollout has thousands of small ones: three a sample.
+Train data is a dict of lists with one entry per sample (`slime.types.TrainData`). A new column is one record here, its
+producer and its reader. What has one entry per optimizer step (`num_microbatches`, ...) is no column.
+
+Shapes: R_i response tokens of sample i, L_i prompt and response tokens, P rows of a packed micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from slime.types import TrainData
+from slime.data import routed_experts
+from slime.data.token_slice import TokenSlice
+from slime.types import Sample, TrainData
+
+Kind = Literal["response", "sequence", "ragged", "sample"]
+"""What an entry is, and which part of it a context-parallel rank gets.
+
+response: [R_i] numbers; the part of the response tokens that the rank predicts (`MicroBatch.local`).
+sequence: [L_i] numbers; the rank's tokens (`TokenSlice.tokens`).
+ragged: an array of its own shape; `Column.to_rows` makes the rows of the rank.
+sample: one value of any type; all of it.
+"""
+
+Origin = Literal["sample", "batch", "trainer", "hook"]
+"""Who makes a column: read from each sample; computed from all samples of a rollout; the trainer; only a hook."""
+
+Carried = Literal["never", "training", "policy"]
+"""Which micro-batches carry a column: none; those of the training pass; those of every pass of the policy."""
 
 
 @dataclass(frozen=True)
-class PackedColumn:
-    """Tensors of one dtype and of one shape but for their lengths, one after the other in `values`."""
+class Column:
+    """One column of train data.
 
-    values: np.ndarray
-    lengths: list[int]
+    `dtype`: of its tensors, for kind response and sequence. `read`: its entry of one sample, for origin sample; without
+    it the engine's values under this name (`Sample.columns`), where `default` replaces those that no one gave.
+    `optional`: all samples have it or none; otherwise it is there. `flag`: the field of the configuration that turns
+    the column on, "" for always. `mean`: the trainer reports `rollout/{name}`. `to_tensor`, `to_rows`: for kind ragged,
+    the entry of a sample as a host tensor, and this rank's rows [P, ...] of a packed micro-batch.
+    """
+
+    name: str
+    kind: Kind
+    origin: Origin
+    dtype: type[np.generic] | None = None
+    read: Callable[[Sample], Any] | None = None
+    optional: bool = False
+    default: float | None = None
+    flag: str = ""
+    carried: Carried = "never"
+    mean: bool = False
+    to_tensor: Callable[[Any], Tensor] | None = None
+    to_rows: Callable[[TrainData, list[int], TokenSlice], Tensor] | None = None
+
+    def on(self, config: Any) -> bool:
+        """Whether the configuration has this column."""
+        return not self.flag or bool(getattr(config, self.flag))
+
+    def of_samples(self, samples: list[Sample]) -> list[Any] | None:
+        """The column of these samples; None where an optional one is set on none. ValueError for a part of them."""
+        read = self.read or self._from_engine
+        values = [read(sample) for sample in samples]
+        present = sum(value is not None for value in values)
+        if not self.optional or present == len(values):
+            return values
+        if present:
+            raise ValueError(
+                f"{self.name} must be set on all samples or none, got {present} of {len(values)}"
+            )
+        return None
+
+    def _from_engine(self, sample: Sample) -> list[float] | None:
+        values = sample.columns.get(self.name)
+        if values is None:
+            return None
+        default = self.default
+        filled = values if default is None else [default if value is None else value for value in values]
+        known = [value for value in filled if value is not None]
+        if len(known) != sample.response_length:
+            raise ValueError(
+                f"{self.name} must have one value per response token, got {len(known)} for {sample.response_length} "
+                f"tokens of sample {sample.index} of group {sample.group_index}; give all values to "
+                "append_response_tokens, or a default to the column"
+            )
+        return known
 
 
-def pack_columns(data: TrainData) -> TrainData:
-    """Every column that is a list of host tensors of one dtype, and of one shape but for the first size, becomes a
-    PackedColumn; the rest stays."""
-    return {name: _packed(column) for name, column in data.items()}
+def _loss_mask(sample: Sample) -> list[int]:
+    if sample.remove_sample:
+        return [0] * sample.response_length
+    return list(sample.loss_mask or [1] * sample.response_length)
 
 
-def _packed(column: Any) -> Any:
-    if not isinstance(column, list) or not column:
-        return column
-    if not all(isinstance(x, torch.Tensor) and x.dim() >= 1 and x.device.type == "cpu" for x in column):
-        return column
-    if column[0].dtype == torch.bfloat16:  # which numpy does not have
-        return column
-    if len({(x.dtype, x.shape[1:]) for x in column}) > 1:
-        return column
-    return PackedColumn(torch.cat(column).numpy(), [len(x) for x in column])
+_TABLE = (
+    Column("tokens", "sequence", "sample", np.int64, lambda s: s.tokens),
+    Column("rewards", "sample", "batch", mean=True),
+    Column("raw_reward", "sample", "batch"),
+    Column(
+        "truncated", "sample", "sample", read=lambda s: int(s.status is Sample.Status.TRUNCATED), mean=True
+    ),
+    Column("response_lengths", "sample", "sample", read=lambda s: s.response_length, mean=True),
+    Column("total_lengths", "sample", "sample", read=lambda s: len(s.tokens), mean=True),
+    Column("sample_indices", "sample", "sample", read=lambda s: s.index),
+    Column("rollout_ids", "sample", "batch"),
+    Column("rollout_mask_sums", "sample", "batch"),
+    Column("prompt", "sample", "sample", read=lambda s: s.prompt),
+    Column("metadata", "sample", "sample", read=lambda s: s.metadata),
+    Column(
+        "multimodal_train_inputs",
+        "sample",
+        "sample",
+        read=lambda s: s.multimodal_train_inputs,
+        optional=True,
+    ),
+    Column("round_number", "sample", "hook"),
+    Column("source_names", "sample", "hook"),
+    Column("rollout_facts", "sample", "batch"),  # slime.rollout.facts adds it to the data of each rank
+    Column("loss_masks", "response", "sample", np.int32, _loss_mask, carried="training"),
+    Column("loss_denominators", "response", "trainer", np.float32, carried="training"),
+    Column("log_probs", "response", "trainer", np.float32, mean=True),
+    Column("old_log_probs", "response", "trainer", np.float32, carried="training"),
+    Column("ref_log_probs", "response", "trainer", np.float32, carried="training", mean=True),
+    Column(
+        "rollout_log_probs",
+        "response",
+        "sample",
+        np.float32,
+        lambda s: s.rollout_log_probs,
+        optional=True,
+        carried="training",
+        mean=True,
+    ),
+    Column(
+        "teacher_log_probs", "response", "sample", np.float32, lambda s: s.teacher_log_probs, optional=True
+    ),
+    Column("advantages", "response", "trainer", np.float32, carried="training", mean=True),
+    Column("returns", "response", "trainer", np.float32, mean=True),
+    Column("kl", "response", "trainer", np.float32, flag="kl_coef", mean=True),  # zeros without the flag
+    Column(
+        routed_experts.COLUMN,
+        "ragged",
+        "sample",
+        read=lambda s: s.rollout_routed_experts,
+        flag="use_rollout_routing_replay",
+        carried="policy",
+        to_tensor=routed_experts.as_tensor,
+        to_rows=routed_experts.packed,
+    ),
+)
+
+COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}
 
 
-def unpack_columns(data: TrainData) -> TrainData:
-    """Inverse of `pack_columns`. The tensors of a column share one memory, which is their own: it may be written to."""
-    return {
-        name: list(torch.from_numpy(column.values.copy()).split(column.lengths))
-        if isinstance(column, PackedColumn)
-        else column
-        for name, column in data.items()
-    }
+def present(data: TrainData, kind: Kind | None = None) -> Iterator[Column]:
+    """The columns that `data` has, of one kind or of all, in the table's order."""
+    return (c for c in COLUMNS.values() if kind in (None, c.kind) and c.name in data)
+
+
+def carried(data: TrainData, config: Any, *, training: bool, policy: bool) -> list[str]:
+    """Names of the columns of `data` that a micro-batch of this pass carries."""
+    passes = [name for name, on in (("training", training), ("policy", policy)) if on]
+    return [column.name for column in present(data) if column.carried in passes and column.on(config)]
+
+
+def reported(data: TrainData, config: Any, kind: Kind) -> list[str]:
+    """Names of the columns of `data` of this kind whose mean the trainer reports."""
+    return [column.name for column in present(data, kind) if column.mean and column.on(config)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from slime.data import routed_experts
+from slime.data.columns import COLUMNS
 from slime.data.token_slice import TokenSlice, token_slice
 from slime.hf_config import expert_count, shared_expert_width, sparse_layers
 from slime.types import TrainData
@@ -192,10 +192,10 @@ class MicroBatch:
     `tokens` [P] int64: this rank's tokens, then padding; `part` says which they are. `rows` [r] int64: of the response
     tokens that this rank predicts, the row of `tokens` whose hidden state predicts each; `targets` [r] int64: those
     tokens; `mine` [r] int64: their places among all R response tokens, None when r = R.
-    `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data; `columns`: the
-    per-token columns asked for, each [R].
-    `experts` int16 [P, L, K]: those that the engine sent each of `tokens` to, by layer of the model, see
-    `slime.data.routed_experts`; `routing`: what the trainer makes of it, see `slime.megatron_backend.routing_replay`.
+    `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data.
+    `columns`: the columns of one number per response token that were asked for, each [R]; `of_rows`: the ragged ones,
+    each [P, ...] beside `tokens`, such as the engine's experts. `routing`: which experts the layers of this pass take,
+    see `slime.megatron_backend.routing_replay`.
     """
 
     part: TokenSlice
@@ -206,7 +206,7 @@ class MicroBatch:
     sample_of_row: torch.Tensor
     samples: list[int]
     columns: dict[str, torch.Tensor]
-    experts: torch.Tensor | None = None
+    of_rows: dict[str, torch.Tensor]
     routing: Any = None
 
     def split(self, per_token: torch.Tensor, response_lengths: list[int]) -> list[torch.Tensor]:
@@ -227,14 +227,16 @@ def pack(
     multiple: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
-    experts: bool = False,
 ) -> MicroBatch:
-    """Concatenate samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`; with `experts`, also
-    what the engine sent their tokens to."""
+    """Concatenate samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`.
+
+    `columns`: names of `slime.data.columns` of kind response or ragged, which `data` has.
+    """
     lengths = [len(data["tokens"][i]) for i in samples]
     part = token_slice(lengths, rank=cp_rank, size=cp_size, multiple=multiple)
     # the most of the host's work, before a copy waits for what the device still has to do
-    of_tokens = routed_experts.packed(data, samples, part) if experts else None
+    wanted = [COLUMNS[name] for name in columns]
+    of_rows = {c.name: c.to_rows(data, samples, part) for c in wanted if c.to_rows is not None}
     packed = torch.cat([data["tokens"][i] for i in samples])
     tokens = torch.zeros(part.rows, dtype=torch.int64)
     tokens[: len(part.tokens)] = packed[part.tokens]
@@ -254,6 +256,10 @@ def pack(
         mine=mine.to(device) if cp_size > 1 else None,
         sample_of_row=sample_of_row.to(device),
         samples=list(samples),
-        columns={name: torch.cat([data[name][i] for i in samples]).to(device) for name in columns},
-        experts=None if of_tokens is None else of_tokens.to(device),
+        columns={
+            c.name: torch.cat([data[c.name][i] for i in samples]).to(device)
+            for c in wanted
+            if c.kind == "response"
+        },
+        of_rows={name: rows.to(device) for name, rows in of_rows.items()},
     )

@@ -15,32 +15,10 @@ import torch
 import rl_kernel
 from slime.config.algorithm import CENTRED
 from slime.data import routed_experts
+from slime.data.columns import COLUMNS, Column, present
 from slime.data.packing import Schedule, build_dp_schedule
 from slime.hooks import load_function
 from slime.types import Sample, TrainData
-
-# Columns that travel to a rank as they are, one entry per sample.
-_PER_SAMPLE = (
-    "response_lengths",
-    "total_lengths",
-    "rewards",
-    "raw_reward",
-    "truncated",
-    "sample_indices",
-    "rollout_ids",
-    "rollout_mask_sums",
-    "prompt",
-    "metadata",
-    "round_number",
-    "source_names",
-    "multimodal_train_inputs",
-)
-_DTYPES = {
-    "tokens": np.int64,
-    "loss_masks": np.int32,
-    "rollout_log_probs": np.float32,
-    "teacher_log_probs": np.float32,
-}
 
 
 def post_process_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
@@ -102,38 +80,19 @@ def convert_samples_to_train_data(args: Any, samples: list[Sample]) -> TrainData
     raw, rewards = [0.0] * len(samples), [0.0] * len(samples)
     if on_policy:
         raw, rewards = post_process_rewards(args, samples)
-    loss_masks = [
-        [0] * s.response_length if s.remove_sample else list(s.loss_mask or [1] * s.response_length)
-        for s in samples
-    ]
+    data: TrainData = {"rewards": rewards, "raw_reward": raw}
+    for column in COLUMNS.values():
+        if column.origin == "sample" and column.on(args):
+            values = column.of_samples(samples)
+            if values is not None:
+                data[column.name] = values
     keys = _rollout_keys(samples)
     mask_sums: dict[Any, int] = defaultdict(int)
-    for key, mask in zip(keys, loss_masks, strict=True):
+    for key, mask in zip(keys, data["loss_masks"], strict=True):
         mask_sums[key] += sum(mask)
     number: dict[Any, int] = {}
-    data: TrainData = {
-        "tokens": [s.tokens for s in samples],
-        "response_lengths": [s.response_length for s in samples],
-        "total_lengths": [len(s.tokens) for s in samples],
-        "rewards": rewards,
-        "raw_reward": raw,
-        "truncated": [int(s.status is Sample.Status.TRUNCATED) for s in samples],
-        "sample_indices": [s.index for s in samples],
-        "rollout_ids": [number.setdefault(key, len(number)) for key in keys],
-        "loss_masks": loss_masks,
-        "rollout_mask_sums": [float(mask_sums[key]) for key in keys],
-        "prompt": [s.prompt for s in samples],
-        "metadata": [s.metadata for s in samples],
-    }
-    if args.use_rollout_routing_replay:
-        data[routed_experts.COLUMN] = [s.rollout_routed_experts for s in samples]
-    for column in ("rollout_log_probs", "teacher_log_probs", "multimodal_train_inputs"):
-        values = [getattr(s, column) for s in samples]
-        present = sum(value is not None for value in values)
-        if 0 < present < len(values):
-            raise ValueError(f"{column} must be set on all samples or none, got {present} of {len(values)}")
-        if present:
-            data[column] = values
+    data["rollout_ids"] = [number.setdefault(key, len(number)) for key in keys]
+    data["rollout_mask_sums"] = [float(mask_sums[key]) for key in keys]
     return data
 
 
@@ -144,21 +103,15 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
     `global_batch_sizes` (rollouts) and `global_token_counts` (Σ max(trained tokens, 1)) have one entry per
     optimizer step.
     """
-    tensors = {column: _host_tensors(data, column) for column in _DTYPES if column in data}
-    trained = [max(int(mask.sum()), 1) for mask in tensors["loss_masks"]]
+    columns = {c.name: _split_ready(data, c) for c in present(data) if c.origin != "trainer"}
+    trained = [max(int(mask.sum()), 1) for mask in columns["loss_masks"]]
     token_counts = [sum(trained[i] for i in step) for step in schedule.step_samples]
     ranks = []
     for rank_steps in schedule.ranks:
         partition = [index for step in rank_steps for bin_ in step for index in bin_]
         part: TrainData = {"partition": partition}
-        for column, values in tensors.items():
-            part[column] = [values[i] for i in partition]
-        if routed_experts.COLUMN in data:
-            rows = data[routed_experts.COLUMN]
-            part[routed_experts.COLUMN] = [routed_experts.as_tensor(rows[i]) for i in partition]
-        for column in _PER_SAMPLE:
-            if column in data:
-                part[column] = [data[column][i] for i in partition]
+        for name, values in columns.items():
+            part[name] = [values[i] for i in partition]
         bins = [bin_ for step in rank_steps for bin_ in step]
         starts = [sum(len(b) for b in bins[:k]) for k in range(len(bins))]
         part["micro_batch_indices"] = [
@@ -171,19 +124,27 @@ def split_by_dp(data: TrainData, schedule: Schedule) -> list[TrainData]:
     return ranks
 
 
-def _host_tensors(data: TrainData, column: str) -> list[torch.Tensor]:
+def _split_ready(data: TrainData, column: Column) -> list[Any]:
+    """A column as it travels to the ranks: host tensors, or the values of a column that has one per sample."""
+    values: list[Any] = data[column.name]
+    if column.to_tensor is not None:
+        return [column.to_tensor(value) for value in values]
+    return values if column.dtype is None else _host_tensors(values, column.name, column.dtype)
+
+
+def _host_tensors(column: list[Any], name: str, dtype: type[np.generic]) -> list[torch.Tensor]:
     """A column as tensors, whatever a hook keeps its numbers in. ValueError for what are no numbers."""
     tensors = []
-    for place, values in enumerate(data[column]):
+    for place, values in enumerate(column):
         if isinstance(values, torch.Tensor):  # numpy knows neither bfloat16 nor other devices
             values = values.tolist()
         found = np.array(values)  # for a list three times as fast as torch.tensor
         if found.ndim != 1 or found.dtype.kind not in "biuf":
             raise ValueError(
-                f"{column} must be a list of numbers for every sample, got {str(values)[:80]} at place {place}; "
+                f"{name} must be a list of numbers for every sample, got {str(values)[:80]} at place {place}; "
                 "a conversion hook has to fill it"
             )
-        tensors.append(torch.from_numpy(found.astype(_DTYPES[column], copy=False)))
+        tensors.append(torch.from_numpy(found.astype(dtype, copy=False)))
     return tensors
 
 

@@ -41,27 +41,16 @@ def micro_batch_loss(
         "total_lengths": [data["total_lengths"][i] for i in batch.samples],
         "response_lengths": [data["response_lengths"][i] for i in batch.samples],
     }
-    per_token = {name: batch.columns.get(column) for name, column in _COLUMN_OF.items()}
-    per_token["sample_of_row"] = batch.sample_of_row
-    per_token = {name: None if x is None else head.loss_rows(batch, x) for name, x in per_token.items()}
+    per_token = {"sample_of_row": batch.sample_of_row, **batch.columns}
+    per_token = {name: head.loss_rows(batch, x) for name, x in per_token.items()}
 
     def losses(log_probs: Tensor, entropy: Tensor | None, rows: slice) -> Losses:
-        of_rows = {name: None if x is None else x[rows] for name, x in per_token.items()}
-        columns = TokenColumns(log_probs=log_probs, entropy=entropy, **shared, **of_rows)
-        return objective(setup.args, columns)
+        of_rows = {name: x[rows] for name, x in per_token.items()}
+        sample_of_row = of_rows.pop("sample_of_row")
+        return objective(setup.args, TokenColumns(log_probs, entropy, of_rows, sample_of_row, **shared))
 
     use: EntropyUse = "loss" if config.entropy_coef != 0 else "metric"
     return head.loss(batch, output, losses, "none" if config.loss_type == "sft_loss" else use, setup.timers)
-
-
-_COLUMN_OF = {
-    "mask": "loss_masks",
-    "denominators": "loss_denominators",
-    "advantages": "advantages",
-    "old_log_probs": "old_log_probs",
-    "ref_log_probs": "ref_log_probs",
-    "rollout_log_probs": "rollout_log_probs",
-}
 
 
 def custom_loss(

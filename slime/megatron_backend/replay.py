@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slime import operators
-from slime.data import routed_experts
+from slime.data import columns, routed_experts
 from slime.data.packing import MicroBatch, pack
 from slime.megatron_backend.forward import log_probs_of_data
 from slime.megatron_backend.head import lm_head
@@ -57,7 +57,8 @@ def replay_log_probs(
             replay, found = Replay(config, info), {}
 
             def packed(row: list[int]) -> MicroBatch:
-                batch = pack(data, row, (), device=info.device, experts=replay.from_engine)
+                carried = columns.carried(data, config, training=False, policy=True)
+                batch = pack(data, row, carried, device=info.device)
                 replay.attach(batch, training=False)
                 return batch
 

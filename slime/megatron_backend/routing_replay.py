@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.data.packing import MicroBatch
-from slime.data.routed_experts import OPEN
+from slime.data.routed_experts import COLUMN, OPEN
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.tracking.metrics import EXPERTS_DIFFER
 
@@ -98,8 +98,7 @@ class Replay:
     def attach(self, batch: MicroBatch, *, training: bool) -> None:
         """Give a packed micro-batch its routing: of a training pass, or of the one for old log-probs before it."""
         if self.from_engine:
-            assert batch.experts is not None
-            batch.routing = Routing(self._own_rows(batch.experts))
+            batch.routing = Routing(self._own_rows(batch.of_rows[COLUMN]))
         elif self.from_trainer and training:
             batch.routing = Routing(self._ids(batch.samples))
         elif self.from_trainer:

@@ -26,6 +26,7 @@ from slime.algo.ppo import compute_approx_kl
 from slime.checkpoint_dir import latest, start_directory
 from slime.config.cluster import PARTS
 from slime.config.debug import profiled_steps
+from slime.data import columns
 from slime.data.packing import MicroBatch, pack
 from slime.hooks import load_function
 from slime.megatron_backend import checkpoint
@@ -190,10 +191,9 @@ class MegatronTrainer:
         """Tensors to the device (the packer reads `tokens` on the host), and the denominator of every token in the
         loss: `max(rollout_mask_sum, 1) * global_batch_size`, or with --calculate-per-token-loss the step's tokens.
         """
-        for column in ("loss_masks", "rollout_log_probs", "teacher_log_probs"):
-            if column in data:  # in one copy: each waits for the device
-                whole = torch.cat(data[column]).to(self.info.device)
-                data[column] = list(whole.split([len(tensor) for tensor in data[column]]))
+        for name in [column.name for column in columns.present(data, "response")]:
+            joined = torch.cat(data[name]).to(self.info.device)  # in one copy: each waits for the device
+            data[name] = list(joined.split([len(tensor) for tensor in data[name]]))
         per_token = self.config.calculate_per_token_loss
         data["normalisers"] = data["global_token_counts"] if per_token else data["global_batch_sizes"]
         step_of_micro_batch = [s for s, n in enumerate(data["num_microbatches"]) for _ in range(n)]
@@ -206,24 +206,23 @@ class MegatronTrainer:
                 )
 
     def _pack(
-        self, data: TrainData, samples: list[int], columns: tuple[str, ...] = (), *, policy: bool = True
+        self, data: TrainData, samples: list[int], *, training: bool, policy: bool = True
     ) -> MicroBatch:
-        """A micro-batch of a training pass, with `columns`, or of one for log-probs; of the `policy`, which replays
-        experts, or of a reference, which chooses its own."""
+        """A micro-batch of a training pass or of one for log-probs; of the `policy`, which replays experts, or of a
+        reference, which chooses its own."""
         info = self.info
         batch = pack(
             data,
             samples,
-            [name for name in columns if name in data],
+            columns.carried(data, self.config, training=training, policy=policy),
             device=info.device,
             # sequence parallelism cuts the packed row into equal parts
             multiple=info.tp_size if self.config.sequence_parallel else 1,
             cp_rank=info.cp_rank,
             cp_size=info.cp_size,
-            experts=policy and self.replay.from_engine,
         )
         if policy:
-            self.replay.attach(batch, training=bool(columns))
+            self.replay.attach(batch, training=training)
         return batch
 
     def _head(self, kind: operators.Head, model: Any) -> LmHead:
@@ -236,7 +235,10 @@ class MegatronTrainer:
         policy = model is self.model
         return log_probs_of_data(
             self._head(operators.pass_head(self.config), model),
-            (self._pack(data, samples, policy=policy) for samples in data["micro_batch_indices"]),
+            (
+                self._pack(data, samples, training=False, policy=policy)
+                for samples in data["micro_batch_indices"]
+            ),
             len(data["micro_batch_indices"]),
             data["response_lengths"],
         )
@@ -332,7 +334,7 @@ class MegatronTrainer:
         for k, samples in enumerate(micro_batches):
             self.progress = (done + k, total)
             with self.timers.measure("pack"):
-                batch = self._pack(data, samples, COLUMNS)
+                batch = self._pack(data, samples, training=True)
             yield batch
 
     def _update_reference(self, rollout_id: int) -> None:
@@ -343,22 +345,15 @@ class MegatronTrainer:
 
     def _rollout_means(self, data: TrainData, steps: list[dict[str, float]]) -> dict[str, float]:
         """rollout/*: mean over samples, of all ranks; of a per-token column, of its mean over the trained tokens."""
-        names = ["log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns"]
-        if self.config.kl_coef != 0:  # otherwise the column only holds zeros
-            names.append("kl")
         count, device = len(data["tokens"]), self.info.device
         mask = torch.cat(data["loss_masks"])
         lengths = torch.tensor([len(m) for m in data["loss_masks"]])
         sample_of_row = torch.repeat_interleave(torch.arange(count), lengths).to(device)
         sums = {
             name: sequence_mean(torch.cat(data[name]).double(), mask, sample_of_row, count).sum()
-            for name in names
-            if name in data
+            for name in columns.reported(data, self.config, "response")
         }
-        plain = {
-            name: float(sum(data[name]))
-            for name in ("rewards", "truncated", "response_lengths", "total_lengths")
-        }
+        plain = {name: float(sum(data[name])) for name in columns.reported(data, self.config, "sample")}
         on_host = torch.tensor([*plain.values(), count], dtype=torch.float64).to(device)
         total = torch.cat([torch.stack(list(sums.values())), on_host]) if sums else on_host
         dist.all_reduce(total, group=self.info.dp_group)
@@ -369,16 +364,6 @@ class MegatronTrainer:
         for step in steps:
             step.pop("train/log_probs", None)
         return means
-
-
-COLUMNS = (
-    "loss_masks",
-    "loss_denominators",
-    "advantages",
-    "old_log_probs",
-    "ref_log_probs",
-    "rollout_log_probs",
-)
 
 
 def reduce_metrics(losses: list[MicroBatchLoss], group: dist.ProcessGroup) -> dict[str, float]:

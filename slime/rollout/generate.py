@@ -133,7 +133,9 @@ def _token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
 
 def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: dict[str, Any]) -> None:
     continued = sample.response_length > 0
-    sample.append_response_tokens(result.token_ids, result.log_probs, text=result.text)
+    sample.append_response_tokens(
+        result.token_ids, result.log_probs, text=result.text, columns=result.columns
+    )
     if result.routed_experts is not None:
         sample.append_routed_experts(result.routed_experts)
     if continued and result.token_ids:

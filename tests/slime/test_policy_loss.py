@@ -41,21 +41,24 @@ def columns(**changes):
     """Two samples of 2 and 1 tokens; the second token of the first is masked out. Ratios 2, 5 (masked), 0.5."""
     old = torch.log(torch.tensor([0.2, 0.1, 0.4]))
     new = torch.log(torch.tensor([0.4, 0.5, 0.2])).requires_grad_()
-    defaults = dict(
-        log_probs=new,
-        entropy=torch.tensor([1.0, 2.0, 3.0], requires_grad=True),
-        mask=torch.tensor([1, 0, 1], dtype=torch.int32),
-        denominators=torch.full((3,), 2.0),  # one trained token a sample, two rollouts
-        normaliser=2.0,
-        sample_of_row=torch.tensor([0, 0, 1]),
-        total_lengths=[5, 4],
-        response_lengths=[2, 1],
+    table = dict(
+        loss_masks=torch.tensor([1, 0, 1], dtype=torch.int32),
+        loss_denominators=torch.full((3,), 2.0),  # one trained token a sample, two rollouts
         advantages=torch.tensor([1.0, 1.0, -1.0]),
         old_log_probs=old,
         ref_log_probs=torch.log(torch.tensor([0.1, 0.1, 0.2])),
         rollout_log_probs=torch.log(torch.tensor([0.1, 0.1, 0.4])),
     )
-    return TokenColumns(**{**defaults, **changes})
+    table |= {name: value for name, value in changes.items() if name != "log_probs"}
+    return TokenColumns(
+        log_probs=changes.get("log_probs", new),
+        entropy=torch.tensor([1.0, 2.0, 3.0], requires_grad=True),
+        columns={name: value for name, value in table.items() if value is not None},
+        sample_of_row=torch.tensor([0, 0, 1]),
+        total_lengths=[5, 4],
+        response_lengths=[2, 1],
+        normaliser=2.0,
+    )
 
 
 def test_clipped_surrogate_and_its_metrics():
@@ -110,7 +113,10 @@ def test_unbiased_kl_weighs_by_the_ratio():
 
 
 def test_gspo_uses_one_ratio_a_sequence():
-    t = columns(mask=torch.tensor([1, 1, 1], dtype=torch.int32), denominators=torch.tensor([4.0, 4.0, 2.0]))
+    t = columns(
+        loss_masks=torch.tensor([1, 1, 1], dtype=torch.int32),
+        loss_denominators=torch.tensor([4.0, 4.0, 2.0]),
+    )
     loss, sums, _ = policy_loss(args(advantage_estimator="gspo", eps_clip_high=10.0), t)
     # sample 0: exp((log 2 + log 5) / 2) = sqrt(10); sample 1: 0.5, A = -1, clipped at 0.8
     assert loss.item() == pytest.approx((-math.sqrt(10) + 0.8) / 2, rel=1e-6)
@@ -149,8 +155,7 @@ def test_opsm_drops_bad_samples_that_moved_far():
 
 
 def test_use_rollout_logprobs_compares_with_the_present_policy():
-    t = columns()
-    t.old_log_probs = t.rollout_log_probs
+    t = columns(old_log_probs=columns()["rollout_log_probs"])
     _, sums, _ = policy_loss(args(use_rollout_logprobs=True), t)
     assert sums["train_rollout_logprob_abs_diff"].item() == pytest.approx((math.log(4) + math.log(2)) / 2)
 
@@ -194,8 +199,8 @@ def test_hooked_and_fused_paths_agree():
             log_probs=new,
             old_log_probs=old,
             advantages=advantages,
-            mask=torch.ones(3),
-            denominators=torch.ones(3),
+            loss_masks=torch.ones(3),
+            loss_denominators=torch.ones(3),
         )
         loss, sums, _ = policy_loss(args(eps_clip_c=c), t)
         assert loss.item() == pytest.approx(mine.sum().item(), rel=1e-6)

@@ -165,7 +165,7 @@ def test_a_packed_row_has_them_beside_its_tokens(size, multiple):
     lengths = [len(tokens) for tokens in data["tokens"]]
     for rank in range(size):
         batch = pack(
-            data, [0, 1, 2, 3], (), device="cpu", multiple=multiple, cp_rank=rank, cp_size=size, experts=True
+            data, [0, 1, 2, 3], [COLUMN], device="cpu", multiple=multiple, cp_rank=rank, cp_size=size
         )
         part = token_slice(lengths, rank=rank, size=size, multiple=multiple)
         wanted = torch.full((part.rows, 3, 2), OPEN, dtype=torch.int16)
@@ -176,8 +176,8 @@ def test_a_packed_row_has_them_beside_its_tokens(size, multiple):
                     first = 10 * data["sample_indices"][span.sequence]
                     wanted[row] = torch.from_numpy(rows_of(first + place, first + place + 1)[0])
                 row += 1
-        assert torch.equal(batch.experts, wanted)
-    assert pack(data, [0, 1], (), device="cpu").experts is None
+        assert torch.equal(batch.of_rows[COLUMN], wanted)
+    assert pack(data, [0, 1], (), device="cpu").of_rows == {}
 
 
 def test_packing_writes_each_row_once(tmp_path):
