@@ -3,6 +3,8 @@
 #
 #   bash scripts/test.sh          what CI runs
 #   bash scripts/test.sh --all    also the tests marked slow, before a release
+#
+# WORKERS=N changes the number of test processes (2).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,4 +14,5 @@ if [[ "${1:-}" == --all ]]; then
     shift
 fi
 bash scripts/setup.sh
-exec "${VENV:-.venv}/bin/python" -m pytest -m "$marked" "$@"
+workers=(-n "${WORKERS:-2}" --dist loadgroup --no-loadscope-reorder)
+exec "${VENV:-.venv}/bin/python" -m pytest "${workers[@]}" -m "$marked" "$@"

@@ -21,6 +21,17 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What one worker of pytest-xdist runs: a file, for its fixtures, and all files that start engines.
+
+    Whole runs need most of two cores and have time limits, so they run one after the other, while another worker
+    runs the files that need one core.
+    """
+    for item in items:
+        name = "e2e" if item.get_closest_marker("e2e") else item.nodeid.split("::")[0]
+        item.add_marker(pytest.mark.xdist_group(name))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the item's fixtures: engines and trainers that a test starts inherit the environment."""

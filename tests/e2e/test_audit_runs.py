@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from train_fixtures import PROMPTS, SAMPLES, World, make_world, rows, run, samples, vime
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 LR = ("--lr", "1e-3")
 
 

@@ -15,7 +15,7 @@ from train_fixtures import ROOT, launched, run, vime
 from vime.bench.record import BASELINE, METRICS, RL_KERNEL, Record, Repeat, all_repeats, read
 from vime.run_metrics import load_run, step_times
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CONFIG = ROOT / "examples" / "bench" / "tiny-cpu.yaml"
 STEPS = 3

@@ -47,6 +47,7 @@ def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> 
     assert psutil.Process().children(recursive=True) == before
 
 
+@pytest.mark.slow
 def test_a_server_takes_its_device_once_its_gate_is_open(tmp_path: Path) -> None:
     """As beside a trainer on the same GPU; what vLLM logs once it has its device comes after the gate has opened."""
     log = tmp_path / "engine.log"
@@ -73,6 +74,7 @@ def test_a_server_takes_its_device_once_its_gate_is_open(tmp_path: Path) -> None
     assert not gate.exists()
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Path) -> None:
     """A flag that is well formed and wrong for this model, while another actor builds a large one."""
     import ray

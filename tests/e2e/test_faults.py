@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def test_killed_engines_are_replaced(world: World) -> None:
     engines_killed(FaultyRun(world, "engines"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
     run = FaultyRun(world, "trainer")
     trainer_killed(run)
@@ -73,6 +75,7 @@ def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: Worl
     assert len(rows(run_dir, "train/step")) == 2
 
 
+@pytest.mark.slow
 def test_reward_that_raises_ends_the_run_and_names_the_sample(world: World) -> None:
     flags = [
         *world.grpo("reward", rollouts=2, reward="broken_reward"),
@@ -89,6 +92,7 @@ def test_reward_that_raises_ends_the_run_and_names_the_sample(world: World) -> N
     assert "in broken_reward" in (world.root / "reward" / "logs" / "rollout.log").read_text()
 
 
+@pytest.mark.slow
 def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: World) -> None:
     rank_killed(world, "dead", ranks=2)
 
@@ -113,6 +117,7 @@ def test_too_many_devices_are_refused_before_anything_is_placed(world: World) ->
     assert not list((world.root / "large").glob("logs/engine*"))
 
 
+@pytest.mark.slow
 def test_engine_that_never_becomes_healthy_shows_its_last_log_lines(world: World) -> None:
     flags = [
         *world.grpo("sick", rollouts=1),
@@ -122,3 +127,19 @@ def test_engine_that_never_becomes_healthy_shows_its_last_log_lines(world: World
     assert code == 1
     assert "must become healthy, got exit status 1" in output
     assert "1000000" in "\n".join(output.splitlines()[-12:]), output[-3000:]
+
+
+@pytest.mark.slow
+def test_a_bad_evaluation_file_ends_the_run_before_engines_serve(world: World) -> None:
+    bad = world.root / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1="}\n{"prompt": \n')
+    evaluation = ("--eval-interval", "1", "--eval-prompt-data", "bad", str(bad))
+    command = vime(
+        "train", *world.grpo("bad", rollouts=1), "--colocate", "--actor-num-gpus-per-node", "1", *evaluation
+    )
+    with launched(command, world.root / "bad.out") as launch:
+        assert launch.finish(120) == 1, launch.output
+        *_, last, more = launch.output.splitlines()
+    assert re.match(r"vime train: rollout failed: ValueError: .*bad\.jsonl", last), last
+    assert more.startswith("more in ")
+    assert "startup complete" not in (world.root / "bad" / "logs" / "engine-0.log").read_text()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from train_fixtures import PROMPTS, SAMPLES, World, launched, make_world, rows, run, samples, vime
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROLLOUTS, STEPS = 10, 20
 """Two optimizer steps a rollout: in the second one the policy is no longer the one that sampled."""

@@ -9,7 +9,7 @@ import pytest
 from rollout_speed import main
 from train_fixtures import World, make_world
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

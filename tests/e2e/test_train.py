@@ -167,21 +167,6 @@ def assert_adds_up(steps: list[dict[str, float]], names: tuple[str, ...], whole:
     assert statistics.median(shares) == pytest.approx(1, rel=0.02), shares
 
 
-def test_a_bad_evaluation_file_ends_the_run_before_engines_serve(world: World) -> None:
-    bad = world.root / "bad.jsonl"
-    bad.write_text('{"prompt": "1+1="}\n{"prompt": \n')
-    evaluation = ("--eval-interval", "1", "--eval-prompt-data", "bad", str(bad))
-    command = vime(
-        "train", *world.grpo("bad", rollouts=1), "--colocate", "--actor-num-gpus-per-node", "1", *evaluation
-    )
-    with launched(command, world.root / "bad.out") as launch:
-        assert launch.finish(120) == 1, launch.output
-        *_, last, more = launch.output.splitlines()
-    assert re.match(r"vime train: rollout failed: ValueError: .*bad\.jsonl", last), last
-    assert more.startswith("more in ")
-    assert "startup complete" not in (world.root / "bad" / "logs" / "engine-0.log").read_text()
-
-
 def test_parts_of_a_step_add_up_to_it(whole: Path) -> None:
     """Each level was measured on its own: the driver's step, rank 0's training, its optimizer steps."""
     steps = rows(whole, "rollout/step")
@@ -328,6 +313,7 @@ def test_plot_writes_the_pictures(world: World, whole: Path) -> None:
     assert {"reward.png", "step_time.png", "logprob_diff.png", "kl.png", "response_length.png"} <= names
 
 
+@pytest.mark.slow
 def test_tensor_parallel_disaggregated_run_equals_the_colocated_one(world: World, whole: Path) -> None:
     flags = [
         *world.grpo("tensor", rollouts=2),
@@ -385,6 +371,7 @@ def test_asynchronous_data_parallel_run_keeps_within_its_staleness(world: World)
     assert all(row["train/train_rollout_logprob_abs_diff"] < 0.5 for row in trained.values())
 
 
+@pytest.mark.slow
 def test_sft_lowers_the_loss(world: World, monkeypatch) -> None:
     """And leaves nothing of ours where temporary files go."""
     temporary = world.root / "t"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from train_fixtures import World, make_world, rows, run, samples, vime
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 HOW = (
     "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-router-dtype fp32 --moe-permute-fusion "

@@ -68,6 +68,7 @@ def test_in_fp32_both_choose_the_same_experts(world: World) -> None:
         assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, LAYERS, TOPK)
 
 
+@pytest.mark.slow
 def test_the_engines_choices_bring_the_trainer_closer_to_a_coarser_engine(world: World) -> None:
     """An engine in bf16 chooses others for some tokens; the same samples are trained with and without its choices."""
     (replayed,) = trained(world, "bf16", REPLAY, "--vllm-dtype", "bfloat16").values()
@@ -82,6 +83,7 @@ def test_the_engines_choices_bring_the_trainer_closer_to_a_coarser_engine(world:
     assert torch.tensor([replayed["train/grad_norm"], own["train/grad_norm"]]).isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_response_that_goes_on_after_an_update_keeps_the_experts_of_its_first_part(glm: World) -> None:
     """GLM with --partial-rollout: every third group is cut off in the first rollout and ends in the second."""
     partial = ("--partial-rollout", "--over-sampling-batch-size", "12", "--rollout-max-response-len", "100")

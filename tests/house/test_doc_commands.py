@@ -6,17 +6,20 @@ A fenced bash block without a title is run here, in a scratch folder. A title "n
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from house_tree import ROOT, files
+from train_fixtures import rows
 
 from vime import cli
 
@@ -71,6 +74,7 @@ def covered(command: str) -> str | None:
     return next((by for pattern, by in COVERED.items() if re.fullmatch(pattern, command)), None)
 
 
+NO_SETUP = "#!/usr/bin/env bash\nset -euo pipefail\n"
 TO_RUN = [b for b in blocks("bash") if not b.marked]
 
 
@@ -82,7 +86,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if path.name not in (".git", ".venv", "scripts", "runs", "build"):
             (folder / path.name).symlink_to(path)
     shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "scripts" / "setup.sh").write_text("#!/usr/bin/env bash\nset -euo pipefail\n")
+    (folder / "scripts" / "setup.sh").write_text(NO_SETUP)
     (folder / ".venv").symlink_to(sys.prefix)
     return folder
 
@@ -141,12 +145,39 @@ def test_modules_run(block: Block) -> None:
     exec(code, {"__name__": block.title.removesuffix(".py")})
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_tiny_run_as_documented(scratch: Path) -> None:
-    """Model, warm-up, export, two rollouts, plots: the script as a newcomer calls it, shorter."""
+@pytest.fixture(scope="module")
+def tiny_run(scratch: Path) -> Path:
+    """README's first command, shorter: model, warm-up, export, two rollouts, plots."""
     run("bash scripts/run-tiny-grpo.sh --num-rollout 2", scratch)
-    assert (scratch / "runs/tiny/grpo/plots/overview.png").is_file()
+    return scratch / "runs/tiny"
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_the_tiny_run_as_documented(tiny_run: Path) -> None:
+    assert (tiny_run / "grpo/plots/overview.png").is_file()
+    assert sorted(rows(tiny_run / "grpo", "rollout/step")) == [0, 1]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_the_tiny_run_from_a_source_archive(tiny_run: Path, tmp_path: Path) -> None:
+    """The files of `git archive`, without a repository around them. The warm-up is that of the run above."""
+    packed = tmp_path / "vime.tar"
+    with open(packed, "wb") as file:
+        subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=file, check=True)
+    folder = tmp_path / "vime"
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder, filter="data")
+    (folder / "scripts/setup.sh").write_text(NO_SETUP)
+    (folder / ".venv").symlink_to(sys.prefix)
+    shutil.copytree(tiny_run, folder / "runs/tiny", ignore=shutil.ignore_patterns("grpo", "checkpoint"))
+    run("bash scripts/run-tiny-grpo.sh --num-rollout 2", folder)
+    both = [rows(path / "grpo", "train/step") for path in (tiny_run, folder / "runs/tiny")]
+    plain, unpacked = ([step["train/loss"] for step in steps.values()] for steps in both)
+    assert plain == pytest.approx(unpacked, rel=1e-3) and plain
+    environment = json.loads((folder / "runs/tiny/grpo/environment.json").read_text())
+    assert environment["git"] is None
 
 
 def test_commands_of_a_block() -> None:
