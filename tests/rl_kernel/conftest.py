@@ -1,0 +1,36 @@
+"""Which cases of an operator the short suite runs: every two values of a test's parameters meet once."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+MANY = 8
+"""A test with at most as many cases runs all of them."""
+
+Pair = frozenset[tuple[str, int]]
+
+
+def pairs_of(case: pytest.Function) -> set[Pair]:
+    values = [(name, id(value)) for name, value in case.callspec.params.items()]
+    return {frozenset(pair) for pair in combinations(values, 2)}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the other cases slow. Takes the case with the most new pairs first, of equal ones the earliest."""
+    of_test: dict[str, dict[pytest.Function, set[Pair]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and len(item.callspec.params) > 1:
+            of_test.setdefault(item.nodeid.partition("[")[0], {})[item] = pairs_of(item)
+    for left in of_test.values():
+        if len(left) <= MANY:
+            continue
+        while left:
+            taken = max(left, key=lambda case: len(left[case]))
+            if not (met := left.pop(taken)):
+                taken.add_marker(pytest.mark.slow)
+                continue
+            for case in left:
+                left[case] -= met
