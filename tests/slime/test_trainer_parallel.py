@@ -85,7 +85,15 @@ SAVED = ("one-policy", "pp", "cp", "pp-cp", "pp-sp")
 RESUMED = {"pp": 2, "cp": 2, "pp-cp": 4, "pp-sp": 4}
 """These layouts also start from the checkpoint of a single rank."""
 
-LAYOUTS = dict.fromkeys(TWO, 2) | dict.fromkeys(FOUR, 4)
+SHORT = {
+    *("dp", "tp", "sp", "sp-logp", "tp-custom", "cp", "cp-empty", "pp", "pp-gspo"),
+    *("cp4-empty", "cp-dp", "pp-sp", "pp-cp", "pp-dp"),
+}
+"""The layouts of the short suite: every kind of parallelism, alone and with another one; the others run with --all."""
+
+LAYOUTS = [
+    pytest.param(name, marks=() if name in SHORT else pytest.mark.slow, id=name) for name in (*TWO, *FOUR)
+]
 SINGLE = {
     "policy": POLICY_FLAGS,
     "per-token": TWO["dp-per-token"],
@@ -165,9 +173,9 @@ def resumed(name: str, saved: str, root: Path, rank: int, ranks: int) -> dict[st
     return weights
 
 
-def work(rank: int, root: Path, ranks: int) -> None:
+def work(rank: int, root: Path, ranks: int, chosen: set[str]) -> None:
     torch.set_num_threads(1)
-    layouts = {2: TWO, 4: FOUR}[ranks]
+    layouts = {name: flags for name, flags in {2: TWO, 4: FOUR}[ranks].items() if name in chosen}
     out = {name: run(name, flags, root, rank, ranks) for name, flags in layouts.items()}
     if ranks == 2:
         out["tp-custom"]["logits"] = cases.CALLS[0][2]
@@ -182,11 +190,13 @@ def one(root):
 
 
 @pytest.fixture(scope="module")
-def several(root, one):
+def several(request, root, one):
     """What each rank got, by layout."""
+    everything = any(item.get_closest_marker("slow") for item in request.session.items)
+    chosen = {*TWO, *FOUR} if everything else SHORT
     found: dict[str, list[dict[str, Any]]] = {}
     for ranks in (2, 4):
-        torch.multiprocessing.spawn(work, args=(root, ranks), nprocs=ranks)
+        torch.multiprocessing.spawn(work, args=(root, ranks, chosen), nprocs=ranks)
         parts = [torch.load(root / f"rank{rank}-of-{ranks}.pt") for rank in range(ranks)]
         found |= {layout: [part[layout] for part in parts] for layout in parts[0]}
     return found
