@@ -1,4 +1,4 @@
-"""The `vime` command: one line an error, exit code 2, no traceback, for whatever the user can put right."""
+"""The `vime` command. An error that the user can fix is one line with exit code 2, without a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vime.commands import COMMANDS, MODULES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; the exit code is 0, or 2 for a ValueError, whose text goes to stderr."""
+    """Run one subcommand. The exit code is 0, or 2 for a ValueError, whose text goes to stderr."""
     args = list(sys.argv[1:] if argv is None else argv)
     command, rest = (args[0], args[1:]) if args else ("help", [])
     try:
@@ -21,13 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vime {command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader (`vime flags | head`) has seen enough; Python's own flush at exit must not complain either.
+        # The reader has closed the pipe (`vime flags | head`). Python's flush at exit must not raise an error either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def run(command: str, argv: list[str]) -> int:
-    """Call the subcommand's own `main(argv)`; its modules are imported only now."""
+    """Import the subcommand's module and call its `main(argv)`."""
     if command in ("-h", "--help", "help"):
         print(usage(), flush=True)
         return 0

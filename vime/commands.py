@@ -1,4 +1,4 @@
-"""The subcommands of `vime`: their names, what they do, and where they are. Imports nothing."""
+"""The subcommands of `vime`: names, descriptions and modules. Imports nothing."""
 
 COMMANDS = {
     "train": "run a training job from the flags of a launch script",
@@ -14,4 +14,4 @@ COMMANDS = {
 }
 
 MODULES = {"bench": "vime.bench.command", "doctor": "vime.doctor.command"}
-"""Where a subcommand is, when it is not the module of its name."""
+"""Subcommand -> its module, if that is not vime.NAME."""

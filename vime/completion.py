@@ -1,6 +1,6 @@
-"""`vime completion bash|zsh`: a script for the shell that completes commands, flags, their choices and file names.
+"""`vime completion bash|zsh`: a shell script that completes commands, flags, choices and file names.
 
-All names are written into the script, so that pressing TAB starts no Python.
+The script contains all names, so TAB does not start Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FLAG_COMMANDS = ("train", "plan", "config")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the script of a shell. ValueError for one that is not known."""
+    """Print the script of a shell. ValueError for an unknown shell."""
     if list(argv) not in [[shell] for shell in SHELLS]:
         raise ValueError(
             f"completion must be asked for {' or '.join(SHELLS)}, got {' '.join(argv) or 'none'}; "
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    """zsh runs the function of bash through its own bashcompinit."""
+    """The completion script. zsh runs the bash function through bashcompinit."""
     head = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" if shell == "zsh" else ""
     return head + BODY.format(
         commands=" ".join(COMMANDS),
@@ -38,7 +38,7 @@ def script(shell: str) -> str:
 
 
 def flags() -> list[str]:
-    """This project's flags; Megatron's and vLLM's would take seconds to list."""
+    """This project's flags. Megatron's and vLLM's flags are left out, because listing them takes seconds."""
     return [spelled(name) for name in own_flags()]
 
 

@@ -1,6 +1,6 @@
-"""`vime config FILE`: the flags of a run, from files and command line, as YAML or as a shell array. Starts nothing.
+"""`vime config FILE`: prints the flags of a run, from files and command line, as YAML or as a shell array.
 
-The YAML is what `--config` reads. The shell form defines an array: source <(vime config FILE --format shell), then
+`--config` reads the YAML. The shell form defines an array: source <(vime config FILE --format shell), then
 vime train "${VIME_FLAGS[@]}".
 """
 
@@ -28,7 +28,7 @@ Print the flags that a run would use: those of the files, replaced by those of t
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the flags. ValueError for a flag that no run takes; with --all also for flags that contradict."""
+    """Print the flags. ValueError for an unknown flag, and with --all also for flags that contradict each other."""
     if not argv or any(token in ("-h", "--help") for token in argv):
         print(USAGE)
         return 0
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def defaults(config: Config) -> Iterator[FlagGroup]:
-    """Every flag of this project that has a value, as resolved; not the run directory, which is named by its time."""
+    """Every flag of this project with a resolved value, except the run directory, whose name contains the time."""
     for name, spec in own_flags().items():
         value = getattr(getattr(config, SECTION_OF[name]), name)
         if (
@@ -65,13 +65,13 @@ def defaults(config: Config) -> Iterator[FlagGroup]:
 
 
 def as_shell(groups: Sequence[FlagGroup]) -> str:
-    """A bash array, one flag a line."""
+    """A bash array with one flag per line."""
     lines = ["    " + " ".join(shlex.quote(token) for token in group.tokens) for group in groups]
     return "\n".join([f"{ARRAY}=(", *lines, ")", ""])
 
 
 def as_yaml(groups: Sequence[FlagGroup]) -> str:
-    """A mapping that `--config` reads. The values of a flag that may be repeated are one list."""
+    """A mapping that `--config` reads. A repeated flag has one list of values."""
     content: dict[str, Any] = {}
     for group in groups:
         off = group.name != group.positive and not group.values
@@ -80,13 +80,13 @@ def as_yaml(groups: Sequence[FlagGroup]) -> str:
         if key in content and own_flags().get(group.name) is not None and own_flags()[group.name].append:
             values = [*(content[key] if isinstance(content[key], list) else [content[key]]), *values]
         value = not off if not values else values[0] if len(values) == 1 else values
-        content.pop(key, None)  # what is given twice counts where it is given last
+        content.pop(key, None)  # a repeated key takes the position of its last use
         content[key] = value
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _plain(text: str) -> Any:
-    """A number or a word as YAML reads it, where that is the same text again; else the text itself."""
+    """The value that YAML reads from `text`, if YAML writes the same text for it. Otherwise the text itself."""
     try:
         value = yaml.load(text, Loader=YamlLoader)
     except yaml.YAMLError:

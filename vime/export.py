@@ -11,14 +11,14 @@ from vime.engine.flags import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read --load, write --output-dir. ValueError when the checkpoint is missing or does not fit --hf-checkpoint."""
+    """Read --load and write --output-dir. ValueError if the checkpoint is missing or does not fit --hf-checkpoint."""
     parser = argparse.ArgumentParser(prog="vime export", allow_abbrev=False)
     parser.add_argument("--load", required=True, help="checkpoint directory (--save of the training run)")
     parser.add_argument("--hf-checkpoint", required=True, help="the checkpoint training started from")
-    parser.add_argument("--output-dir", required=True, help="where the Hugging Face directory is written")
+    parser.add_argument("--output-dir", required=True, help="new Hugging Face directory")
     parser.add_argument("--iteration", type=int, help="which checkpoint (default: the newest)")
     given = parser.parse_args(argv)
-    # One rank without data or engines: the least that makes a whole configuration.
+    # One rank without data or engines: the smallest complete configuration.
     config = parse_config(
         [
             *("--load", given.load, "--hf-checkpoint", given.hf_checkpoint),
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         ]
     )
     with warnings.catch_warnings():
-        # Megatron and torch remark on what is not installed and on their own deprecations: no news for this command.
+        # Megatron and torch warn about packages that are not installed and about their own deprecations.
         warnings.simplefilter("ignore")
         from slime.megatron_backend.export import export_checkpoint
 

@@ -1,4 +1,5 @@
-"""`vime flags`: every flag by section, those that a word finds, or all as JSON. Also the help of `vime train`."""
+"""`vime flags`: lists every flag by section, flags that contain a word, or all flags as JSON. Also `vime train
+--help`."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ TITLES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """List flags. 1 when no flag has the words that were asked for; ValueError for an unknown option."""
+    """List flags. Returns 1 if no flag has the given words. ValueError for an unknown option."""
     words = [word for word in argv if not word.startswith("--")]
     options = [word for word in argv if word.startswith("--")]
     if options == ["--json"] and not words:
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def all_rows() -> Iterator[Row]:
-    """Every flag that a run accepts, with its owner (imports Megatron and vLLM: seconds)."""
+    """Every flag that a run accepts, with its owner. Imports Megatron and vLLM, which takes seconds."""
     from vime.engine.flags import list_flags
     from vime.engine.sglang_flags import targets
 
@@ -65,7 +66,7 @@ def all_rows() -> Iterator[Row]:
 
 
 def search(words: Sequence[str]) -> int:
-    """Print the flags whose name or help has every word."""
+    """Print the flags whose name or help contains every word."""
     rows = list(all_rows())
     wanted = [word.lower().replace("_", "-") for word in words]
     found = [r for r in rows if all(word in f"{r['flag']} {r['help']}".lower() for word in wanted)]

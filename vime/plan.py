@@ -1,6 +1,6 @@
-"""`vime plan`: what a set of flags means, worked out and checked. Starts nothing, allocates nothing.
+"""`vime plan`: checks a set of flags and prints the resolved run. Starts nothing and allocates nothing.
 
-Memory figures are estimates from shapes (slime/memory_estimate.py); a run decides by the same ones
+Memory is estimated from shapes (slime/memory_estimate.py). A run decides from the same estimates
 (slime/memory_decision.py).
 """
 
@@ -26,18 +26,18 @@ from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.plan_hardware import hardware
 
 GPU_MEMORY = "--gpu-memory-gib"
-"""The one option of the plan that is no flag of a run."""
+"""The only option of `vime plan` that is not a flag of a run."""
 
 
 def routed(shape: Shape) -> str:
-    """What a model with experts adds to the number of its parameters."""
+    """The text about experts after the number of parameters."""
     if not any(shape.sparse):
         return ""
     return f", of the layers' {count(shape.active)} for a token ({shape.topk} of {shape.experts} experts)"
 
 
 def topology(c: Config) -> Iterator[str]:
-    """Who runs where, in how many processes."""
+    """The processes of the run and their devices."""
     trains, generates = not c.debug_rollout_only, c.num_engines > 0
     if trains:
         sizes = {
@@ -74,7 +74,8 @@ def topology(c: Config) -> Iterator[str]:
 
 
 def kernels(c: Config) -> Iterator[str]:
-    """What each operator of rl_kernel will run, as far as this machine can tell. Refused where strict must fail."""
+    """The implementation of each operator of rl_kernel, as far as this machine can decide. ValueError if strict
+    fails."""
     import torch
 
     if c.device == "cuda" and not torch.cuda.is_available():
@@ -86,7 +87,7 @@ def kernels(c: Config) -> Iterator[str]:
 
 
 def watched(c: Config) -> Iterator[str]:
-    """What is looked at on the way, where that was asked for."""
+    """The checks and traces that the flags enable."""
     if c.rlk_consistency != "off":
         yield f"every rollout compared with the engine, --rlk-consistency {c.rlk_consistency}: {c.run_dir}/audit.jsonl"
     if c.profile_steps:
@@ -101,7 +102,7 @@ def machine() -> str:
 
 
 def batches(c: Config) -> Iterator[str]:
-    """The batch equation and what follows from it."""
+    """The batch equation and the numbers that follow from it."""
     samples = c.rollout_batch_size * c.n_samples_per_prompt
     yield (
         f"--rollout-batch-size {c.rollout_batch_size} x --n-samples-per-prompt {c.n_samples_per_prompt} = "
@@ -122,7 +123,7 @@ def batches(c: Config) -> Iterator[str]:
 
 
 def prompts(c: Config) -> Iterator[str]:
-    """Reads the prompt files whole, so that a malformed line is found here."""
+    """The prompt files. They are read completely, so that a malformed line is an error here."""
     from slime.data.prompts import Columns, load_prompts
     from slime.rollout.evaluation import resolve_eval_datasets
 
@@ -146,7 +147,7 @@ def prompts(c: Config) -> Iterator[str]:
 
 
 def engine_flags(c: Config) -> Iterator[str]:
-    """What each engine and router flag becomes on the server's own command line."""
+    """The server's own command-line option for each engine and router flag."""
     for tokens in pair_up(c.engine.vllm_argv):
         yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
     spec = EngineSpec(**engine_settings(c), run_key="", log_path="")
@@ -159,10 +160,10 @@ def engine_flags(c: Config) -> Iterator[str]:
 
 
 def check_model(c: Config) -> str | None:
-    """Ask the training backend whether it knows the model; a remark where that backend is not installed."""
+    """Check that the training backend supports the model. Returns a note if the backend is not installed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron's remarks on what is not installed
+            warnings.simplefilter("ignore")  # Megatron's warnings about packages that are not installed
             from slime.megatron_backend.model_config import check_hf_config
     except ImportError as error:
         return f"the model family was not checked: {error}"
@@ -171,7 +172,7 @@ def check_model(c: Config) -> str | None:
 
 
 def notes(c: Config) -> list[str]:
-    """What was adjusted on the way and why. ValueError for a model that the training backend does not know."""
+    """The values that were adjusted, and why. ValueError for a model that the training backend does not support."""
     remark = check_model(c)
     return [*c.notes, *([remark] if remark else [])]
 
@@ -188,8 +189,8 @@ def memory_lines(items: Sequence[Item]) -> Iterator[str]:
 
 
 def trainer_memory(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> Iterator[str]:
-    """What a rank keeps, what a step adds, their sum at its worst moment; what leaves for the engines' sake, and where
-    the size of the GPU is known, whether it is large enough."""
+    """The memory that a rank keeps, the memory that a step adds, and their sum at the peak; the parts that are
+    offloaded for the engines; and whether the GPU is large enough, if its size is known."""
     e = estimate(c, hf)
     yield from memory_lines(e.kept)
     yield "and one at a time, in a step:"
@@ -199,15 +200,15 @@ def trainer_memory(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> It
 
 
 def memory_of_engine(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> Iterator[str]:
-    """Weights and KV cache, and whether the GPU is large enough, where its size is known."""
+    """Weights and KV cache, and whether the GPU is large enough, if its size is known."""
     yield from memory_lines(engine_memory(c, Shape.of(hf)))
     if gpu_bytes is not None:
         yield engine_verdict(c, hf, gpu_bytes)
 
 
 def memory_in_short(c: Config, gpu_bytes: float | None = None) -> Iterator[str]:
-    """The estimates in a line, then what `vime plan` decides from them for GPUs of `gpu_bytes` each, or else for the
-    one that is here."""
+    """The estimates in one line, then the decisions from them, for GPUs of `gpu_bytes` each or for this machine's
+    GPU."""
     hf, gpu_bytes = read_hf_config(c.hf_checkpoint), gpu_bytes or device_memory(c)
     estimates, decisions = [], list[str]()
     if not c.debug_rollout_only:
@@ -226,7 +227,7 @@ def memory_in_short(c: Config, gpu_bytes: float | None = None) -> Iterator[str]:
 
 
 def device_memory(c: Config) -> int | None:
-    """Bytes of this machine's GPU; None where there is none to ask."""
+    """Bytes of this machine's GPU, or None without a GPU."""
     import torch
 
     if c.device != "cuda" or not torch.cuda.is_available():
@@ -235,7 +236,7 @@ def device_memory(c: Config) -> int | None:
 
 
 def transport(c: Config) -> str:
-    """How published weights travel, and where files of them lie."""
+    """How published weights travel, and the directory of their files."""
     where = c.weight_dir or "a directory of their own in shared memory"
     return {
         "ipc": "the memory of the GPUs that both are on (ipc)",
@@ -245,7 +246,7 @@ def transport(c: Config) -> str:
 
 
 def describe(c: Config, gpu_bytes: float | None = None) -> str:
-    """The whole plan as text, for GPUs of `gpu_bytes` each, or else for the one that is here."""
+    """The whole plan as text, for GPUs of `gpu_bytes` each or for this machine's GPU."""
     gpu_bytes = gpu_bytes or device_memory(c)
     remarks = notes(c)
     hf = read_hf_config(c.hf_checkpoint)
@@ -279,8 +280,8 @@ def describe(c: Config, gpu_bytes: float | None = None) -> str:
 
 
 def take_gpu_memory(argv: Sequence[str]) -> tuple[list[str], float | None]:
-    """Split GPU_MEMORY off the flags of a run: (these, the number of GiB; None without it). Of several the last counts.
-    ValueError unless it is a number above 0."""
+    """Split GPU_MEMORY off the flags of a run: (the flags, the number of GiB or None). The last use counts. ValueError
+    unless the value is a number above 0."""
     flags, given = list[str](), None
     tokens = iter(argv)
     for token in tokens:
@@ -295,7 +296,7 @@ def take_gpu_memory(argv: Sequence[str]) -> tuple[list[str], float | None]:
 
 
 def gpu_gib(given: str) -> float:
-    """The value of GPU_MEMORY. ValueError unless it is a number above 0."""
+    """The value of GPU_MEMORY in GiB. ValueError unless it is a number above 0."""
     try:
         size = float(given)
     except ValueError:
@@ -308,14 +309,13 @@ def gpu_gib(given: str) -> float:
 
 
 def for_gpus(flags: Sequence[str], size: float | None) -> list[str]:
-    """`flags`, with the device that `size` speaks of where they name none."""
+    """`flags`, with --device cuda added if `size` is given and they have no device."""
     named = any(group.name == "device" for group in with_config_files(split_argv(flags)))
     return [*flags, *(() if size is None or named else ("--device", "cuda"))]
 
 
 def asked_bytes(c: Config, size: float | None) -> float | None:
-    """Bytes of GPUs of `size` GiB, or else of the GPU that --gpu names; None without both. ValueError for a run that
-    takes no GPU."""
+    """Bytes of GPUs of `size` GiB, or of the GPU of --gpu, or None without both. ValueError for a run without GPUs."""
     if size is None:
         return None if c.gpu is None else HARDWARE[c.gpu].memory_gib * GIB
     if c.device != "cuda":
@@ -326,8 +326,8 @@ def asked_bytes(c: Config, size: float | None) -> float | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the plan of these flags. 1 when they do not fit the GPUs that were asked about; ValueError when anything
-    about them is wrong."""
+    """Print the plan of these flags. Returns 1 if the run does not fit the given GPUs. ValueError if a flag is
+    wrong."""
     flags, size = take_gpu_memory(argv)
     c = parse_config(for_gpus(flags, size))
     asked = asked_bytes(c, size)

@@ -1,4 +1,4 @@
-"""The part of a plan about the GPU that --gpu names: its figures, and bounds that follow from its peak speeds."""
+"""The part of a plan about the GPU of --gpu: its data, and lower bounds of times from its peak speeds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hardware(c: Config, hf: dict[str, Any]) -> Iterator[str]:
 
 
 def _bounds(c: Config, hf: dict[str, Any], gpu: Hardware, domain: int) -> Iterator[str]:
-    """What published peaks allow; a run is slower."""
+    """Lower bounds of times from published peak speeds. A run is slower."""
     if c.num_engines and not c.debug_rollout_only and (link := _weight_link(c, gpu, domain)) is not None:
         size = Shape.of(hf).params * BYTES[c.params_dtype]
         name, speed = link
@@ -47,7 +47,7 @@ def _bounds(c: Config, hf: dict[str, Any], gpu: Hardware, domain: int) -> Iterat
 
 
 def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | None:
-    """What all weights must pass on their way to engines; None for files, whose speed this table does not know."""
+    """The link through which all weights reach the engines. None for files, because the table has no speed for them."""
     if c.update_weight_transport == "ipc":  # each rank packs all weights into buckets of its own GPU
         return "the GPU's memory", gpu.memory_bytes_s
     if c.update_weight_transport == "nccl":  # rank 0 sends them to all engines

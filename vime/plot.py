@@ -1,7 +1,7 @@
-"""`vime plot RUN_DIR [RUN_DIR ...] [--out DIR]`: metrics.jsonl -> one PNG a picture and an overview.png.
+"""`vime plot RUN_DIR [RUN_DIR ...] [--out DIR]`: metrics.jsonl -> one PNG per picture and overview.png.
 
-Owns the look of the pictures. A metric that a run did not record is named in a note and not drawn; nothing
-missing is ever shown as zero. Several runs are drawn over each other, one colour each.
+Owns the look of the pictures. If a run did not record a metric, a note names it and the metric is not drawn; it is
+never shown as zero. Several runs share each picture, with one colour per run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vime.run_metrics import (
     step_times,
 )
 
-# Okabe & Ito's palette: told apart with any colour vision.
+# Okabe & Ito's palette. Readers with any kind of colour vision can distinguish the colours.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 PART_COLOURS = dict(
     zip(
@@ -60,7 +60,7 @@ PART_COLOURS = dict(
 LINES: tuple[Any, ...] = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 MAX_BARS = 60
-LONG = 150  # points of a line from which on it is smoothed
+LONG = 150  # a line with at least this many points is smoothed
 KL_LINES = (
     ("train/kl_loss", "to the reference, in the loss"),
     ("train/ppo_kl", "to the sampling policy"),
@@ -69,7 +69,7 @@ KL_LINES = (
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture. Each missing metric of `expected` is named in a note; of `any_of` one is enough."""
+    """One picture. A note names each missing metric of `expected`. One metric of `any_of` is enough."""
 
     file: str
     title: str
@@ -78,7 +78,7 @@ class Panel:
     any_of: tuple[str, ...] = ()
 
     def metrics(self, run: Run) -> tuple[str, ...]:
-        """Those of the panel that `run` recorded."""
+        """The metrics of the panel that `run` recorded."""
         return tuple(name for name in (*self.expected, *self.any_of) if name in run.series)
 
     def missing(self, run: Run) -> list[str]:
@@ -89,22 +89,22 @@ class Panel:
 
 
 def _colour(runs: Sequence[Run], run: int, line: int) -> str:
-    """One run: a colour a metric; several: a colour a run, named once for the whole figure."""
+    """With one run: one colour per metric. With several runs: one colour per run and one legend for the figure."""
     return COLOURS[(line if len(runs) == 1 else run) % len(COLOURS)]
 
 
 def _under(runs: Sequence[Run], run: int) -> float:
-    """Points by which a run's line is wider than the last one's: equal curves lie on each other and all are seen."""
+    """Points by which a run's line is wider than the last run's line, so that equal curves are all visible."""
     return 1.4 * (len(runs) - 1 - run)
 
 
 def _proxy(runs: Sequence[Run], colour: str) -> str:
-    """The colour of a legend entry that stands for the line of every run."""
+    """The colour of a legend entry for the lines of all runs."""
     return colour if len(runs) == 1 else "black"
 
 
 def legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
-    """Above the axes beside the title, so that it hides no data."""
+    """Draw the legend above the axes next to the title, so that it hides no data."""
     axes.legend(
         handles=handles,
         frameon=False,
@@ -119,7 +119,7 @@ def legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
 
 
 def _draw_lines(axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[str, str]], ylabel: str) -> None:
-    """Draw each (metric, label) that is there; a long one as recorded, faintly, under its running mean."""
+    """Draw each recorded (metric, label). A long line is drawn faintly under its running mean."""
     drawn: dict[int, Artist] = {}
     for r, run in enumerate(runs):
         for i, (metric, label) in enumerate(lines):
@@ -181,12 +181,12 @@ def _draw_logprob_diff(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def decades(axes: Axes, values: np.ndarray) -> None:
-    """A logarithmic y-axis of whole decades around `values`, none of them negative; NaNs do not count."""
+    """A logarithmic y-axis of whole decades around `values`, which are not negative. NaNs are ignored."""
     positive = values[(values > 0) & np.isfinite(values)]
     if not len(positive):
         return
     bottom, top = 10.0 ** np.floor(np.log10(positive.min())), 10.0 ** np.ceil(np.log10(positive.max()))
-    if (values == 0).any():  # bitwise agreement at some steps: linear from 0 to the first decade
+    if (values == 0).any():  # some steps agree bitwise, so the axis is linear from 0 to the first decade
         axes.set_yscale("symlog", linthresh=bottom)
         axes.set_ylim(0, max(top, 10 * bottom))
     else:
@@ -214,14 +214,14 @@ def _draw_grad_norm(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _draw_times(axes: Axes, runs: Sequence[Run]) -> None:
-    """One run: stacked bars over the steps. Several: one bar a run, mean seconds of a step."""
+    """With one run: stacked bars over the steps. With several runs: one bar per run, mean seconds per step."""
     timed = [(run.name, times) for run in runs if (times := step_times(run)) is not None]
     if len(runs) == 1:
         _draw_time_bars(axes, timed[0][1])
     else:
         _draw_mean_times(axes, timed)
     handles, _ = axes.get_legend_handles_labels()
-    if len(runs) == 1:  # as the bars are stacked
+    if len(runs) == 1:  # the same order as the stacked bars
         handles.reverse()
     axes.legend(handles=handles, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -279,7 +279,7 @@ PANELS = (
 
 
 def dress(axes: Axes, title: str) -> None:
-    """Title and grid of a picture; rows that run downwards (an inverted y-axis) have their grid across them."""
+    """Title and grid of a picture. With horizontal bars (an inverted y-axis), the grid lines are vertical."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
@@ -313,7 +313,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
-    """Write one PNG a panel and overview.png to `out`; returns (written paths, notes on what is missing)."""
+    """Write one PNG per panel and overview.png to `out`. Returns (written paths, notes about missing metrics)."""
     notes = [
         f"{run.name} did not record {name}" for panel in PANELS for run in runs for name in panel.missing(run)
     ]
@@ -328,7 +328,9 @@ def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
     for panel in panels:
         figure = Figure(figsize=(7.5, 4.2), layout="constrained")
         _draw_panel(figure.subplots(), panel, runs)
-        if panel.draw is not _draw_times or len(runs) == 1:  # bars of several runs are named in place
+        if (
+            panel.draw is not _draw_times or len(runs) == 1
+        ):  # bars of several runs have their names on the axis
             _name_runs(figure, runs)
         written.append(save(figure, out / panel.file))
     if panels:
@@ -337,14 +339,14 @@ def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
 
 
 def _overview(panels: Sequence[Panel], runs: Sequence[Run], notes: Sequence[str]) -> Figure:
-    """All panels on one page, reward and times over the full width, the others in pairs; notes below."""
+    """All panels on one page: reward and times over the full width, the others in pairs, notes below."""
     wide = [panel for panel in panels if panel.draw in (_draw_reward, _draw_times)]
     pairs = [panel for panel in panels if panel not in wide]
     heights = [len(wide), -(-len(pairs) // 2)]
     figure = Figure(
         figsize=(13, 3.5 * sum(heights) + 0.5), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.12)
     )
-    # Figures of their own: the legend beside the times would take its width from every picture of the page.
+    # Separate figures, because the legend next to the times would make every picture of the page narrower.
     drawn = [rows for rows in heights if rows]
     parts = iter(np.atleast_1d(figure.subfigures(len(drawn), 1, height_ratios=drawn)))
     for group, columns in ((wide, 1), (pairs, 2)):

@@ -1,4 +1,4 @@
-"""A run's metrics.jsonl as arrays, and the figures that pictures need from them. Owns no drawing."""
+"""A run's metrics.jsonl as arrays, and the values that pictures need. Draws nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 
 UNITS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollout"}
 
-# What a step is made of, in its order: a picture's part -> the times (perf/{name}_time) that it adds up. No time here
-# contains another, and together they are the step: docs/profile.md says what each one is. `save_model` comes after it.
+# The parts of a step in order: a part of the picture -> the times (perf/{name}_time) that it adds up. No time here
+# contains another, and their sum is the step. docs/profile.md describes each time. `save_model` follows the step.
 TIME_PARTS: dict[str, tuple[str, ...]] = {
     "waiting for the rollout": ("train_wait",),
     "taking turns": ("sleep", "wake_up", "onload", "offload"),
@@ -29,12 +29,12 @@ TIME_PARTS: dict[str, tuple[str, ...]] = {
 }
 UNMEASURED = "not measured"
 TIME_METRICS = tuple(f"perf/{name}_time" for names in TIME_PARTS.values() for name in names)
-_TOLERANCE = 0.02  # of a step: what measuring the parts may disagree with measuring the whole
+_TOLERANCE = 0.02  # share of a step by which the sum of its parts may differ from its measured time
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of one run: `steps` [N] int, `values` [N] float64 (NaN where not finite), x-axis unit."""
+    """One metric of one run: `steps` [N] int, `values` [N] float64 (NaN if not finite), and the unit of the x-axis."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """`steps` [N]; `parts` {of TIME_PARTS: seconds [N]}; `whole` [N] seconds of the step, None when not recorded."""
+    """`steps` [N]; `parts` {name in TIME_PARTS: seconds [N]}; `whole` [N] seconds of the step, None if not recorded."""
 
     steps: np.ndarray
     parts: dict[str, np.ndarray]
@@ -62,7 +62,7 @@ class StepTimes:
 
 
 def load_run(run_dir: Path) -> Run:
-    """Read `run_dir`/metrics.jsonl; ValueError when it is missing, empty, or has a malformed line."""
+    """Read `run_dir`/metrics.jsonl. ValueError if it is missing, empty, or has a malformed line."""
     path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise ValueError(
@@ -86,7 +86,7 @@ def _sorted_series(steps: list[int], values: list[float], unit: str) -> Series:
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the `window` (odd) values around each, fewer at the ends; NaNs left out. [N] -> [N]"""
+    """Mean over the `window` (odd) values around each value, without NaNs. Fewer values at the ends. [N] -> [N]"""
     half = window // 2
     out = np.full(len(values), np.nan)
     for i in range(len(values)):
@@ -102,10 +102,10 @@ def smoothing_window(count: int) -> int:
 
 
 def step_times(run: Run) -> StepTimes | None:
-    """The parts of each step's time, None when the run timed none of them.
+    """The parts of each step's time, or None if the run timed none of them.
 
-    A part that was timed in some steps took no time in the others (a reference model update). UNMEASURED is what the
-    steps took beyond their parts, when that is more than 2 % of one of them.
+    A part that was timed in some steps counts as 0 in the others (a reference model update). UNMEASURED is the rest of
+    each step's time, present if the rest is more than 2 % in at least one step.
     """
     present = [run.series[name] for name in TIME_METRICS if name in run.series]
     if not present:

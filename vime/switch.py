@@ -1,11 +1,11 @@
-"""The rl_kernel switch in the environment, for clusters whose launch scripts nobody may edit. Read here only.
+"""The rl_kernel switch as environment variables, for launch scripts that cannot be edited. Only this file reads them.
 
     VIME_RL_KERNEL=0|1            --rlk-fast off|auto
     VIME_RLK_FAST=MODE            --rlk-fast MODE
     VIME_RLK_CONSISTENCY=MODE     --rlk-consistency MODE
     VIME_RL_KERNEL_OPS=A,B        --rl-kernel-ops A,B
 
-A flag that says something about the same thing wins.
+A flag for the same setting has priority.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SAME = {"enable_rl_kernel": "rlk_fast", "rl_kernel_strict": "rlk_fast"}
 def from_environment(
     groups: list[FlagGroup], environ: Mapping[str, str]
 ) -> tuple[list[FlagGroup], list[str]]:
-    """The flags that the environment adds to `groups`, and a remark for each variable.
+    """`groups` with the flags from the environment, and a note for each variable.
 
-    Raises ValueError where two variables contradict each other, or VIME_RL_KERNEL is neither yes nor no; values are
-    otherwise judged where the flag is, under the name of the variable.
+    ValueError if two variables contradict each other, or VIME_RL_KERNEL is neither yes nor no. The flag's own check
+    covers other values. Its error then names the variable.
     """
     typed = {SAME.get(group.name, group.name): group.typed for group in groups}
     added: dict[str, FlagGroup] = {}

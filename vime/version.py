@@ -1,6 +1,6 @@
-"""`vime --version`: the version, the commit, and the versions of the packages that decide how a run behaves.
+"""`vime --version`: the version, the commit, and the versions of the packages that affect a run.
 
-The commit is the one of the checkout. Of an installed wheel it is the one that setup.py wrote into it.
+The commit comes from the checkout, or from the file that setup.py wrote into an installed wheel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COMMIT_FILE = "COMMIT"
 
 
 def commit(package: Path = PACKAGE) -> str:
-    """The commit that the package in the directory `package` is made of, for a person."""
+    """The commit of the package in the directory `package`, as text to print."""
     state = git_state(package.parent)
     if state is not None:
         return state["commit"] + (" (with local changes)" if state["modified"] else "")
@@ -25,7 +25,7 @@ def commit(package: Path = PACKAGE) -> str:
 
 
 def version_lines() -> list[str]:
-    """One line a fact, the name first."""
+    """One line per fact, with the name first."""
     installed = {name.lower(): version for name, version in installed_packages().items()}
     facts = {
         "vime": installed.get("vime", "not installed"),

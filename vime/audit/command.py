@@ -1,4 +1,4 @@
-"""`vime audit`: a saved rollout through the trainer and through a real engine; the difference split into its parts.
+"""`vime audit`: runs a saved rollout through the trainer and a real engine, and splits the difference into its parts.
 
 trainer, training rows - engine decode   what training sees
   = trainer - engine prefill             two programs, the same tokens at once
@@ -25,12 +25,12 @@ from vime.audit.report import Pair, active, as_json, compare, draw, table
 from vime.audit.source import Source, one_rank, read_config, read_source, weights_of
 
 TRAINING, DECODE = "trainer, training rows", "engine decode"
-MOST_ALONE = 64  # requests that wait for one another
+MOST_ALONE = 64  # most requests that run one by one
 PREFILL, ALONE = "engine prefill", "engine prefill, one by one"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Audit one rollout; prints a table, writes RUN_DIR/audit/rollout_N.json and .png. ValueError for bad input."""
+    """Audit one rollout. Prints a table and writes RUN_DIR/audit/rollout_N.json and .png. ValueError for bad input."""
     parser = argparse.ArgumentParser(prog="vime audit", allow_abbrev=False)
     parser.add_argument("run_dir", type=Path, help="a run directory with saved rollouts")
     parser.add_argument("--rollout", type=int, help="which saved rollout (default: the first)")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--samples must be at least 1, got {given.samples}")
     source = read_source(given.run_dir, config, given.rollout, given.samples)
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as scratch:
-        # Megatron and torch remark on what is not installed and on their own deprecations: no news for this command.
+        # Megatron and torch warn about packages that are not installed and about their own deprecations.
         warnings.simplefilter("ignore")
         weights = given.weights or weights_of(config, source.version, Path(scratch))
         pairs = audit(config, source, weights, Path(scratch))
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def audit(config: Config, source: Source, weights: str, scratch: Path) -> list[Pair]:
-    """Ask the engine, then (it holds no device any more) the trainer, and compare."""
+    """Run the engine, then the trainer (the engine has freed its device by then), and compare."""
     from slime.megatron_backend.replay import replay_log_probs
 
     masks = [s.loss_mask for s in source.samples]
@@ -72,7 +72,7 @@ def audit(config: Config, source: Source, weights: str, scratch: Path) -> list[P
 
 
 def pairs_of(trainer: dict[str, Tensor], engine: dict[str, Tensor], decode: Tensor) -> list[Pair]:
-    """The lines of the table. Without engine prefill (a temperature other than 1) those that need it are left out."""
+    """The lines of the table. Without engine prefill (a temperature other than 1), lines that need it are left out."""
     mine = (TRAINING, trainer[TRAINING])
     pairs = [compare("what training sees", mine, (DECODE, decode))]
     if engine:
@@ -90,8 +90,8 @@ def pairs_of(trainer: dict[str, Tensor], engine: dict[str, Tensor], decode: Tens
 
 
 def trainer_layouts(rows: list[list[int]]) -> dict[str, list[list[int]]]:
-    """Ways to pack the same samples: as in training, each alone, reversed within its row, with partners of other rows
-    (drawn with a fixed seed, rows as long as before), and rows split in half."""
+    """Ways to pack the same samples: as in training; each sample alone; reversed within its row; with samples of other
+    rows (drawn with a fixed seed, rows as long as before); and rows split in half."""
     places = [i for row in rows for i in row]
     random.Random(0).shuffle(places)
     mixed, start = [], 0
@@ -109,7 +109,7 @@ def trainer_layouts(rows: list[list[int]]) -> dict[str, list[list[int]]]:
 
 
 def report(run_dir: Path, config: Config, source: Source, weights: str, pairs: list[Pair]) -> None:
-    """Print the table; write JSON and picture."""
+    """Print the table, and write the JSON file and the picture."""
     left_out = ", ".join(f"{reason}: {n}" for reason, n in source.left_out.most_common())
     print(
         f"rollout {source.rollout_id}, weights version {source.version} ({weights}), {len(source.samples)} samples in "

@@ -1,6 +1,6 @@
-"""Log-probs of given tokens by a real engine: all at once from the prompt (prefill), not one by one (decode).
+"""Log-probs of given tokens from a real engine, computed all at once as a prompt (prefill), not one by one (decode).
 
-vLLM computes prompt log-probs from the logits as they are: at temperature 1, over the whole vocabulary.
+vLLM computes prompt log-probs from the unchanged logits: at temperature 1, over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REQUEST_S = 600.0
 
 
 class PrefillEngine:
-    """One engine without a router, serving `weights` as the run's engines did; a context manager."""
+    """One engine without a router that serves `weights` as the run's engines did. A context manager."""
 
     def __init__(self, config: Config, weights: str, scratch: Path) -> None:
         settings = engine_settings(config) | {
@@ -51,7 +51,7 @@ class PrefillEngine:
         self._server.stop()
 
     def log_probs(self, samples: list[Sample], *, side_by_side: bool) -> list[Tensor]:
-        """One fp32 tensor [response length] a sample. `side_by_side`: many requests at a time, else one by one."""
+        """One fp32 tensor [response length] per sample. `side_by_side`: many concurrent requests, else one by one."""
         with ThreadPoolExecutor(_SIDE_BY_SIDE if side_by_side else 1) as pool:
             return list(pool.map(self._one, samples))
 
@@ -69,7 +69,8 @@ class PrefillEngine:
 
 
 def response_log_probs(answer: dict[str, Any], sample: Sample) -> Tensor:
-    """The log-probs of the sample's response tokens in an answer with prompt_logprobs. ValueError when some lack."""
+    """The log-probs of the sample's response tokens in an answer with prompt_logprobs. ValueError if some are
+    missing."""
     entries = answer["choices"][0].get("prompt_logprobs") or []
     if len(entries) != len(sample.tokens):
         raise ValueError(

@@ -19,7 +19,8 @@ _MARKS = (("mean", "o", "#0072B2"), ("p99", "s", "#E69F00"), ("max", "D", "#D55E
 
 @dataclass(frozen=True)
 class Pair:
-    """`first` against `second` over the same tokens: |difference| in nats, and how many have the same 32 bits."""
+    """Compares `first` and `second` over the same tokens: |difference| in nats, and the number of bitwise equal
+    values."""
 
     part: str
     first: str
@@ -32,7 +33,7 @@ class Pair:
 
 
 def compare(part: str, first: tuple[str, Tensor], second: tuple[str, Tensor]) -> Pair:
-    """Two named tensors [N] fp32 of the same N >= 1 tokens."""
+    """Compare two named tensors [N] fp32 of the same N >= 1 tokens."""
     a, b = first[1], second[1]
     sums = token_sums(a, b, eps_clip=0.2, eps_clip_high=0.2)
     n = a.numel()
@@ -41,7 +42,7 @@ def compare(part: str, first: tuple[str, Tensor], second: tuple[str, Tensor]) ->
 
 
 def table(pairs: Sequence[Pair]) -> str:
-    """The pairs under the part of the difference that they measure."""
+    """The pairs as a table, grouped by the part of the difference that they measure."""
     names = [f"  {pair.first} - {pair.second}" for pair in pairs]
     width = max(len(name) for name in names) + 2
     lines = [
@@ -63,7 +64,7 @@ def as_json(pairs: Sequence[Pair], **head: Any) -> dict[str, Any]:
 
 
 def draw(pairs: Sequence[Pair], title: str, path: Path) -> None:
-    """Mean, p99 and maximum of each pair on a logarithmic axis; what is exactly 0 is written at the left edge."""
+    """Draw mean, p99 and maximum of each pair on a logarithmic axis. Values of exactly 0 are text at the left edge."""
     figure = Figure(figsize=(9.0, 1.2 + 0.42 * len(pairs)), layout="constrained", dpi=120)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -1,6 +1,6 @@
-"""What an audit starts from: a saved rollout of a run, the samples of it that can be compared, their weights.
+"""The input of an audit: a saved rollout of a run, its comparable samples, and their weights.
 
-Owns refusing: log-probs are never compared under other weights than those that drew the tokens.
+Log-probs are compared only with the weights that sampled the tokens. This file owns that check.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from vime.engine.middleware import CHECKPOINT_VERSION
 
 @dataclass(frozen=True)
 class Source:
-    """Samples that can be compared, all drawn from weights `version`; `micro_batches` are those that training packs.
+    """Comparable samples, all drawn from weights `version`. `micro_batches` are the micro-batches of training.
 
-    `left_out`: active tokens of other samples of these micro-batches, by reason (slime.rollout.facts.REASONS).
+    `left_out`: number of active tokens of other samples in these micro-batches, by reason
+    (slime.rollout.facts.REASONS).
     """
 
     rollout_id: int
@@ -37,7 +38,7 @@ class Source:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The configuration that the run saved. ValueError when there is none."""
+    """The configuration that the run saved. ValueError if there is none."""
     path = run_dir / "config.json"
     if not path.is_file():
         raise ValueError(f"RUN_DIR must be a run directory of vime train, got no {path}; see --run-dir")
@@ -45,7 +46,8 @@ def read_config(run_dir: Path) -> Config:
 
 
 def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
-    """Rollout -> template of its file: what the run saved or trained on, and what a stopped audit kept."""
+    """Rollout -> path template of its file, for rollouts that the run saved or loaded, or that a stopped audit
+    saved."""
     kept = replay_template(config.with_values(run_dir=str(run_dir)))
     given = (kept, config.load_debug_rollout_data, config.save_debug_rollout_data)
     templates = [template for template in given if template is not None]
@@ -65,8 +67,8 @@ def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
 
 
 def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int) -> Source:
-    """The first micro-batches of a saved rollout (None: the first one saved): at least two, until there are `most`
-    samples. ValueError when nothing in it can be compared."""
+    """The first micro-batches of a saved rollout (None: the first saved rollout): at least two, until there are `most`
+    samples. ValueError if the rollout has no comparable sample."""
     saved = saved_rollouts(run_dir, config)
     rollout_id = min(saved) if rollout_id is None else rollout_id
     if rollout_id not in saved:
@@ -113,20 +115,20 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
 
 
 def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
-    """Places in `samples` of every micro-batch of every rank, as training packs them."""
+    """Indices in `samples` for every micro-batch of every rank, as training packs them."""
     args: Any = config.namespace()
     ranks = make_rank_data(args, samples, config.data_parallel_size, read_hf_config(config.hf_checkpoint))
     return [[data["partition"][i] for i in row] for data in ranks for row in data["micro_batch_indices"]]
 
 
 def weights_of(config: Config, version: int, scratch: Path) -> str:
-    """An HF directory with the weights after `version` rollouts, exported into `scratch` from a checkpoint if need be.
+    """An HF directory with the weights after `version` rollouts. If needed, a checkpoint is exported into `scratch`.
 
-    ValueError, saying what to add to the run, when they are not at hand.
+    ValueError if these weights do not exist. The error names the flags to add to the run.
     """
     from slime.megatron_backend.export import export_checkpoint
 
-    if version == CHECKPOINT_VERSION:  # of a run without a trainer: what its engines start from
+    if version == CHECKPOINT_VERSION:  # a run without a trainer: the weights with which its engines start
         return str(config.hf_checkpoint)
     if version == 0:
         start = start_directory(config)
@@ -157,7 +159,7 @@ def weights_of(config: Config, version: int, scratch: Path) -> str:
 
 
 def one_rank(config: Config) -> Config:
-    """The configuration of a single trainer rank that holds the whole model."""
+    """The configuration of a single trainer rank with the whole model."""
     return config.with_values(
         actor_num_nodes=1,
         actor_num_gpus_per_node=1,

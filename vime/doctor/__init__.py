@@ -1,1 +1,1 @@
-"""`vime doctor`: does this machine have what a run needs? One check a function, one table of checks (command.py)."""
+"""`vime doctor` checks whether this machine has what a run needs. One function per check; command.py lists them."""

@@ -1,6 +1,6 @@
-"""`vime doctor [--json] [--device cpu|cuda|auto]`: runs every check of the table and reports what it found.
+"""`vime doctor [--json] [--device cpu|cuda|auto]`: runs every check of the table and prints the findings.
 
-The exit status is 1 when a run would fail here, else 0. The command is the health check of the containers: it takes
+The exit status is 1 if a run would fail here, else 0. The command is the health check of the containers. It takes
 seconds and leaves no process behind.
 """
 
@@ -43,7 +43,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print one line a finding, or with --json a list; 1 when there is a problem."""
+    """Print one line per finding, or a list with --json. Returns 1 if there is a problem."""
     args = _parser().parse_args(argv)
     machine = Machine()
     device = args.device
@@ -63,7 +63,9 @@ def examine(machine: Machine, wanted: Wanted) -> list[Finding]:
     for check in CHECKS:
         try:
             findings += check(machine, wanted)
-        except Exception as error:  # border: a check that breaks on a strange machine must hide no other
+        except (
+            Exception
+        ) as error:  # border: if a check fails on an unusual machine, the other checks must still run
             name = check.__name__.removeprefix("check_").replace("_", " ")
             found = f"could not be checked: {type(error).__name__}: {error}"
             findings.append(
@@ -73,7 +75,7 @@ def examine(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def report(findings: Sequence[Finding], device: str) -> list[str]:
-    """Aligned lines, a remedy below what it is for, and the verdict."""
+    """Aligned lines with each remedy below its finding, and the result."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:

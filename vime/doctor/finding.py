@@ -1,4 +1,4 @@
-"""What a check returns: findings. Owns their three statuses and what a check is asked for."""
+"""Findings, the results of checks. Owns their three statuses and the description of the wanted run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Status = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. A problem stops a run; a warning may slow it or stop a larger one."""
+    """One line of the report. A problem stops a run. A warning may slow a run or stop a larger run."""
 
     name: str
     status: Status
@@ -47,12 +47,12 @@ def problem(name: str, found: str, remedy: str) -> Finding:
 
 
 def judge(name: str, found: str, remedy: str, *, fails: bool, poor: bool) -> Finding:
-    """A problem when it `fails`, else a warning when it is `poor`, else ok."""
+    """A problem if `fails`, else a warning if `poor`, else ok."""
     if fails:
         return problem(name, found, remedy)
     return warning(name, found, remedy) if poor else ok(name, found)
 
 
 def size(amount: float) -> str:
-    """Bytes for a person."""
+    """A number of bytes with a readable unit."""
     return f"{amount / GIB:,.1f} GiB" if amount >= GIB else f"{amount / MIB:,.0f} MiB"

@@ -1,6 +1,6 @@
-"""Checks of NVIDIA GPUs: driver, CUDA, memory, peer access, NCCL. All through nvidia-smi, files and one Python process.
+"""Checks of NVIDIA GPUs: driver, CUDA, memory, peer access, NCCL. They use nvidia-smi, files and one Python process.
 
-Nothing here makes a CUDA context, so a health check takes no memory of a GPU that a run is using.
+No check makes a CUDA context, so a health check needs no memory on a GPU that a run uses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ QUERY = "index,name,memory.total,memory.used,compute_cap,ecc.errors.uncorrected.
 LEAST_CAPABILITY = 8.0  # rl_kernel/dispatch.py
 IDLE_MEMORY = GIB
 
-# Runs in a process of its own: torch must really find the GPUs, which a version number cannot show.
+# Runs in a separate process. A version number does not show whether torch finds the GPUs.
 TORCH_PROBE = """
 import json, torch
 there = torch.cuda.is_available()
@@ -28,7 +28,7 @@ print(json.dumps({
 
 
 def check_driver(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """The driver's CUDA version must be at least the one that torch was built for, counted by its major number."""
+    """The driver's major CUDA version must be at least the major version that torch was built for."""
     if wanted.device != "cuda":
         return [ok("gpu", "not needed: this is a check for a run on CPUs")]
     output = machine.run("nvidia-smi")
@@ -64,7 +64,7 @@ def gpu_rows(machine: Machine) -> list[list[str]]:
 
 
 def check_gpus(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """One finding a GPU: capability, uncorrected memory errors, memory that is in use."""
+    """One finding per GPU: compute capability, uncorrected memory errors, memory in use."""
     if wanted.device != "cuda":
         return []
     rows = gpu_rows(machine)
@@ -94,9 +94,9 @@ def check_gpus(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_torch_cuda(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """What torch finds, and its NCCL, in a process of its own."""
+    """The GPUs and the NCCL version that torch finds in a separate process."""
     if wanted.device != "cuda" or not gpu_rows(machine):
-        return []  # reported by the checks before
+        return []  # an earlier check reports it
     output = machine.run(machine.python, "-c", TORCH_PROBE)
     last = output.text.splitlines()[-1] if output.text else ""
     if output.code != 0 or not last.startswith("{"):
@@ -114,7 +114,7 @@ def check_torch_cuda(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_peer_access(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """Whether the GPUs of this host read each other's memory directly."""
+    """Whether the GPUs of this host can read each other's memory directly."""
     count = len(gpu_rows(machine)) if wanted.device == "cuda" else 0
     if count < 2:
         return []

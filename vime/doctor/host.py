@@ -1,4 +1,4 @@
-"""Checks of the host: memory, disks, limits, clock, compiler, directories that must be writable."""
+"""Checks of the host: memory, disks, limits, clock, compilers, writable directories."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vime.doctor.machine import Machine, words
 SMALL_MEMORY = 6 * 10**9
 # slime/cluster/placement.py: the object store of Ray that a run starts on one host.
 OBJECT_STORE = 512 * MIB
-# slime/weight_sync/file_channel.py keeps two versions of the weights, there in shared memory (vime/train.py).
+# slime/weight_sync/file_channel.py keeps two versions of the weights in shared memory (vime/train.py).
 WEIGHT_VERSIONS = 2
 ROOMY_SHARED_MEMORY = 4 * GIB
-# Room for logs and metrics, and room for one checkpoint with optimizer state of a 0.5B model (16 bytes a parameter).
+# Space for logs and metrics, and for one checkpoint with optimizer state of a 0.5B model (16 bytes per parameter).
 LOGS, SMALL_CHECKPOINT = 512 * MIB, 8 * GIB
-# Ray warns below 8192 descriptors; it raises its soft limit to the hard one by itself.
+# Ray warns below 8192 descriptors. It raises its soft limit to the hard limit itself.
 DESCRIPTORS, FEW_DESCRIPTORS = 8192, 1024
-# A tiny run on two CPU cores had 313 threads at its height; each counts as a process, and more cores start more.
+# A tiny run on two CPU cores had up to 313 threads. Each counts as a process, and more cores start more threads.
 PROCESSES, FEW_PROCESSES = 4096, 512
 FIRST_YEAR = 2025
 
@@ -38,7 +38,7 @@ def check_numa(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_memory(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """Total memory decides what runs; a small rest may belong to a run that is under way."""
+    """Total memory is what counts. If little is free, another run may be using it."""
     facts = dict(line.split(":", 1) for line in (machine.read("/proc/meminfo") or "").splitlines())
     if "MemTotal" not in facts:
         return [warning("memory", "/proc/meminfo gives no total", "mount /proc")]
@@ -85,7 +85,7 @@ def check_shared_memory(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_disk(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """The run directory takes logs, metrics and checkpoints; the cache of Hugging Face takes models and data."""
+    """The run directory holds logs, metrics and checkpoints. The Hugging Face cache holds models and data."""
     run_dir = machine.space(wanted.run_dir).free
     cache = hf_home(machine)
     cached = machine.space(cache).free
@@ -112,7 +112,7 @@ def check_descriptors(machine: Machine, wanted: Wanted) -> list[Finding]:
     soft, hard = machine.limit(resource.RLIMIT_NOFILE)
     found = f"{_limit(soft)} (can be raised to {_limit(hard)})" if soft != hard else _limit(soft)
     remedy = f"allow {DESCRIPTORS} or more: ulimit -n {DESCRIPTORS}; docker run --ulimit nofile=65536:65536"
-    # Ray raises the soft limit of its processes to the hard one.
+    # Ray raises the soft limit of its processes to the hard limit.
     return [
         judge(
             "file descriptors",
@@ -125,7 +125,7 @@ def check_descriptors(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_processes(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """Threads count as processes. A container may have a limit of its own."""
+    """Threads count as processes. A container may have its own limit."""
     limits = {"ulimit -u": machine.limit(resource.RLIMIT_NPROC)[0]}
     pids = machine.read("/sys/fs/cgroup/pids.max") or "max"
     if pids.isdecimal():
@@ -158,7 +158,7 @@ def check_clock(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_compiler(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """Triton compiles its launchers with a C compiler, vLLM's CPU build its kernels with a C++ one."""
+    """Triton compiles its launchers with a C compiler. vLLM's CPU build compiles its kernels with a C++ compiler."""
     names = [machine.environ["CC"]] if machine.environ.get("CC") else ["gcc", "clang", "cc"]
     for name in names:
         output = machine.run(name, "--version")
@@ -174,18 +174,22 @@ def check_compiler(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def hf_home(machine: Machine) -> Path:
-    """Where Hugging Face keeps what it downloads."""
+    """The directory of Hugging Face's downloads."""
     environ = machine.environ
     cache = environ.get("XDG_CACHE_HOME") or machine.home() / ".cache"
     return Path(environ.get("HF_HOME") or Path(cache) / "huggingface")
 
 
 def check_writable(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """Directories that a run writes to, as this user."""
+    """This user must be able to write to the directories of a run."""
     triton = Path(machine.environ.get("TRITON_CACHE_DIR") or machine.home() / ".triton" / "cache")
     places = {
         "run directory": (wanted.run_dir, True, "--run-dir"),
-        "model cache": (hf_home(machine), False, "HF_HOME"),  # a model that is there already can be read
+        "model cache": (
+            hf_home(machine),
+            False,
+            "HF_HOME",
+        ),  # a model that is already there only needs to be readable
         "Triton cache": (triton, wanted.device == "cuda", "TRITON_CACHE_DIR"),
         "temporary files": (Path(machine.environ.get("TMPDIR") or machine.path("/tmp")), True, "TMPDIR"),
     }
@@ -205,7 +209,7 @@ def check_writable(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def _can_write(path: Path) -> bool:
-    """Whether this user could make `path`, or write to it when it exists."""
+    """Whether this user can create `path`, or can write to it if it exists."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return path.is_dir() and os.access(path, os.W_OK | os.X_OK)

