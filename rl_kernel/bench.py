@@ -23,17 +23,18 @@ from rl_kernel.benchmarks.elementwise import run_elementwise
 from rl_kernel.benchmarks.linear import Plan, build_steps, run_case
 from rl_kernel.benchmarks.machine import describe, gpu_facts
 from rl_kernel.benchmarks.own import own_contenders
-from rl_kernel.benchmarks.problem import LinearCase, select_cases
+from rl_kernel.benchmarks.problem import select_cases
 from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders, rival_families
 from rl_kernel.benchmarks.streams import STREAMS
 from rl_kernel.benchmarks.timing import LEAST_CALLS, reason_of
 from rl_kernel.benchmarks.trace import trace
 from rl_kernel.checks import invalid
+from rl_kernel.ops.linear_logp.cases import Case
 
 LINEAR = ("linear_logp", "linear_token_loss")
 OPERATORS = (*LINEAR, *STREAMS)
 SCHEMA = 1
-FULL, QUICK, HOST = Plan(11, 1.0), Plan(7, 0.7), Plan(LEAST_CALLS, 0.0, judged=False)
+FULL, QUICK, HOST = Plan(11, 1.0), Plan(7, 0.7), Plan(LEAST_CALLS, 0.0)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,21 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = describe(device, ["-m", "rl_kernel.bench", *command], arguments.commit)
     results: dict[str, Any] = {"schema": SCHEMA, "machine": machine}
     results |= {"rounds": plan.rounds, "linear": [], "elementwise": None}
-    print(report.machine_text(results["machine"]), flush=True)
+    print("\n".join(report.machine_lines(machine)), flush=True)
     for case in cases if contenders else []:
         results["linear"].append(run_case(case, contenders, device, plan))
-        print("\n" + report.linear_text(results["linear"][-1]), flush=True)
+        print("\n" + "\n".join(report.linear_lines(results["linear"][-1])), flush=True)
         write(arguments.out, results)
         release(device)
     streams = [name for name in operators if name in STREAMS]
     if streams:
         families = rival_families(arguments.rivals or default_rivals(arguments, device))
         results["elementwise"] = run_elementwise(streams, device, plan, only, families)
-        print("\n" + report.stream_text(results["elementwise"]), flush=True)
+        print("\n" + "\n".join(report.stream_lines(results["elementwise"])), flush=True)
     if device.type == "cuda":
         results["machine"]["gpu_facts_after"] = gpu_facts()
     write(arguments.out, results)
-    print("\n" + report.summary_text(results))
+    print("\n" + "\n".join(report.fallback_lines(results)))
     return 0
 
 
@@ -134,7 +135,7 @@ def default_rivals(arguments: argparse.Namespace, device: torch.device) -> str:
     return "none" if few else "all"
 
 
-def print_traces(cases: Sequence[LinearCase], contenders: Sequence[Contender], device: torch.device) -> None:
+def print_traces(cases: Sequence[Case], contenders: Sequence[Contender], device: torch.device) -> None:
     for case in cases:
         for name, call in build_steps(case, contenders, device).items():
             try:

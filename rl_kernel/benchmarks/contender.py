@@ -20,7 +20,6 @@ class Contender:
     entropy: "none", "metric" (computed, no gradient) or "gradient".
     workspace_mib: the bound it was given; infinity for none; None where there is no such knob.
     main_grad: the weight gradient goes to `Problem.main_grad` instead of `.grad`.
-    base: name of the row that differs only in the entropy.
     against: the one operator of ours that a rival is held against; None: every one that does the same.
     """
 
@@ -32,7 +31,6 @@ class Contender:
     entropy: str = "none"
     workspace_mib: float | None = None
     main_grad: bool = False
-    base: str | None = None
     against: str | None = None
 
     @property

@@ -1,14 +1,18 @@
-"""The operators that move bytes: `logp`, `ratio_kl`, `grpo_loss`, `swiglu`, `rotary`, masked reductions,
-`group_advantage`.
+"""The operators that move bytes, and beside them their PyTorch references, plain and compiled. Owns their measurement.
 
-Owns their measurement. The yardstick is a device copy: bytes read plus bytes written over its time is the bandwidth
-that a plain kernel reaches.
+The yardstick is a device copy: bytes read plus bytes written, divided by its time, is the bandwidth of a plain kernel.
+A rival is the call of our row itself with another implementation below it, so that inputs, arguments and gradients are
+the same by construction.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,10 +20,12 @@ from torch import Tensor
 
 from rl_kernel.benchmarks.contender import what_ran
 from rl_kernel.benchmarks.linear import Plan
-from rl_kernel.benchmarks.stream_rivals import with_rivals
-from rl_kernel.benchmarks.streams import CPU_SIZES, GPU_SIZES, STREAMS, Stream
-from rl_kernel.benchmarks.targets import COPY_SHARE
+from rl_kernel.benchmarks.streams import CPU_SIZES, GPU_SIZES, STREAMS, Outputs, Stream
 from rl_kernel.benchmarks.timing import MIB, Clock, clock_of, heat, probe, reason_of, take_turns
+from rl_kernel.mode import using
+
+COMPILED = ("ratio_kl", "grpo_loss", "swiglu", "rotary")
+"""Operators whose reference is one function of tensors, which torch.compile takes whole."""
 
 
 def run_elementwise(
@@ -66,21 +72,12 @@ def run_elementwise(
             if stream.name in timings.contenders:
                 samples = timings.contenders[stream.name]
                 row["ms"] = samples.each_as_json()
-                row |= share(stream.moved_bytes, samples.median, bandwidth, plan.judged and stream.has_target)
+                reached = stream.moved_bytes / samples.median / 1e6
+                row |= {"gbs": round(reached, 1), "share": round(reached / bandwidth, 4)}
             rows.append(row)
         del streams, runnable
     best = min(copied_ms) if copied_ms else None
     return {"copy_gbs": round(2 * sizes.copy_bytes / best / 1e6, 1) if best else None, "rows": rows}
-
-
-def share(moved_bytes: int, ms: float, copy_gbs: float, has_target: bool) -> dict[str, Any]:
-    """GB/s of a row and its share of the copy bandwidth, against the target."""
-    reached = moved_bytes / ms / 1e6
-    row: dict[str, Any] = {"gbs": round(reached, 1), "share": round(reached / copy_gbs, 4)}
-    if has_target:
-        row["target"] = {"limit": COPY_SHARE}
-        row["met"] = reached / copy_gbs >= COPY_SHARE
-    return row
 
 
 def _check(stream: Stream, clock: Clock) -> dict[str, Any]:
@@ -96,9 +93,8 @@ def _check(stream: Stream, clock: Clock) -> dict[str, Any]:
         outputs = stream.call()
         clock.finish()
         row |= what_ran()
-        if stream.truth is not None:
-            errors = [_largest(actual, truth) for actual, truth in stream.truth(outputs)]
-            row["error"] = max(errors) if all(map(math.isfinite, errors)) else None
+        errors = [_largest(actual, truth) for actual, truth in stream.truth(outputs)]
+        row["error"] = max(errors) if all(map(math.isfinite, errors)) else None
         returned = sum(
             out.untyped_storage().nbytes() for out in {out.data_ptr(): out for out in outputs}.values()
         )
@@ -117,3 +113,55 @@ def _largest(actual: Tensor, truth: Tensor) -> float:
     """Largest difference, relative to truths above 1."""
     off = (actual.detach().double() - truth).abs() / truth.abs().clamp(min=1)
     return off.max().item()
+
+
+def with_rivals(streams: Sequence[Stream], families: Sequence[str]) -> list[Stream]:
+    """The rows, each with those of `families` ("reference", "compile") behind it that can be measured beside it."""
+    found = []
+    for stream in streams:
+        found.append(stream)
+        if "reference" in families and stream.repeats:
+            found.append(_rival(stream, "reference", _reference(stream)))
+        if "compile" in families and stream.operator in COMPILED:
+            found.append(_rival(stream, "compile", _compiled(stream)))
+    return found
+
+
+def _rival(stream: Stream, family: str, call: Callable[[], Outputs]) -> Stream:
+    name = f"{stream.name}: {family}"
+    return replace(stream, name=name, operator="rival", call=call, against=stream.name)
+
+
+def _reference(stream: Stream) -> Callable[[], Outputs]:
+    def call() -> Outputs:
+        with using("off"):
+            return stream.call()
+
+    return call
+
+
+def _compiled(stream: Stream) -> Callable[[], Outputs]:
+    """The reference alone is compiled: what counts calls around it would be compiled anew in every call."""
+
+    def call() -> Outputs:
+        with using("off"), _in_place_of_reference(stream.operator):
+            return stream.call()
+
+    return call
+
+
+@contextmanager
+def _in_place_of_reference(operator: str) -> Iterator[None]:
+    module, name = importlib.import_module(f"rl_kernel.ops.{operator}"), f"{operator}_reference"
+    plain = getattr(module, name)
+    setattr(module, name, _compile(plain))
+    try:
+        yield
+    finally:
+        setattr(module, name, plain)
+
+
+@cache
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Static shapes, as those of the linear operators' rival.
+    return torch.compile(function, dynamic=False)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_kernel.benchmarks.contender import Contender, what_ran
-from rl_kernel.benchmarks.problem import LinearCase, Problem
-from rl_kernel.benchmarks.targets import comparisons, linear_target, verdict
+from rl_kernel.benchmarks.problem import Problem
 from rl_kernel.benchmarks.timing import (
     Clock,
     Samples,
@@ -26,6 +25,7 @@ from rl_kernel.benchmarks.timing import (
     reason_of,
     take_turns,
 )
+from rl_kernel.ops.linear_logp.cases import Case
 
 BUDGET_MS = 1500.0
 """Timed milliseconds a contender may use in one case; slower ones take part in fewer rounds."""
@@ -37,14 +37,10 @@ class Plan:
 
     rounds: int
     heat_s: float
-    judged: bool = True
-    """Whether targets and comparisons apply: on a CPU they mean nothing."""
 
 
-def run_case(
-    case: LinearCase, contenders: Sequence[Contender], device: torch.device, plan: Plan
-) -> dict[str, Any]:
-    """The result of one case as plain data: the yardstick, one row a contender, comparisons."""
+def run_case(case: Case, contenders: Sequence[Contender], device: torch.device, plan: Plan) -> dict[str, Any]:
+    """The result of one case as plain data: the yardstick, and one row per contender."""
     start = time.perf_counter()
     clock = clock_of(device)
     problem = Problem(case, device)
@@ -69,7 +65,7 @@ def run_case(
     timings = take_turns(
         problem.product, steps, rounds=plan.rounds, clock=clock, reset=problem.clear, calls=calls
     )
-    result = _result(case, contenders, rows, timings, plan.judged)
+    result = _result(case, contenders, rows, timings)
     result["seconds"] = {
         "checks": round(checked - start, 1),
         "timing": round(time.perf_counter() - checked, 1),
@@ -126,11 +122,10 @@ def allocated(device: torch.device) -> int:
 
 
 def _result(
-    case: LinearCase,
+    case: Case,
     contenders: Sequence[Contender],
     rows: dict[str, dict[str, Any]],
     timings: Timings,
-    judged: bool,
 ) -> dict[str, Any]:
     product_ms = timings.yardstick.median
     for contender in contenders:
@@ -139,16 +134,12 @@ def _result(
             row["skipped"] = timings.failed[contender.name]
         if contender.name in timings.contenders:
             row |= timed(timings.contenders[contender.name], contender.products, product_ms)
-    done = list(rows.values())
-    for contender in contenders if judged else []:
-        judge(case, contender, rows[contender.name], done)
     return {
         "case": {"name": case.name, "tokens": case.tokens, "hidden": case.hidden, "vocab": case.vocab},
         "product_ms": timings.yardstick.as_json(),
-        "product_tflops": round(case.product_flops / product_ms / 1e9, 1),
+        "product_tflops": round(2 * case.tokens * case.hidden * case.vocab / product_ms / 1e9, 1),
         "floor_ms": round(3 * product_ms, 5),
-        "rows": done,
-        "comparisons": comparisons(case, done) if judged else [],
+        "rows": list(rows.values()),
     }
 
 
@@ -164,23 +155,8 @@ def timed(samples: Samples, products: int, product_ms: float) -> dict[str, Any]:
     }
 
 
-def judge(
-    case: LinearCase, contender: Contender, row: dict[str, Any], rows: Sequence[dict[str, Any]]
-) -> None:
-    """Add the target of one of our rows and whether it is met."""
-    if contender.operator == "rival":
-        return
-    target = linear_target(case, contender.operator, contender.phase, contender.workspace_mib, contender.base)
-    if target is None:
-        return
-    row["target"] = {"limit": round(target.limit, 4), "mib": target.mib, "base": target.base}
-    held = verdict(target, row, rows)
-    if held is not None:
-        row["target"]["value"], row["met"] = round(held[0], 4), held[1]
-
-
 def build_steps(
-    case: LinearCase, contenders: Sequence[Contender], device: torch.device
+    case: Case, contenders: Sequence[Contender], device: torch.device
 ) -> dict[str, Callable[[], Any]]:
     """Calls for the profiler, each with the old gradients dropped first."""
     problem = Problem(case, device)

@@ -51,7 +51,6 @@ def _forward_rows() -> list[Contender]:
             _forward("bf16", True),
             "forward",
             entropy="metric",
-            base=f"{plain} bf16",
         ),
         Contender(f"{plain} fp32", "linear_logp", _forward("fp32", False), "forward"),
     ]
@@ -66,7 +65,6 @@ def _logp_row(mib: float, rounding: str, entropy: str = "none") -> Contender:
         upstream="entropy" if entropy == "gradient" else "plain",
         entropy=entropy,
         workspace_mib=mib,
-        base=None if entropy == "none" else plain,
     )
 
 
@@ -92,7 +90,6 @@ def _token_loss_row(
         entropy=entropy,
         workspace_mib=mib,
         main_grad=main_grad,
-        base=None if entropy == "none" else plain,
     )
 
 
@@ -181,7 +178,7 @@ def token_loss(
 
         def step() -> Outputs:
             result = linear_token_loss(problem.hidden, problem.weight, problem.targets, loss_of, **options)
-            result.loss.backward()
+            torch.autograd.backward(result.loss)
             return Outputs(result.log_probs, result.entropy if entropy != "none" else None)
 
         return step

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_kernel.checks import invalid
+from rl_kernel.ops.linear_logp.cases import Case
 
 CHECKED_ROWS = 256
 CHECKED_COLUMNS = 256
@@ -22,35 +23,18 @@ TRUTH_TOKENS, TRUTH_COLUMNS = 4096, 8192
 CLIP: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.28}
 
 
-@dataclass(frozen=True)
-class LinearCase:
-    name: str
-    tokens: int
-    hidden: int
-    vocab: int
-
-    @property
-    def product_flops(self) -> int:
-        return 2 * self.tokens * self.hidden * self.vocab
-
-    @property
-    def logits_mib(self) -> float:
-        """The whole [N, V] in bfloat16."""
-        return self.tokens * self.vocab * 2 / 2**20
-
-
 GPU_CASES = (
-    LinearCase("T1", 796, 2048, 75968),
-    LinearCase("T2", 1820, 2048, 75968),
-    LinearCase("T3", 6827, 2048, 75968),
-    LinearCase("Q4B-4k", 4096, 2560, 151936),
-    LinearCase("Q4B-16k", 16384, 2560, 151936),
-    LinearCase("Q8B-8k", 8192, 4096, 151936),
+    Case("T1", 796, 2048, 75968),
+    Case("T2", 1820, 2048, 75968),
+    Case("T3", 6827, 2048, 75968),
+    Case("Q4B-4k", 4096, 2560, 151936),
+    Case("Q4B-16k", 16384, 2560, 151936),
+    Case("Q8B-8k", 8192, 4096, 151936),
 )
-CPU_CASES = (LinearCase("tiny", 37, 16, 101), LinearCase("wide", 5, 8, 1000))
+CPU_CASES = (Case("tiny", 37, 16, 101), Case("wide", 5, 8, 1000))
 
 
-def select_cases(names: str | None, device: torch.device) -> list[LinearCase]:
+def select_cases(names: str | None, device: torch.device) -> list[Case]:
     """The cases of a comma-separated list; without one, those for the device."""
     if names is None:
         return list(GPU_CASES if device.type == "cuda" else CPU_CASES)
@@ -78,7 +62,7 @@ class Problem:
     tensors whose `.grad` a call may leave behind.
     """
 
-    def __init__(self, case: LinearCase, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
         self.case, self.device = case, device
         random = torch.Generator(device).manual_seed(seed)
         tokens, hidden, vocab = case.tokens, case.hidden, case.vocab
@@ -136,7 +120,7 @@ class Problem:
             return torch.ones_like(gain), None
         assert kind == "grpo"
         log_probs = self.truth.log_probs.clone().requires_grad_()
-        self.grpo_loss(log_probs, slice(None))[0].backward()
+        torch.autograd.backward(self.grpo_loss(log_probs, slice(None))[0])
         assert log_probs.grad is not None
         return log_probs.grad, None
 
@@ -248,4 +232,5 @@ def _tiles(size: int, step: int) -> list[slice]:
 
 
 def _relative(actual: Tensor, truth: Tensor) -> float:
-    return ((actual.double() - truth).norm() / truth.norm().clamp(min=1e-300)).item()
+    off = torch.linalg.vector_norm(actual.double() - truth)
+    return float(off / torch.linalg.vector_norm(truth).clamp(min=1e-300))

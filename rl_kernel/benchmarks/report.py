@@ -1,66 +1,112 @@
-"""Results as tables for a terminal. Everything printed stands in the JSON too."""
+"""Results as Markdown, for the terminal and for `vime bench report`: the one renderer of operator records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rl_kernel.benchmarks.pairs import Pair, Row, all_rows, linear_pairs, ran_kernel, stream_pairs
+
 LINEAR_COLUMNS = (
-    "row", "ms", "min..max", "x floor", "extra MiB", "log-prob", "entropy", "d_hidden", "d_weight", "target", ""
-)  # fmt: skip
-STREAM_COLUMNS = ("row", "ms", "min..max", "GB/s", "of copy", "extra MiB", "error", "target", "")
+    "row",
+    "ms",
+    "min..max",
+    "x floor",
+    "extra MiB",
+    "log-prob",
+    "entropy",
+    "d_hidden",
+    "d_weight",
+)
+STREAM_COLUMNS = ("row", "ms", "min..max", "GB/s", "of copy", "extra MiB", "error")
+PAIR_COLUMNS = ("rl_kernel", "compared with", "ratio", "95 % interval", "extra MiB of both", "verdict")
+NO_GPU = "No GPU: these times show that the benchmark works, and nothing of a GPU."
+HOW_TO_READ = (
+    "**x floor** is a row's time divided by that of three bare matrix products, of a forward alone by that of one. "
+    "**Ratio** is the time of rl_kernel divided by the other's, the median over the rounds: below 1 rl_kernel is "
+    "faster. Its interval is that of the sign test and holds for this process. A difference is shown if the interval "
+    "does not contain 1; of 20 equal pairs one is called different by chance. A record without single calls has **no "
+    "interval**: a verdict then needs 6 calls of each, and all calls of one faster than all calls of the other. "
+    "**Extra MiB** is the peak of a call beyond inputs and gradients. Errors are against float64."
+)
 
 
-def machine_text(machine: dict[str, Any]) -> str:
-    """Two lines: where, and what ran."""
-    facts = machine["gpu_facts"]
-    where = machine["gpu"] or f"CPU {machine['cpu']}"
-    versions = [f"{name} {machine[name]}" for name in ("torch", "cuda", "triton") if machine[name]]
-    extra = [f"{name} {value}" for name, value in facts.items()]
-    dirty = {True: " + uncommitted changes", False: "", None: ""}[machine["dirty"]]
-    return "\n".join(
-        [
-            "  ".join([where, *versions, *extra]),
-            f"{machine['date']}  commit {machine['commit'] or 'unknown'}{dirty}  {machine['command']}",
-        ]
-    )
+def result_lines(results: Mapping[str, Any]) -> Iterator[str]:
+    """A whole file: machine, every case, and the rows that ran no kernel."""
+    yield from machine_lines(results["machine"])
+    yield from ("", HOW_TO_READ)
+    for result in results["linear"]:
+        yield from ("", *linear_lines(result))
+    if results["elementwise"]:
+        yield from ("", *stream_lines(results["elementwise"]))
+    yield from ("", *fallback_lines(results))
 
 
-def linear_text(result: dict[str, Any]) -> str:
-    """The table of one case. "x floor": against three matrix products, for a forward alone against one."""
+def machine_lines(machine: Mapping[str, Any]) -> Iterator[str]:
+    """Where it was measured, with which versions, by which command."""
+    facts = {"driver": machine["gpu_facts"].get("driver_version", "unknown"), **machine["gpu_facts"]}
+    told = [f"{name} {value}" for name, value in facts.items() if name != "driver_version"]
+    names = ("python", "torch", "cuda", "triton", "liger-kernel", "cut-cross-entropy")
+    versions = [f"{name} {machine[name]}" for name in names if machine.get(name)]
+    dirty = " and changes that are in no commit" if machine["dirty"] else ""
+    yield f"- **Hardware** {', '.join([machine['gpu'], *told]) if machine['gpu'] else 'CPU ' + machine['cpu']}"
+    yield f"- **Versions** {', '.join(versions)}"
+    yield f"- **Commit** {machine['commit'] or 'unknown'}{dirty}, {machine['date']}"
+    yield from ("", "```bash", machine["command"], "```")
+    if machine["gpu"] is None:
+        yield from ("", NO_GPU)
+
+
+def linear_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """One case of the linear operators: every row, then every comparison."""
     case, product = result["case"], result["product_ms"]
-    head = (
-        f"{case['name']}: N {case['tokens']}, H {case['hidden']}, V {case['vocab']};"
-        f" one product {product['median']:.3f} ms ({product['min']:.3f}..{product['max']:.3f}),"
-        f" {result['product_tflops']:.0f} TFLOP/s; floor of forward+backward {result['floor_ms']:.2f} ms"
-        f" [checks {result['seconds']['checks']} s, timing {result['seconds']['timing']} s]"
+    yield f"#### {case['name']}: {case['tokens']:,} tokens, hidden {case['hidden']:,}, vocabulary {case['vocab']:,}"
+    yield ""
+    yield (
+        f"One product {product['median']:.3f} ms ({product['min']:.3f}..{product['max']:.3f}), "
+        f"{result['product_tflops']:.0f} TFLOP/s; floor of forward and backward {result['floor_ms']:.2f} ms"
     )
-    lines = [head, *table(LINEAR_COLUMNS, [_linear_cells(row) for row in result["rows"]])]
-    return "\n".join(lines + _notes(result["rows"]) + [_comparison(found) for found in result["comparisons"]])
+    yield from ("", *table(LINEAR_COLUMNS, [_linear_cells(row) for row in result["rows"]]))
+    yield from _compared(*linear_pairs(result["rows"]))
+    for row in (row for row in result["rows"] if "retained_mib" in row):
+        yield f"- {row['name']}: keeps {row['retained_mib']} MiB after the first call"
 
 
-def stream_text(result: dict[str, Any]) -> str:
-    """The table of the operators that move bytes."""
-    head = f"bytes moved; copy bandwidth {result['copy_gbs']} GB/s (read plus written)"
-    lines = [head, *table(STREAM_COLUMNS, [_stream_cells(row) for row in result["rows"]])]
-    return "\n".join(lines + _notes(result["rows"]))
+def stream_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """The operators that move bytes: every row, then every comparison."""
+    yield "#### Operators that move bytes"
+    yield ""
+    yield f"A device copy reads and writes {result['copy_gbs']} GB/s"
+    yield from ("", *table(STREAM_COLUMNS, [_stream_cells(row) for row in result["rows"]]))
+    yield from _compared(*stream_pairs(result["rows"]))
 
 
-def _linear_cells(row: dict[str, Any]) -> list[str]:
+def fallback_lines(results: Mapping[str, Any]) -> Iterator[str]:
+    """Rows of rl_kernel that ran no kernel, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in all_rows(results):
+        if row["operator"] != "rival" and "ms" in row and not ran_kernel(row):
+            for reason in row.get("fallbacks") or ["by design on host tensors"]:
+                reasons.setdefault(reason, []).append(row["name"])
+    if not reasons:
+        yield "Every row of rl_kernel ran its kernels."
+    for reason, names in reasons.items():
+        yield f"- ran the PyTorch reference ({reason}): {', '.join(dict.fromkeys(names))}"
+
+
+def _linear_cells(row: Row) -> list[str]:
     if "ms" not in row:
-        return [row["name"], "-", row["skipped"]]
+        return [row["name"], *["-"] * (len(LINEAR_COLUMNS) - 1)]
     errors = row["errors"]
     worst = [_error(errors, name) for name in ("log_prob", "entropy", "d_hidden")]
-    weights = [name for name in ("d_weight", "d_weight_other") if name in errors]
-    over_all = [errors[name] for name in weights]
-    unknown = None in over_all
-    worst.append("-" if not weights else "nan" if unknown else f"{max(over_all):.0e}")
-    return [row["name"], *_times(row), f"{row['ratio']:.3f}", _extra(row), *worst, *_target(row)]
+    weights = [errors[name] for name in ("d_weight", "d_weight_other") if name in errors]
+    worst.append("-" if not weights else "nan" if None in weights else f"{max(weights):.0e}")
+    return [row["name"], *_times(row), f"{row['ratio']:.3f}", _extra(row), *worst]
 
 
-def _stream_cells(row: dict[str, Any]) -> list[str]:
+def _stream_cells(row: Row) -> list[str]:
     if "ms" not in row:
-        return [row["name"], "-", row["skipped"]]
+        return [row["name"], *["-"] * (len(STREAM_COLUMNS) - 1)]
     return [
         row["name"],
         *_times(row),
@@ -68,111 +114,51 @@ def _stream_cells(row: dict[str, Any]) -> list[str]:
         f"{row['share']:.2f}",
         _extra(row),
         _error(row, "error"),
-        *_target(row),
     ]
 
 
-def _times(row: dict[str, Any]) -> list[str]:
+def _compared(pairs: Sequence[Pair], unmatched: Sequence[tuple[str, str]]) -> Iterator[str]:
+    if pairs:
+        yield from ("", *table(PAIR_COLUMNS, [_pair_cells(pair) for pair in pairs]))
+    if unmatched:
+        yield ""
+    yield from (f"- {name}: not compared, as {why}" for name, why in unmatched)
+
+
+def _pair_cells(pair: Pair) -> list[str]:
+    ratio, rival = pair.ratio, pair.rival
+    interval = "none" if ratio.low is None else f"{ratio.low:.3f} to {ratio.high:.3f}"
+    words = f"**{pair.words}**" if pair.words in ("faster", "slower") else pair.words
+    name = rival["name"].removeprefix(f"{rival.get('against')}: ")
+    extra = f"{_extra(pair.ours)}, {_extra(rival)}"
+    return [pair.ours["name"], name, f"{ratio.value:.3f}", interval, extra, words]
+
+
+def _times(row: Row) -> list[str]:
     ms = row["ms"]
     return [f"{ms['median']:.3f}", f"{ms['min']:.3f}..{ms['max']:.3f}"]
 
 
-def _extra(row: dict[str, Any]) -> str:
-    return f"{row['extra_mib']:.0f}" if "extra_mib" in row else "-"
+def _extra(row: Row) -> str:
+    return f"{row['extra_mib']:,.0f}" if "extra_mib" in row else "-"
 
 
-def _error(errors: dict[str, Any], name: str) -> str:
+def _error(errors: Row, name: str) -> str:
     if name not in errors:
         return "-"
-    value = errors[name]
-    return "nan" if value is None else f"{value:.0e}"
-
-
-def _target(row: dict[str, Any]) -> list[str]:
-    target = row.get("target")
-    if target is None:
-        return ["-", ""]
-    parts = [f"{target['limit']:.2f}"]
-    if target.get("base"):
-        parts.append(f"x row without ({target['value']:.3f})" if "value" in target else "x row without")
-    if target.get("mib"):
-        parts.append(f"in {target['mib']:g} MiB")
-    return [" ".join(parts), {True: "MET", False: "MISSED", None: "not measured"}[row.get("met")]]
-
-
-def _notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        for reason in row.get("fallbacks", []):
-            found.setdefault(f"ran the reference ({reason})", []).append(row["name"])
-        if "retained_mib" in row:
-            found.setdefault(f"keeps {row['retained_mib']} MiB after the first call", []).append(row["name"])
-    return [f"  {what}: {', '.join(names)}" for what, names in found.items()]
-
-
-def _comparison(found: dict[str, Any]) -> str:
-    if found["ours"] is None:
-        return f"  against {found['rival']}: {found['note']}"
-    met = "MET" if found["met"] else "MISSED"
-    return (
-        f"  against {found['rival']}: {found['ours']} is {found['speedup']:.2f}x as fast,"
-        f" target {found['target']:g}: {met}"
-    )
-
-
-def judged(results: dict[str, Any]) -> Iterator[tuple[str, str, bool | None, str]]:
-    """(case, row, met, measured against the limit) of every target; None and "" where it was not measured."""
-    for result in results["linear"]:
-        case = result["case"]["name"]
-        yield from ((case, row["name"], *_held(row)) for row in result["rows"] if "target" in row)
-        for found in result["comparisons"]:
-            if found["ours"] is not None:
-                text = f"{found['speedup']:.2f} x as fast, at least {found['target']:g}"
-                yield case, f"{found['ours']} beside {found['rival']}", found["met"], text
-    streams = (results["elementwise"] or {"rows": []})["rows"]
-    yield from (("bytes", row["name"], *_held(row)) for row in streams if "target" in row)
-
-
-def _held(row: dict[str, Any]) -> tuple[bool | None, str]:
-    """Whether a row meets its target, and its figure beside it."""
-    if row.get("met") is None:
-        return None, ""
-    target = row["target"]
-    if "share" in row:
-        return row["met"], f"{row['share']:.2f} of a copy, at least {target['limit']:g}"
-    of, memory = target["base"] or "products", f" in {target['mib']:g} MiB" if target["mib"] else ""
-    return row["met"], f"{target['value']:.3f} x {of}, at most {target['limit']:g}{memory}"
-
-
-def summary_text(results: dict[str, Any]) -> str:
-    """How many targets are met, and each one that is not."""
-    every = list(judged(results))
-    if not every:
-        return "no targets here: they are for a GPU"
-    missed = [f"  MISSED {case} {name} {text}" for case, name, met, text in every if met is False]
-    counts = [sum(met is state for _, _, met, _ in every) for state in (True, False, None)]
-    return "\n".join(["targets: {} met, {} missed, {} not measured".format(*counts), *missed])
+    return "nan" if errors[name] is None else f"{errors[name]:.0e}"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned lines. A row that is too short ends with a remark, which may run over the columns after it."""
-    full = [row for row in rows if len(row) == len(columns)]
-    widths = [max(len(row[i]) for row in [columns, *full]) for i in range(len(columns))]
-    widths[0] = max([widths[0], *(len(row[0]) for row in rows)])
+    """A Markdown table whose columns are aligned for a terminal: the first to the left, the others to the right."""
+    widths = [max(3, *(len(row[i]) for row in [columns, *rows])) for i in range(len(columns))]
 
     def line(cells: Sequence[str]) -> str:
-        first, *others = cells
-        aligned = [first.ljust(widths[0])]
-        aligned += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=False)]
-        return "  ".join(aligned).rstrip()
+        rest = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return f"| {' | '.join([cells[0].ljust(widths[0]), *rest])} |"
 
-    return [
-        line(columns),
-        *(
-            line(row) if len(row) == len(columns) else "  ".join([row[0].ljust(widths[0]), *row[1:]])
-            for row in rows
-        ),
-    ]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [line(columns), line(rule), *map(line, rows)]
 
 
 def trace_text(name: str, wall_ms: float, kernels: Sequence[tuple[str, float, int]], most: int = 12) -> str:

@@ -76,7 +76,7 @@ def torch_compiled(problem: Problem) -> Callable[[], Outputs]:
 def _with_backward(problem: Problem, log_probs_of: Callable[..., Tensor]) -> Callable[[], Outputs]:
     def step() -> Outputs:
         log_probs = log_probs_of(problem.hidden, problem.weight, problem.targets)
-        log_probs.backward(problem.gain)
+        torch.autograd.backward(log_probs, problem.gain)
         return Outputs(log_probs)
 
     return step
@@ -120,7 +120,8 @@ class _NativeEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         softmax, logits, mean = ctx.saved_tensors
-        return (mean - logits).mul_(softmax).mul_(grad[:, None])
+        d_logits: Tensor = (mean - logits).mul_(softmax).mul_(grad[:, None])
+        return d_logits
 
 
 def native(entropy: str) -> Callable[[Problem], Callable[[], Outputs]]:
@@ -129,18 +130,18 @@ def native(entropy: str) -> Callable[[Problem], Callable[[], Outputs]]:
     def build(problem: Problem) -> Callable[[], Outputs]:
         def step() -> Outputs:
             logits = F.linear(problem.hidden, problem.weight).float()
-            log_probs = _NativeLogProb.apply(logits.clone(), problem.targets)
+            log_probs = _NativeLogProb.apply(logits.clone(), problem.targets)  # type: ignore[no-untyped-call]
             if entropy == "none":
                 del logits
                 log_probs.backward(problem.gain)
                 return Outputs(log_probs)
             if entropy == "metric":
                 with torch.no_grad():
-                    entropies = _NativeEntropy.apply(logits)
+                    entropies = _NativeEntropy.apply(logits)  # type: ignore[no-untyped-call]
                 del logits
                 log_probs.backward(problem.gain)
                 return Outputs(log_probs, entropies)
-            entropies = _NativeEntropy.apply(logits)
+            entropies = _NativeEntropy.apply(logits)  # type: ignore[no-untyped-call]
             del logits
             torch.autograd.backward([log_probs, entropies], [problem.gain, problem.entropy_gain])
             return Outputs(log_probs, entropies)

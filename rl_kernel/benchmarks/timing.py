@@ -43,7 +43,7 @@ class CudaClock:
     """CUDA events on the current stream."""
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -51,7 +51,7 @@ class CudaClock:
         torch.cuda.synchronize()
 
     def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end)
+        return float(start.elapsed_time(end))
 
 
 class HostClock:

@@ -12,18 +12,17 @@ import torch
 from bench_runs import rows_of, run
 
 from rl_kernel import bench
-from rl_kernel.benchmarks import report, rivals
+from rl_kernel.benchmarks import rivals
 from rl_kernel.benchmarks.contender import Contender
-from rl_kernel.benchmarks.elementwise import share
-from rl_kernel.benchmarks.linear import judge, timed
+from rl_kernel.benchmarks.linear import timed
 from rl_kernel.benchmarks.own import own_contenders
-from rl_kernel.benchmarks.problem import LinearCase, Outputs, Problem
-from rl_kernel.benchmarks.targets import Target, comparisons, is_valid, linear_target, verdict
+from rl_kernel.benchmarks.pairs import is_valid
+from rl_kernel.benchmarks.problem import Outputs, Problem
 from rl_kernel.benchmarks.timing import Samples, calls_within, reason_of, take_turns
+from rl_kernel.ops.linear_logp.cases import Case
 
 CPU = torch.device("cpu")
-TINY = LinearCase("tiny", 37, 16, 101)
-BIG = LinearCase("big", 4096, 2560, 151936)
+TINY = Case("tiny", 37, 16, 101)
 INF = float("inf")
 
 
@@ -53,7 +52,6 @@ def test_linear_operators_and_rivals(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert rows["linear_logp unlimited bf16"]["errors"]["log_prob"] > 1e-5
     assert "entropy" in rows["native +entropy"]["errors"]
     assert "d_hidden" not in rows["linear_logp forward bf16"]["errors"]
-    assert "no targets here" in printed
 
 
 def test_machine_record(tmp_path: Path) -> None:
@@ -232,106 +230,6 @@ def test_reasons_name_no_folder_of_the_machine() -> None:
     assert reason_of(ValueError("")) == "ValueError: "
 
 
-def test_linear_targets() -> None:
-    def target(case: LinearCase, mib: float | None, operator: str = "linear_token_loss") -> Target | None:
-        return linear_target(case, operator, "train", mib, None)
-
-    assert [target(BIG, mib).limit for mib in (512, 1024, 1536, INF)] == [1.15, 1.15, 1.08, 1.05]
-    assert target(BIG, 512).mib == 512
-    assert target(BIG, INF).mib is None
-    assert target(BIG, 256) is None
-    assert target(BIG, INF, "linear_logp").limit == 1.08
-    half = target(BIG, BIG.logits_mib / 2, "linear_logp")
-    assert half.limit == pytest.approx((1.08 + 1.42) / 2)
-    assert target(LinearCase("small", 796, 8, 8), 512).limit == 1.25
-    assert target(LinearCase("middle", 1820, 8, 8), 512) is None
-    assert linear_target(BIG, "linear_logp", "forward", None, None) == Target(1.10)
-    assert linear_target(BIG, "linear_logp", "forward", None, "row") == Target(1.03, base="row")
-
-
-def test_verdicts() -> None:
-    row = {"name": "a", "ratio": 1.07, "ms": {"median": 10.7}, "extra_mib": 1536.5}
-    assert verdict(Target(1.08, 1536), row, [row]) == (1.07, True)
-    assert verdict(Target(1.06, 1536), row, [row]) == (1.07, False)
-    assert verdict(Target(1.08, 1500), row, [row]) == (1.07, False)
-    assert verdict(Target(1.08), {"skipped": "out of memory"}, [row]) is None
-    on_top = {"name": "b", "ratio": 2.0, "ms": {"median": 11.0}}
-    assert verdict(Target(1.03, base="a"), on_top, [row, on_top]) == (pytest.approx(11 / 10.7), True)
-    assert verdict(Target(1.03, base="missing"), on_top, [row, on_top]) is None
-
-
-def test_judge_writes_the_verdict_of_our_rows_only() -> None:
-    ours = next(row for row in own_contenders(["linear_logp"]) if row.name == "linear_logp unlimited bf16")
-    row: dict[str, Any] = {"name": ours.name, "ratio": 1.2, "ms": {"median": 1.0}}
-    judge(BIG, ours, row, [row])
-    assert row["target"] == {"limit": 1.08, "mib": None, "base": None, "value": 1.2}
-    assert row["met"] is False
-    other: dict[str, Any] = {"ratio": 1.2, "ms": {"median": 1.0}}
-    judge(BIG, rivals.RIVALS["native"][0], other, [other])
-    assert "target" not in other
-
-
-def train_row(name: str, ms: float, mib: float, operator: str = "rival", **facts: Any) -> dict[str, Any]:
-    row = {"name": name, "operator": operator, "phase": "train", "entropy": "none", "upstream": "plain"}
-    row |= {"main_grad": False, "workspace_mib": None, "ms": {"median": ms}, "extra_mib": mib}
-    return row | {"errors": {"log_prob": 1e-3, "d_hidden": 2e-3}} | facts
-
-
-def test_comparisons_hold_rivals_against_rows_of_no_more_memory() -> None:
-    rows = [
-        train_row("small", 12.0, 400.0, "linear_token_loss", workspace_mib=512),
-        train_row("middle", 10.0, 1500.0, "linear_token_loss", workspace_mib=1536),
-        train_row("other gradient", 1.0, 0.0, "linear_token_loss", workspace_mib=512, main_grad=True),
-        train_row("native", 15.0, 4000.0),
-        train_row("thrifty", 11.0, 500.0),
-        train_row("tiny", 30.0, 10.0),
-        train_row("wrong", 1.0, 9e9, errors={"log_prob": 1e-3, "d_weight_other": 0.9}),
-        train_row("broken", 1.0, 9e9, errors={"log_prob": None}),
-    ]
-    found = {(row["rival"], row.get("target")): row for row in comparisons(BIG, rows)}
-    assert found["native", 1.6] == dict(rival="native", ours="middle", speedup=1.5, target=1.6, met=False)
-    assert found["native", 1.0]["met"] is True
-    assert found["thrifty", 1.0] == dict(
-        rival="thrifty", ours="small", speedup=round(11 / 12, 4), target=1.0, met=False
-    )
-    assert found["tiny", None]["note"] == "no row of ours takes as little memory"
-    assert found["wrong", None]["note"] == found["broken", None]["note"] == "its results are not valid"
-
-
-def test_share_of_the_copy_bandwidth() -> None:
-    assert share(4_000_000, 1.0, 4.0, True) == {
-        "gbs": 4.0,
-        "share": 1.0,
-        "target": {"limit": 0.85},
-        "met": True,
-    }
-    assert share(3_000_000, 1.0, 4.0, True)["met"] is False
-    assert "met" not in share(3_000_000, 1.0, 4.0, False)
-
-
-def test_summary_counts_and_names_what_is_missed() -> None:
-    target = {"limit": 1.25, "base": None, "mib": None, "value": 1.2}
-    rows = [
-        {"name": "good", "target": target, "met": True},
-        {"name": "bad", "target": {**target, "value": 1.3, "mib": 512.0}, "met": False},
-        {"name": "dear", "target": {**target, "limit": 1.03, "base": "good", "value": 1.0625}, "met": False},
-        {"name": "absent", "target": target},
-        {"name": "free"},
-    ]
-    found = {"ours": "good", "rival": "other", "speedup": 0.9, "target": 1.0, "met": False}
-    comparisons = [found, {"ours": None, "rival": "wrong"}]
-    stream = {"name": "slow", "share": 0.8, "target": {"limit": 0.85}, "met": False}
-    linear = {"case": {"name": "T1"}, "rows": rows, "comparisons": comparisons}
-    assert report.summary_text({"linear": [linear], "elementwise": {"rows": [stream]}}).splitlines() == [
-        "targets: 1 met, 4 missed, 1 not measured",
-        "  MISSED T1 bad 1.300 x products, at most 1.25 in 512 MiB",
-        "  MISSED T1 dear 1.062 x good, at most 1.03",
-        "  MISSED T1 good beside other 0.90 x as fast, at least 1",
-        "  MISSED bytes slow 0.80 of a copy, at least 0.85",
-    ]
-    assert "no targets here" in report.summary_text({"linear": [], "elementwise": None})
-
-
 def test_truth_is_the_formula() -> None:
     problem = Problem(TINY, CPU)
     truth = problem.truth
@@ -363,15 +261,6 @@ def test_errors_see_a_wrong_row_and_a_nan() -> None:
     found = problem.truth.errors(Outputs(log_probs), None, None)
     assert found["log_prob"] is None
     assert not is_valid({"errors": found})
-
-
-def test_table_lets_a_remark_run_over() -> None:
-    rows = [["a", "1.000", "2", "3"], ["longer", "-", "out of memory"]]
-    assert report.table(("row", "ms", "x", "y"), rows) == [
-        "row        ms  x  y",
-        "a       1.000  2  3",
-        "longer  -  out of memory",
-    ]
 
 
 def test_problem_holds_its_floor_and_leaves() -> None:

@@ -101,17 +101,6 @@ def test_steps_that_are_all_equal_need_no_interval():
     assert verdict(metric_of("rollout/raw_reward"), other).startswith("fewer than")
 
 
-def test_percentiles_are_given_from_enough_steps_on():
-    assert set(summarise([np.arange(8.0)]).percentiles) == {50}
-    assert set(summarise([np.arange(5.0), np.arange(5.0)]).percentiles) == {50, 90}
-    assert set(summarise([np.arange(99.0)]).percentiles) == {50, 90}
-    hundred = summarise([np.arange(1.0, 101.0)])
-    assert hundred.percentiles == pytest.approx({50: 50.5, 90: 90.1, 99: 99.01})
-    assert hundred.spread is None and summarise([np.ones(2), 3 * np.ones(2)]).spread == pytest.approx(
-        np.sqrt(2)
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "low", "high", "words"),
     [

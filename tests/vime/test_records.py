@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from rl_kernel.benchmarks.pairs import all_rows, check
+from rl_kernel.benchmarks.report import result_lines
 from vime.bench.compare import pairs_of, refuse_unlike
 from vime.bench.record import read
+from vime.bench.report import record_lines
 from vime.bench.verdicts import STEP, TRAINER_PEAK, TRAINING, Comparison, compared
 
 ROOT = Path(__file__).parents[2]
@@ -42,12 +45,15 @@ def test_every_record_is_listed_and_says_its_command() -> None:
 
 
 @pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
-def test_the_table_of_measured_runs_is_what_the_records_say(folder: Path) -> None:
-    """A row per record of --rl-kernel-ops: means of both sides, and the share saved with its interval."""
+def test_every_record_of_runs_renders_and_the_page_of_figures_is_what_it_says(folder: Path) -> None:
+    """docs/measured.md has a row per record of --rl-kernel-ops: means of both sides, and the share saved."""
     record = read(folder)
-    pairs = pairs_of(record)[0]
+    pairs, left_out = pairs_of(record)
     refuse_unlike(record, pairs)
-    found = {c.metric.name: c for c in compared(record, pairs)}
+    every = compared(record, pairs)
+    text = "\n".join(record_lines(record, pairs, left_out, every))
+    assert record.command in text and all(f"\n| {c.metric.label} | " in text for c in every)
+    found = {c.metric.name: c for c in every}
     assert found[TRAINING].difference is not None
     if record.switch["field"] != "rl_kernel_ops":
         return
@@ -56,6 +62,28 @@ def test_the_table_of_measured_runs_is_what_the_records_say(folder: Path) -> Non
     lines = (ROOT / "docs/measured.md").read_text().splitlines()
     (row,) = [line for line in lines if f"/{folder.name}.md)" in line and line.startswith("|")]
     assert [cell.strip() for cell in row.split("|")[2:-1] if cell.strip()] == cells
+
+
+@pytest.mark.parametrize("name", ["operators_h200", "elementwise_h200"])
+def test_every_record_of_operators_renders(name: str) -> None:
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    check(content, name)
+    text = "\n".join(result_lines(content))
+    assert content["machine"]["command"] in text and "NVIDIA H200" in text
+    rows = list(all_rows(content))
+    assert len(rows) >= 6 and all(f"| {row['name']} " in text for row in rows)
+    for row in rows:
+        assert ("ms" not in row) or f" {row['ms']['median']:.3f} |" in text, row["name"]
+
+
+def test_a_record_without_single_calls_is_compared_by_its_ranges() -> None:
+    content = json.loads((RESULTS / "operators_h200.json").read_text())
+    lines = "\n".join(result_lines(content)).splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    native = next(row for row in rows if row[:2] == ["linear_logp 1.5GiB bf16", "native"])
+    assert native[2:] == ["0.533", "none", "122, 162", "**faster**"]
+    why = "its results are off: d_weight_other 0.36, allowed 0.1"
+    assert f"- cce (filters gradients): not compared, as {why}" in lines
 
 
 def less(found: Comparison) -> list[str]:

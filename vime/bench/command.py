@@ -29,8 +29,8 @@ from slime.data.prompts import prompt_file
 from slime.hardware import HARDWARE
 from slime.memory_decision import TOO_SMALL
 from slime.tracking.environment import mask_command
-from vime.bench.operators import OPERATORS_FILE
 from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
+from vime.bench.record import OPERATORS_FILE
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
 from vime.engine.flags import parse_config

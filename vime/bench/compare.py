@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slime.config.kernels import HEADS
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat, flags_of
 
 # Configuration: where a run writes, and names. A value may differ; that there is one at all may not.
@@ -37,8 +36,6 @@ OF_A_RUN: tuple[tuple[str, str], ...] = (
 )
 KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
 MOST_LISTED = 20
-ROUNDING = 1e-6
-"""Of a loss that is 0: float32 sums of advantages of about 1."""
 
 Pair = tuple[Repeat, Repeat]
 _ABSENT = "(absent)"
@@ -119,43 +116,30 @@ def cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
         found.append("Which commit was measured is not known for all runs.")
     if any(_leaf(repeat.environment, "git.modified") for repeat in runs):
         found.append("The checkout had changes that are in no commit.")
-    return [*found, *_kernel_cautions(record, pairs), *_number_cautions(pairs)]
+    return [*found, *_kernel_cautions(record, pairs)]
 
 
 def _kernel_cautions(record: Record, pairs: Sequence[Pair]) -> list[str]:
-    """Whether the side named for the kernels ran them, and what else the switch turns."""
-    steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
+    """Whether the side named for the kernels ran them."""
     found = []
-    if record.switch["field"] in KERNEL_SWITCHES and not kernels_ran(record, pairs):
+    switch = record.switch
+    if switch["field"] in KERNEL_SWITCHES and not kernels_ran(record, pairs):
         found.append(
             f"No kernel ran in {RL_KERNEL} that {BASELINE} did not run: nothing here is about kernels."
         )
-    any_kernel = any(
-        step.get("rl_kernel/fast") for step in steps
-    )  # of the switch, or of what both sides have
-    if any_kernel and (record.switch["field"], record.switch[BASELINE]) == ("rlk_fast", "off"):
-        inside = ", and holds that of SwiGLU in the experts" if record.experts else ""
-        found.append(
-            f"{BASELINE} is plain PyTorch in the layers too (SwiGLU, rotary embedding), where Megatron has fused "
-            f"forms: the difference is not that of the LM head and the loss alone{inside}."
-        )
-    if any_kernel and record.switch["field"] == "rl_kernel_ops":
-        baseline = set(record.switch[BASELINE])
-        switched = baseline ^ set(record.switch[RL_KERNEL])
-        if not baseline.intersection(HEADS) and any("train/entropy_loss" in step for step in steps):
-            found.append(
-                f"{BASELINE} has its log-probs from Megatron's cross entropy of float32 logits and, like {RL_KERNEL}, "
-                "computes the entropy of each micro-batch for `train/entropy_loss`, there in plain PyTorch: `native "
-                "+entropy` among the operators. It is neither fused nor compiled."
-            )
-        idle = sorted(op for op in switched if not any(step.get(f"rl_kernel/{op}/calls") for step in steps))
-        if idle:
-            found.append(f"Switched and never called, so that nothing here is about them: {', '.join(idle)}.")
-    fell_back = {op for _, repeat in pairs for op, calls in repeat.fallbacks.items() if calls}
-    if fell_back:
-        found.append(
-            f"Part of {RL_KERNEL} ran no kernel: {', '.join(sorted(fell_back))} fell back (below, how often)."
-        )
+    steps = [step for _, repeat in pairs for step in repeat.steps[record.warm_up :]]
+    if switch["field"] == "rl_kernel_ops" and any(step.get("rl_kernel/fast") for step in steps):
+        switched = set(switch[BASELINE]) ^ set(switch[RL_KERNEL])
+        if idle := sorted(
+            op for op in switched if not any(step.get(f"rl_kernel/{op}/calls") for step in steps)
+        ):
+            found.append(f"Switched and never called: {', '.join(idle)}.")
+    calls: dict[str, int] = {}
+    for _, repeat in pairs:
+        for operator, count in repeat.fallbacks.items():
+            calls[operator] = calls.get(operator, 0) + count
+    if fell := [f"{operator} ({count:,} calls)" for operator, count in sorted(calls.items()) if count]:
+        found.append(f"Part of {RL_KERNEL} ran no kernel: {', '.join(fell)} fell back.")
     return found
 
 
@@ -173,22 +157,6 @@ def kernels_ran(record: Record, pairs: Sequence[Pair]) -> bool:
         for step in steps
         for op in switched
     )
-
-
-def _number_cautions(pairs: Sequence[Pair]) -> list[str]:
-    """What of the numbers says nothing."""
-    runs = in_order(pairs)
-    counts = {flags_of(repeat.config).get("num_steps_per_rollout") for repeat in runs}
-    steps = [step for repeat in runs for step in repeat.steps]
-    if not counts <= {None, 1} or any(step.get("train/ppo_kl") != 0 for step in steps):
-        return []
-    found = [
-        "The KL to the policy that sampled is 0 by construction: a rollout is one optimizer step, whose own log-probs "
-        "are the old ones."
-    ]
-    if all(abs(step.get("train/loss", 1)) < ROUNDING for step in steps):
-        found.append("So is the loss, but for rounding: the advantages of a group sum to 0.")
-    return found
 
 
 def _unusable(repeat: Repeat) -> str | None:
@@ -249,7 +217,7 @@ def _environment_problems(pairs: Sequence[Pair]) -> list[str]:
 def _comparable_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves, with directories of the run itself by what they are."""
     leaves = dict(flatten(config))
-    run_dir = flags_of(config).get("run_dir")
+    run_dir: str = flags_of(config).get("run_dir") or ""
     written = {name for name, _ in EXCEPTED}
 
     def told(path: str, value: Any) -> Any:

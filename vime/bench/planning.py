@@ -168,7 +168,8 @@ def resolved(run: Planned) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         config.save_json(path)
-        return json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
 
 
 def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]] | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 SCHEMA = 2
-RECORD_FILE = "bench.json"
+RECORD_FILE, OPERATORS_FILE = "bench.json", "operators.json"
 TIERS = ("module", "e2e")
 BASELINE, RL_KERNEL = "baseline", "rl_kernel"
 SIDES = (BASELINE, RL_KERNEL)
@@ -36,9 +36,9 @@ METRICS: dict[str, tuple[str, str, bool | None]] = {
     "perf/optimizer_time": ("optimizer", "s", False),
     "perf/update_weights_time": ("weights to engines", "s", False),
     "perf/actor_train_time": ("training", "s", False),
-    "perf/step_tokens_per_sec": ("tokens by the step's time", "tokens/s", True),
-    "perf/step_tokens_per_gpu_per_sec": ("tokens by the step's time, a GPU", "tokens/s", True),
-    "perf/tokens_per_gpu_per_sec": ("rollout, response tokens a GPU", "tokens/s", True),
+    "perf/step_tokens_per_sec": ("tokens, whole step", "tokens/s", True),
+    "perf/step_tokens_per_gpu_per_sec": ("tokens, whole step, per GPU", "tokens/s", True),
+    "perf/tokens_per_gpu_per_sec": ("rollout, response tokens per GPU", "tokens/s", True),
     "perf/actor_train_tok_per_s": ("training, tokens", "tokens/s", True),
     "perf/trainer_peak_gib": ("trainer, peak memory", "GiB", False),
     "perf/forward_peak_gib": ("forward, peak memory", "GiB", False),

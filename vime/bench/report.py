@@ -1,57 +1,70 @@
-"""`vime bench report DIR [DIR ...] [--out DIR]`: bench.json -> report.md with its pictures. Owns the report's text.
+"""`vime bench report DIR [DIR ...] [--out DIR]`: bench.json -> report.md with two pictures. Owns the report's text.
 
-Operators, modules and full steps have a section each and share no table: what an operator gains is not what a step
-gains. Runs that differ in more than the switch are refused (vime.bench.compare), before anything is written.
+Operators, modules and full steps have a section each: what an operator gains is not what a step gains. Runs that differ
+in more than the switch are an error (vime.bench.compare), before anything is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rl_kernel.benchmarks.pairs import check
+from rl_kernel.benchmarks.report import result_lines
+from slime.tracking.environment import mask_secrets
 from vime.bench import record as records
-from vime.bench.compare import EXCEPTED, Pair, in_order, pairs_of, refuse_unlike
-from vime.bench.operator_tables import operator_lines
-from vime.bench.operators import OPERATORS_FILE, has_operators, read_operators
-from vime.bench.pictures import Picture, draw_pictures
-from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
-from vime.bench.statistics import LEVEL, MIN_PAIRS
-from vime.bench.tables import fallbacks, in_short, minds, percentiles, verdicts
-from vime.bench.verdicts import Comparison, compared, number
-from vime.bench.where import facts, folded, rollouts_of
+from vime.bench.compare import EXCEPTED, Pair, cautions, flatten, in_order, pairs_of, refuse_unlike
+from vime.bench.pictures import draw_pictures
+from vime.bench.record import BASELINE, METRICS, OPERATORS_FILE, RL_KERNEL, SIDES, Record, flags_of
+from vime.bench.statistics import LEVEL, MIN_PAIRS, Difference, Summary
+from vime.bench.verdicts import (
+    WHOLE_OF,
+    Comparison,
+    amount,
+    bare,
+    compared,
+    is_shown,
+    metric_of,
+    number,
+    verdict,
+    with_unit,
+)
 
 REPORT_FILE = "report.md"
-TIER_TITLES = {"op": "Operators", "module": "Modules", "e2e": "Full steps"}
-TIER_LIMITS = {
-    "op": "One operator at a time. Nothing here says how much faster a training step is.",
-    "module": "A trainer alone, on rollouts that were saved: waiting for one is reading its file. Nothing here says "
-    "how much faster a whole step is.",
-    "e2e": "Whole steps: rollout, training and weight transfer.",
+TIERS = {
+    "op": ("Operators", "One operator at a time. Nothing here says how much faster a training step is."),
+    "module": (
+        "Modules",
+        "A trainer alone, on saved rollouts: waiting for one is reading its file. Nothing here says how much faster a "
+        "whole step is.",
+    ),
+    "e2e": ("Full steps", "Whole steps: rollout, training and weight transfer."),
 }
-MOE_LIMIT = "Nothing here is a claim about the kernels of experts or routers."
-
-
-@dataclass(frozen=True)
-class Findings:
-    """A record as its part of the report shows it."""
-
-    record: Record
-    pairs: list[Pair]
-    left_out: list[str]
-    comparisons: list[Comparison]
-    pictures: list[Picture]
-    not_drawn: list[str]
+MOST_PAIRS = 6
+"""Pairs that a row lists; of more it gives the least and the largest difference."""
+INTERVAL = f"{100 * LEVEL:.0f} % interval"
+HOW_TO_READ = (
+    f"**Difference** is {RL_KERNEL} minus {BASELINE}, of means: of times and speeds over the steps after the warm-up, "
+    "of numbers over all steps; of memory it is the highest peak. Times, speeds and memory are averaged over repeats "
+    f"geometrically and compared in percent. Repeat i of a side pairs with repeat i of the other. The {INTERVAL} is "
+    f"Student's over the pairs, from {MIN_PAIRS} pairs on; with fewer there is no verdict. A difference is shown when "
+    "its interval does not contain zero. *No difference shown* is not *the same*: *within* is the difference that is "
+    "still possible. Of 20 metrics without any difference one is called different by chance. A verdict says that the "
+    "sides differ, not why: a whole step contains rollouts, in which no operator of rl_kernel runs. **±** is the standard "
+    "deviation of the repeats' means."
+)
+PACKAGES = ("torch", "triton", "vllm", "vllm-router", "megatron-core", "transformers", "ray", "numpy")
 
 
 def main(argv: Sequence[str]) -> int:
     """Entry of `vime bench report`; ValueError for directories whose runs may not be compared."""
     parser = argparse.ArgumentParser(
-        prog="vime bench report", description="Baseline against rl_kernel, as Markdown with pictures."
+        prog="vime bench report", description="Baseline compared with rl_kernel, as Markdown with pictures."
     )
     parser.add_argument(
         "dirs", nargs="+", type=Path, metavar="DIR", help=f"with {records.RECORD_FILE} or {OPERATORS_FILE}"
@@ -68,137 +81,127 @@ def main(argv: Sequence[str]) -> int:
                 f"DIR must be a directory with {records.RECORD_FILE} or {OPERATORS_FILE}, got {path}; "
                 "docs/benchmarks.md shows the files of benchmarks/results"
             )
-    operators = [read_operators(path) for path in args.dirs if has_operators(path)]
-    both = [path for path in args.dirs if (path / records.RECORD_FILE).is_file() or not has_operators(path)]
+    operators = [path / OPERATORS_FILE for path in args.dirs if (path / OPERATORS_FILE).is_file()]
+    alone = {path.parent for path in operators}
+    both = [path for path in args.dirs if (path / records.RECORD_FILE).is_file() or path not in alone]
+    contents = [read_operators(path) for path in operators]
     benchmarks = [records.read(path) for path in both]
-    for path in write_report(benchmarks, args.out or args.dirs[0] / "report", operators):
+    for path in write_report(benchmarks, args.out or args.dirs[0] / "report", contents):
         print(path)
     return 0
 
 
+def read_operators(path: Path) -> dict[str, Any]:
+    """A file of rl_kernel.bench. ValueError for any other."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} must be JSON, got {error}; measure again") from error
+    check(content, path)
+    return content
+
+
 def write_report(
-    benchmarks: Sequence[Record], out: Path, operators: Sequence[dict[str, Any]] = ()
+    benchmarks: Sequence[Record], out: Path, operators: Sequence[Mapping[str, Any]] = ()
 ) -> list[Path]:
-    """Write report.md and the pictures to `out`; returns what was written. ValueError for a record not to compare.
-
-    `operators`: contents of operators.json, which belong to the section of the operators.
-    """
-    judged = []
-    for record in benchmarks:
-        pairs, left_out = pairs_of(record)
+    """Write report.md and the pictures to `out`; returns what was written. ValueError for a record not to compare."""
+    judged = [(record, *pairs_of(record)) for record in benchmarks]
+    for record, pairs, _ in judged:
         refuse_unlike(record, pairs)
-        judged.append((record, pairs, left_out))
     out.mkdir(parents=True, exist_ok=True)
-    found = []
+    path, drawn = out / REPORT_FILE, list[Path]()
+    parts: dict[str, list[str]] = {tier: [] for tier in TIERS}
+    for content in operators:
+        parts["op"] += ["", f"### rl_kernel.bench: {RL_KERNEL} and other implementations", ""]
+        parts["op"] += result_lines(content)
+        parts["op"] += folded("Environment", content["machine"])
     for i, (record, pairs, left_out) in enumerate(judged, 1):
-        comparisons = compared(record, pairs)
+        found = compared(record, pairs)
         prefix = f"{i}-{record.tier}-{re.sub(r'[^A-Za-z0-9.]+', '-', record.name).strip('-')}"
-        pictures, not_drawn = draw_pictures(record, pairs, comparisons, out, prefix)
-        found.append(Findings(record, pairs, left_out, comparisons, pictures, not_drawn))
-    drawn: list[Path] = []
-    benched = [
-        line
-        for i, content in enumerate(operators, 1)
-        for line in operator_lines(content, out, f"operators-{i}", drawn)
-    ]
-    path = out / REPORT_FILE
-    path.write_text("\n".join(_lines(found, benched)) + "\n", encoding="utf-8")
-    return [path, *drawn, *(out / picture.file for each in found for picture in each.pictures)]
+        pictures, notes = draw_pictures(record, pairs, found, out, prefix)
+        drawn += pictures.values()
+        parts[record.tier] += record_lines(record, pairs, left_out, found)
+        parts[record.tier] += (f"\n![{caption}]({file.name})" for caption, file in pictures.items())
+        parts[record.tier] += ["", *(f"- {note}" for note in notes), *_full(record, pairs[0])]
+    lines = [f"# {BASELINE} compared with {RL_KERNEL}", "", HOW_TO_READ]
+    for tier, (title, claim) in TIERS.items():
+        lines += ["", f"## {title}", "", claim, *parts[tier]] if parts[tier] else []
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [path, *drawn]
 
 
-def _lines(found: Sequence[Findings], benched: Sequence[str]) -> Iterator[str]:
-    yield f"# {BASELINE} against {RL_KERNEL}"
-    yield ""
-    yield from how_to_read()
-    for tier, title in TIER_TITLES.items():
-        of_tier = [each for each in found if each.record.tier == tier]
-        lines = benched if tier == "op" else []
-        if of_tier or lines:
-            yield from ("", f"## {title}", "", TIER_LIMITS[tier])
-        yield from lines
-        for each in of_tier:
-            yield from _part(each)
-
-
-def how_to_read() -> Iterator[str]:
-    """What the words and figures of a comparison mean."""
-    level = f"{100 * LEVEL:.0f} %"
-    yield (
-        f"**Difference** is {RL_KERNEL} less {BASELINE}, of means: of times and speeds over the steps after the "
-        "warm-up (a speed: all tokens by all seconds), of numbers over all steps; of memory it is the highest peak of "
-        "all steps. Times, speeds and memory are averaged over repeats geometrically and compared in percent of "
-        f"{BASELINE}, other metrics in their unit. Repeat i of a side pairs with repeat i of the other; a step that "
-        "one of them did not report counts in neither. **±** is the standard deviation of the repeats' means."
-    )
-    yield ""
-    yield (
-        f"**Intervals** ({level}) are Student's t over the differences of {MIN_PAIRS} pairs or more, and hold for runs "
-        "like these. Of fewer there is none, and no verdict but on what is the same in every repeat: how much two runs "
-        "of one side differ is not known, and steps of one run do not tell. A difference is shown when its interval "
-        "does not hold zero."
-    )
-    yield ""
-    yield (
-        "**Where operators are the switch,** of times and speeds only training and its passes are said to be faster or "
-        "slower: they hold the operators. Of rollouts, hand-overs, weights to engines, and of whole steps, which hold "
-        "them, the cause is not shown. In a model of reduced depth the LM head is a larger share of a step than in the "
-        "whole model: percentages are of that depth alone."
-    )
-    yield ""
-    yield (
-        f"Each verdict stands at {level} by itself: of 20 metrics without any difference one is called different by "
-        "chance. *No difference shown* is not *the same*: *within* says how large a difference is still possible."
-    )
-
-
-def _part(found: Findings) -> Iterator[str]:
-    """One record, from its title to its configuration."""
-    record = found.record
-    yield from ("", f"### {record.claim}", "")
-    if record.experts:
-        yield from (MOE_LIMIT, "")
-    yield from what_ran(record, found.pairs, found.left_out, found.comparisons)
-    yield from in_short(record, found.comparisons)
-    yield from verdicts(found.comparisons)
-    yield from percentiles(record, found.comparisons)
-    yield from _pictures(found)
-    yield from fallbacks(found.pairs)
-    yield from _full(record, found.pairs[0][0])
-
-
-def what_ran(
-    record: Record,
-    pairs: Sequence[Pair],
-    left_out: Sequence[str],
-    comparisons: Sequence[Comparison],
-    more: Sequence[str] = (),
+def record_lines(
+    record: Record, pairs: Sequence[Pair], left_out: Sequence[str], found: Sequence[Comparison]
 ) -> Iterator[str]:
-    """Switch, rollouts, counts, order, machine, command, and what has to be known to read what follows, `more` too."""
-    switch = record.switch
+    """One record, from its title to its table."""
+    yield from ("", f"### {record.claim}", "")
+    yield from (f"- **{name}** {text}" for name, text in _facts(record, pairs))
+    yield from (f"- **Note** {note}" for note in record.notes)
+    yield from (f"- **Mind** {text}" for text in cautions(record, pairs))
+    yield from (f"- **Left out** {text}" for text in left_out)
+    yield from ("", "```bash", record.command, "```", "")
+    yield f"| metric | {BASELINE} | {RL_KERNEL} | difference | {INTERVAL} | of each pair | verdict |"
+    yield "| --- | ---: | ---: | ---: | --- | --- | --- |"
+    for c in found:
+        cells = [
+            c.metric.label.replace("|", "\\|"),
+            *(_value(c, c.sides[side]) for side in SIDES),
+            *_judged(c),
+        ]
+        yield f"| {' | '.join(cells)} |"
+    recorded = {c.metric.name for c in found}
+    if absent := [metric_of(name).label for name in METRICS if name not in recorded]:
+        yield from ("", f"Recorded by neither side: {'; '.join(absent)}.")
+
+
+def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
+    """Switch, rollouts, counts, order, machine and versions: what a reader of any number has to know."""
+    switch, first = record.switch, pairs[0][0]
     preset = "" if record.preset is None else f", preset {record.preset}"
     sides = ", ".join(f"`{_switched(switch[side])}` in {side}" for side in SIDES)
-    yield f"- **Benchmark** {record.name}{preset}; `{switch['field']}` is {sides}"
-    yield from (f"- **Rollouts** {text}" for text in rollouts_of(pairs[0][0].config))
-    steps = sorted({len(repeat.steps) - record.warm_up for pair in pairs for repeat in pair})
-    warm_up = f", after {record.warm_up} of warm-up" if record.warm_up else ""
-    counts = " to ".join(str(count) for count in dict.fromkeys((steps[0], steps[-1])))
-    yield (
-        f"- **Counted** {_plural(len(pairs), 'pair')} of repeats, {counts} {_word(steps[-1], 'step')} each"
-        + warm_up
-    )
+    yield "Benchmark", f"{record.name}{preset}; `{switch['field']}` is {sides}"
+    flags = flags_of(first.config)
+    if flags.get("prompt_data"):
+        file = "/".join(Path(flags["prompt_data"]).parts[-3:])
+        yield (
+            "Rollouts",
+            f"{flags['rollout_batch_size']} prompts x {flags['n_samples_per_prompt']} answers of at most "
+            f"{flags['rollout_max_response_len']} tokens, prompts of `{file}`, reward "
+            f"`{flags.get('custom_rm_path') or flags.get('rm_type')}`",
+        )
+    counts = sorted({len(repeat.steps) - record.warm_up for pair in pairs for repeat in pair})
+    steps = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    yield "Counted", f"pairs: {len(pairs)}; steps of each run: {steps} after {record.warm_up} of warm-up"
     baselines = {id(repeat) for repeat, _ in pairs}
     order = " ".join(BASELINE[0] if id(repeat) in baselines else RL_KERNEL[0] for repeat in in_order(pairs))
     starts = [[datetime.fromisoformat(each.environment["time"]) for each in pair] for pair in pairs]
     minutes = max(abs(b - a).total_seconds() / 60 for a, b in starts)
+    yield "Order", f"{order}; the runs of a pair started up to {number(minutes, digits=2)} min apart"
+    yield "Hardware", used_hardware(first.environment, first.config)
+    told = dict(flatten(first.environment))
+    versions = {name: told.get(f"packages.{name}") for name in PACKAGES}
+    known = {"Python": told.get("python.version"), **versions}
     yield (
-        f"- **Order** {order} ({BASELINE[0]}: {BASELINE}, {RL_KERNEL[0]}: {RL_KERNEL}); the runs of a pair started up "
-        f"to {number(minutes, digits=2)} min apart"
+        "Versions",
+        ", ".join(f"{name} {version}" for name, version in known.items() if version) or "unknown",
     )
-    yield from (f"- **{name}** {text}" for name, text in facts(pairs[0][0].environment, pairs[0][0].config))
-    yield from (f"- **Note** {note}" for note in record.notes)
-    yield from (*minds(record, pairs, comparisons), *(f"- **Mind** {text}" for text in more))
-    yield from (f"- **Left out** {text}" for text in left_out)
-    yield from ("", "```bash", record.command, "```")
+    yield "Commit", str(told.get("git.commit") or "unknown")
+
+
+def used_hardware(environment: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """What a run was given of its machine: a host may have more GPUs, and a run on a CPU any number of them."""
+    flags = flags_of(config)
+    if flags["device"] == "cpu":
+        cpu = environment["cpu"]
+        return f"CPU, {cpu['usable_cores']} of {cpu['cores']} cores of {cpu['model']}"
+    trainers = flags["actor_num_nodes"] * flags["actor_num_gpus_per_node"]
+    engines = flags["rollout_num_gpus"] or 0
+    used = max(trainers, engines) if flags["colocate"] else trainers + engines
+    gpus = environment["gpus"]
+    kinds = dict.fromkeys(f"{gpu['name']}, {gpu['memory_mib']} MiB, driver {gpu['driver']}" for gpu in gpus)
+    if used > len(gpus):
+        return f"{used} x {'; '.join(kinds)} (looked at on one host, which has {len(gpus)})"
+    return f"{used}{f' of {len(gpus)}' if used < len(gpus) else ''} x {'; '.join(kinds)}"
 
 
 def _switched(value: Any) -> str:
@@ -206,30 +209,50 @@ def _switched(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _pictures(found: Findings) -> Iterator[str]:
-    if found.pictures or found.not_drawn:
-        yield from ("", "#### Pictures", "")
-    yield "\n\n".join(f"![{picture.caption}]({picture.file})" for picture in found.pictures)
-    if found.not_drawn:
-        yield ""
-    yield from (f"- {note}" for note in found.not_drawn)
+def _judged(c: Comparison) -> list[str]:
+    """Cells: difference, interval, pairs, verdict (bold where a difference is shown)."""
+    d, metric = c.difference, c.metric
+    if d is None:
+        whole = WHOLE_OF.get(metric.name)
+        why = f"see {metric_of(whole).label}" if whole else "no step in which both sides recorded it"
+        return ["none", "none", "none", f"{c.missing[0]} did not record it" if c.missing else why]
+    interval = "none"
+    if d.low is not None and d.high is not None:
+        interval = f"{bare(d, d.low, '+')} to {amount(metric, d, d.high, '+')}"
+    words = verdict(metric, d)
+    words = f"**{words}**" if is_shown(metric, d) else words
+    return [amount(metric, d, d.value, "+"), interval, _pairs(c, d), words]
 
 
-def _full(record: Record, repeat: Repeat) -> Iterator[str]:
-    """Configuration and environment in full, folded; of the first baseline, as the others are equal but for paths."""
-    excepted = ", ".join(name for name, _ in EXCEPTED)
-    if repeat.config:
-        yield from folded(
-            f"Resolved configuration of {repeat.run} (equal in all runs, but for {record.switch['field']}, the seeds "
-            f"of a pair and where a run writes: {excepted})",
-            repeat.config,
-        )
+def _pairs(c: Comparison, d: Difference) -> str:
+    if len(d.pairs) > MOST_PAIRS:
+        low, high = bare(d, min(d.pairs), "+"), amount(c.metric, d, max(d.pairs), "+")
+        return f"{low} to {high} ({len(d.pairs)} pairs)"
+    *others, last = d.pairs
+    return ", ".join([*(bare(d, x, "+") for x in others), amount(c.metric, d, last, "+")])
+
+
+def _value(c: Comparison, summary: Summary | None) -> str:
+    """Mean and spread, and in how many steps it was recorded where that is not all."""
+    if summary is None:
+        return "not recorded"
+    spread = "" if summary.spread is None else f" ± {number(summary.spread, digits=2)}"
+    steps = "" if summary.steps == c.steps else f" (in {summary.steps} of {c.steps} steps)"
+    return with_unit(number(summary.mean) + spread, c.metric) + steps
+
+
+def _full(record: Record, pair: Pair) -> Iterator[str]:
+    """Configuration and environment in full, of the first baseline: the others are equal but for paths."""
+    repeat, excepted = pair[0], ", ".join(name for name, _ in EXCEPTED)
+    yield from folded(
+        f"Resolved configuration of {repeat.run} (equal in all runs, but for {record.switch['field']}, the seeds "
+        f"of a pair and where a run writes: {excepted})",
+        repeat.config,
+    )
     yield from folded(f"Environment of {repeat.run}", repeat.environment)
 
 
-def _plural(count: int, word: str) -> str:
-    return f"{count} {_word(count, word)}"
-
-
-def _word(count: int, word: str) -> str:
-    return word if count == 1 else f"{word}s"
+def folded(title: str, values: Mapping[str, Any]) -> Iterator[str]:
+    yield from ("", "<details>", f"<summary>{title}</summary>", "", "```text")
+    yield from (f"{path}: {json.dumps(value)}" for path, value in flatten(mask_secrets(values)))
+    yield from ("```", "", "</details>")

@@ -90,9 +90,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} must be JSON, got {error}; move the run's directory away") from error
+    return found
 
 
 def is_whole(run: Planned, plan: Plan) -> bool:
@@ -145,7 +146,8 @@ def _without_prefix(environment: dict[str, Any]) -> dict[str, Any]:
     if prefix is None or prefix in SYSTEM_PREFIXES:
         return environment
     escaped = json.dumps(f"{prefix}/")[1:-1]
-    return json.loads(json.dumps(environment).replace(escaped, "PREFIX/"))
+    found: dict[str, Any] = json.loads(json.dumps(environment).replace(escaped, "PREFIX/"))
+    return found
 
 
 def collect(plan: Plan, command: str) -> Record:

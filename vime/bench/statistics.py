@@ -1,12 +1,11 @@
-"""What repeats of two sides say about a difference: summaries, paired intervals, verdicts. numpy only; owns no files.
+"""What repeats of two sides say about a difference: summaries and paired intervals. numpy only; owns no files.
 
 Runs go A B A B, so repeat i of a side pairs with repeat i of the other: what drifts over hours (clocks, heat, other
-work) is in both, but for its change from one run to the next. What is independent is the repeat. The steps of a run
-share its start, its machine and the samples its policy drew, and step k depends on k - 1; counted as independent they
-make any two runs "differ".
+work) is in both. The repeats are independent, the steps of one run are not: they share its start, its machine and the
+samples its policy drew. An interval over steps would call any two runs different.
 
 Legend: P pairs of repeats, S steps of a repeat after warm-up. A value that a step did not report is NaN, never 0.
-Weights are how much of a mean a step is: a speed's are times, so that its mean is all tokens by all seconds.
+Weights are how much of a mean a step is: a speed's are times, so that its mean is all tokens divided by all seconds.
 """
 
 from __future__ import annotations
@@ -15,30 +14,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
+Array: TypeAlias = npt.NDArray[np.float64]
+Sides: TypeAlias = tuple[Array, Array]
 LEVEL = 0.95
 MIN_PAIRS = 3
 """Pairs from which on there is an interval: how much two runs of one side differ is not known from fewer."""
-PERCENTILES = {50: 3, 90: 10, 99: 100}
-"""pNN -> the steps from which on it is given: one of them lies beyond it on average (p50: one each side)."""
-
-Sides = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Summary:
     """One metric of one side. `repeats`: the mean of each; `spread`: their standard deviation, None of one.
 
-    `geometric`: how repeats are averaged, as the relative difference of two sides does, so that it is that of `mean`s
-    where both reported the same steps.
+    `geometric`: repeats are averaged geometrically, as the relative difference of two sides is.
     """
 
     steps: int
     repeats: tuple[float, ...]
     spread: float | None
-    percentiles: dict[int, float]
     geometric: bool = False
 
     @property
@@ -49,10 +46,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class Difference:
-    """Second side less the first. `relative`: as a share of the first (0.03 is 3 % more), else in the metric's unit.
+    """Second side minus the first. `relative`: as a share of the first (0.03 is 3 % more), else in the metric's unit.
 
     `pairs`: of each pair, `steps` the steps in all of them. `low`, `high`: the interval at LEVEL, None where there is
-    too little for one. Of rounds (`median_ratio`) `value` is a median, of repeats a mean.
+    too little for one.
     """
 
     relative: bool
@@ -73,25 +70,17 @@ class Difference:
 
 
 def summarise(
-    repeats: Sequence[np.ndarray], weights: Sequence[np.ndarray] | None = None, *, geometric: bool = False
+    repeats: Sequence[Array], weights: Sequence[Array] | None = None, *, geometric: bool = False
 ) -> Summary | None:
-    """Of each repeat's values [S]; None when none of them is a number. Percentiles are of all steps together."""
+    """Of each repeat's values [S]; None when none of them is a number."""
     weights = [np.ones(len(values)) for values in repeats] if weights is None else weights
     known = [np.isfinite(values) & np.isfinite(w) for values, w in zip(repeats, weights, strict=True)]
     kept = [(values[k], w[k]) for values, w, k in zip(repeats, weights, known, strict=True) if k.any()]
     if not kept:
         return None
-    steps = np.concatenate([values for values, _ in kept])
     means = np.array([np.average(values, weights=w) for values, w in kept])
-    return Summary(
-        steps=len(steps),
-        repeats=tuple(map(float, means)),
-        spread=float(means.std(ddof=1)) if len(means) > 1 else None,
-        percentiles={
-            p: float(np.percentile(steps, p)) for p, least in PERCENTILES.items() if len(steps) >= least
-        },
-        geometric=geometric,
-    )
+    spread = float(means.std(ddof=1)) if len(means) > 1 else None
+    return Summary(sum(len(values) for values, _ in kept), tuple(map(float, means)), spread, geometric)
 
 
 def paired_difference(
@@ -113,8 +102,7 @@ def paired_difference(
     each = np.log(means[:, 1] / means[:, 0]) if relative else means[:, 1] - means[:, 0]
     value, half = float(each.mean()), None
     if len(kept) >= MIN_PAIRS:
-        error = float(each.std(ddof=1)) / math.sqrt(len(each))
-        half = student_quantile(len(each) - 1) * error
+        half = student_quantile(len(each) - 1) * float(each.std(ddof=1)) / math.sqrt(len(each))
     elif all(np.array_equal(first[0], second[0]) for first, second in kept):
         half = 0.0  # nothing to estimate
 
@@ -129,46 +117,6 @@ def paired_difference(
         low=None if half is None else told(value - half),
         high=None if half is None else told(value + half),
     )
-
-
-def median_ratio(first: np.ndarray, second: np.ndarray) -> Difference | None:
-    """The median over rounds of `second` / `first` ([R] times of two that take turns), less 1; None without a round.
-
-    Round k of one pairs with round k of the other, as they ran within one turn of all contenders. The interval is the
-    sign test's, between two of the sorted ratios (`sign_rank`): it supposes no shape, so a call that was held up once
-    moves it by one rank at most, but rounds that do not depend on each other: with noise that lasts (a correlation of
-    0.6 from round to round) equal contenders are called different in 13 to 22 % of simulations instead of 1 to 3 %.
-    It holds for this process: another start may be given other memory and other clocks.
-    """
-    rounds = min(len(first), len(second))
-    if rounds == 0:
-        return None
-    ratios = np.sort(second[:rounds] / first[:rounds])
-    rank = sign_rank(rounds)
-    return Difference(
-        relative=True,
-        value=float(np.median(ratios)) - 1,
-        pairs=tuple(float(ratio) - 1 for ratio in second[:rounds] / first[:rounds]),
-        steps=rounds,
-        low=None if rank is None else float(ratios[rank - 1]) - 1,
-        high=None if rank is None else float(ratios[-rank]) - 1,
-    )
-
-
-@cache
-def sign_rank(rounds: int) -> int | None:
-    """The largest k for which the k-th smallest and the k-th largest of so many values hold their median with LEVEL.
-
-    The median lies below the k-th smallest when fewer than k values fall below it: P(Binomial(R, 1/2) < k). None under
-    6 values, whose least and largest do not hold it so surely.
-    """
-    below, rank = 0.0, None
-    for k in range(1, rounds // 2 + 1):
-        below += math.comb(rounds, k - 1) / 2**rounds
-        if 2 * below > 1 - LEVEL:
-            break
-        rank = k
-    return rank
 
 
 def _reported_by_both(pair: Sides, weights: Sides) -> tuple[Sides, Sides]:

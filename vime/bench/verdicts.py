@@ -7,64 +7,53 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vime.bench.compare import KERNEL_SWITCHES, Pair, kernels_ran
+from vime.bench.compare import Pair
 from vime.bench.record import METRICS, SIDES, Record, Repeat
-from vime.bench.statistics import MIN_PAIRS, Difference, Summary, paired_difference, summarise
+from vime.bench.statistics import MIN_PAIRS, Array, Difference, Summary, paired_difference, summarise
 from vime.run_metrics import TIME_METRICS
 
 PASS_TIME = "perf/pass_time"
 PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time")
-"""The head's log-probs are in the forward of one path and in the loss of the other: only their sum is like and like."""
 PEAK = "_peak_gib"
 TRAINER_PEAK = f"perf/trainer{PEAK}"
-PASS_OPERATORS = ("rl_kernel/ratio_kl/ms", "rl_kernel/grpo_loss/ms")
-"""Of the baseline's PyTorch these are the calls, of kernels the backward too: not like and like either."""
-WHOLE_OF = dict.fromkeys((*PASS_PARTS, *PASS_OPERATORS), PASS_TIME) | {
+WHOLE_OF = dict.fromkeys((*PASS_PARTS, "rl_kernel/ratio_kl/ms", "rl_kernel/grpo_loss/ms"), PASS_TIME) | {
     part.replace("_time", PEAK): TRAINER_PEAK for part in PASS_PARTS
 }
-"""What has no difference of its own where the metric is there that it is a part of."""
+"""Part -> the metric that is compared in its place, where it was recorded. The LM head's log-probs are in the forward
+of one path and in the loss of the other, so only the sum of forward, loss and backward is comparable."""
 DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
-
 SPEED_OVER = {
     "perf/step_tokens_per_sec": "perf/step_time",
     "perf/step_tokens_per_gpu_per_sec": "perf/step_time",
     "perf/tokens_per_gpu_per_sec": "perf/rollout_time",
     "perf/actor_train_tok_per_s": "perf/actor_train_time",
 }
-"""A speed -> the time it was measured over. Its mean is all tokens by all seconds: a step weighs as its time does."""
-
-SMALL = 0.01
+"""A speed -> the time it was measured over. Its mean is all tokens divided by all seconds."""
 UNEQUAL = 0.001
-"""The share of memory below which a difference, however certain, is an allocator's rounding: neither less nor more."""
-STEP, WAIT, TRAINING = "perf/step_time", "perf/train_wait_time", "perf/actor_train_time"
-LOG_PROBS = ("perf/log_probs_time", "perf/ref_log_probs_time")
-HOLD_KERNELS = (*LOG_PROBS, *PASS_PARTS, *PASS_OPERATORS, PASS_TIME, TRAINING, "perf/actor_train_tok_per_s")
-"""Times and speeds that hold switched kernels; what moves the others, of engines and hand-overs, is something else."""
-ABOUT = {"module": TRAINING, "e2e": STEP}
-"""The time that a tier is about. Of a module the step waits for a file and hands weights to nobody."""
-NOT_CREDITED = {True: "more, cause not shown", False: "less, cause not shown"}
-"""Of a time or speed that the kernels are not credited with, by whether it is more on their side."""
+"""The share of memory below which a difference is an allocator's rounding: neither less nor more."""
+STEP, TRAINING = "perf/step_time", "perf/actor_train_time"
 TIMES, SPEEDS, SIZES = ("s", "ms"), ("tokens/s",), ("GiB",)
 
 
 @dataclass(frozen=True)
 class Metric:
+    """`better`: whether more is better; None where neither is."""
+
     name: str
     label: str
     unit: str
-    better: bool | None  # whether more is better; None where neither is
+    better: bool | None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric. `sides`: None for one that did not record it. `difference`: None unless both did, and for what
-    compares as a part of WHOLE_OF alone."""
+    """One metric. `sides`: None for a side that did not record it. `difference`: None unless both sides recorded it,
+    and for what is compared only as a part of WHOLE_OF. `steps`: how many either side could have reported."""
 
     metric: Metric
     sides: dict[str, Summary | None]
     difference: Difference | None
-    steps: int  # that either side could have reported
-    small: bool = False  # a part of a step that METRICS does not name, and under SMALL of it on both sides
+    steps: int
 
     @property
     def missing(self) -> list[str]:
@@ -79,36 +68,29 @@ def metric_of(name: str) -> Metric:
     return Metric(name, label, "s", False)  # of TIME_METRICS
 
 
-def values_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
-    """[S], NaN where a step did not report it; derived metrics where all parts did. Times and speeds are of the steps
-    after the warm-up, which is one of clocks, caches and compilers: numbers are of all steps.
+def values_of(repeat: Repeat, name: str, warm_up: int) -> Array:
+    """[S], NaN where a step did not report the metric. Times and speeds leave the warm-up out, numbers do not.
 
     Of peak memory [1], the largest of all steps: what runs out of memory is not the mean.
     """
     if name.endswith(PEAK):
         return np.array([max((step[name] for step in repeat.steps if name in step), default=np.nan)])
-    steps = repeat.steps[warm_up:] if is_timed(name) else repeat.steps
     if name == PASS_TIME:
-        return np.sum([values_of(repeat, part, warm_up) for part in PASS_PARTS], axis=0)
+        first, *others = (values_of(repeat, part, warm_up) for part in PASS_PARTS)
+        return sum(others, first)
+    steps = repeat.steps[warm_up:] if metric_of(name).unit in (*TIMES, *SPEEDS) else repeat.steps
     return np.array([step.get(name, np.nan) for step in steps], dtype=np.float64)
 
 
-def is_timed(name: str) -> bool:
-    """Whether a warm-up is no part of the metric."""
-    return metric_of(name).unit in (*TIMES, *SPEEDS)
-
-
-def weights_of(repeat: Repeat, name: str, warm_up: int) -> np.ndarray:
+def weights_of(repeat: Repeat, name: str, warm_up: int) -> Array:
     """[S], like `values_of`: what share of the metric's mean a step is; NaN where that is not known."""
-    values = values_of(repeat, name, warm_up)
-    return values_of(repeat, SPEED_OVER[name], warm_up) if name in SPEED_OVER else np.ones(len(values))
+    if name in SPEED_OVER:
+        return values_of(repeat, SPEED_OVER[name], warm_up)
+    return np.ones(len(values_of(repeat, name, warm_up)))
 
 
 def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
-    """Every metric that a step of either side reported: those of METRICS in its order, then the others by name.
-
-    Of runs only METRICS and the parts of a step count: the rest of what a run logs is no measurement.
-    """
+    """Every metric of METRICS and every part of a step that either side reported, in that order."""
     reported = {
         name for pair in pairs for repeat in pair for step in repeat.steps[record.warm_up :] for name in step
     }
@@ -117,61 +99,11 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     order = list(METRICS)
     after = order.index(PASS_PARTS[-1]) + 1
     order = [*order[:after], *DERIVED, *order[after:], *TIME_METRICS]
-    names = [name for name in dict.fromkeys(order) if name in reported]
-    found = [_compare(record, pairs, name) for name in names]
-    found = [
-        c for c in found if len(c.missing) < len(SIDES)
-    ]  # a sum of parts of which each side lacks another one
+    found = [_compare(record, pairs, name) for name in dict.fromkeys(order) if name in reported]
+    # A sum whose parts no side has whole is no metric.
+    found = [c for c in found if len(c.missing) < len(SIDES)]
     together = {c.metric.name for c in found} & set(WHOLE_OF.values())
-    found = [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in together else c for c in found]
-    if record.switch["field"] in KERNEL_SWITCHES:
-        found = _without_credit(found, HOLD_KERNELS if kernels_ran(record, pairs) else ())
-    if ABOUT[record.tier] != STEP:
-        found = [_renamed(c, "step on saved rollouts") if c.metric.name == STEP else c for c in found]
-    step = next((c for c in found if c.metric.name == STEP), None)
-    return [replace(c, small=step is not None and _is_small(c, step)) for c in found]
-
-
-def _renamed(c: Comparison, label: str) -> Comparison:
-    return replace(c, metric=replace(c.metric, label=label))
-
-
-def _without_credit(found: Sequence[Comparison], credited: Sequence[str]) -> list[Comparison]:
-    """Of times and speeds that are not `credited`, so of rollouts and of whole steps, neither direction is the better
-    one: they are more or less, whatever moved them."""
-
-    def judged(metric: Metric) -> Metric:
-        timed = metric.unit in (*TIMES, *SPEEDS)
-        return replace(metric, better=None) if timed and metric.name not in credited else metric
-
-    return [replace(c, metric=judged(c.metric)) for c in found]
-
-
-def parts_of_step(found: Sequence[Comparison]) -> dict[str, float] | None:
-    """Seconds that a step, the wait for its rollout and its passes of the trainer take more on the side of the kernels,
-    by metric. None where steps are not shown to differ, or a side did not record their wait or training."""
-    by_name = {c.metric.name: c for c in found if not c.missing and c.difference is not None}
-    if any(name not in by_name for name in (STEP, WAIT, TRAINING)):
-        return None
-    step = by_name[STEP]
-    if step.difference is None or not is_shown(step.metric, step.difference):
-        return None
-    return {name: _more(by_name[name]) for name in (STEP, WAIT, *LOG_PROBS, TRAINING) if name in by_name}
-
-
-def _more(c: Comparison) -> float:
-    """Of plain means: those of the tables are geometric, whose parts do not add up."""
-    baseline, rl_kernel = (np.mean(side.repeats) for side in c.sides.values() if side is not None)
-    return float(rl_kernel - baseline)
-
-
-def _is_small(c: Comparison, step: Comparison) -> bool:
-    if c.metric.name in METRICS or c.metric.name not in TIME_METRICS or c.missing:
-        return False
-    pairs = [(c.sides[side], step.sides[side]) for side in SIDES]
-    return all(
-        part is not None and whole is not None and part.mean < SMALL * whole.mean for part, whole in pairs
-    )
+    return [replace(c, difference=None) if WHOLE_OF.get(c.metric.name) in together else c for c in found]
 
 
 def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:
@@ -198,23 +130,20 @@ def _copies(difference: Difference) -> bool:
 
 
 def verdict(metric: Metric, difference: Difference) -> str:
-    """In words what the interval allows to say, no more."""
+    """In words what the interval shows."""
     if _is_rounding(metric, difference):
         return f"same within {100 * UNEQUAL:.1f} %"
     if difference.low is None and _copies(difference):
         if metric.unit in SIZES and difference.relative:  # equal batches take equal memory
             return f"{_direction(metric, difference.value > 0)}, by as much in every repeat"
         return "the same in every repeat: one sample, no verdict"
-    if difference.low is None or difference.high is None or difference.within is None:
+    if difference.within is None:
         return f"fewer than {MIN_PAIRS} pairs, no verdict"
-    bound = amount(metric, difference, difference.within)
     if difference.within == 0:
         return "equal"
     if not difference.shown:
-        return f"no difference shown (within {bound})"
-    if metric.better is not None:
-        return _direction(metric, difference.value > 0)
-    return NOT_CREDITED[difference.value > 0] if metric.unit in (*TIMES, *SPEEDS) else "differs"
+        return f"no difference shown (within {amount(metric, difference, difference.within)})"
+    return "differs" if metric.better is None else _direction(metric, difference.value > 0)
 
 
 def is_shown(metric: Metric, difference: Difference) -> bool:
@@ -242,7 +171,7 @@ def _direction(metric: Metric, more: bool) -> str:
 
 
 def amount(metric: Metric, difference: Difference, value: float, sign: str = "") -> str:
-    """A difference as a reader wants it: a share in percent, anything else in its unit. `sign`: "+" or ""."""
+    """A share in percent, anything else in its unit. `sign`: "+" or ""."""
     text = bare(difference, value, sign)
     return f"{text} %" if difference.relative else with_unit(text, metric)
 
