@@ -55,8 +55,8 @@ HOW_TO_READ = (
     f"Student's over the pairs, from {MIN_PAIRS} pairs on; with fewer there is no verdict. A difference is shown when "
     "its interval does not contain zero. *No difference shown* is not *the same*: *within* is the difference that is "
     "still possible. Of 20 metrics without any difference one is called different by chance. A verdict says that the "
-    "sides differ, not why: a whole step contains rollouts, in which no operator of rl_kernel runs. **±** is the standard "
-    "deviation of the repeats' means."
+    "sides differ, not why: a whole step contains rollouts, in which no operator of rl_kernel runs. **±** is the "
+    "standard deviation of the repeats' means."
 )
 PACKAGES = ("torch", "triton", "vllm", "vllm-router", "megatron-core", "transformers", "ray", "numpy")
 
