@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.model_shape import Params, Shape
 from slime.operators import NATIVE, loss_head
+from slime.weight_sync.registry import CHANNELS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIB = 2**30
@@ -77,7 +78,7 @@ def kept_memory(c: Any, shape: Shape) -> Iterator[Item]:
     if c.needs_reference:
         for kind, params, share, ranks, _ in kinds:
             yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
-    if c.update_weight_transport in ("ipc", "nccl") and c.num_engines:
+    if CHANNELS[c.update_weight_transport].buckets and c.num_engines:
         largest = shape.vocab * shape.hidden * size
         bucket = max(c.update_weight_buffer_size, largest)
         how = "2, each --update-weight-buffer-size or the embedding"

@@ -1,8 +1,7 @@
-"""What the rollout engine, its pool, and the trainer must offer to the loop. slime codes against these names only."""
+"""What the loop needs of the rollout engine, the engine pool, the trainer and the rollout manager."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -67,29 +66,28 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One published version of the weights, or a part of one: what a channel hands to engines, as plain data.
+    """One published version of the weights, or a part of it, as plain data.
 
-    `info` is channel-specific and JSON-serialisable (for the file channel: {"path": ...}). `checksums`, when asked
-    for with --check-weight-update-equal, maps HF tensor name to the sha256 hex digest of its raw bytes. `lasting`: all
-    of the weights, for as long as they are the newest; otherwise gone when the part after the next is asked for.
+    `channel` is its name in slime.weight_sync.registry. `info` is that channel's own and JSON-serialisable (of a file:
+    {"path": ...}). `lasting`: these are all weights, for as long as they are the newest; otherwise they are gone when
+    the part after the next one is asked for.
     """
 
     version: int
+    channel: str
     info: dict[str, Any]
-    checksums: dict[str, str] | None = None
     lasting: bool = True
+
+    def message(self) -> dict[str, Any]:
+        """What engines get of it."""
+        return {"channel": self.channel, "info": self.info}
 
 
 class EnginePool(Protocol):
     """The running engines, as the driver sees them."""
 
-    def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None:
-        """Load all parts of one version on every engine (generation paused meanwhile).
-
-        `parts` is told who will take them: the workers of each engine, by a name that changes when it restarts. It is
-        asked again, for the engines that are left, when one dies in the middle of parts that all take together
-        (`info["group"]`, see slime.weight_sync.group).
-        """
+    def publish(self, version: int) -> None:
+        """Load the trainer's current weights, as `version`, on every engine; generation pauses meanwhile."""
         ...
 
     def sleep(self) -> None:
@@ -97,11 +95,11 @@ class EnginePool(Protocol):
         ...
 
     def wake(self) -> bool:
-        """Take them back. True: the engines have dropped their weights to sleep, and serve from the next update on."""
+        """Take the devices back. True: the engines dropped their weights to sleep, and serve after the next update."""
         ...
 
     def check_health(self) -> None:
-        """Raise RuntimeError with the engine's last log lines when one is lost beyond recovery."""
+        """Raise RuntimeError with the engine's last log lines when an engine is lost for good."""
         ...
 
     def stop(self) -> None: ...
@@ -110,7 +108,7 @@ class EnginePool(Protocol):
 class NoEngines:
     """The pool of a run that only trains (--debug-train-only): there is nothing to update, put to sleep or lose."""
 
-    def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None: ...
+    def publish(self, version: int) -> None: ...
 
     def sleep(self) -> None: ...
 
@@ -162,12 +160,21 @@ class TrainerHandle(Protocol):
 
     def save(self, rollout_id: int) -> Future[None]: ...
 
-    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
-        """The first part of the weights as `version`, then the next one a call, None after the last.
 
-        A call makes a part while engines load the one before. `receivers`: see EnginePool.update_weights; with others
-        than in the call before, all parts come anew.
+class WeightSource(Protocol):
+    """All trainer ranks, as the engine pool sees them."""
+
+    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
+        """The first part of the weights as `version`; each further call gives the next part, and None after the last.
+
+        The trainer makes a part while engines load the part before. `receivers`: the number of workers of each engine
+        that will take the parts, by a name that changes when the engine restarts. With other receivers than in the call
+        before, all parts come again.
         """
+        ...
+
+    def weights_file(self) -> Future[WeightUpdate]:
+        """The current weights in a file, for an engine that starts between two updates. May be called by any thread."""
         ...
 
 

@@ -20,6 +20,7 @@ from slime.memory_decision import TOO_SMALL, decide_residence
 from slime.memory_estimate import GIB, Item, amount, count, estimate
 from slime.model_shape import Shape
 from slime.operators import decide, headline
+from slime.weight_sync.registry import CHANNELS
 from vime.engine.flags import engine_settings, parse_config
 from vime.engine.memory import engine_memory, engine_verdict
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
@@ -238,11 +239,8 @@ def device_memory(c: Config) -> int | None:
 def transport(c: Config) -> str:
     """How published weights travel, and the directory of their files."""
     where = c.weight_dir or "a directory of their own in shared memory"
-    return {
-        "ipc": "the memory of the GPUs that both are on (ipc)",
-        "nccl": "broadcast (nccl)",
-        "disk": f"files in {where} (disk)",
-    }[c.update_weight_transport]
+    name = c.update_weight_transport
+    return f"{CHANNELS[name].plan.format(weight_dir=where)} ({name})"
 
 
 def describe(c: Config, gpu_bytes: float | None = None) -> str:

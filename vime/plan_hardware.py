@@ -10,6 +10,7 @@ from slime.data.packing import sample_flops
 from slime.hardware import HARDWARE, Hardware
 from slime.memory_estimate import BYTES, amount
 from slime.model_shape import Shape
+from slime.weight_sync.registry import CHANNELS
 
 
 def hardware(c: Config, hf: dict[str, Any]) -> Iterator[str]:
@@ -48,9 +49,10 @@ def _bounds(c: Config, hf: dict[str, Any], gpu: Hardware, domain: int) -> Iterat
 
 def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | None:
     """The link through which all weights reach the engines. None for files, because the table has no speed for them."""
-    if c.update_weight_transport == "ipc":  # each rank packs all weights into buckets of its own GPU
+    gpus = CHANNELS[c.update_weight_transport].gpus
+    if gpus == "shared":  # each rank packs all weights into buckets of its own GPU
         return "the GPU's memory", gpu.memory_bytes_s
-    if c.update_weight_transport == "nccl":  # rank 0 sends them to all engines
+    if gpus == "apart":  # rank 0 sends them to all engines
         inside = c.world_size + c.rollout_num_gpus <= domain
         return ("NVLink", gpu.nvlink_bytes_s) if inside else ("network of one GPU", gpu.network_bytes_s)
     return None

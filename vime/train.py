@@ -208,7 +208,7 @@ def _start_engines(
         ),
         spawn=lambda spec: start_actors(spec, seats[spec.index]),
         gives_memory=gives_memory(config),
-        weights_file=None if trainer is None else lambda: trainer.weights_file().result(),
+        source=trainer,
         health_check_interval_s=config.rollout_health_check_interval,
         health_check_timeout_s=config.rollout_health_check_timeout,
         health_check_first_wait_s=config.rollout_health_check_first_wait,

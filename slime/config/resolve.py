@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slime.config.algorithm import compares_alone, makes_groups
 from slime.config.kernels import OPERATORS
 from slime.config.megatron_rules import never_run
 from slime.config.schema import SECTIONS, Config
 from slime.hardware import HARDWARE
+from slime.weight_sync.registry import CHANNELS, default_channel
 
 FALLBACKS = {
     "over_sampling_batch_size": "rollout_batch_size",
@@ -110,22 +111,25 @@ def _placement(c: argparse.Namespace) -> None:
 
 
 def _weight_update(c: argparse.Namespace) -> None:
-    shared_gpus = c.colocate and c.device == "cuda"
-    if c.update_weight_transport == "nccl" and shared_gpus:
-        c.notes.append(
-            "--update-weight-transport nccl is ipc with --colocate: trainer and engines share their GPUs"
-        )
-        c.update_weight_transport = "ipc"
-    if c.update_weight_transport is None:
+    gpus: Literal["shared", "apart"] | None = None
+    if c.device == "cuda":
+        gpus = "shared" if c.colocate else "apart"
+    given, usual = c.update_weight_transport, default_channel(gpus)
+    if given is None:
         sizes = [c.vllm_args.get(f"{axis}_parallel_size") or 1 for axis in ("data", "pipeline")]
-        on_gpus = "ipc" if c.colocate else "nccl"
-        if on_gpus == "nccl" and c.device == "cuda" and c.rollout_num_gpus and max(sizes) > 1:
-            on_gpus = "disk"
+        if CHANNELS[usual].tensor_parallel_only and c.rollout_num_gpus and max(sizes) > 1:
             c.notes.append(
-                f"--update-weight-transport is disk, not nccl: --vllm-data-parallel-size {sizes[0]}, "
-                f"--vllm-pipeline-parallel-size {sizes[1]}, and a broadcast reaches tensor-parallel workers alone"
+                f"--update-weight-transport is {default_channel(None)}, not {usual}: --vllm-data-parallel-size "
+                f"{sizes[0]}, --vllm-pipeline-parallel-size {sizes[1]}, and a broadcast reaches tensor-parallel "
+                "workers alone"
             )
-        c.update_weight_transport = on_gpus if c.device == "cuda" else "disk"
+            usual = default_channel(None)
+        c.update_weight_transport = usual
+    elif gpus == "shared" and CHANNELS[given].gpus == "apart":
+        c.notes.append(
+            f"--update-weight-transport {given} is {usual} with --colocate: trainer and engines share their GPUs"
+        )
+        c.update_weight_transport = usual
 
 
 def _batches(c: argparse.Namespace) -> None:

@@ -26,6 +26,7 @@ from slime.config.resolve import FALLBACKS
 from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
 from slime.hooks import load_function
+from slime.weight_sync.registry import CHANNELS
 
 POSITIVE = (
     "actor_num_nodes",
@@ -222,9 +223,10 @@ def _staleness(c: Config) -> None:
             "--update-weights-interval must be at most --max-staleness + 1, got "
             f"{c.update_weights_interval} and {c.max_staleness}"
         )
-    if c.update_weight_transport == "ipc" and not (c.colocate and c.device == "cuda"):
+    transport, shares_gpus = c.update_weight_transport, c.colocate and c.device == "cuda"
+    if CHANNELS[transport].gpus == "shared" and not shares_gpus:
         raise ValueError(
-            "--update-weight-transport ipc must have trainer and engines on the same GPUs, got "
+            f"--update-weight-transport {transport} must have trainer and engines on the same GPUs, got "
             f"{'no --colocate' if not c.colocate else f'--device {c.device}'}; leave the flag out"
         )
     if c.update_weight_buffer_size <= 0:

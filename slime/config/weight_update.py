@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
+from slime.weight_sync.registry import CHANNELS
 
 
 @dataclass(frozen=True)
@@ -13,13 +14,12 @@ class WeightUpdateConfig:
 
     update_weight_transport: str | None = flag(
         None,
-        "how weights go to the engines. ipc: through the memory of shared GPUs (default with --colocate "
-        "on GPUs); nccl: through a process group (default if trainer and engines have their own GPUs; "
-        "gloo on CPUs); disk: through files that trainer and engines can read (default otherwise)",
-        choices=("disk", "ipc", "nccl"),
+        f"how weights go to the engines. {'; '.join(f'{n}: {channel.help}' for n, channel in CHANNELS.items())}",
+        choices=sorted(CHANNELS),
     )
     update_weight_buffer_size: int = flag(
-        512 * 2**20, "size in bytes of a bucket of weights, for ipc and nccl"
+        512 * 2**20,
+        f"size in bytes of a bucket of weights, for {' and '.join(n for n in CHANNELS if CHANNELS[n].buckets)}",
     )
     update_weights_interval: int = flag(
         1, "number of rollouts between two weight updates (more than 1 needs --max-staleness)"

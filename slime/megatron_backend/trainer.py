@@ -50,10 +50,7 @@ from slime.tracking.memory import device_memory, resident_peak_gib
 from slime.tracking.profiler import StepProfiler
 from slime.tracking.timers import Timers
 from slime.types import TrainData
-from slime.weight_sync.broadcast_channel import BroadcastChannel
-from slime.weight_sync.buckets import WeightChannel
-from slime.weight_sync.file_channel import FileChannel
-from slime.weight_sync.ipc_channel import IpcChannel
+from slime.weight_sync.channel import TrainerPlace
 from slime.weight_sync.publisher import Publisher
 
 
@@ -92,9 +89,7 @@ class MegatronTrainer:
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         self.residence = Residence(self.memory.leaving, self.info.device, self.timers, models, self.optimizer)
         self.residence.release(*PARTS)  # engines that start now measure what memory is left
-        files = FileChannel(config.weight_dir)
-        compare = config.check_weight_update_equal
-        self.publisher = Publisher(self._export, self._channel() or files, files, compare=compare)
+        self.publisher = self._publisher(config)
         self.version = self.start_rollout_id  # of the weights as they are: how many rollouts made them
         self.audit = Audit(config, self.info, self.timers, self.temperature)
         self.replay = Replay(config, self.info)
@@ -150,16 +145,13 @@ class MegatronTrainer:
                 save_hf(self.model, self.config.hf_checkpoint, out)
             self.residence.release("parameters", "optimizer", timer="save_offload")
 
-    def _channel(self) -> WeightChannel | None:
-        """How weights reach engines that run, if not in files."""
-        config, size = self.config, self.config.update_weight_buffer_size
-        if config.update_weight_transport == "ipc":
-            return IpcChannel(size, self.info.device)
-        if config.update_weight_transport == "nccl":
-            # half: an engine that hangs is told of before the other ranks' collectives, which wait for this one, end
-            timeout_s = 30.0 * config.distributed_timeout_minutes
-            return BroadcastChannel(Path(config.weight_dir), size, self.info.device, timeout_s)
-        return None
+    def _publisher(self, config: Any) -> Publisher:
+        # half: the error that names an engine that hangs comes before those of the other ranks, which wait for rank 0
+        timeout_s = 30.0 * config.distributed_timeout_minutes
+        directory, size = Path(config.weight_dir), config.update_weight_buffer_size
+        place = TrainerPlace(directory, size, self.info.device, timeout_s)
+        compare = config.check_weight_update_equal
+        return Publisher.of(config.update_weight_transport, place, self._export, compare=compare)
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """The next part of the current weights, called `version`; None after the last (see Publisher). Collective."""

@@ -1,52 +1,70 @@
 """The broadcast channel: trainer rank 0 sends packed weights to all workers of all engines at once, over a process
 group of their own (slime.weight_sync.group).
 
-Bucket by bucket, of two in turns: engines are told what is in one and take it while the trainer sends it and fills the
-other. The group lives until the engines that serve are others, or until it is given up because one died; what was being
-sent is then made again for those that are left. Ranks of it: 0 the trainer, then the workers of the engines, in the
-pool's order.
+The trainer uses two buckets in turn: engines get the description of a bucket and receive it while the trainer sends it
+and fills the other one. The group is used until other engines serve, or until an engine dies and the group is given up;
+then the update begins again for the engines that are left. Rank 0 of the group is the trainer; the workers of the
+engines follow in the pool's order.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.buckets import Export, fill, grouped, room_for
-from slime.weight_sync.group import GivenUp, Group, found
+from slime.weight_sync.buckets import fill, grouped, room_for, views
+from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
+from slime.weight_sync.group import GivenUp, Group, GroupInfo, found, give_up, is_given_up
+from slime.weight_sync.registry import ENGINE_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 
-class BroadcastChannel:
-    """`directory`: where the group's file is put, seen by all hosts. `bucket_bytes` bounds a bucket, or the largest
-    tensor does. `timeout_s`: how long the trainer waits for an engine that lives and does not take its bucket.
-    """
+class BroadcastChannel(WeightChannel):
+    """The trainer's side. `directory`, where the group's file is, must be seen by all hosts."""
+
+    name = "nccl"
+    together = True
 
     def __init__(self, directory: Path, bucket_bytes: int, device: torch.device, timeout_s: float) -> None:
         self.directory, self.bucket_bytes, self.device = directory, bucket_bytes, device
         self.timeout_s = timeout_s
         self._group: Group | None = None
-        self._info: dict[str, Any] = {}
+        self._info: GroupInfo | None = None
         self._ranks: dict[str, int] | None = None
         self._buckets: list[Tensor] = []
+
+    @classmethod
+    def on_trainer(cls, place: TrainerPlace) -> BroadcastChannel:
+        return cls(place.directory, place.bucket_bytes, place.device, place.timeout_s)
+
+    @classmethod
+    def on_engine(cls, worker: Worker) -> BroadcastReceiver:
+        return BroadcastReceiver(worker)
+
+    @staticmethod
+    def give_up(info: Info) -> None:
+        give_up(info["group"])
+
+    @staticmethod
+    def is_given_up(info: Info) -> bool:
+        return is_given_up(info["group"])
 
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """Parts of `version`; what a part tells of is sent when the next one is asked for.
+        """Parts of `version`. Rank 0 sends the bucket of a part when the next part is asked for.
 
-        `receivers`: workers of each serving engine, by its name; at least one. Collective over all trainer ranks, of
-        which rank 0 sends. With `compare` all weights are sent a second time, for engines to compare. When the group is
-        given up, the parts go on without being sent, as the other ranks know nothing of it, until the driver asks for
-        them anew with other receivers.
+        `receivers` has at least one engine. With `compare` all weights are sent a second time, and engines compare
+        their live weights with them. The other ranks do not learn that the group was given up: the parts continue
+        without being sent until the driver asks for them again with other receivers.
         """
         sends = dist.get_rank() == 0
         if sends and self._ranks != receivers:
@@ -55,18 +73,18 @@ class BroadcastChannel:
         for load in (True, False) if compare else (True,):
             for tensors in grouped(export(), self.bucket_bytes):
                 if not sends:
-                    yield WeightUpdate(version, {}, lasting=False)
+                    yield WeightUpdate(version, self.name, {}, lasting=False)
                     continue
                 bucket = self._bucket(turn, room_for(tensors))
                 info = {"tensors": fill(bucket, tensors), "bytes": bucket.nbytes, "load": load}
-                yield WeightUpdate(version, info | {"group": self._info}, lasting=False)
+                yield WeightUpdate(version, self.name, info | {"group": self._info}, lasting=False)
                 self._send(bucket)
                 turn = 1 - turn
         self._settle(0)
 
     def _bucket(self, turn: int, size: int) -> Tensor:
         if not self._buckets or self._buckets[0].nbytes < size:
-            self._settle(0)  # the old ones may be on their way
+            self._settle(0)  # the old buckets may still be sent
             self._buckets = [
                 torch.empty(max(size, self.bucket_bytes), dtype=torch.uint8, device=self.device)
                 for _ in range(2)
@@ -74,8 +92,8 @@ class BroadcastChannel:
         return self._buckets[turn][:size]
 
     def _send(self, bucket: Tensor) -> None:
-        """Begin to, and wait until the other bucket may be filled."""
-        if self._ranks is None:
+        """Begin to send, and wait until the other bucket may be filled."""
+        if self._ranks is None or self._info is None:
             return
         try:
             if self._group is None:
@@ -97,7 +115,7 @@ class BroadcastChannel:
         self._group = self._ranks = None
 
     def _invite(self, receivers: dict[str, int]) -> None:
-        """A group of other members, made when they have been told of it."""
+        """Describe a group of other members; it is made once they know of it."""
         if self._group is not None:
             self._group.close()
         self._group, self._ranks = None, dict(receivers)
@@ -106,3 +124,47 @@ class BroadcastChannel:
             ranks[name] = first
             first += workers
         self._info = found(self.directory, ranks, first, self.timeout_s)
+
+
+class BroadcastReceiver:
+    """The engine worker's side: {"tensors", "bytes", "group" (see `group.found`), "load"}."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._store: str | None = None
+        self._group: Group | None = None
+
+    @contextmanager
+    def receive(self, info: Info) -> Iterator[Part | None]:
+        """None when the group is given up: that is no fault of this engine, and the driver sends the weights again."""
+        part = None
+        try:
+            tensors = views(self.take(info["bytes"], info["group"]), info["tensors"])
+            part = Part(
+                {name: list(tensor.shape) for name, tensor in tensors.items()},
+                tensors.__getitem__,
+                load=info["load"],
+                compare=not info["load"],
+                whole=False,
+                series=info["group"]["store"],
+                lent=False,
+            )
+        except GivenUp as error:
+            logger.warning("weights are expected again: %s", error)
+        yield part
+
+    def take(self, size: int, group: GroupInfo) -> Tensor:
+        """The next bucket, of `size` bytes, in memory of its own; waits for the trainer. Joins `group` if it is another
+        group than before. GivenUp when that group is given up."""
+        if group["store"] != self._store or self._group is None:
+            name = self._worker.engine
+            if name is None or name not in group["ranks"]:
+                raise ValueError(f"{ENGINE_VARIABLE} must be one of {sorted(group['ranks'])}, got {name}")
+            if self._group is not None:
+                self._group.close()
+            self._store, self._group = group["store"], None
+            self._group = Group(group, group["ranks"][name] + self._worker.rank, self._worker.device)
+        bucket = torch.empty(size, dtype=torch.uint8, device=self._worker.device)
+        self._group.start(bucket)
+        self._group.settle()
+        return bucket

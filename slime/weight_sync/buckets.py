@@ -1,31 +1,17 @@
-"""Tensors packed into flat buckets of bytes: what a part of an update is where no file is written."""
+"""Packs tensors into flat buckets of bytes and unpacks them: the parts of an update that writes no file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
-from slime.protocols import WeightUpdate
-
 ALIGNMENT = 256
-"""Bytes: any dtype may begin here, and copies of whole cache lines follow each other."""
+"""Bytes. Any dtype may begin at a multiple of it, and copies move whole cache lines."""
 
-Export = Callable[[], Iterable[tuple[str, Tensor]]]
-"""All weights under their HF names, from the first again with every call. Collective over trainer ranks."""
-
-
-class WeightChannel(Protocol):
-    """One way for weights to reach engines."""
-
-    def parts(
-        self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
-    ) -> Iterator[WeightUpdate]:
-        """The parts of `version`, each valid until the one after the next is asked for. Collective over trainer ranks;
-        rank 0's parts tell engines what to do. With `compare` (--check-weight-update-equal) engines are given what
-        they need to compare their weights with the trainer's. `receivers`: the workers of each engine, by its name."""
-        ...
+Entry = tuple[str, str, list[int], int]
+"""HF name, dtype, shape and first byte of a tensor in its bucket; JSON makes a list of it."""
 
 
 def grouped(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -44,21 +30,38 @@ def grouped(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[
 
 
 def aligned(size: int) -> int:
+    """`size` in bytes, rounded up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def room_for(tensors: list[tuple[str, Tensor]]) -> int:
-    """Bytes that `fill` takes."""
+    """Bytes that `fill` needs."""
     return sum(aligned(tensor.nbytes) for _, tensor in tensors)
 
 
-def fill(bucket: Tensor, tensors: list[tuple[str, Tensor]]) -> list[list[Any]]:
-    """Copy the tensors in: [name, dtype, shape, first byte] of each. `bucket` is uint8, of `room_for` them or more."""
-    entries, offset = [], 0
+def fill(bucket: Tensor, tensors: list[tuple[str, Tensor]]) -> list[Entry]:
+    """Copy the tensors into `bucket`, which is uint8 and has at least `room_for` bytes. Returns where each one is."""
+    entries: list[Entry] = []
+    offset = 0
     for name, tensor in tensors:
         room = bucket[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         room.copy_(tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append([name, dtype, list(tensor.shape), offset])
+        entries.append((name, dtype, list(tensor.shape), offset))
         offset += aligned(tensor.nbytes)
     return entries
+
+
+def views(bucket: Tensor, tensors: Iterable[Entry]) -> dict[str, Tensor]:
+    """The tensors of a bucket by HF name, without a copy. ValueError for a tensor that is not inside the bucket."""
+    return {name: _view(bucket, name, dtype, shape, first) for name, dtype, shape, first in tensors}
+
+
+def _view(bucket: Tensor, name: str, dtype: str, shape: list[int], first: int) -> Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    size = torch.Size(shape).numel() * kind.itemsize
+    if first < 0 or first + size > bucket.nbytes:
+        raise ValueError(
+            f"{name} must lie inside its bucket, got bytes {first} to {first + size} of {bucket.nbytes}"
+        )
+    return bucket[first : first + size].view(kind).view(shape)

@@ -1,5 +1,8 @@
-"""The file channel: every version of the weights is one safetensors file that trainer and engines both see (/dev/shm on
-one host, a network disk for external engines). Owns the files; loading them is the engine's business.
+"""The file channel: each version of the weights is one safetensors file that trainer and engines both see (/dev/shm on
+one host, a network disk for several hosts).
+
+The engine's side refuses files outside its weight directory, and with --check-weight-update-equal files whose tensors
+are not those that the trainer hashed.
 """
 
 from __future__ import annotations
@@ -7,15 +10,19 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.buckets import Export
+from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
+from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -23,11 +30,14 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
 
 
-class FileChannel:
-    """Publishes weights as `DIR/weights-{version}.safetensors`; the newest two versions are kept.
+class FileChannel(WeightChannel):
+    """Publishes weights as `DIR/{stem}-{version}.safetensors` and keeps the newest two versions.
 
-    Two, because an engine that restarts while a new version is being published still loads the one before.
+    An engine that restarts while a new version is published loads the version before.
     """
+
+    name = "disk"
+    stem: ClassVar[str] = "weights"
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
@@ -39,24 +49,32 @@ class FileChannel:
                 f"(owner {found.st_uid}, mode {stat.filemode(found.st_mode)}); engines load what lies there"
             )
 
+    @classmethod
+    def on_trainer(cls, place: TrainerPlace) -> FileChannel:
+        return cls(place.directory)
+
+    @classmethod
+    def on_engine(cls, worker: Worker) -> FileReceiver:
+        return FileReceiver(worker)
+
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """One part, the whole file. Collective over all ranks; rank 0 writes, the others take part in the export and
-        have nothing to tell."""
+        """One part, the whole file. Rank 0 writes it; the other ranks take part in the export only."""
         if dist.get_rank() == 0:
             yield self.publish(export(), version, checksums=compare)
         else:
             for _ in export():
                 pass
-            yield WeightUpdate(version, {})
+            yield WeightUpdate(version, self.name, {})
 
     def publish(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, *, checksums: bool = False
     ) -> WeightUpdate:
         """Write all `(HF name, full tensor)` pairs as `version` and return what engines need to load it.
 
-        The file appears under its name only when complete. Holds one copy of the model in host memory.
+        The file gets its name when it is complete. Holds one copy of the model in host memory. `checksums`: the update
+        holds the sha256 digest of each tensor, and engines compare their live weights with the file.
         """
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
         path = self._path(version)
@@ -64,14 +82,69 @@ class FileChannel:
         save_file(state, partial)
         os.replace(partial, path)
         versions = {
-            int(file.stem.removeprefix("weights-")): file
-            for file in self.directory.glob("weights-*.safetensors")
+            int(file.stem.removeprefix(f"{self.stem}-")): file
+            for file in self.directory.glob(f"{self.stem}-*.safetensors")
         }
         previous = max((v for v in versions if v < version), default=version)
         for other in versions.keys() - {version, previous}:
             versions[other].unlink()
-        digests = {name: tensor_digest(tensor) for name, tensor in state.items()} if checksums else None
-        return WeightUpdate(version=version, info={"path": str(path)}, checksums=digests)
+        info: dict[str, object] = {"path": str(path)}
+        if checksums:
+            info["checksums"] = {name: tensor_digest(tensor) for name, tensor in state.items()}
+        return WeightUpdate(version, self.name, info)
 
     def _path(self, version: int) -> Path:
-        return self.directory / f"weights-{version}.safetensors"
+        return self.directory / f"{self.stem}-{version}.safetensors"
+
+
+class _File(Protocol):
+    """What is used of an open safetensors file, which has no types of its own."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
+class FileReceiver:
+    """The engine worker's side: {"path", "checksums" (of all tensors; then live weights are compared), "load"}."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @contextmanager
+    def receive(self, info: Info) -> Iterator[Part]:
+        """ValueError for a file outside the weight directory."""
+        path = allowed_path(info["path"], self._worker.weight_dir)
+        checksums = info.get("checksums")
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield Part(
+                {name: file.get_slice(name).get_shape() for name in file.keys()},  # noqa: SIM118 (no mapping)
+                file.get_tensor,
+                load=info.get("load", True),
+                compare=checksums is not None,
+                whole=True,
+                origin=f"those of {path}",
+                verify=lambda: None if checksums is None else require_checksums(file, checksums),
+            )
+
+
+def allowed_path(path: str, root: str | None) -> str:
+    """`path` with links resolved; ValueError unless it lies under `root`."""
+    resolved = os.path.realpath(path)
+    if not root or not resolved.startswith(os.path.realpath(root) + os.sep):
+        raise ValueError(f"path must lie under {WEIGHT_DIR_VARIABLE} ({root}), got {path}")
+    return resolved
+
+
+def require_checksums(file: _File, checksums: Mapping[str, str]) -> None:
+    """ValueError unless the tensors of `file` are those of `checksums`, each with the sha256 of its raw bytes."""
+    names = set(file.keys())
+    wrong = names ^ checksums.keys()
+    wrong |= {
+        name for name in names & checksums.keys() if tensor_digest(file.get_tensor(name)) != checksums[name]
+    }
+    if wrong:
+        raise ValueError(
+            f"the weight file must hold what the trainer hashed, got {len(wrong)} tensors that differ: "
+            f"{', '.join(sorted(wrong)[:8])} (--check-weight-update-equal)"
+        )

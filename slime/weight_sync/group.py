@@ -1,9 +1,8 @@
-"""A process group for broadcasts from rank 0, of which any rank may die: NCCL between GPUs, gloo between CPUs.
+"""A process group for broadcasts from rank 0, any rank of which may die: NCCL between GPUs, gloo between CPUs.
 
-Whoever learns that a rank is gone says so in a file beside the group's store: the driver, whose call to it fails, or a
-rank whose connection broke. All who wait look at that file, so that nobody waits for the dead until a timeout. A
-group that was given up is not used again. Owns joining, waiting and giving up. What group it is, `info` tells:
-{"store": path of a new file that all see, "world": number of ranks, "ranks": see `found`, "timeout_s"}.
+A side that learns that a rank is gone writes it into a file beside the group's store: the driver, whose call of an
+engine failed, or a rank whose connection broke. All waiting ranks look at that file, so no rank waits for a dead rank
+until a timeout. A group that was given up is not used again. Owns joining, waiting and giving up.
 """
 
 from __future__ import annotations
@@ -18,91 +17,116 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _SHORT_S, _LONG_S = 0.0002, 0.01
-"""Between two looks at what is waited for: a fifth of the time so far, within these bounds."""
+"""Bounds of the time between two looks at what a rank waits for, which is a fifth of the time waited so far."""
 _MARK_S = 0.1
-"""Between two looks at the file that says whether the group is given up."""
+"""Seconds between two looks at the file that says whether the group is given up."""
+
+
+class GroupInfo(TypedDict):
+    """Describes a group: `store`, the path of a new file that all ranks see; the number of ranks; the first rank of
+    each engine, by its name; and how many seconds a rank waits for the others."""
+
+    store: str
+    world: int
+    ranks: dict[str, int]
+    timeout_s: float
+
+
+class _Work(Protocol):
+    """What is used of torch's work handle."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object: ...
 
 
 class GivenUp(RuntimeError):
-    """The group lacks a rank, or somebody said so: what it carried is to be sent again, by another group."""
+    """The group lost a rank, or some side gave it up: the weights must be sent again by another group."""
 
 
-def found(directory: Path, ranks: dict[str, int], world: int, timeout_s: float) -> dict[str, Any]:
-    """`info` of a group that nobody has joined yet. `ranks`: the first one of each engine, by its name."""
-    info = {"store": str(directory / f"group-{uuid.uuid4().hex}"), "world": world, "ranks": ranks}
-    _mark(info).touch()  # hosts that share a network disk would remember for long that it was not there
-    return {**info, "timeout_s": timeout_s}
+def found(directory: Path, ranks: dict[str, int], world: int, timeout_s: float) -> GroupInfo:
+    """A new group, which no rank has joined yet. `ranks`: the first rank of each engine, by its name."""
+    store = str(directory / f"group-{uuid.uuid4().hex}")
+    info = GroupInfo(store=store, world=world, ranks=ranks, timeout_s=timeout_s)
+    _mark(
+        info
+    ).touch()  # a host of a network disk would remember for a long time that the file does not exist
+    return info
 
 
-def give_up(info: dict[str, Any]) -> None:
+def give_up(info: GroupInfo) -> None:
+    """Release every rank that waits in the group: each raises GivenUp."""
     _mark(info).write_text("given up")
 
 
-def is_given_up(info: dict[str, Any]) -> bool:
-    # Opened each time, upon which a network disk asks its server.
+def is_given_up(info: GroupInfo) -> bool:
+    """Whether some side gave the group up."""
+    # The file is opened each time: only then does a network disk ask its server.
     return _mark(info).exists() and bool(_mark(info).read_bytes())
 
 
-def _mark(info: dict[str, Any]) -> Path:
+def _mark(info: GroupInfo) -> Path:
     return Path(f"{info['store']}-mark")
 
 
 class Group:
-    """This process as rank `rank`. Apart from torch's default group, if there is one.
+    """This process as rank `rank` of a group, which is separate from torch's default group.
 
-    The constructor returns when all ranks are there. It and every method raise GivenUp when the group is given up, also
-    for a reason of this rank's own: a broken connection, or `timeout_s` of waiting.
+    The constructor returns when all ranks have joined. It and every method raise GivenUp when the group is given up,
+    and when this rank gives it up: after a broken connection, or after `timeout_s` of waiting.
     """
 
-    def __init__(self, info: dict[str, Any], rank: int, device: torch.device) -> None:
+    def __init__(self, info: GroupInfo, rank: int, device: torch.device) -> None:
         self._info = info
-        self._group: Any = None
-        self._under_way: deque[tuple[Any, Tensor]] = deque()
+        self._group: dist.ProcessGroup | None = None
+        self._under_way: deque[tuple[_Work, Tensor]] = deque()
         try:
             self._wait(lambda: True)
             store = dist.FileStore(info["store"], info["world"])
             store.set(f"here-{rank}", "")
             ranks = [f"here-{other}" for other in range(info["world"])]
             self._wait(lambda: store.check(ranks))
-            # Connecting cannot be called off: if a rank dies just now, the thread is left behind.
-            joining: Future[Any] = Future()
+            # Connecting cannot be cancelled: if a rank dies meanwhile, the thread is left behind.
+            joining: Future[dist.ProcessGroup] = Future()
             threading.Thread(target=_join, args=(joining, store, info, rank, device), daemon=True).start()
             try:
                 self._wait(joining.done)
             finally:
-                joining.cancel()  # no effect on one that is done
+                joining.cancel()  # no effect on a finished future
             self._group = joining.result()
         except RuntimeError as error:
             raise self._abandon(error) from error
 
     def start(self, bucket: Tensor) -> None:
-        """Begin to send (rank 0) or receive `bucket`. On a GPU, after what its current stream has been given so far."""
+        """Begin to send (rank 0) or receive `bucket`. On a GPU it starts after the work on the current stream."""
+        assert self._group is not None, "a closed group is not used again"
         try:
             self._under_way.append((self._group.broadcast(bucket, 0), bucket))
         except RuntimeError as error:
             raise self._abandon(error) from error
 
     def settle(self, limit: int = 0) -> None:
-        """Wait until at most `limit` broadcasts are under way; the first ones end first."""
+        """Wait until at most `limit` broadcasts are running; they end in the order in which they began."""
         while len(self._under_way) > limit:
             work, _ = self._under_way[0]
             try:
                 self._wait(work.is_completed)
-                work.wait()  # raises what went wrong
+                work.wait()  # raises the broadcast's error
             except RuntimeError as error:
                 raise self._abandon(error) from error
             self._under_way.popleft()
 
     def close(self) -> None:
-        """Leave the group for good: its communicator and buffers do not go by themselves. Another one may follow."""
-        left, self._group = [self._group, *self._under_way], None
+        """Leave the group. Its communicator and buffers are freed in a thread: torch does not free them."""
+        left: list[object] = [self._group, *self._under_way]
+        self._group = None
         self._under_way.clear()
         threading.Thread(target=_dispose, args=(left,), daemon=True).start()
 
@@ -121,16 +145,20 @@ class Group:
             time.sleep(min(max(_SHORT_S, (now - began) / 5), _LONG_S))
 
     def _abandon(self, reason: RuntimeError) -> GivenUp:
-        """Tell the others, and leave what torch may still use to a thread: gloo waits for the dead before it goes."""
+        """Give the group up for all ranks, and free it in a thread: gloo waits for dead ranks before it ends."""
         give_up(self._info)
         self.close()
         return reason if isinstance(reason, GivenUp) else GivenUp(f"the group broke: {reason}")
 
 
 def _join(
-    joining: Future[Any], store: dist.FileStore, info: dict[str, Any], rank: int, device: torch.device
+    joining: Future[dist.ProcessGroup],
+    store: dist.FileStore,
+    info: GroupInfo,
+    rank: int,
+    device: torch.device,
 ) -> None:
-    """The result: torch's group, connected. NCCL connects with its first broadcast."""
+    """Connect torch's group, which becomes the result of `joining`. NCCL connects at its first broadcast."""
     timeout = timedelta(seconds=info["timeout_s"])
     try:
         if device.type == "cuda":
@@ -138,19 +166,19 @@ def _join(
         else:
             group = dist.ProcessGroupGloo(store, rank, info["world"], timeout)
         group.broadcast(torch.zeros(1, device=device), 0).wait()
-    except BaseException as error:  # the border of this thread: raised where the result is asked for
+    except BaseException as error:  # the border of this thread: `joining.result()` raises it
         if joining.set_running_or_notify_cancel():
             joining.set_exception(error)
     else:
         if joining.set_running_or_notify_cancel():
             joining.set_result(group)
-        else:  # nobody waits any more
+        else:  # no one waits for the group any more
             _dispose([group])
 
 
-def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> Any:
-    """Without torch's watchdog, which ends the process when a peer is lost. A blocking wait needs none (torch reads the
-    variable when a group is made), and here nobody waits before the work is done."""
+def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group without torch's watchdog, which would end the process when a peer is lost. With blocking waits torch
+    starts no watchdog (it reads the variable when it makes a group); here `wait` is called on finished work only."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -164,9 +192,9 @@ def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> A
             os.environ[name] = before
 
 
-def _dispose(left: list[Any]) -> None:
-    """End the kernels of an NCCL group that wait for the dead; memory that they use is let go after that."""
-    if left[0] is not None:
-        with contextlib.suppress(RuntimeError):  # gloo's of some torch versions has no abort
-            left[0].abort()
+def _dispose(left: list[object]) -> None:
+    """End the kernels of an NCCL group that wait for dead ranks, then free the memory that they use."""
+    if isinstance(group := left[0], dist.ProcessGroup):
+        with contextlib.suppress(RuntimeError):  # in some versions of torch gloo has no abort
+            group.abort()
     left.clear()

@@ -1,44 +1,57 @@
-"""The IPC channel: engines on the trainer's own GPUs read its memory. Nothing but addresses travels.
+"""The IPC channel: engines on the trainer's own GPUs read its memory, so only addresses are sent.
 
-Weights are packed into two buckets of device memory, in turns: while engines load one, the other is filled. What
-engines are told of a bucket is plain data: names, shapes, offsets, and the handles by which CUDA maps the memory of
-another process (cudaIpcMemHandle), by GPU. Owns the buckets; opening them is the engine's business.
+Weights are packed into two buckets of device memory in turn: while engines load one, the trainer fills the other one.
+Engines get plain data about a bucket: names, shapes, offsets, and per GPU the handles by which CUDA maps memory of
+another process (cudaIpcMemHandle). A handle opens memory of a process of the same user on this host and nothing else.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.buckets import Export, fill, grouped, room_for
+from slime.weight_sync.buckets import fill, grouped, room_for, views
+from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
+
+Handle = list[str | int | bool | None]
+"""What torch needs to map a bucket into another process, as JSON holds it."""
 
 
-class IpcChannel:
-    """Publishes weights as parts that live until the part after the next is asked for.
+class IpcChannel(WeightChannel):
+    """Each trainer rank packs all weights into buckets on its own GPU, and the engine worker of that GPU reads them.
 
-    Every trainer rank packs all weights into buckets on its own GPU, in lockstep: each GPU's engine worker finds the
-    bucket of that GPU. A bucket has `bucket_bytes`, or the size of the largest tensor so far: a larger one makes new
-    buckets, and torch gives the old ones' memory back only when no engine has them mapped any more.
+    The ranks do it in lockstep. A tensor that is larger than the buckets makes new ones; torch frees the memory of the
+    old ones when no engine maps them any more.
     """
+
+    name = "ipc"
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
         self.bucket_bytes, self.device = bucket_bytes, device
         self._buckets: list[Tensor] = []
-        self._handles: list[dict[str, list[Any]]] = []
+        self._handles: list[dict[str, Handle]] = []
+
+    @classmethod
+    def on_trainer(cls, place: TrainerPlace) -> IpcChannel:
+        return cls(place.bucket_bytes, place.device)
+
+    @classmethod
+    def on_engine(cls, worker: Worker) -> IpcReceiver:
+        return IpcReceiver(worker)
 
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """Parts of `version`, the memory of each ready when it is yielded. Collective over all ranks.
+        """Parts of `version`; the memory of each is ready when it is yielded.
 
-        With `compare` (--check-weight-update-equal) all weights come a second time, for engines to compare with what
-        they have made of the first.
+        With `compare` all weights come a second time, and engines compare their live weights with them.
         """
         turn = 0
         for load in (True, False) if compare else (True,):
@@ -49,25 +62,61 @@ class IpcChannel:
                 entries = fill(self._buckets[turn], tensors)
                 torch.cuda.synchronize(self.device)
                 info = {"tensors": entries, "handles": self._handles[turn], "load": load}
-                yield WeightUpdate(version, info, lasting=False)
+                yield WeightUpdate(version, self.name, info, lasting=False)
                 turn = 1 - turn
 
     def _allocate(self, size: int) -> None:
-        """Two buckets, and the handles of all ranks' by the UUID of their GPUs."""
+        """Make two buckets, and collect the handles of all ranks by the UUID of their GPUs."""
         self._buckets = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
         uuid = str(torch.cuda.get_device_properties(self.device).uuid)
         mine = [_handle(bucket) for bucket in self._buckets]
-        of_ranks: list[Any] = [None] * dist.get_world_size()
+        of_ranks: list[tuple[str, list[Handle]]] = [("", [])] * dist.get_world_size()
         dist.all_gather_object(of_ranks, (uuid, mine))
-        self._handles = [{uuid: handles[i] for uuid, handles in of_ranks} for i in range(2)]
+        self._handles = [{gpu: handles[i] for gpu, handles in of_ranks} for i in range(2)]
 
 
-def _handle(bucket: Tensor) -> list[Any]:
-    """What torch needs to map the bucket's memory into another process, as JSON holds it.
-
-    The tuple that torch's own sharing between processes pickles, without the index of the device, which differs from
-    process to process: memory handle, size, offset, counter of users (handle, offset), event (handle, to be waited
-    for).
-    """
+def _handle(bucket: Tensor) -> Handle:
+    """The tuple that torch's own sharing between processes pickles, without the device index, which differs between
+    processes: memory handle, size, offset, counter of users (handle, offset), event (handle, whether to wait)."""
     _, *rest = bucket.untyped_storage()._share_cuda_()
     return [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in rest]
+
+
+class IpcReceiver:
+    """The engine worker's side: {"tensors", "handles" by UUID of the GPU, "load"}.
+
+    A bucket stays mapped for the next update, because mapping takes milliseconds.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._device = worker.device
+        self._open: dict[str, Tensor] = {}
+
+    @contextmanager
+    def receive(self, info: Info) -> Iterator[Part]:
+        """ValueError without a bucket on this worker's GPU."""
+        tensors = views(self.take(info["handles"]), info["tensors"])
+        yield Part(
+            {name: list(tensor.shape) for name, tensor in tensors.items()},
+            # An engine may keep what it loads until a layer is complete; the trainer fills its bucket again by then.
+            lambda name: tensors[name].clone(),
+            load=info["load"],
+            compare=not info["load"],
+            whole=False,
+        )
+
+    def take(self, handles: dict[str, Handle]) -> Tensor:
+        """The bucket behind the handle of this worker's GPU. ValueError where no handle is of this GPU."""
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        if uuid not in handles:
+            raise ValueError(
+                f"a bucket must be on this engine's GPU {uuid}, got {sorted(handles)}; an engine that shares no GPU "
+                "with the trainer needs --update-weight-transport disk or nccl"
+            )
+        key = json.dumps(handles[uuid])
+        if key not in self._open:
+            decoded = [base64.b64decode(x) if isinstance(x, str) else x for x in handles[uuid]]
+            storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *decoded)
+            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._open[key] = whole.set_(storage)  # type: ignore[call-overload]
+        return self._open[key]

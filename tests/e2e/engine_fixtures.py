@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -77,7 +78,8 @@ class Stack:
             start_timeout_s=240,
         )
         router = RouterSpec(run_key=self.key, log_path=str(root / "router.log"))
-        self.pool = VllmEnginePool([spec], router, health_check_interval_s=5)
+        self.pool = VllmEnginePool([spec], router, source=self, health_check_interval_s=5)
+        self.parts: list[WeightUpdate] = []
         self.version = -1
 
     @property
@@ -87,8 +89,21 @@ class Stack:
     def push(self, checkpoint: Path, *, checksums: bool = True) -> WeightUpdate:
         self.version += 1
         update = publish_checkpoint(checkpoint, self.weight_dir, self.version, checksums=checksums)
-        self.pool.update_weights(lambda receivers: iter([update]))
+        self.publish(update)
         return update
+
+    def publish(self, update: WeightUpdate) -> None:
+        """Have the pool load `update`, as if a trainer had made it."""
+        self.parts = [update]
+        self.pool.publish(update.version)
+
+    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
+        future: Future[WeightUpdate | None] = Future()
+        future.set_result(self.parts.pop() if self.parts else None)
+        return future
+
+    def weights_file(self) -> Future[WeightUpdate]:
+        raise AssertionError("a file lasts: the pool has it")
 
     def generate(
         self, prompt: list[int], *, seed: int = 0, deadline_s: float = 60, **params: object

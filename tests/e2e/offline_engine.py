@@ -31,7 +31,7 @@ class OfflineEngine:
     def take(self, update: WeightUpdate, *, load: bool = True) -> None:
         """Load, and with checksums compare every live tensor; RuntimeError when one differs."""
         self.worker.start_weight_update()
-        self.worker.update_weights({**update.info, "checksums": update.checksums, "load": load})
+        self.worker.update_weights({**update.message(), "info": {**update.info, "load": load}})
         self.worker.finish_weight_update()
 
 

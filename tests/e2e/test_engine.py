@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from slime.protocols import GenerateResult, WeightUpdate
+from slime.weight_sync.transfer import load
 from vime.engine import compact_log_probs
 from vime.engine.control import ControlError
 from vime.engine.middleware import health_prefix
-from vime.engine.updates import load
 
 pytestmark = pytest.mark.e2e
 KEY = Stack.key
@@ -326,7 +326,7 @@ def test_files_that_must_not_be_loaded_are_refused(stack: Stack, tmp_path: Path)
         (inside / "misshapen.safetensors", "model.norm.weight must have shape"),
     ]:
         with pytest.raises(ControlError, match=message):
-            load(stack.control, WeightUpdate(version=99, info={"path": str(path)}))
+            load(stack.control, WeightUpdate(99, "disk", {"path": str(path)}))
     after = stack.generate(PROMPT, seed=1)
     assert (after.token_ids, after.log_probs) == (before.token_ids, before.log_probs)
     assert after.weight_versions == before.weight_versions
@@ -338,13 +338,13 @@ def test_a_file_that_changed_after_hashing_is_refused(stack: Stack) -> None:
     state["model.layers.1.mlp.up_proj.weight"][3, 7] += 1e-6
     save_file(state, update.info["path"])
     with pytest.raises(ControlError, match=r"1 tensors that differ: model\.layers\.1\.mlp\.up_proj\.weight"):
-        stack.pool.update_weights(lambda receivers: iter([update]))
+        stack.publish(update)
 
 
 def test_a_corrupted_live_tensor_is_found(stack: Stack) -> None:
     """vLLM's own reset_weights zeroes live parameters; comparing without loading must name them."""
     update = stack.push(stack.checkpoint)
-    compare = {**update.info, "checksums": update.checksums, "load": False}
+    compare = {**update.message(), "info": {**update.info, "load": False}}
     control = stack.control
 
     def check() -> None:

@@ -57,7 +57,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def push(worker: Any, version: int, *, load: bool = True) -> None:
     update = worker.update(version)
     worker.start_weight_update()
-    worker.update_weights({**update.info, "checksums": update.checksums, "load": load})
+    worker.update_weights({**update.message(), "info": {**update.info, "load": load}})
     worker.finish_weight_update()
 
 
@@ -153,12 +153,12 @@ def push_buckets(worker: Any, sent: list[tuple[dict[str, torch.Tensor], bool]], 
         items = list(tensors.items())
         bucket = torch.empty(room_for(items), dtype=torch.uint8)
         info = {"tensors": fill(bucket, items), "load": load}
-        engine.shared.take = lambda handles, bucket=bucket: bucket
-        engine.sent.take = lambda size, group, bucket=bucket: bucket
+        channel = "nccl" if groups else "ipc"
+        engine._receiver(channel).take = lambda *where, bucket=bucket: bucket
         if groups:
-            engine.update_weights({**info, "bytes": bucket.nbytes, "group": {"store": groups[number]}})
-        else:
-            engine.update_weights({**info, "handles": {}})
+            info |= {"bytes": bucket.nbytes, "group": {"store": groups[number]}}
+        engine.update_weights({"channel": channel, "info": {"handles": {}, **info}})
+        if not groups:
             bucket.fill_(255)  # the trainer fills it again: what the engine keeps must be its own
     engine.finish_weight_update()
 
@@ -203,10 +203,11 @@ def test_an_untied_head_must_be_in_the_update(worker: Any) -> None:
     state = load_file(update.info["path"])
     state.pop("lm_head.weight", None)
     save_file(state, update.info["path"])
+    message = {"channel": "disk", "info": {"path": update.info["path"]}}
     worker.start_weight_update()
     if worker.tied:
-        worker.update_weights(update.info)
+        worker.update_weights(message)
         worker.finish_weight_update()
     else:
         with pytest.raises(ValueError, match=r"lm_head\.weight missing from the file"):
-            worker.update_weights(update.info)
+            worker.update_weights(message)

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from slime.weight_sync.broadcast_channel import BroadcastChannel
+from slime.weight_sync.buckets import views
+from slime.weight_sync.channel import Worker
 from slime.weight_sync.group import GivenUp, give_up
-from vime.engine.buckets import SentBuckets, views
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -43,7 +44,7 @@ def receiver(name: str, index: int, orders: mp.SimpleQueue, answers: mp.SimpleQu
     os.environ["VIME_ENGINE"] = name
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
-    buckets, held = SentBuckets(device, 0), {}
+    buckets, held = BroadcastChannel.on_engine(Worker.here(device, 0)), {}
     answers.put("ready")
     while (line := orders.get()) is not None:
         order = json.loads(line)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from slime.weight_sync.buckets import views
+from slime.weight_sync.channel import Worker
 from slime.weight_sync.ipc_channel import IpcChannel
-from vime.engine.buckets import SharedBuckets, views
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +27,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def reader(orders: mp.SimpleQueue, answers: mp.SimpleQueue) -> None:
     """An engine: opens what each line says and answers with copies."""
-    buckets = SharedBuckets(torch.device("cuda", 0))
+    buckets = IpcChannel.on_engine(Worker.here(torch.device("cuda", 0), 0))
     while (line := orders.get()) is not None:
         try:
             info = json.loads(line)

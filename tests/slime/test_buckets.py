@@ -30,7 +30,7 @@ def test_a_bucket_says_where_everything_is():
     tensors = [("a", torch.arange(3.0)), ("b", torch.ones(2, 5, dtype=torch.bfloat16))]
     assert room_for(tensors) == 512
     bucket = torch.full((600,), 7, dtype=torch.uint8)
-    assert fill(bucket, tensors) == [["a", "float32", [3], 0], ["b", "bfloat16", [2, 5], 256]]
+    assert fill(bucket, tensors) == [("a", "float32", [3], 0), ("b", "bfloat16", [2, 5], 256)]
     assert bucket[:12].view(torch.float32).tolist() == [0.0, 1.0, 2.0]
     assert bucket[256:276].view(torch.bfloat16).tolist() == [1.0] * 10
     assert bucket[12:256].unique().tolist() == bucket[276:].unique().tolist() == [7]

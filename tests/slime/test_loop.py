@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import io
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime import loop
-from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
+from slime.protocols import NoEngines, RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
 from slime.tracking.report import Reporter
 from slime.tracking.trackers import Trackers
@@ -24,7 +25,7 @@ def done(value: Any) -> Future:
 
 
 class Run:
-    """One run's calls in order, as words: "generate 0", "train 0", "publish 1", "update 1", ..."""
+    """One run's calls in order, as words: "generate 0", "train 0", "publish 1", ..."""
 
     def __init__(self, start: int = 0, **flags: Any) -> None:
         defaults = {
@@ -37,7 +38,6 @@ class Run:
             "save": None,
             "save_interval": None,
             "start_rollout_id": None,
-            "debug_train_only": False,
             "num_steps_per_rollout": 1,
             "world_size": 1,
             "rollout_num_gpus": 1,
@@ -49,13 +49,12 @@ class Run:
         self.drops_weights = False
         self.calls: list[str] = []
         self.logged: list[tuple] = []
-        self.parts_made = 0
         self.version: int | None = None  # of the weights that the engines hold
         self.generated_with: list[int | None] = []
         self.report = Reporter(self.config, Trackers([self]), StepLine(stream=io.StringIO()))
 
-    def go(self) -> list[str]:
-        loop.run(self.config, self, self, self, self.report)
+    def go(self, engines: Any = None) -> list[str]:
+        loop.run(self.config, self, self, engines or self, self.report)
         return self.calls
 
     def generate(self, rollout_id: int) -> Future:
@@ -77,23 +76,9 @@ class Run:
         self.calls.append(f"save {rollout_id}")
         return done(None)
 
-    def next_weights(self, version: int, receivers: dict[str, int]) -> Future:
-        """Two parts a version, made one ahead of what the engines load."""
-        assert receivers == {"engine": 2}
-        self.parts_made = (self.parts_made + 1) % 3
-        if self.parts_made == 0:
-            return done(None)
-        if self.parts_made == 1:
-            self.calls.append(f"publish {version}")
-        return done(WeightUpdate(version, {"part": self.parts_made}, lasting=False))
-
-    def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None:
-        for number, part in enumerate(parts({"engine": 2}), start=1):
-            assert part.info == {"part": number}
-            assert self.parts_made == (number + 1) % 3, "the next part is made while this one is loaded"
-        assert number == 2
-        self.calls.append(f"update {part.version}")
-        self.version = part.version
+    def publish(self, version: int) -> None:
+        self.calls.append(f"publish {version}")
+        self.version = version
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -120,13 +105,28 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
+BRANCHES = (
+    ast.If,
+    ast.For,
+    ast.While,
+    ast.IfExp,
+    ast.ExceptHandler,
+    ast.BoolOp,
+    ast.comprehension,
+    ast.Match,
+)
+
+
+def test_the_loop_has_at_most_eight_branches():
+    """Each `if`, `for`, `while`, `except`, `match`, conditional expression, comprehension and boolean operator."""
+    functions = ast.parse(Path(loop.__file__).read_text()).body
+    run = next(f for f in functions if isinstance(f, ast.FunctionDef) and f.name == "run")
+    assert sum(isinstance(node, BRANCHES) for node in ast.walk(run)) <= 8
+
+
 def test_synchronous():
     run = Run()
-    assert run.go() == words(
-        "publish 0, update 0,"
-        "generate 0, train 0, publish 1, update 1,"
-        "generate 1, train 1, publish 2, update 2"
-    )
+    assert run.go() == words("publish 0,generate 0, train 0, publish 1,generate 1, train 1, publish 2")
     assert run.generated_with == [0, 1]
     assert run.logged == [("rollout/step", 0), ("train/step", 0), ("rollout/step", 1), ("train/step", 1)]
 
@@ -135,11 +135,9 @@ def test_synchronous():
 def test_colocated_engines_sleep_while_the_trainer_works(drops):
     run = Run(colocate=True, save="dir", save_interval=1, num_rollout=1)
     run.drops_weights = drops
-    again = ", publish 1, update 1" if drops else ""
+    again = ", publish 1" if drops else ""
     assert run.go() == words(
-        "publish 0, update 0, generate 0, sleep, train 0, wake, publish 1, update 1,"
-        + "sleep, save 0, wake"
-        + again
+        "publish 0, generate 0, sleep, train 0, wake, publish 1," + "sleep, save 0, wake" + again
     )
 
 
@@ -154,19 +152,19 @@ def test_generation_runs_ahead_by_max_staleness(staleness):
 
 def test_one_rollout_ahead():
     assert Run(max_staleness=1, num_rollout=3).go() == words(
-        "publish 0, update 0,"
-        "generate 0, generate 1, train 0, publish 1, update 1,"
-        "generate 2, train 1, publish 2, update 2,"
-        "train 2, publish 3, update 3"
+        "publish 0,"
+        "generate 0, generate 1, train 0, publish 1,"
+        "generate 2, train 1, publish 2,"
+        "train 2, publish 3"
     )
 
 
 def test_two_rollouts_ahead():
     assert Run(max_staleness=2, num_rollout=4).go() == words(
-        "publish 0, update 0,"
-        "generate 0, generate 1, generate 2, train 0, publish 1, update 1,"
-        "generate 3, train 1, publish 2, update 2,"
-        "train 2, publish 3, update 3, train 3, publish 4, update 4"
+        "publish 0,"
+        "generate 0, generate 1, generate 2, train 0, publish 1,"
+        "generate 3, train 1, publish 2,"
+        "train 2, publish 3, train 3, publish 4"
     )
 
 
@@ -182,7 +180,11 @@ def test_weights_at_an_interval():
 def test_evaluation_before_and_at_its_interval():
     calls = Run(eval_interval=2, num_rollout=4).go()
     evaluations = [(calls[i - 1], c) for i, c in enumerate(calls) if c.startswith("evaluate")]
-    assert evaluations == [("update 0", "evaluate 0"), ("update 2", "evaluate 2"), ("update 4", "evaluate 4")]
+    assert evaluations == [
+        ("publish 0", "evaluate 0"),
+        ("publish 2", "evaluate 2"),
+        ("publish 4", "evaluate 4"),
+    ]
     calls = Run(eval_interval=2, num_rollout=4, skip_eval_before_train=True).go()
     assert [c for c in calls if c.startswith("evaluate")] == ["evaluate 2", "evaluate 4"]
     assert not [c for c in Run().go() if c.startswith("evaluate")]
@@ -212,14 +214,13 @@ def test_resumed_run():
     """From rollout 3 of 5: the engines get version 3 first; an evaluation that was due there is made again."""
     run = Run(start=3, num_rollout=5, eval_interval=3, max_staleness=1)
     assert run.go() == words(
-        "publish 3, update 3, evaluate 3, generate 3, generate 4,"
-        "train 3, publish 4, update 4, train 4, publish 5, update 5"
+        "publish 3, evaluate 3, generate 3, generate 4,train 3, publish 4, train 4, publish 5"
     )
-    assert Run(start=5, num_rollout=5).go() == ["publish 5", "update 5"]
+    assert Run(start=5, num_rollout=5).go() == ["publish 5"]
 
 
 def test_training_alone_publishes_nothing():
-    assert Run(debug_train_only=True).go() == words("generate 0, train 0, generate 1, train 1")
+    assert Run().go(NoEngines()) == words("generate 0, train 0, generate 1, train 1")
 
 
 def test_rollouts_alone():
@@ -242,7 +243,7 @@ def test_a_lost_engine_ends_the_wait():
     run = LostEngine()
     with pytest.raises(RuntimeError, match="engine 0 is lost"):
         run.go()
-    assert run.calls == ["publish 0", "update 0", "check_health"]
+    assert run.calls == ["publish 0", "check_health"]
 
 
 class FailingRollout(Run):
@@ -257,4 +258,4 @@ def test_a_timeout_of_the_work_itself_is_raised():
     run = FailingRollout()
     with pytest.raises(TimeoutError, match="passed its deadline"):
         run.go()
-    assert run.calls == ["publish 0", "update 0"]
+    assert run.calls == ["publish 0"]

@@ -148,7 +148,7 @@ def run(name: str, flags: dict[str, Any], root: Path, rank: int, ranks: int) -> 
         "tokens": [len(batch.part.tokens) for batch in batches],
         "weights": exported(trainer),
         "path": update.info.get("path"),
-        "checksums": update.checksums,
+        "checksums": update.info.get("checksums"),
     }
     if name in SAVED:
         trainer.save(0)

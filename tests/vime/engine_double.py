@@ -1,8 +1,10 @@
-"""A stand-in for vLLM's server that can be told to fail: `python engine_double.py PORT LOG`. tests/e2e has real ones.
+"""A stand-in for vLLM's server that can be told to fail: `python engine_double.py PORT LOG [MODULE]`. tests/e2e has
+real ones.
 
 It runs behind the real RunKeyMiddleware in uvicorn. Every request is appended to LOG as one line "METHOD path body".
 POST /die ends it at once, POST /refuse PATH makes a route answer 500 from then on. Buckets that are broadcast it takes
-as an engine does; the digests of what it holds when an update is finished are appended as one line "HOLDS {...}".
+as an engine does, and with MODULE, which adds a weight channel, every part; the digests of what it holds when an update
+is finished are appended as one line "HOLDS {...}".
 POST /doom {"part": which of them, from 1, "when"} has it killed there: before it takes the part (reach), while the
 others wait for it to (stall), or once it has answered (leave).
 """
@@ -15,6 +17,7 @@ import json
 import os
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +40,20 @@ class Receiver:
 
     def __init__(self) -> None:
         self.doom: dict[str, Any] = {"part": 0}
-        self.buckets: Any = None
+        self.receivers: dict[str, Any] = {}
         self.taken = 0
-        self.store = ""
+        self.series: str | None = None
         self.held: dict[str, str] = {}
 
-    async def take(self, info: dict[str, Any]) -> bool:
+    async def take(self, channel: str, info: dict[str, Any]) -> bool:
         """Whether to die once this is answered."""
         import torch
 
-        from slime.weight_sync.group import GivenUp
-        from vime.engine.buckets import SentBuckets, views
+        from slime.weight_sync.channel import Worker
+        from slime.weight_sync.registry import CHANNELS
 
-        self.buckets = self.buckets or SentBuckets(torch.device("cpu"), 0)
+        if channel not in self.receivers:
+            self.receivers[channel] = CHANNELS[channel].load().on_engine(Worker.here(torch.device("cpu"), 0))
         self.taken += 1
         when = self.doom["when"] if self.taken == self.doom["part"] else None
         if when == "reach":
@@ -57,15 +61,16 @@ class Receiver:
         if when == "stall":
             await asyncio.sleep(0.5)
             kill()
-        if info["group"]["store"] != self.store:
-            self.store, self.held = info["group"]["store"], {}
-        try:
-            bucket = await asyncio.to_thread(self.buckets.take, info["bytes"], info["group"])
-        except GivenUp:
-            return False
-        for name, tensor in views(bucket, info["tensors"]).items():
-            self.held[name] = digest(tensor)
-        return when == "leave"
+        return await asyncio.to_thread(self._hold, channel, info) and when == "leave"
+
+    def _hold(self, channel: str, info: dict[str, Any]) -> bool:
+        """Note what came. False when nothing did, because the broadcast was given up."""
+        with self.receivers[channel].receive(info) as part:
+            if part is not None:
+                if part.series != self.series:
+                    self.series, self.held = part.series, {}
+                self.held |= {name: digest(part.get(name)) for name in part.shapes}
+        return part is not None
 
 
 def digest(tensor: Any) -> str:
@@ -74,11 +79,13 @@ def digest(tensor: Any) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
 
 
-def main(port: int, log: Path) -> None:
+def main(port: int, log: Path, module: str | None = None) -> None:
     import uvicorn
 
     from vime.engine.middleware import RunKeyMiddleware
 
+    if module:
+        import_module(module)
     refused: set[str] = set()
     receiver = Receiver()
 
@@ -98,8 +105,10 @@ def main(port: int, log: Path) -> None:
         dies = False
         if path == "/doom":
             receiver.doom = json.loads(body)
-        if path == "/update_weights" and "group" in (info := json.loads(body)["update_info"]):
-            dies = await receiver.take(info)
+        if path == "/update_weights":
+            message = json.loads(body)["update_info"]
+            if module or "group" in message["info"]:
+                dies = await receiver.take(message["channel"], message["info"])
         if path == "/finish_weight_update" and receiver.held:
             with log.open("a") as file:
                 file.write(f"HOLDS {json.dumps(receiver.held, sort_keys=True)}\n")
@@ -116,4 +125,4 @@ def main(port: int, log: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from slime.weight_sync import channel as channels
 from slime.weight_sync.broadcast_channel import BroadcastChannel
-from vime.engine.buckets import SentBuckets, views
 
 CPU = torch.device("cpu")
 Worker = tuple[str, int]
@@ -31,12 +31,13 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def engine(name: str, worker: int, orders: mp.SimpleQueue, answers: mp.SimpleQueue) -> None:
     os.environ["VIME_ENGINE"] = name
-    buckets = SentBuckets(CPU, worker)
+    receiver = BroadcastChannel.on_engine(channels.Worker.here(CPU, worker))
     while (line := orders.get()) is not None:
         info = json.loads(line)
         try:
-            bucket = buckets.take(info["bytes"], info["group"])
-            answers.put({key: tensor.clone() for key, tensor in views(bucket, info["tensors"]).items()})
+            with receiver.receive(info) as part:
+                assert part is not None
+                answers.put({key: part.get(key).clone() for key in part.shapes})
         except ValueError as error:
             answers.put(str(error))
 

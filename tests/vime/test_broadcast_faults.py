@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 import time
@@ -17,7 +16,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from engine_double import DoubleServer, digest
 
-from slime.loop import weight_parts
 from slime.protocols import WeightUpdate
 from slime.weight_sync.broadcast_channel import BroadcastChannel
 from slime.weight_sync.file_channel import FileChannel
@@ -58,8 +56,7 @@ class Run:
         fields = {"model_path": "", "run_key": KEY, "weight_dir": str(weight_dir), "start_timeout_s": 60}
         specs = [EngineSpec(log_path=str(root / f"{i}.log"), index=i, **fields) for i in range(engines)]
         router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
-        file = lambda: self.thread.submit(self.publisher.file, self.version).result()  # noqa: E731
-        self.pool = VllmEnginePool(specs, router, spawn=DoubleServer, weights_file=file)
+        self.pool = VllmEnginePool(specs, router, spawn=DoubleServer, source=self)
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights that come from nowhere."""
@@ -68,11 +65,14 @@ class Run:
     def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
         return self.thread.submit(self.publisher.next, version, receivers)
 
+    def weights_file(self) -> Future[WeightUpdate]:
+        return self.thread.submit(self.publisher.file, self.version)
+
     def update(self, version: int) -> float:
         """Seconds that it took."""
         self.version = version
         began = time.monotonic()
-        self.pool.update_weights(functools.partial(weight_parts, self, self.pool, version))
+        self.pool.publish(version)
         return time.monotonic() - began
 
     def doom(self, engine: int, **how: Any) -> None:
@@ -138,7 +138,8 @@ def test_an_engine_killed_in_an_update_leaves_it_to_the_others(
     run.await_engines(3)
     assert first not in run.pool.engine_urls
     loaded = [
-        json.loads(line.split(" ", 2)[2])["update_info"] for line in run.lines(1, "POST /update_weights")
+        json.loads(line.split(" ", 2)[2])["update_info"]["info"]
+        for line in run.lines(1, "POST /update_weights")
     ]
     assert loaded[-1] == {"path": str(run.root / "weights" / "weights-2.safetensors")}
     run.update(3)  # a group with the new one

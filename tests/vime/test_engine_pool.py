@@ -6,8 +6,10 @@ import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -20,7 +22,7 @@ from vime.engine.router import RouterSpec
 from vime.engine.server import EngineSpec
 
 KEY = "pool-key"
-UPDATE = WeightUpdate(version=4, info={"path": "weights-4.safetensors"}, checksums={"w": "abc"})
+UPDATE = WeightUpdate(4, "disk", {"path": "weights-4.safetensors", "checksums": {"w": "abc"}})
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
@@ -35,6 +37,33 @@ def die(url: str) -> None:
         EngineControl(url, KEY)._post("/die", {})
 
 
+class Trainer:
+    """The source of the weights: `parts` are those of the next version, `file` makes what a restarted engine gets."""
+
+    def __init__(self, file: Callable[[], WeightUpdate] | None) -> None:
+        self.file = file or (lambda: UPDATE)
+        self.parts: Callable[[dict[str, int]], Iterator[WeightUpdate]] = file_parts
+        self.sending: Iterator[WeightUpdate] | None = None
+
+    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
+        self.sending = self.parts(receivers) if self.sending is None else self.sending
+        part = next(self.sending, None)
+        self.sending = self.sending if part else None
+        return done(part)
+
+    def weights_file(self) -> Future[WeightUpdate]:
+        return done(self.file())
+
+
+T = TypeVar("T")
+
+
+def done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
 class Doubles:
     def __init__(
         self,
@@ -42,9 +71,11 @@ class Doubles:
         count: int,
         spawn: type[DoubleServer] = DoubleServer,
         waits: bool = False,
-        **options: object,
+        weights_file: Callable[[], WeightUpdate] | None = None,
+        **options: Any,
     ) -> None:
         self.root = root
+        self.trainer = Trainer(weights_file)
         specs = [
             EngineSpec(
                 model_path="",
@@ -59,7 +90,11 @@ class Doubles:
         ]
         router = RouterSpec(run_key=KEY, log_path=str(root / "router.log"))
         settings = {"health_check_interval_s": 0.5, "health_check_timeout_s": 5, **options}
-        self.pool = VllmEnginePool(specs, router, spawn=spawn, **settings)
+        self.pool = VllmEnginePool(specs, router, spawn=spawn, source=self.trainer, **settings)
+
+    def publish(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]], version: int = 4) -> None:
+        self.trainer.parts = parts
+        self.pool.publish(version)
 
     def requests(self, index: int) -> list[str]:
         """Control calls the engine got, in order."""
@@ -71,7 +106,7 @@ class Doubles:
 def doubles(tmp_path: Path) -> Iterator[Callable[..., Doubles]]:
     made: list[Doubles] = []
 
-    def make(count: int, **options: object) -> Doubles:
+    def make(count: int, **options: Any) -> Doubles:
         made.append(Doubles(tmp_path, count, **options))
         made[-1].pool.start()
         return made[-1]
@@ -147,7 +182,8 @@ def file_parts(receivers: dict[str, int]) -> Iterator[WeightUpdate]:
 
 LOADED = [
     "POST /start_weight_update ",
-    'POST /update_weights {"update_info": {"path": "weights-4.safetensors", "checksums": {"w": "abc"}}}',
+    'POST /update_weights {"update_info": {"channel": "disk", "info": {"path": "weights-4.safetensors", '
+    '"checksums": {"w": "abc"}}}}',
     'POST /finish_weight_update {"weight_version": "4"}',
     "POST /reset_prefix_cache ",
 ]
@@ -155,7 +191,7 @@ LOADED = [
 
 def test_an_update_pauses_loads_and_resumes_every_engine(doubles: Callable[..., Doubles]) -> None:
     two = doubles(2)
-    two.pool.update_weights(file_parts)
+    two.publish(file_parts)
     for index, url in enumerate(two.pool.engine_urls):
         assert two.requests(index) == ["POST /pause ", *LOADED, "POST /resume "]
         assert EngineControl(url, KEY).weight_version() == 4
@@ -171,17 +207,17 @@ def test_parts_are_made_for_the_servers_of_now(doubles: Callable[..., Doubles]) 
         return file_parts(receivers)
 
     two = doubles(2)
-    two.pool.update_weights(parts)
+    two.publish(parts)
     first = two.pool.engine_urls[0]
     die(first)
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
-    two.pool.update_weights(parts)
+    two.publish(parts)
     assert told == [{"engine-0-1": 1, "engine-1-1": 1}, {"engine-0-2": 1, "engine-1-1": 1}]
 
 
 def test_a_dead_engine_returns_elsewhere_with_the_last_weights(doubles: Callable[..., Doubles]) -> None:
     two = doubles(2)
-    two.pool.update_weights(file_parts)
+    two.publish(file_parts)
     first, second = two.pool.engine_urls
     die(first)
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
@@ -196,7 +232,7 @@ def test_an_update_goes_on_when_an_engine_is_dead(doubles: Callable[..., Doubles
     two = doubles(2, health_check_interval_s=1000)
     first = two.pool.engine_urls[0]
     die(first)
-    two.pool.update_weights(file_parts)
+    two.publish(file_parts)
     assert two.requests(1) == ["POST /pause ", *LOADED, "POST /resume "]
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
     assert EngineControl(two.pool.engine_urls[0], KEY).weight_version() == 4
@@ -206,7 +242,7 @@ def test_an_engine_that_refuses_weights_is_an_error(doubles: Callable[..., Doubl
     two = doubles(2)
     EngineControl(two.pool.engine_urls[1], KEY)._post("/refuse", "/update_weights")
     with pytest.raises(ControlError, match=r"must accept POST /update_weights, got HTTP 500: told to refuse"):
-        two.pool.update_weights(file_parts)
+        two.publish(file_parts)
 
 
 def test_an_engine_that_does_not_answer_is_replaced(doubles: Callable[..., Doubles]) -> None:
@@ -238,7 +274,7 @@ def test_an_engine_that_keeps_dying_is_given_up_with_its_log(doubles: Callable[.
 
 def test_sleep_holds_for_an_engine_that_restarts_meanwhile(doubles: Callable[..., Doubles]) -> None:
     one = doubles(1)
-    one.pool.update_weights(file_parts)
+    one.publish(file_parts)
     one.pool.sleep()
     url = one.pool.engine_urls[0]
     die(url)
@@ -250,13 +286,13 @@ def test_sleep_holds_for_an_engine_that_restarts_meanwhile(doubles: Callable[...
 
 def passing_parts(receivers: dict[str, int]) -> Iterator[WeightUpdate]:
     for number in (1, 2):
-        yield WeightUpdate(5, {"part": number}, lasting=False)
+        yield WeightUpdate(5, "disk", {"part": number}, lasting=False)
 
 
 IN_PARTS = [
     "POST /start_weight_update ",
-    'POST /update_weights {"update_info": {"part": 1}}',
-    'POST /update_weights {"update_info": {"part": 2}}',
+    'POST /update_weights {"update_info": {"channel": "disk", "info": {"part": 1}}}',
+    'POST /update_weights {"update_info": {"channel": "disk", "info": {"part": 2}}}',
     'POST /finish_weight_update {"weight_version": "5"}',
     "POST /reset_prefix_cache ",
 ]
@@ -271,7 +307,7 @@ def test_an_engine_that_restarts_after_parts_gets_a_file(doubles: Callable[..., 
         return UPDATE
 
     two = doubles(2, weights_file=weights_file)
-    two.pool.update_weights(passing_parts)
+    two.publish(passing_parts, 5)
     assert [two.requests(i) for i in (0, 1)] == [["POST /pause ", *IN_PARTS, "POST /resume "]] * 2
     assert not asked
     first = two.pool.engine_urls[0]
@@ -286,11 +322,11 @@ def test_an_update_that_goes_by_while_the_file_is_made_counts(doubles: Callable[
 
     def weights_file() -> WeightUpdate:
         if len(files) == 2:
-            two.pool.update_weights(passing_parts)
+            two.publish(passing_parts, 5)
         return files.pop(0)
 
     two = doubles(2, weights_file=weights_file)
-    two.pool.update_weights(passing_parts)
+    two.publish(passing_parts, 5)
     first = two.pool.engine_urls[0]
     die(first)
     wait_for(lambda: len(two.pool.engine_urls) == 2 and first not in two.pool.engine_urls)
@@ -305,9 +341,9 @@ def test_engines_that_drop_their_weights_serve_again_after_the_update(
     one.pool.sleep()
     assert one.pool.wake()
     assert one.requests(0) == ["POST /sleep ", "POST /wake_up "]
-    one.pool.update_weights(passing_parts)
+    one.publish(passing_parts, 5)
     assert one.requests(0)[2:] == [*IN_PARTS, "POST /wake_up ", "POST /resume "]
-    one.pool.update_weights(passing_parts)  # an update of engines that serve
+    one.publish(passing_parts, 5)  # an update of engines that serve
     assert one.requests(0)[-7:] == ["POST /pause ", *IN_PARTS, "POST /resume "]
 
 
@@ -319,12 +355,12 @@ def test_no_engine_starts_or_goes_on_starting_while_the_trainer_has_the_memory(
 
     def weights_file() -> WeightUpdate:
         late.set()
-        return WeightUpdate(5, {"path": "whole"})
+        return WeightUpdate(5, "disk", {"path": "whole"})
 
     two = doubles(2, gives_memory=True, weights_file=weights_file)
-    two.pool.update_weights(passing_parts)
+    two.publish(passing_parts, 5)
     first, second = two.pool.engine_urls
-    engine = two.pool._engines[0]
+    engine = two.pool._members[0]
     die(first)
     wait_for(lambda: engine.starting)
     two.pool.sleep()
@@ -332,7 +368,7 @@ def test_no_engine_starts_or_goes_on_starting_while_the_trainer_has_the_memory(
     die(second)
     time.sleep(1)  # several looks of the monitor
     assert not engine.starting and not late.is_set()
-    assert engine.restarts == 0 and all(e.handle.poll() is not None for e in two.pool._engines if e.handle)
+    assert engine.restarts == 0 and all(e.handle.poll() is not None for e in two.pool._members if e.handle)
     two.pool.wake()
     wait_for(lambda: len(two.pool.engine_urls) == 2 and not {first, second} & {*two.pool.engine_urls})
 

@@ -21,6 +21,7 @@ from slime.config.fields import nearest
 from slime.config.parser import check_flags
 from slime.config.problems import Problems
 from slime.hf_config import read_hf_config
+from slime.weight_sync.registry import CHANNELS
 from vime.engine import vllm_versions
 from vime.engine.sglang_flags import translate_sglang
 from vime.switch import from_environment
@@ -299,9 +300,10 @@ def check_weight_channel(config: Config) -> None:
     pipeline stage loads the layers it has, but a comparison wants every tensor of an update live on every worker.
     """
     data, pipeline = (_given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))
-    if config.update_weight_transport == "nccl" and data * pipeline > 1:
+    transport = config.update_weight_transport
+    if CHANNELS[transport].tensor_parallel_only and data * pipeline > 1:
         raise ValueError(
-            "--update-weight-transport nccl must go with engines that are tensor parallel only, got "
+            f"--update-weight-transport {transport} must go with engines that are tensor parallel only, got "
             f"--vllm-data-parallel-size {data} and --vllm-pipeline-parallel-size {pipeline}; use disk, or more "
             "engines of fewer GPUs"
         )

@@ -11,9 +11,6 @@ from vime.engine.vllm_versions import register_backend
 
 BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
-ENGINE_VARIABLE = "VIME_ENGINE"
-"""The name of the server that a process belongs to; another one after each start."""
-WEIGHT_DIR_VARIABLE = "VIME_WEIGHT_DIR"
 
 
 def register() -> None:

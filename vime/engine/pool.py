@@ -1,7 +1,8 @@
 """The running engines behind one router, as the driver sees them: slime's EnginePool over vLLM.
 
-Owns start-up, weight updates to all engines, and the thread that brings dead engines back: an engine that restarts
-gets the last published weights before the router may send it anything. Ray stays outside: `spawn` makes the handles.
+Owns start-up and the thread that replaces dead engines. Weights, sleep and wake-up are slime.weight_sync.transfer's: an
+engine that restarts gets the last published weights before the router may send it anything. Knows no Ray: `spawn` makes
+the handles.
 """
 
 from __future__ import annotations
@@ -11,67 +12,32 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol, TypeVar
 
-from slime.protocols import WeightUpdate
-from slime.weight_sync.group import give_up, is_given_up
+from slime.protocols import WeightSource
+from slime.weight_sync.transfer import Engine, WeightTransfer
 from vime.engine.client import VllmEngineClient
-from vime.engine.control import ControlError, EngineControl, PauseMode
-from vime.engine.plugin import ENGINE_VARIABLE
-from vime.engine.process import require_running
+from vime.engine.control import ControlError, PauseMode
+from vime.engine.member import Member, Spawn
+from vime.engine.process import Started, require_running
 from vime.engine.router import Router, RouterSpec
 from vime.engine.server import EngineServer, EngineSpec
-from vime.engine.updates import finish, load, load_part
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _POLL_S = 0.25
 
 
-class EngineHandle(Protocol):
-    """What the pool needs of an engine server, wherever it runs (EngineServer, RayEngineServer)."""
-
-    def start(self) -> str: ...
-    def open_gate(self) -> None: ...
-    def wait_ready(self) -> None: ...
-    def poll(self) -> int | None: ...
-    def tail_log(self) -> str: ...
-    def stop(self) -> None: ...
-
-
-class _Engine:
-    """One place in the pool: the spec stays, the server behind it may be replaced."""
-
-    def __init__(self, spec: EngineSpec, place: int) -> None:
-        self.spec = spec
-        self.place = place
-        self.starts = 0
-        self.handle: EngineHandle | None = None
-        self.control = EngineControl("", spec.run_key)
-        self.serving = False
-        self.starting = False
-        self.doomed = False  # a control call failed on it: it must be replaced even if it answers again
-        self.restarts = 0
-        self.last_health_check = time.monotonic()
-
-    @property
-    def name(self) -> str:
-        """Of the server that is in this place now."""
-        return f"engine-{self.place}-{self.starts}"
-
-
 class VllmEnginePool:
-    """EnginePool over vLLM servers. `start()` first; every method may be called from the driver's threads.
+    """EnginePool over vLLM servers. Call `start` first; any thread of the driver may call every method.
 
-    `pause_mode`: what happens to running requests while weights change (keep: they go on afterwards on the new
-    weights, with their keys and values computed anew). `gives_memory`: `sleep()` frees the device's memory (vLLM's
-    level 2, needs --enable-sleep-mode): weights, keys and values are dropped, after `wake()` the engine waits for an
-    update, and no server starts while the others sleep. Otherwise it only pauses, which is all that vLLM can do on CPU.
-    `weights_file` is asked for the trainer's weights when an engine restarts and the last update was not a lasting one.
-    `max_restarts` bounds the restarts of one engine between two weight updates; 0 turns restarting off.
+    `pause_mode`: what happens to running requests while weights change. With "keep" they continue afterwards on the new
+    weights, with keys and values computed again. `gives_memory`: `sleep` frees the device's memory (vLLM's level 2,
+    which needs --enable-sleep-mode). Weights, keys and values are dropped; after `wake` the engine waits for an update;
+    no server starts while the others sleep. Otherwise `sleep` only pauses, which is all that vLLM can do on CPU.
+    `source` is the trainer. `max_restarts` bounds the restarts of one engine between two weight updates; 0 turns
+    restarts off.
     """
 
     def __init__(
@@ -79,10 +45,10 @@ class VllmEnginePool:
         specs: Sequence[EngineSpec],
         router: RouterSpec,
         *,
-        spawn: Callable[[EngineSpec], EngineHandle] = EngineServer,
+        spawn: Spawn = EngineServer,
         pause_mode: PauseMode = "keep",
         gives_memory: bool = False,
-        weights_file: Callable[[], WeightUpdate] | None = None,
+        source: WeightSource | None = None,
         max_restarts: int = 3,
         health_check_interval_s: float = 30.0,
         health_check_timeout_s: float = 30.0,
@@ -90,19 +56,15 @@ class VllmEnginePool:
     ) -> None:
         if not specs:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
-        self._engines = [_Engine(spec, place) for place, spec in enumerate(specs)]
+        self._members = [Member(spec, place, pause_mode) for place, spec in enumerate(specs)]
         self._router = Router(router)
         self._spawn = spawn
-        self._pause_mode: PauseMode = pause_mode
-        self._gives_memory = gives_memory
         self._max_restarts = max_restarts
         self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
         self._first_wait_s = health_check_first_wait_s
-        self._weights_file = weights_file
-        self._lock = threading.RLock()  # membership, the last update, asleep or not
-        self._last_update: WeightUpdate | None = None
-        self._asleep = False
-        self._empty = False  # awake again, but without weights
+        self._transfer = WeightTransfer(
+            self, source, gives_memory=gives_memory
+        )  # its lock guards membership, too
         self._lost: str | None = None
         self._stopping = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
@@ -114,7 +76,7 @@ class VllmEnginePool:
     @property
     def engine_urls(self) -> list[str]:
         """The engines that serve at the moment."""
-        return [engine.control.url for engine in self._engines if engine.serving]
+        return [member.control.url for member in self._members if member.serving]
 
     def client(self) -> VllmEngineClient:
         """A RolloutEngine that talks to the router; picklable."""
@@ -130,86 +92,42 @@ class VllmEnginePool:
         """
         try:
             self._router.start()
-            for engine in self._engines:
-                self._launch(engine)
+            for member in self._members:
+                member.launch(self._spawn)
             if meanwhile is not None:
-                started = [self._router, *(engine.handle for engine in self._engines if engine.handle)]
+                started: list[Started] = [self._router]
+                started += [member.handle for member in self._members if member.handle]
                 meanwhile(functools.partial(require_running, started))
-            self._each(self._engines, lambda engine: engine.handle and engine.handle.open_gate())
+            self._each(self._members, _open_gate)
             self._router.wait_ready()
             # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
-            for engine in self._engines:
-                self._wait_ready(engine)
-                self._router.add(engine.control.url)
-                engine.serving = True
+            for member in self._members:
+                self._wait_ready(member)
+                self._router.add(member.control.url)
+                member.serving = True
         except BaseException:
             self.stop()
             raise
         self._monitor.start()
 
-    def update_weights(self, parts: Callable[[dict[str, int]], Iterator[WeightUpdate]]) -> None:
-        """Load the parts of one version on every serving engine, generation paused from the first to the last.
+    def publish(self, version: int) -> None:
+        """Load the trainer's weights as `version` on every serving engine, see slime.weight_sync.transfer.
 
-        An engine that dies meanwhile is left to the monitor, and a broadcast begins again for the others; one that
-        refuses the weights, or holds others afterwards (--check-weight-update-equal), raises ControlError.
+        The monitor restarts an engine that dies meanwhile. An engine that refuses the weights, or has other weights
+        afterwards (--check-weight-update-equal), raises ControlError.
         """
-        with self._lock:  # nobody joins from here on: those that are told of now get all parts
-            told = self._serving()
-            coming = parts(_workers(told))
-            self._last_update = first = next(coming)
-            if not self._empty:
-                self._on_serving(lambda control: control.pause(self._pause_mode))
-            self._on_serving(lambda control: control.start_weight_update())
-            part: WeightUpdate | None = first
-            while part is not None:
-                if self._take(part, told):
-                    part = next(coming, None)
-                    continue
-                if self._serving() == told:
-                    next(coming, None)  # raises what has happened to the trainer, if that is it
-                    raise RuntimeError(
-                        "a broadcast of weights must reach all engines, got a broken connection while all run; see the "
-                        "logs of trainer-0 and the engines, or take --update-weight-transport disk"
-                    )
-                told = self._serving()
-                logger.warning("an engine died: the update begins again for the %d that are left", len(told))
-                coming = parts(_workers(told))
-                self._last_update = part = next(coming)
-            self._on_serving(functools.partial(finish, version=first.version))
-            if not self._asleep:
-                if self._empty:
-                    self._on_serving(lambda control: control.wake(["kv_cache"]))
-                self._on_serving(lambda control: control.resume())
-                self._empty = False
-            for engine in self._serving():
-                engine.restarts = 0
-
-    def _take(self, part: WeightUpdate, told: list[_Engine]) -> bool:
-        """Have the engines load a part. False when those that were `told` take it together, and not all have it."""
-        group = part.info.get("group")
-        if group is None or self._serving() == told:
-            self._on_serving(functools.partial(load_part, part=part))
-        if group is None or (self._serving() == told and not is_given_up(group)):
-            return True
-        give_up(group)
-        return False
+        with self._transfer.lock:
+            self._transfer.publish(version)
+            for member in self._serving():
+                member.restarts = 0
 
     def sleep(self) -> None:
         """Give the machine to the trainer: engines stop computing and, with `gives_memory`, free the device's."""
-        with self._lock:
-            self._asleep = True
-            if self._gives_memory:  # one that is starting has it too; it starts anew after the wake-up
-                starting = [engine for engine in self._engines if engine.starting]
-                self._each(starting, lambda engine: engine.handle.stop() if engine.handle else None)
-            self._each(self._serving(), self._unless_dead(self._put_to_sleep))
+        self._transfer.sleep()
 
     def wake(self) -> bool:
-        """Undo `sleep`. True: the weights were dropped, and engines serve again once an update has brought some."""
-        with self._lock:
-            self._asleep = False
-            self._empty = self._gives_memory
-            self._each(self._serving(), self._unless_dead(self._wake))
-            return self._empty
+        """Undo `sleep`. True: the weights were dropped, and engines serve again after the next update."""
+        return self._transfer.wake()
 
     def check_health(self) -> None:
         """RuntimeError, with its last log lines, when an engine or the router is lost for good."""
@@ -225,59 +143,39 @@ class VllmEnginePool:
             self._stop_servers()
 
     def _stop_servers(self) -> None:
-        self._each(self._engines, lambda engine: engine.handle.stop() if engine.handle else None)
+        self._each(self._members, Member.stop)
         self._router.stop()
 
-    def _serving(self) -> list[_Engine]:
-        return [engine for engine in self._engines if engine.serving]
+    def _serving(self) -> list[Member]:
+        return [member for member in self._members if member.serving]
 
-    def _launch(self, engine: _Engine) -> None:
-        engine.starts += 1
-        env = {**engine.spec.env, ENGINE_VARIABLE: engine.name}
-        waits = engine.spec.waits and engine.starts == 1
-        engine.handle = self._spawn(replace(engine.spec, env=env, waits=waits))
-        engine.control = EngineControl(engine.handle.start(), engine.spec.run_key)
+    def serving(self) -> list[Engine]:
+        """The engines that serve at the moment, for the transfer."""
+        return [*self._serving()]
 
-    def _wait_ready(self, engine: _Engine) -> None:
-        assert engine.handle is not None
-        engine.handle.wait_ready()
-        engine.last_health_check = time.monotonic() + self._first_wait_s
+    def on_serving(self, act: Callable[[Engine], None]) -> None:
+        """`act` on all serving engines at the same time. An engine that no longer runs or answers is given up, and the
+        monitor replaces it, even if it answers later: how much of the call it has done is not known."""
 
-    def _put_to_sleep(self, engine: _Engine) -> None:
-        if self._gives_memory:
-            engine.control.sleep(2, "wait")  # it drops the keys and values of running requests
-        else:
-            engine.control.pause(self._pause_mode)
-
-    def _wake(self, engine: _Engine) -> None:
-        if self._gives_memory:
-            engine.control.wake(["weights"])
-        else:
-            engine.control.resume()
-
-    def _on_serving(self, act: Callable[[EngineControl], None]) -> None:
-        self._each(self._serving(), self._unless_dead(lambda engine: act(engine.control)))
-
-    def _unless_dead(self, act: Callable[[_Engine], None]) -> Callable[[_Engine], None]:
-        """`act`, but an engine that no longer runs or answers is given up: the monitor replaces it.
-
-        For good, even if it answers later: nobody knows how much of the call it has done.
-        """
-
-        def acted(engine: _Engine) -> None:
+        def acted(member: Member) -> None:
             try:
-                act(engine)
+                act(member)
             except (ControlError, OSError, http.client.HTTPException):
-                if self._is_alive(engine):
+                if member.is_alive(self._timeout_s):
                     raise
-                engine.serving, engine.doomed = False, True
-                logger.warning("engine %s died during a control call", engine.control.url)
+                member.serving, member.doomed = False, True
+                logger.warning("engine %s died during a control call", member.control.url)
 
-        return acted
+        self._each(self._serving(), acted)
 
-    def _is_alive(self, engine: _Engine) -> bool:
-        assert engine.handle is not None
-        return engine.handle.poll() is None and engine.control.is_healthy(self._timeout_s)
+    def stop_starting(self) -> None:
+        """Stop the servers that are starting: they have the device's memory. They start again after the wake-up."""
+        self._each([member for member in self._members if member.starting], Member.stop)
+
+    def _wait_ready(self, member: Member) -> None:
+        assert member.handle is not None
+        member.handle.wait_ready()
+        member.last_health_check = time.monotonic() + self._first_wait_s
 
     def _watch(self) -> None:
         """The monitor thread: restarts what died, until the pool stops or something is lost for good."""
@@ -285,114 +183,99 @@ class VllmEnginePool:
             while not self._stopping.wait(_POLL_S):
                 if self._router.poll() is not None:
                     self._restart_router()
-                for engine in self._engines:
-                    if not self._is_trainers_turn and self._is_due_and_dead(engine):
-                        self._restart(engine)
+                for member in self._members:
+                    if not self._transfer.is_trainers_turn and self._is_due_and_dead(member):
+                        self._restart(member)
         except Exception as error:  # the border of this thread: the driver sees it at check_health
             if not self._stopping.is_set():
                 self._lost = f"{type(error).__name__}: {error}"
                 logger.exception("an engine is lost")
 
-    @property
-    def _is_trainers_turn(self) -> bool:
-        """Whether the device's memory is the trainer's: a server that starts now would not find its share."""
-        return self._asleep and self._gives_memory
-
-    def _is_due_and_dead(self, engine: _Engine) -> bool:
-        assert engine.handle is not None
-        if engine.doomed or engine.handle.poll() is not None:
+    def _is_due_and_dead(self, member: Member) -> bool:
+        assert member.handle is not None
+        if member.doomed or member.handle.poll() is not None:
             return True
         now = time.monotonic()
-        if now - engine.last_health_check < self._interval_s:
+        if now - member.last_health_check < self._interval_s:
             return False
-        engine.last_health_check = now
-        return not engine.control.is_healthy(self._timeout_s)
+        member.last_health_check = now
+        return not member.control.is_healthy(self._timeout_s)
 
-    def _restart(self, engine: _Engine) -> None:
+    def _restart(self, member: Member) -> None:
         """Replace a dead server; a replacement that dies before it serves counts as the next death."""
         while not self._stopping.is_set():
-            tail = self._take_out(engine)
-            engine.restarts += 1
-            if engine.restarts > self._max_restarts:
+            tail = self._take_out(member)
+            member.restarts += 1
+            if member.restarts > self._max_restarts:
                 raise RuntimeError(
-                    f"engine {engine.control.url} died and was restarted {self._max_restarts} times since the last "
+                    f"engine {member.control.url} died and was restarted {self._max_restarts} times since the last "
                     f"weight update, which is the limit; its last log lines:\n{tail}"
                 )
             logger.warning(
-                "engine %s died and is restarted; its last log lines:\n%s", engine.control.url, tail
+                "engine %s died and is restarted; its last log lines:\n%s", member.control.url, tail
             )
             try:
-                self._bring_back(engine)
+                self._bring_back(member)
             except (RuntimeError, OSError, http.client.HTTPException) as error:
-                if self._is_trainers_turn:  # ended by `sleep`, and no death; `_watch` comes back to it
-                    engine.doomed, engine.restarts = True, engine.restarts - 1
+                if (
+                    self._transfer.is_trainers_turn
+                ):  # ended by `sleep`, and no death; `_watch` comes back to it
+                    member.doomed, member.restarts = True, member.restarts - 1
                     return
-                logger.warning("the replacement of engine %s failed: %s", engine.control.url, error)
+                logger.warning("the replacement of engine %s failed: %s", member.control.url, error)
             else:
-                logger.warning("engine %s serves again", engine.control.url)
+                logger.warning("engine %s serves again", member.control.url)
                 return
 
-    def _take_out(self, engine: _Engine) -> str:
+    def _take_out(self, member: Member) -> str:
         """Out of the router, process ended; the last lines of its log."""
-        assert engine.handle is not None
-        with self._lock:
-            engine.serving = False
+        assert member.handle is not None
+        with self._transfer.lock:
+            member.serving = False
             try:
-                self._router.remove(engine.control.url)
+                self._router.remove(member.control.url)
             except (RuntimeError, OSError, http.client.HTTPException) as error:
-                logger.warning("the router keeps engine %s on its list: %s", engine.control.url, error)
-        tail = engine.handle.tail_log()
-        engine.handle.stop()
+                logger.warning("the router keeps engine %s on its list: %s", member.control.url, error)
+        tail = member.handle.tail_log()
+        member.handle.stop()
         return tail
 
-    def _bring_back(self, engine: _Engine) -> None:
+    def _bring_back(self, member: Member) -> None:
         """A new server on a fresh port gets the last weights, and only then does the router hear of it."""
-        engine.spec = replace(engine.spec, port=0)
+        member.spec = replace(member.spec, port=0)
         try:
-            with self._lock:
-                if self._is_trainers_turn:
+            with self._transfer.lock:
+                if self._transfer.is_trainers_turn:
                     raise RuntimeError("no engine may start while the trainer has the memory")
-                engine.starting = True
-                self._launch(engine)
-            self._wait_ready(engine)
-            self._join(engine)
+                member.starting = True
+                member.launch(self._spawn)
+            self._wait_ready(member)
+            self._transfer.join(member, functools.partial(self._admit, member))
         finally:
-            engine.starting = False
+            member.starting = False
 
-    def _join(self, engine: _Engine) -> None:
-        """Give a new server the last weights, and tell the router of it."""
-        while not engine.serving:
-            last = self._last_update
-            passing = last is not None and not last.lasting
-            # The trainer's own, where the last update is gone. It may have to be waited for: not with the lock.
-            update = self._weights_file() if passing and self._weights_file is not None else last
-            with self._lock:
-                if self._last_update is not last:
-                    continue  # another went by meanwhile
-                if update is not None:
-                    load(engine.control, update)
-                if self._asleep:
-                    self._put_to_sleep(engine)
-                self._router.add(engine.control.url)
-                engine.doomed, engine.serving = False, True
+    def _admit(self, member: Member) -> None:
+        self._router.add(member.control.url)
+        member.doomed, member.serving = False, True
 
     def _restart_router(self) -> None:
         logger.warning("the router died and is restarted; its last log lines:\n%s", self._router.tail_log())
-        with self._lock:
+        with self._transfer.lock:
             self._router.stop()
             self._router.start()
             self._router.wait_ready()
-            for engine in self._serving():
-                self._router.add(engine.control.url)
+            for member in self._serving():
+                self._router.add(member.control.url)
 
     @staticmethod
-    def _each(engines: Sequence[_Engine], act: Callable[[_Engine], T]) -> list[T]:
-        """`act` on all engines at the same time; raises the first failure when all are done."""
-        if not engines:
-            return []
-        with ThreadPoolExecutor(len(engines)) as threads:
-            return list(threads.map(act, engines))
+    def _each(members: Sequence[Member], act: Callable[[Member], None]) -> None:
+        """`act` on all of them at the same time; raises the first failure when all are done."""
+        if not members:
+            return
+        with ThreadPoolExecutor(len(members)) as threads:
+            list(threads.map(act, members))
 
 
-def _workers(engines: Sequence[_Engine]) -> dict[str, int]:
-    return {engine.name: engine.spec.tensor_parallel_size for engine in engines}
+def _open_gate(member: Member) -> None:
+    assert member.handle is not None
+    member.handle.open_gate()

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from slime.cluster.numa import children_on, choose_cpus
+from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
 from vime.engine import routed_experts, shared_gpu
-from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE, WEIGHT_DIR_VARIABLE
+from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE
 from vime.engine.process import Server, ServerSpec, free_port
 from vime.engine.vllm_versions import request_times, server_module
 

@@ -1,0 +1,72 @@
+"""The ways in which weights reach engines, one entry per channel. To add one: write its file and its entry here.
+
+The flags, the memory estimate and the planner read the entries, so this file imports no torch. What a channel must
+implement is in slime.weight_sync.channel.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from slime.weight_sync.channel import WeightChannel
+
+ENGINE_VARIABLE = "VIME_ENGINE"
+"""Environment variable of an engine: the name of its server, which changes with each start."""
+WEIGHT_DIR_VARIABLE = "VIME_WEIGHT_DIR"
+"""Environment variable of an engine: the only directory that it reads files of weights from."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One value of --update-weight-transport.
+
+    `path`: its class, "module:name". `help`: its part of the flag's help. `plan`: what `vime plan` prints, where
+    {weight_dir} is the directory of published files. `gpus`: "shared" if trainer and engines must share GPUs, "apart"
+    if they must not; on such GPUs the channel is the default. None: it works everywhere. `buckets`: the trainer keeps
+    two buckets on its device. `tensor_parallel_only`: it reaches no data-parallel copies and pipeline stages.
+    """
+
+    path: str
+    help: str
+    plan: str
+    gpus: Literal["shared", "apart"] | None = None
+    buckets: bool = False
+    tensor_parallel_only: bool = False
+
+    def load(self) -> type[WeightChannel]:
+        """The channel's class (imports torch)."""
+        found: type[WeightChannel] = pkgutil.resolve_name(self.path)
+        return found
+
+
+_HERE = "slime.weight_sync."
+CHANNELS = {
+    "ipc": Channel(
+        _HERE + "ipc_channel:IpcChannel",
+        help="through the memory of shared GPUs (default with --colocate on GPUs)",
+        plan="the memory of the GPUs that both are on",
+        gpus="shared",
+        buckets=True,
+    ),
+    "nccl": Channel(
+        _HERE + "broadcast_channel:BroadcastChannel",
+        help="through a process group (default if trainer and engines have their own GPUs; gloo on CPUs)",
+        plan="broadcast",
+        gpus="apart",
+        buckets=True,
+        tensor_parallel_only=True,
+    ),
+    "disk": Channel(
+        _HERE + "file_channel:FileChannel",
+        help="through files that trainer and engines can read (default otherwise)",
+        plan="files in {weight_dir}",
+    ),
+}
+
+
+def default_channel(gpus: Literal["shared", "apart"] | None) -> str:
+    """The channel of GPUs that trainer and engines share, or of their own GPUs, or of CPUs (None)."""
+    return next(name for name, channel in CHANNELS.items() if channel.gpus == gpus)

@@ -1,0 +1,264 @@
+"""How new weights reach the running engines: one state machine, driven by the engine pool.
+
+    SERVING ---publish---> PAUSED ------> LOADING ------> FINISHING ------> SERVING
+    SERVING ---sleep-----> ASLEEP --wake--> SERVING             engines kept their weights
+                           ASLEEP --wake--> EMPTY               engines dropped their weights
+    EMPTY -----publish-------------------> LOADING ------> FINISHING ------> SERVING
+
+Engines answer requests in SERVING alone. An update that fails leaves them PAUSED, or EMPTY if they were: nothing serves
+weights that are old, or loaded in part. An engine that dies during an update is left to the pool, which restarts it; it
+serves once `join` has given it the last weights. Owns the order of these steps and the lock around them. Knows channels
+(slime.weight_sync.registry) through `WeightChannel` alone, and engines through the protocols below.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from slime.protocols import WeightSource, WeightUpdate
+from slime.waiting import wait
+from slime.weight_sync.channel import WeightChannel
+from slime.weight_sync.registry import CHANNELS
+
+logger = logging.getLogger(__name__)
+
+
+class State(enum.Enum):
+    """What the engines of a pool do. They all do the same."""
+
+    SERVING = "they answer requests"
+    PAUSED = "they keep their requests and do not compute"
+    LOADING = "they load the parts of an update"
+    FINISHING = "they have all parts, and make them their weights"
+    ASLEEP = "the trainer has their devices"
+    EMPTY = "they have memory for weights again, and no weights"
+
+
+class Loader(Protocol):
+    """An engine server, as far as an update needs it. A call raises when the server fails or cannot be reached."""
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, message: dict[str, Any]) -> None:
+        """Load one part, see `WeightUpdate.message`."""
+        ...
+
+    def finish_weight_update(self, version: int) -> None:
+        """Use the loaded weights, as `version`."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Drop keys and values that were computed with the weights before."""
+        ...
+
+
+class Engine(Loader, Protocol):
+    """One engine of a pool. `name` changes when its server restarts; `workers` is their number."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def workers(self) -> int: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def free_memory(self) -> None:
+        """Give the device's memory away: weights, keys and values are dropped."""
+        ...
+
+    def take_weight_memory(self) -> None: ...
+
+    def take_cache_memory(self) -> None: ...
+
+
+class Fleet(Protocol):
+    """The engine pool, as the transfer sees it. It is called with the transfer's lock held."""
+
+    def serving(self) -> list[Engine]:
+        """The engines that take part at the moment."""
+        ...
+
+    def on_serving(self, act: Callable[[Engine], None]) -> None:
+        """`act` on all of them at the same time. An engine that dies meanwhile no longer takes part; another failure is
+        raised."""
+        ...
+
+    def stop_starting(self) -> None:
+        """Stop engines that are starting: they start again after the wake-up."""
+        ...
+
+    def check_health(self) -> None:
+        """RuntimeError when an engine is lost for good."""
+        ...
+
+
+def channel_of(part: WeightUpdate) -> type[WeightChannel]:
+    return CHANNELS[part.channel].load()
+
+
+def load_part(engine: Loader, part: WeightUpdate) -> None:
+    """Have one engine load a part. If it fails, whoever waits for it in the channel is released at once."""
+    with ExitStack() as on_failure:
+        on_failure.callback(channel_of(part).give_up, part.info)
+        engine.update_weights(part.message())
+        on_failure.pop_all()
+
+
+def finish(engine: Loader, version: int) -> None:
+    """End an update on one engine."""
+    engine.finish_weight_update(version)
+    engine.reset_prefix_cache()
+
+
+def load(engine: Loader, update: WeightUpdate) -> None:
+    """Have one engine, paused or idle, load a whole update."""
+    engine.start_weight_update()
+    load_part(engine, update)
+    finish(engine, update.version)
+
+
+class WeightTransfer:
+    """The state of a pool's engines, and every step that changes it. Thread-safe: `lock` is held during each step.
+
+    `gives_memory`: sleeping engines free their devices' memory. Otherwise they only pause. `source`: the trainer; None
+    where nothing is trained.
+    """
+
+    def __init__(self, fleet: Fleet, source: WeightSource | None, *, gives_memory: bool) -> None:
+        self._fleet, self._source, self._gives_memory = fleet, source, gives_memory
+        self.lock = threading.RLock()
+        self.state = State.SERVING
+        self._last: WeightUpdate | None = None
+
+    @property
+    def is_trainers_turn(self) -> bool:
+        """Whether the trainer has the devices' memory: an engine that starts now would not find its share."""
+        return self.state is State.ASLEEP and self._gives_memory
+
+    def publish(self, version: int) -> None:
+        """Give the trainer's weights to all engines that take part. Version v holds the weights after v rollouts."""
+        with self.lock:  # no engine joins during the update: those that are told of it get all parts
+            if self.state is State.ASLEEP:
+                raise RuntimeError(
+                    "weights must be published to engines that are awake, got sleeping ones; wake them"
+                )
+            empty = self.state is State.EMPTY
+            try:
+                self._load_everywhere(version)
+                self.state = State.FINISHING
+                self._fleet.on_serving(lambda engine: finish(engine, version))
+                if empty:
+                    self._fleet.on_serving(lambda engine: engine.take_cache_memory())
+                self._fleet.on_serving(lambda engine: engine.resume())
+                self.state = State.SERVING
+            finally:
+                if self.state is not State.SERVING:
+                    self.state = State.EMPTY if empty else State.PAUSED
+
+    def sleep(self) -> None:
+        """Give the devices to the trainer."""
+        with self.lock:
+            self.state = State.ASLEEP
+            if self._gives_memory:
+                self._fleet.stop_starting()
+            self._fleet.on_serving(self._put_to_sleep)
+
+    def wake(self) -> bool:
+        """Take the devices back. True: the engines have no weights, and serve after the next update."""
+        with self.lock:
+            self.state = State.EMPTY if self._gives_memory else State.SERVING
+            if self._gives_memory:
+                self._fleet.on_serving(lambda engine: engine.take_weight_memory())
+            else:
+                self._fleet.on_serving(lambda engine: engine.resume())
+            return self._gives_memory
+
+    def join(self, engine: Engine, admit: Callable[[], None]) -> None:
+        """Give a new server the last weights and the pool's state, then call `admit`, after which it takes part."""
+        while True:
+            last = self._last
+            # Outside the lock: the trainer may be busy.
+            update = self._in_a_file(last)
+            with self.lock:
+                if self._last is not last:
+                    continue  # another version was published meanwhile
+                if update is not None:
+                    load(engine, update)
+                if self.state is State.ASLEEP:
+                    self._put_to_sleep(engine)
+                return admit()
+
+    def _in_a_file(self, last: WeightUpdate | None) -> WeightUpdate | None:
+        """What an engine loads that was not there for update `last`: that update, or the trainer's weights if its parts
+        are gone."""
+        if last is None or last.lasting or self._source is None:
+            return last
+        return self._source.weights_file().result()
+
+    def _put_to_sleep(self, engine: Engine) -> None:
+        if self._gives_memory:
+            engine.free_memory()
+        else:
+            engine.pause()
+
+    def _load_everywhere(self, version: int) -> None:
+        """Load all parts. If engines that take a part together lose one of them, the rest begins again."""
+        takers = self._fleet.serving()
+        parts = self._parts(version, takers)
+        self._last = first = next(parts)
+        if self.state is not State.EMPTY:
+            self.state = State.PAUSED
+            self._fleet.on_serving(lambda engine: engine.pause())
+        self.state = State.LOADING
+        self._fleet.on_serving(lambda engine: engine.start_weight_update())
+        part: WeightUpdate | None = first
+        while part is not None:
+            if self._reaches_all(part, takers):
+                part = next(parts, None)
+                continue
+            if self._fleet.serving() == takers:
+                next(parts, None)  # raises the trainer's error, if the trainer failed
+                raise RuntimeError(
+                    "a broadcast of weights must reach all engines, got a broken connection while all run; see the "
+                    "logs of trainer-0 and the engines, or take --update-weight-transport disk"
+                )
+            takers = self._fleet.serving()
+            logger.warning("an engine died: the update begins again for the %d that are left", len(takers))
+            parts = self._parts(version, takers)
+            self._last = part = next(parts)
+
+    def _reaches_all(self, part: WeightUpdate, takers: list[Engine]) -> bool:
+        """Have the engines load a part. False if they must take it together, and not all `takers` have it."""
+        channel = channel_of(part)
+        if not channel.together or self._fleet.serving() == takers:
+            self._fleet.on_serving(lambda engine: load_part(engine, part))
+        if not channel.together or (self._fleet.serving() == takers and not channel.is_given_up(part.info)):
+            return True
+        channel.give_up(part.info)
+        return False
+
+    def _parts(self, version: int, takers: list[Engine]) -> Iterator[WeightUpdate]:
+        """The parts of the weights in order. The trainer makes the next one while engines load the one before."""
+        assert self._source is not None, "a pool without a trainer has no weights to publish"
+        receivers = {engine.name: engine.workers for engine in takers}
+        coming = self._source.next_weights(version, receivers)
+        while (part := wait(coming, self._fleet.check_health)) is not None:
+            coming = self._source.next_weights(version, receivers)
+            coming.add_done_callback(functools.partial(_release_engines, part))
+            yield part
+
+
+def _release_engines(part: WeightUpdate, sent: Future[WeightUpdate | None]) -> None:
+    """Engines wait for what the trainer sends; they must not wait for a trainer that has failed."""
+    if not sent.cancelled() and sent.exception() is not None:
+        channel_of(part).give_up(part.info)

@@ -1,0 +1,18 @@
+"""A weight channel that a test adds: one class, and its entry in the registry."""
+
+from __future__ import annotations
+
+from slime.weight_sync.file_channel import FileChannel
+from slime.weight_sync.registry import CHANNELS, Channel
+
+
+class SecondFiles(FileChannel):
+    """Files of another name."""
+
+    name = "second"
+    stem = "second"
+
+
+CHANNELS["second"] = Channel(
+    "added_channel:SecondFiles", help="through files of another name", plan="second files in {weight_dir}"
+)
