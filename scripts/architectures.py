@@ -1,8 +1,8 @@
-"""Shapes of the models that scripts/make_model.py can make: one row each, with where the figures come from.
+"""Shapes of the models that scripts/make_model.py can make: one row per model, with the source of its numbers.
 
-The named models have the shape fields of the config.json published with them; `published` gives the parameter
-counts of the model card, all and without embeddings, in billions and with the card's digits. The others are our own,
-for learning curves and tests: a vocabulary of bytes leaves the parameters to the body.
+Published models have the shape fields of their config.json. `published` has the parameter counts of the model card,
+with and without embeddings, in billions and with the card's digits. The other models are our own, for learning curves
+and tests. Their vocabulary is bytes, so most parameters are in the layers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row. `vocab` is (rows of the embedding, id of the first special token); `heads` is (query, key/value);
-    `experts` is (routed experts, those of a token, width of one) of every sparse layer, whose weights are normalised;
-    `more` are fields of config.json that come before all others."""
+    """One row. `vocab` is (rows of the embedding, id of the first special token). `heads` is (query, key/value).
+    `experts` is (routed experts, experts per token, width of an expert) for every sparse layer, with normalised
+    weights. `more` are fields of config.json that override the other fields."""
 
     family: str
     hidden: int
@@ -34,7 +34,8 @@ class Architecture:
     more: dict[str, Any] = field(default_factory=dict)
 
     def config_fields(self) -> dict[str, Any]:
-        """The fields of config.json. Three special tokens stand together: end of text, start and end of a turn."""
+        """The fields of config.json. Three special tokens have consecutive ids: end of text, start and end of a
+        turn."""
         rows, first_special = self.vocab
         number = "n_routed_experts" if self.family == "glm4_moe" else "num_experts"
         keys = (number, "num_experts_per_tok", "moe_intermediate_size")
@@ -62,7 +63,7 @@ class Architecture:
 
     @property
     def rotary(self) -> dict[str, float]:
-        """What else is said of the rotation: GLM's is of half a head."""
+        """More rotary fields: GLM rotates half of a head."""
         return {"partial_rotary_factor": 0.5} if self.family == "glm4_moe" else {}
 
 
@@ -75,12 +76,12 @@ GLM = {
     "n_group": 1,
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
-    "num_nextn_predict_layers": 0,  # the published ones have one such layer, which nothing here trains
+    "num_nextn_predict_layers": 0,  # the published models have one such layer, which is not trained here
 }
-"""What GLM-4.5-Air says that the columns do not."""
+"""Fields of GLM-4.5-Air that are not columns of the table."""
 
 GLM_LARGE = GLM | {"use_qk_norm": True, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
-"""What GLM-4.5 (355B) says that the columns do not."""
+"""Fields of GLM-4.5 (355B) that are not columns of the table."""
 
 QWEN_VOCAB = (151936, 151643)  # all Qwen2, 2.5 and 3: 151643 byte pairs, special tokens, unused rows
 QWEN_LARGE_VOCAB = (152064, 151643)  # Qwen2.5 from 7B on has more unused rows
@@ -133,7 +134,7 @@ ARCHITECTURES = {
         *("qwen2", 3584, 18944, 28, (28, 4), 128, QWEN_LARGE_VOCAB, 1e6, 32768, False),
         *("bfloat16", HUB.format("Qwen2.5-7B-Instruct"), ("7.62", "6.53")),
     ),
-    # The cards say 7.61 for 7B, and 32.5 and 31.0 for 32B; the figures here are those of the checkpoints' tensors.
+    # The cards give 7.61 for 7B, and 32.5 and 31.0 for 32B. The numbers here are counted from the checkpoints' tensors.
     "qwen2.5-32b": Architecture(
         *("qwen2", 5120, 27648, 64, (40, 8), 128, QWEN_LARGE_VOCAB, 1e6, 32768, False),
         *("bfloat16", HUB.format("Qwen2.5-32B-Instruct"), ("32.8", "31.2")),

@@ -1,11 +1,11 @@
-"""Two-digit addition, prompts and lessons, from a seed alone: what make_model.py and make_tiny_model.py write as data.
+"""Data of make_model.py and make_tiny_model.py: prompts and lessons of two-digit addition, made from a seed.
 
-    train.jsonl  .parquet    {"prompt": "12+34=", "label": "46"}: what reinforcement learning draws from
-    test.jsonl   .parquet    the same for pairs that occur in no other file
+    train.jsonl  .parquet    {"prompt": "12+34=", "label": "46"}: prompts of reinforcement learning
+    test.jsonl   .parquet    the same, for pairs that are in no other file
     sft.jsonl                {"messages": [user, assistant]}: supervised warm-up on the pairs of train.jsonl
 
-The teacher of sft.jsonl is sloppy: some of its answers (`slips`) are off by a little. A model that imitates it
-learns how to add and also to be wrong, which the reward then corrects.
+Some answers in sft.jsonl are slightly wrong (the share `slips`). A model that imitates them learns to add with errors,
+and the reward then corrects the errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLIPS = (-20, -10, -2, -1, 1, 2, 10, 20)
 
 
 def additions(seed: int, test: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """All ordered pairs of two-digit numbers, shuffled by `seed`: (train, test) with `test` rows held out."""
+    """All ordered pairs of two-digit numbers, shuffled by `seed`: (train, test) with `test` held-out rows."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(pairs)
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a, b in pairs]
@@ -34,7 +34,7 @@ def write_jsonl(rows: list[dict], path: Path) -> None:
 
 
 def sloppy_lessons(rows: list[dict[str, str]], seed: int, slips: float) -> list[dict]:
-    """Chats in an order of their own; each answer is off by 1, 2, 10 or 20 with probability `slips`."""
+    """Chats in another random order. Each answer is wrong by 1, 2, 10 or 20 with probability `slips`."""
     teacher = random.Random(seed + 1)
     lessons = []
     for row in teacher.sample(rows, len(rows)):
@@ -46,7 +46,7 @@ def sloppy_lessons(rows: list[dict[str, str]], seed: int, slips: float) -> list[
 
 
 def write_data(folder: Path, seed: int, test: int = 256, slips: float = 0.3) -> None:
-    """The files above, `test` of the pairs held out."""
+    """Write the files above, with `test` held-out pairs."""
     folder.mkdir(parents=True, exist_ok=True)
     train_rows, test_rows = additions(seed, test)
     for name, rows in (("train", train_rows), ("test", test_rows)):

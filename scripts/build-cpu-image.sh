@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds the cpu target of docker/Dockerfile and runs it, without a registry and without a container daemon: the base is a
-# Debian 12 root file system of mmdebstrap. Then, as the image's user: `vime doctor`, a /dev/shm that is too small, the GPU
-# check on a machine without a GPU, and the tiny demo for two rollouts. A person or a release runs this; CI does not.
+# Builds the cpu target of docker/Dockerfile and runs it, without a registry and without a container daemon. The base is a
+# Debian 12 root file system of mmdebstrap. As the image's user, it then runs `vime doctor`, a check with a /dev/shm that is
+# too small, the GPU check on a machine without a GPU, and two rollouts of the tiny demo. Run it before a release; CI does
+# not run it.
 #
 #   bash scripts/build-cpu-image.sh              as root, on Debian: apt-get install mmdebstrap buildah
 #   PARTS="base image" bash scripts/build-cpu-image.sh    some of: base image check demo clean
@@ -27,7 +28,7 @@ mkdir -p "$WORK"
 free_mib=$(df -Pm "$WORK" | awk 'NR == 2 { print $4 }')
 ((free_mib >= 25000)) || die "WORK must be where 25000 MiB are free, got $WORK, where $free_mib are; set another WORK"
 
-# vfs and chroot need neither a kernel module nor a user namespace, so that this runs inside a container, too.
+# vfs and chroot need neither a kernel module nor a user namespace, so this also runs inside a container.
 STORAGE=(--storage-driver vfs --root "$WORK/storage" --runroot "$WORK/run")
 build() { buildah "${STORAGE[@]}" "$@"; }
 
@@ -42,7 +43,7 @@ fi
 if wants image; then
     read -ra options <<<"${BUILD_OPTIONS:-}"
     [[ -z "${PIP_CONFIG_FILE:-}" ]] || options+=(--secret "id=pip.conf,src=$PIP_CONFIG_FILE")
-    # The docker format, since OCI's has no health check.
+    # The docker format, because the OCI format has no health check.
     build bud --isolation chroot --format docker --target cpu --build-arg CPU_BASE=localhost/vime-base \
         --build-arg REVISION="$(git rev-parse HEAD)" "${options[@]}" --tag "$IMAGE" --file docker/Dockerfile . \
         >"$WORK/build.log" 2>&1 || { tail -n 40 "$WORK/build.log" >&2; die "the build failed; all of it: $WORK/build.log"; }
@@ -50,8 +51,8 @@ if wants image; then
     step "image: $size"
 fi
 
-# COMMAND in the container, as the image's user, with a /dev/shm of that size. Chroot isolation gives the container the
-# /dev/shm of its caller, so the caller has its own one in a mount namespace of its own.
+# Runs COMMAND in the container as the image's user, with a /dev/shm of that size. With chroot isolation, the container has
+# its caller's /dev/shm, so the caller runs in its own mount namespace with its own /dev/shm.
 inside() { # SHM_SIZE COMMAND...
     # shellcheck disable=SC2016
     unshare --mount bash -euc 'mount -t tmpfs -o "size=$1,mode=1777" shm /dev/shm && exec "${@:2}"' -- "$1" \

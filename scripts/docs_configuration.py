@@ -1,6 +1,6 @@
 """`python scripts/docs_configuration.py`: docs/configuration.md, written from the flags that the code declares.
 
-A test fails when the page is not what this script writes. Megatron's and vLLM's own flags are explained, not listed.
+A test fails if the page is out of date. The page explains Megatron's and vLLM's own flags but does not list them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ one.
 
 
 def cell(text: str) -> str:
-    """Plain text as the content of a table cell; flags and signatures of functions become code."""
+    """Plain text as the content of a table cell. Flags and function signatures become code."""
     if signature := re.match(r"(async )?fn\(.*?\)( -> (\([^)]*\)|[\w .|]+))?", text):
         return f"Import path of `{signature[0]}`{cell(text[signature.end() :])}"
     for character in "\\|*<>":
@@ -107,7 +107,7 @@ def cell(text: str) -> str:
 
 
 def kind_of(spec: FlagSpec) -> str:
-    """The type of a flag's value, as the page names it."""
+    """The page's name of a flag's type."""
     name = {bool: "switch", int: "integer", float: "number", str: "text", dict: "object"}.get(
         spec.kind, "text"
     )
@@ -116,7 +116,7 @@ def kind_of(spec: FlagSpec) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as the page shows it."""
+    """The page's text for a default value."""
     if value in (None, [], {}, ""):
         return "none"
     if isinstance(value, bool):
@@ -125,7 +125,7 @@ def shown(value: Any) -> str:
 
 
 def meaning(spec: FlagSpec) -> str:
-    """What a flag does, with its choices."""
+    """The help text of a flag, with its choices."""
     text = cell(spec.help)
     if re.match(r"[a-z]+[ ,;:-]", text):
         text = text[0].upper() + text[1:]

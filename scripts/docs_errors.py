@@ -1,9 +1,9 @@
 """`python scripts/docs_errors.py`: docs/troubleshooting.md, written from the errors that the code raises.
 
 The messages of configuration, start-up and engines are read from the source code. A message of this project has the
-form "<name> must <rule>, got <value>; <what to do>", so most rows need no other text. docs/troubleshooting.yaml holds
-the introduction of the page, and a remedy for each message that has none: its key is a constant part of the message. A
-test fails when the page is out of date, and when a message has no remedy.
+form "<name> must <rule>, got <value>; <what to do>", so most rows need no other text. docs/troubleshooting.yaml has the
+introduction of the page, and a remedy for each message without one. Its key is a constant part of the message. A test
+fails if the page is out of date, or if a message has no remedy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, NOTES = Path("docs/troubleshooting.md"), Path("docs/troubleshooting.yaml")
 COMMAND = "python scripts/docs_errors.py"
 HOLE = "…"
-"""What stands for a value in a message."""
+"""Replaces a value in a message."""
 
 AREAS = {
     "Flags and configuration": (
@@ -37,24 +37,24 @@ AREAS = {
     "Start-up: Ray, GPUs and nodes": ("slime/cluster", "vime/train.py"),
     "Engines and weight transfer": ("vime/engine", "slime/weight_sync"),
 }
-"""Section of the page -> files and folders; a file belongs to the first section that names it or its folder exactly."""
+"""Section of the page -> files and folders. A file belongs to the first section that names the file or its folder."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One error text: constant parts joined by HOLE, and the file that raises it."""
+    """One error text (constant parts joined by HOLE), and the file that raises it."""
 
     text: str
     path: Path
 
     @property
     def rule(self) -> str:
-        """What the error says, without its remedy."""
+        """The error text without its remedy."""
         return self._parts()[0]
 
     @property
     def remedy(self) -> str:
-        """What the message itself says to do; empty when it says nothing."""
+        """The remedy in the message itself, or an empty string."""
         return self._parts()[1]
 
     def _parts(self) -> tuple[str, str]:
@@ -64,7 +64,7 @@ class Message:
 
 
 def source_files() -> Iterator[tuple[str, Path]]:
-    """(section, file) of every file of AREAS, each once: exact files before folders."""
+    """(section, file) for every file of AREAS, once each. Files that AREAS names come before folders."""
     exact = {path for paths in AREAS.values() for path in paths if path.endswith(".py")}
     for section, paths in AREAS.items():
         for path in paths:
@@ -76,8 +76,8 @@ def source_files() -> Iterator[tuple[str, Path]]:
 
 
 def text_of(node: ast.expr, constants: dict[str, str]) -> str | None:
-    """The text of a string expression, with HOLE for values; None for what is no string. `constants` are the strings
-    that the file names at its top."""
+    """The text of a string expression, with HOLE for values. None for other expressions. `constants` are the string
+    constants at the top of the file."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -93,9 +93,9 @@ def text_of(node: ast.expr, constants: dict[str, str]) -> str | None:
 
 
 def messages_of(path: Path) -> list[Message]:
-    """Texts that a file raises as ValueError, RuntimeError and their kind, and texts "... must ..., got ...".
+    """Texts that a file raises as ValueError, RuntimeError or similar errors, and texts "... must ..., got ...".
 
-    The second rule finds messages that are collected or returned first and raised elsewhere.
+    The second rule finds messages that another function raises.
     """
     tree = ast.parse(path.read_text())
     constants = {
@@ -129,7 +129,7 @@ def messages_of(path: Path) -> list[Message]:
 
 
 def raises_to_the_user(call: ast.Call) -> bool:
-    """Whether a raised call is an error whose text a user can meet; AttributeError and the like show a bug."""
+    """Whether a raised call is an error for the user. AttributeError and similar errors show a bug."""
     name = getattr(call.func, "id", getattr(call.func, "attr", ""))
     return name.endswith("Error") and name not in (
         "AttributeError",
@@ -152,22 +152,22 @@ def collected() -> dict[str, list[Message]]:
 
 
 def notes() -> dict[str, str]:
-    """Constant text of a message -> cause and remedy, by hand."""
+    """Constant text of a message -> handwritten cause and remedy."""
     return yaml.safe_load((ROOT / NOTES).read_text())["remedies"]
 
 
 def note_of(message: Message, written: dict[str, str]) -> str:
-    """The handwritten text of a message: that of the longest key that fits."""
+    """The handwritten text of a message, from the longest key that fits."""
     return written.get(max((k for k in written if fits(k, message)), key=len, default=""), "")
 
 
 def fits(key: str, message: Message) -> bool:
-    """Whether a message contains a key; a key that begins with a value must begin the message."""
+    """Whether a message contains a key. A key that begins with a value must be at the start of the message."""
     return message.text.startswith(key) if key.startswith(HOLE) else key in message.text
 
 
 def remedy_of(message: Message, written: dict[str, str]) -> str:
-    """What to do: the handwritten text, else what the message says."""
+    """The remedy: the handwritten text, or else the remedy in the message."""
     own = message.remedy
     if re.match(r"(?!vLLM)[a-zA-Z]+\b(?![-_./])", own):
         own = own[0].upper() + own[1:]
@@ -176,23 +176,24 @@ def remedy_of(message: Message, written: dict[str, str]) -> str:
 
 
 def without_remedy() -> list[str]:
-    """Messages that neither say what to do nor have a note."""
+    """Messages without a remedy and without a note."""
     written = notes()
     return [f"{m.path}: {m.text}" for ms in collected().values() for m in ms if not remedy_of(m, written)]
 
 
 def unused_notes() -> list[str]:
-    """Notes whose message is gone."""
+    """Notes without a message."""
     messages = [m for ms in collected().values() for m in ms]
     return [key for key in notes() if not any(fits(key, message) for message in messages)]
 
 
 def cell(text: str, *, code: bool = False) -> str:
-    """Text as the content of a table cell; a message in code keeps its characters for the search."""
+    """Text as the content of a table cell. A message in code keeps its characters, so that readers can search for
+    it."""
     text = text.replace("\n", " ")
     if code:
         return f"`{text.replace('`', chr(39)).replace('|', '/')}`"
-    pieces = re.split(r"(`[^`]*`)", text)  # code is at odd places and stays as it is
+    pieces = re.split(r"(`[^`]*`)", text)  # odd entries are code and stay unchanged
     for place in range(0, len(pieces), 2):
         plain = re.sub(r"([|*])", r"\\\1", pieces[place]).replace("<", "&lt;").replace(">", "&gt;")
         pieces[place] = re.sub(r"(?<![\w-])--[a-z][\w-]*\w", lambda flag: f"`{flag[0]}`", plain)

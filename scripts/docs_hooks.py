@@ -1,8 +1,8 @@
 """MkDocs hooks of the documentation site: links that leave docs/, and the contributing page.
 
-Pages link to source files with relative links, so that the links work in a checkout. The site has no source files. A
-link that leaves docs/ becomes a link into the repository where `repo_url` is set, otherwise the path as code. A link to
-a file that does not exist is a warning, which `mkdocs build --strict` turns into an error.
+Pages link to source files with relative links, so that the links work in a checkout. The site has no source files. If
+`repo_url` is set, a link that leaves docs/ becomes a link into the repository. Otherwise it becomes the path as code. A
+link to a missing file is a warning, and `mkdocs build --strict` turns warnings into errors.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FENCE = re.compile(r"^ *(```|~~~)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """CONTRIBUTING.md stays at the root of the repository, where people look for it; the site shows the same text."""
+    """Add CONTRIBUTING.md to the site. The file stays at the root of the repository."""
     text = (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """The page with every link that leaves docs/ rewritten; fenced code stays as it is."""
+    """The page with every link that leaves docs/ rewritten. Fenced code does not change."""
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
     lines, fenced = [], False
     for line in markdown.splitlines():

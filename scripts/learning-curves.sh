@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Does the reward rise, whatever way the parts are put together? Four GRPO runs of a small model that adds badly, and their
-# curves in one plot: trainer and engine taking turns or side by side, with the kernels of rl_kernel and without.
+# Checks that the reward rises in every combination: four GRPO runs of a small model that makes errors in addition, and their
+# curves in one plot. Trainer and engine take turns or run concurrently, with and without the kernels of rl_kernel.
 #
 #   bash scripts/learning-curves.sh                                       on GPUs; two of them for MODES=disaggregated
 #   MODES=colocate FASTS=auto bash scripts/learning-curves.sh             some of the four
 #   DEVICE=cpu SFT_ROLLOUTS=24 ROLLOUTS=12 bash scripts/learning-curves.sh    a smaller model on a CPU: 15 minutes
 #   bash scripts/learning-curves.sh --rlk-consistency audit               any flag of `vime train`, for the four runs
 #
-#   OUT           model, checkpoints, run directories {mode}-{fast}, plots (default runs/curves); what is there is kept
-#   SFT_ROLLOUTS  of ten optimizer steps each, to warm the model up (default 20)
-#   ROLLOUTS      of each run (default 12)
+#   OUT           model, checkpoints, run directories {mode}-{fast}, plots (default runs/curves); existing files are kept
+#   SFT_ROLLOUTS  number of warm-up rollouts, ten optimizer steps each (default 20)
+#   ROLLOUTS      number of rollouts of each run (default 12)
 #   SETUP=0       use the Python on PATH (or PYTHON) as it is
 set -euo pipefail
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
@@ -48,7 +48,7 @@ PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 vime() { "$PYTHON" -m vime "$@"; }
 
-# 1. A random model, warmed up by a teacher that is wrong three times in ten.
+# 1. A random model, warmed up on data with three wrong answers in ten.
 [[ -f "$OUT/base/config.json" ]] ||
     "$PYTHON" scripts/make_model.py --arch "$ARCH" --random --arithmetic --device "$DEVICE" "$OUT/base"
 DATA="$OUT/base/arithmetic"
@@ -64,13 +64,13 @@ if [[ ! -f "$OUT/warm/config.json" ]]; then
     vime export --load "$OUT/sft-checkpoint" --hf-checkpoint "$OUT/base" --output-dir "$OUT/warm"
 fi
 
-# 2. The runs: all draw the same prompts, and begin with the same weights. One that is whole is not run again.
+# 2. The runs. All use the same prompts and start with the same weights. A complete run is not repeated.
 GRPO_ARGS=(
     --device "$DEVICE" --hf-checkpoint "$OUT/warm" --actor-num-gpus-per-node 1
     --prompt-data "$DATA/train.jsonl" --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
     --rm-type gsm8k --num-rollout "${ROLLOUTS:-12}" --rollout-batch-size 64 --n-samples-per-prompt 16
     --rollout-max-response-len 8 --rollout-temperature 1
-    --global-batch-size 256 # four optimizer steps a rollout
+    --global-batch-size 256 # four optimizer steps per rollout
     --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28
     --lr "$LR" --adam-beta2 0.95 --weight-decay 0 --accumulate-allreduce-grads-in-fp32
     --use-dynamic-batch-size --max-tokens-per-gpu 16384 --balance-data

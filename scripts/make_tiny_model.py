@@ -1,10 +1,10 @@
-"""Write a tiny Qwen3 checkpoint and two-digit addition data: everything the first run needs, from a seed alone.
+"""Write a tiny Qwen3 checkpoint and two-digit addition data from a seed: everything that the first run needs.
 
     python scripts/make_tiny_model.py runs/tiny/data
 
-leaves in that folder base/, the checkpoint (qwen3-tiny of architectures.py: 1.2 M random fp32 parameters, fast
-tokenizer, chat template), and the files of arithmetic.py beside it. Three in ten of the lessons in sft.jsonl are wrong
-(--slips): the first run's reward then corrects what the model learned from them.
+writes to that folder base/, the checkpoint (qwen3-tiny of architectures.py: 1.2 M random fp32 parameters, fast
+tokenizer, chat template), and the files of arithmetic.py. Three in ten of the lessons in sft.jsonl are wrong (--slips).
+The first run's reward corrects the errors that the model learned from them.
 
 The same seed gives the same bytes. Nothing is downloaded.
 """
@@ -20,7 +20,7 @@ from make_model import build_config, build_model, save_model, save_settings
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a tiny Qwen3 checkpoint and two-digit addition data.")
-    parser.add_argument("folder", type=Path, help="where to write; files of an earlier call are replaced")
+    parser.add_argument("folder", type=Path, help="output folder; files of an earlier call are replaced")
     parser.add_argument("--seed", type=int, default=0, help="decides every byte (default 0)")
     parser.add_argument(
         "--test", type=int, default=256, help=f"held-out prompts of the {PAIRS} (default 256)"

@@ -1,7 +1,7 @@
 """Plan every configuration of examples/ without weights, and write the table of their memory into examples/README.md.
 
 python scripts/plan_examples.py            print the table
-python scripts/plan_examples.py --write    and put it into examples/README.md
+python scripts/plan_examples.py --write    print it and write it into examples/README.md
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEGIN, END = "<!-- planned: begin -->", "<!-- planned: end -->"
 
 @dataclass(frozen=True)
 class Planned:
-    """One configuration on the GPUs that it names. `verdicts` are those of `vime plan`; sizes are for one GPU."""
+    """One configuration on its GPUs. `verdicts` are those of `vime plan`. Sizes are per GPU."""
 
     file: Path
     config: Config
@@ -45,7 +45,7 @@ class Planned:
 
     @property
     def peak_share(self) -> float:
-        """Part of the GPU that is in use at the worst moment."""
+        """Share of the GPU's memory that is in use at the peak."""
         return max(self.training_gib, self.generating_gib) / self.memory_gib
 
     @property
@@ -54,19 +54,19 @@ class Planned:
 
 
 def files() -> list[Path]:
-    """Every layout, by model."""
+    """Every layout, sorted by model."""
     return sorted(path for path in EXAMPLES.glob("*/*.yaml") if path.parent.name in ARCHITECTURES)
 
 
 def flags(file: Path, model: Path) -> list[str]:
-    """The command line of an example with a model and prompts of its own."""
+    """The command line of an example, with the model and prompts in `model`."""
     configs = ("--config", str(EXAMPLES / "grpo.yaml"), str(file))
     rewards = ("--input-key", "prompt", "--label-key", "label", "--rm-type", "deepscaler")
     return [*configs, "--hf-checkpoint", str(model), "--prompt-data", str(model / "prompts.jsonl"), *rewards]
 
 
 def write_model(arch: str, folder: Path) -> Path:
-    """config.json and one prompt: what a plan reads of a model."""
+    """Write config.json and one prompt, the files that a plan reads."""
     model = folder / arch
     if not model.is_dir():
         model.mkdir()
@@ -76,7 +76,7 @@ def write_model(arch: str, folder: Path) -> Path:
 
 
 def plan(file: Path, folder: Path) -> Planned:
-    """The estimates of one configuration, by which `vime plan` and a run decide."""
+    """The estimates of one configuration. `vime plan` and a run decide from the same estimates."""
     model = write_model(file.parent.name, folder)
     c = parse_config(flags(file, model))
     hf, size = read_hf_config(str(model)), HARDWARE[c.gpu].memory_gib * GIB
@@ -94,7 +94,7 @@ def plan(file: Path, folder: Path) -> Planned:
 
 
 def table(plans: Sequence[Planned]) -> Iterator[str]:
-    """Markdown: GPUs, and GiB of one GPU at the two worst moments."""
+    """Markdown table: GPUs, and GiB per GPU at the two peaks."""
     titles = ("configuration", "GPUs", "trainer: TP x PP x DP, expert ranks", "GPUs per engine")
     yield f"| {' | '.join(titles)} | training, GiB | generating, GiB | most of a GPU |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
@@ -110,13 +110,13 @@ def table(plans: Sequence[Planned]) -> Iterator[str]:
 
 
 def page(text: str, rows: Sequence[str]) -> str:
-    """`text` with the rows between its two marks."""
+    """`text` with `rows` between its two marks."""
     before, rest = text.split(BEGIN)
     return "\n".join([f"{before}{BEGIN}", *rows, END]) + rest.split(END)[1]
 
 
 def main(argv: Sequence[str]) -> int:
-    """1 when a configuration does not fit its GPUs."""
+    """Print or write the table. Returns 1 if a configuration does not fit its GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         plans = [plan(file, Path(folder)) for file in files()]
     rows = list(table(plans))

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Start Ray on this node with token authentication, and stay until it ends.
+# Start Ray on this node with token authentication, and run until Ray ends.
 #
 #   TOKEN_FILE=FILE NODE_IP=ADDRESS bash scripts/ray-cluster.sh head
 #   TOKEN_FILE=FILE NODE_IP=ADDRESS HEAD=HOST:PORT bash scripts/ray-cluster.sh worker
 #
 # The head makes TOKEN_FILE (mode 600) if it does not exist. Every worker, and the node that runs `vime train`, needs the
-# same file: a shared file system, or a copy by ssh. Then, on a node of the cluster:
+# same file, on a shared file system or as a copy by ssh. Then, on a node of the cluster:
 #   RAY_AUTH_TOKEN_PATH=FILE RAY_ADDRESS=HOST:PORT vime train ...
-# PORT (default 6379) is the port of the head. More arguments go to `ray start`. PYTHON names the interpreter.
+# PORT (default 6379) is the port of the head. Other arguments go to `ray start`. PYTHON names the interpreter.
 set -euo pipefail
 
 role=${1:-}
@@ -23,10 +23,10 @@ make=()
 [[ "$role" == worker ]] || make=(--make)
 PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m slime.cluster.ray_token "${make[@]}" "$TOKEN_FILE"
 
-unset RAY_AUTH_TOKEN # it would win over the file
+unset RAY_AUTH_TOKEN # it would override the file
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$TOKEN_FILE"
 if [[ "$NODE_IP" == 127.0.0.1 ]]; then
-    export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # or else Ray replaces the loopback address with another of this host
+    export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 # otherwise Ray replaces the loopback address with another address
 fi
 common=(--node-ip-address="$NODE_IP" --disable-usage-stats --block)
 if [[ "$role" == head ]]; then

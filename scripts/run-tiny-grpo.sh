@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# GRPO from nothing, on the machine in front of you: sets up, makes a tiny model that adds two-digit numbers badly, and
-# trains it until it adds visibly better. About six minutes on two CPU cores; no GPU, no download but Python packages.
+# A first GRPO run on any machine: sets up, makes a tiny model that makes errors in two-digit addition, and trains it until
+# it makes clearly fewer. It takes about six minutes on two CPU cores. It needs no GPU and downloads only Python packages.
 #
 #   bash scripts/run-tiny-grpo.sh                       trainer and engine take turns (colocated)
-#   OUT=runs/apart MODE=disaggregated bash scripts/run-tiny-grpo.sh    both stay alive, each on half of the cores
+#   OUT=runs/apart MODE=disaggregated bash scripts/run-tiny-grpo.sh    each runs on its own half of the cores
 #   OUT=runs/async MODE=async bash scripts/run-tiny-grpo.sh            generation runs one rollout ahead of training
 #   bash scripts/run-tiny-grpo.sh --num-rollout 100     any flag of `vime train` (see `vime flags`)
 #
-# OUT=DIR names the folder for model, checkpoints and records (default runs/tiny). A second call goes on where the
-# first one stopped, in the same MODE; remove the folder to start anew.
+# OUT=DIR names the folder for model, checkpoints and records (default runs/tiny). A second call resumes the run in the
+# same MODE. Remove the folder to start a new run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -31,13 +31,13 @@ if [[ "$before" != "$MODE" ]]; then
 fi
 echo "$MODE" >"$OUT/mode"
 
-# 1. A random model and its arithmetic.
+# 1. A random model and its addition data.
 [[ -f "$OUT/sft.jsonl" ]] || python scripts/make_tiny_model.py "$OUT"
 source scripts/models/qwen3-tiny.sh
 
 # 2. The flags of GRPO.
 CKPT_ARGS=(
-    --load "$OUT/checkpoint" # resume from here when there is something
+    --load "$OUT/checkpoint" # resume from here if it has a checkpoint
     --save "$OUT/checkpoint"
     --save-interval 10
 )
@@ -53,7 +53,7 @@ ROLLOUT_ARGS=(
     --n-samples-per-prompt 16
     --rollout-max-response-len 5
     --rollout-temperature 1
-    --global-batch-size 256 # four optimizer steps a rollout
+    --global-batch-size 256 # four optimizer steps per rollout
 )
 EVAL_ARGS=(
     --eval-interval 10
@@ -81,9 +81,9 @@ GRPO_RUN=(
     "${OPTIMIZER_ARGS[@]}" "${PERF_ARGS[@]}" --use-tensorboard --run-dir "$OUT/grpo" "$@"
 )
 
-# 3. Supervised warm-up, by the trainer that GRPO uses. Its teacher is wrong three times in ten, and so is the model.
+# 3. Supervised warm-up with the trainer that GRPO uses. Three in ten answers of its data are wrong, so the model errs too.
 if [[ ! -f "$OUT/warm/config.json" ]]; then
-    vime plan --hf-checkpoint "$OUT/base" "${GRPO_RUN[@]}" >/dev/null # a wrong flag shows now, not after the warm-up
+    vime plan --hf-checkpoint "$OUT/base" "${GRPO_RUN[@]}" >/dev/null # a wrong flag is an error before the warm-up
     SFT_ARGS=(
         --loss-type sft_loss
         --rollout-function-path slime.rollout.sft_rollout.generate_rollout
@@ -93,7 +93,7 @@ if [[ ! -f "$OUT/warm/config.json" ]]; then
         --rollout-shuffle
         --num-rollout 24
         --rollout-batch-size 1280
-        --global-batch-size 128 # ten optimizer steps a rollout
+        --global-batch-size 128 # ten optimizer steps per rollout
         --disable-compute-advantages-and-returns
         --calculate-per-token-loss
         --lr 1e-3
@@ -113,7 +113,7 @@ fi
 # 4. GRPO.
 vime train --hf-checkpoint "$OUT/warm" "${GRPO_RUN[@]}"
 
-# 5. Look at it.
+# 5. Draw the metrics and print a summary.
 vime plot "$OUT/grpo"
 python - "$OUT/grpo" <<'END'
 import json, sys

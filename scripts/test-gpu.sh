@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# What can only be shown on GPUs, and one table of the figures against their targets. Needs an environment with
-# requirements/gpu.txt, pytest and vime itself (PYTHON, default python3), and GPUs that nothing else uses.
+# Runs the tests that need GPUs and prints one table that compares figures with their targets. Needs an environment with
+# requirements/gpu.txt, pytest and vime itself (PYTHON, default python3), and GPUs that no other process uses.
 #
 #   CUDA_VISIBLE_DEVICES=0 bash scripts/test-gpu.sh    one GPU: its tests, and a colocated run of a random Qwen3-4B
-#   bash scripts/test-gpu.sh                           two or more: tests of several, a disaggregated run, rollout speed
+#   bash scripts/test-gpu.sh                           two or more GPUs: their tests, a disaggregated run, rollout speed
 #   bash scripts/test-gpu.sh -k attention              all tests with that name; any option of pytest
 #   PARTS="tests table" bash scripts/test-gpu.sh       some of: tests smoke rollout table
 #
-# Tests run side by side. The run of the 4B (smoke) starts meanwhile, makes two steps and waits until the tests have ended;
-# on two GPUs the engine that is measured beside raw vLLM (rollout) starts meanwhile, too, and waits until that run has
-# ended. Both are for GPUs of 140 GiB. A test that would be skipped is an error.
+# Tests run concurrently. The run of the 4B (smoke) starts at the same time, makes two steps, and waits until the tests have
+# ended. On two GPUs, the engine that is compared with plain vLLM (rollout) also starts at the same time, and waits until
+# that run has ended. Both need GPUs of 140 GiB. A test that would be skipped is an error.
 #
-#   OUT      records (default runs/test-gpu), each replaced by the part that makes it; the model in it is kept
+#   OUT      records (default runs/test-gpu); each part replaces its own record; the model in it is kept
 #   FIGURES  more run directories and JSON files for the table, see benchmarks/gpu_numbers.py
 set -euo pipefail
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
@@ -50,12 +50,12 @@ wants() { [[ " $PARTS " == *" $1 "* ]]; }
 step() { echo "test-gpu: [$SECONDS s] $*"; }
 failed=()
 mkdir -p "$OUT"
-# Bash starts what runs in the background deaf to Ctrl-C.
+# Bash makes background processes ignore Ctrl-C.
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# A process of pytest for each group of tests. What fails is named at the end; the rest is worth having all the same.
+# One pytest process per group of tests. Failures are printed at the end, and the other groups still run.
 declare -A running=()
 begin() { # GROUP...
     local group log words
@@ -77,8 +77,8 @@ end() { # GROUP...
     done
 }
 
-# Eleven steps, of which memory must not grow from the third to the tenth. Micro-batches of 16k tokens. The engine's keys
-# and values are given in bytes, as its own measurement would count what tests hold: 16 GiB are 116,000 tokens, more than
+# Eleven steps. Memory must not grow from the third to the tenth step. Micro-batches of 16k tokens. The engine's KV cache is
+# given in bytes, because vLLM's own measurement would count the memory of the tests: 16 GiB are 116,000 tokens, more than
 # the 256 samples of either part have.
 smoke() {
     export SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT MODE
@@ -87,7 +87,7 @@ smoke() {
         --vllm-kv-cache-memory-bytes "$((16 << 30))" --vllm-max-model-len 1024 --run-dir "$OUT/$MODE" \
         --custom-generate-function-path gpu_alone.generate_when_alone >"$OUT/smoke.log" 2>&1
 }
-# On the last GPU: of two, the one where the run above has its engine.
+# This runs on the last GPU. With two GPUs, the run above has its engine there.
 rollout() {
     CUDA_VISIBLE_DEVICES=$last exec "$PYTHON" benchmarks/rollout_speed.py --model "$model" --device cuda --rounds 3 \
         --vllm-gpu-memory-utilization 0.2 --vllm-kv-cache-memory-bytes "$((16 << 30))" \
@@ -120,7 +120,7 @@ start_rollout() {
     rollout &
     rolling=$!
 }
-# One GPU has no room for it beside the 4B.
+# One GPU has no room for it together with the 4B.
 ! wants rollout || ((gpus == 1)) || start_rollout
 ! wants tests || end "${long[@]}"
 if [[ -n "${smoking:-}" ]]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up like a run does, then pass the tests that need no GPU. Arguments go to pytest: bash scripts/test.sh -k packing
+# Set up as a run does, then run the tests that need no GPU. Arguments go to pytest: bash scripts/test.sh -k packing
 #
 #   bash scripts/test.sh          what CI runs
 #   bash scripts/test.sh --all    also the tests marked slow, before a release

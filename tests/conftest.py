@@ -1,4 +1,4 @@
-"""Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter; every other test runs as users do."""
+"""Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter. Other tests do not use it."""
 
 import os
 import signal
@@ -10,14 +10,13 @@ import torch
 OPERATORS = Path(__file__).parent / "rl_kernel"
 INTERPRET = not torch.cuda.is_available()
 
-# Triton's own library is compiled or interpreted by what it finds when it is imported, and the first test file that
-# pytest collects may import it.
+# Triton decides at import whether to use its interpreter, and the first test file that pytest collects may import it.
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A time limit ends a test session with SIGTERM: what its tests have started ends with it, as on Ctrl-C."""
+    """Treat SIGTERM (from a time limit) as Ctrl-C, so that fixtures stop the processes that tests started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -35,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the item's fixtures: engines and trainers that a test starts inherit the environment."""
+    """Set the environment before the item's fixtures, because engines and trainers inherit it."""
     if INTERPRET and OPERATORS in item.path.parents:
         os.environ["TRITON_INTERPRET"] = "1"
     else:

@@ -2,13 +2,13 @@
 # GRPO of one model of examples/ on the GPUs of this machine or of a Ray cluster; called by scripts/run-MODEL-grpo.sh.
 #
 #   MODEL=Qwen3-4B DATA=gsm8k/train.jsonl bash scripts/run-qwen3-4b-grpo.sh
-#   bash scripts/run-qwen3-4b-grpo.sh                     random weights, sums for data: does it run, and how fast?
-#   bash scripts/run-qwen3-4b-grpo.sh --lr 2e-6           any flag of `vime train` (see `vime flags`), which wins
+#   bash scripts/run-qwen3-4b-grpo.sh                     random weights and addition data: a smoke test and its speed
+#   bash scripts/run-qwen3-4b-grpo.sh --lr 2e-6           any flag of `vime train` (see `vime flags`) overrides the layout
 #   PLAN=1 bash scripts/run-qwen3-4b-grpo.sh              `vime plan` of the same flags; needs no GPU, starts nothing;
 #                                                         with --gpu h100: does it fit such GPUs?
 #
 #   MODE      the layout, a file of examples/MODEL/. colocate (default): trainer and engines take turns on all GPUs.
-#             disaggregated: some GPUs train, the others generate. gb200: for GB200, where the model has such a file
+#             disaggregated: some GPUs train, the others generate. gb200: for GB200, if the model has such a file
 #   MODEL     Hugging Face directory (default: random weights of the same shape, made in OUT)
 #   DATA      prompt file: GSM8K (question, answer) or dapo-math (prompt and label, or prompt and reward_model); other
 #             columns with --input-key, --label-key and --rm-type
@@ -16,7 +16,7 @@
 #             resumes where the first stopped
 #   NUM_GPUS  GPUs to use on a machine, for a layout of one node (default: --num-gpus-per-node where that is given,
 #             otherwise all)
-#   SETUP=0   use the Python on PATH (or PYTHON) as it is: for machines whose environment was made by hand
+#   SETUP=0   use the Python on PATH (or PYTHON) unchanged, on machines with their own environment
 #   RAY_ADDRESS=HOST:PORT joins that cluster; layouts of several nodes need it. DATA, MODEL and OUT must then be on a
 #             file system that all nodes see
 set -euo pipefail
@@ -40,7 +40,7 @@ fi
 PLAN=${PLAN:-0}
 die() { echo "run-$EXAMPLE-grpo: $*" >&2; exit 2; }
 
-# 1. What is asked for, and what is there.
+# 1. The settings, and this machine's GPUs.
 [[ "$MODE" != colocate ]] || MODE=colocated
 LAYOUT="examples/$EXAMPLE/$MODE.yaml"
 if [[ ! -f "$LAYOUT" ]]; then
@@ -109,7 +109,7 @@ if [[ "${SETUP:-1}" == 1 ]]; then
     PYTHON=python
 fi
 PYTHON=${PYTHON:-python3}
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # what Ray and the engines start imports this folder, too
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # processes that Ray and the engines start also import this folder
 missing=$("$PYTHON" - <<'PY'
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -118,7 +118,7 @@ from importlib.util import find_spec
 def found(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is not there either
+    except ModuleNotFoundError:  # its parent package is missing too
         return False
 
 
@@ -138,12 +138,12 @@ try:
 except ValueError as error:
     sys.exit(f"{sys.argv[2]}: {error}")
 ' "$MODEL" "run-$EXAMPLE-grpo") || exit 2
-    # No rank would share its experts: by `vime plan`, a Qwen3-30B-A3B takes 191 GiB of each of 8 GPUs.
+    # Otherwise each rank would hold all experts: by `vime plan`, Qwen3-30B-A3B needs 191 GiB on each of 8 GPUs.
     ((experts == 0)) || die "MODEL must be dense, got $MODEL with $experts experts a layer;" \
         "a launcher for such a model: scripts/run-qwen3-30b-a3b-grpo.sh"
 fi
 
-# 2. Model and data. Without MODEL this is a smoke run: a random model learns nothing, its rewards stay 0.
+# 2. Model and data. Without MODEL, this is a smoke run: a random model learns nothing, and its rewards stay 0.
 SMOKE_ARGS=()
 if [[ -z "$MODEL" ]]; then
     MODEL="$OUT/random-$EXAMPLE"
@@ -168,13 +168,13 @@ TEXT
 else
     CKPT_ARGS=(
         --hf-checkpoint "$MODEL"
-        --load "$OUT/checkpoint" # resume from here when there is something
+        --load "$OUT/checkpoint" # resume from here if it has a checkpoint
         --save "$OUT/checkpoint"
         --save-interval 20
     )
 fi
 if [[ " $* " == *" --input-key"[\ =]* ]]; then
-    DATA_ARGS=() # the columns are named by the flags
+    DATA_ARGS=() # the user's flags name the columns
 else
     layout=$("$PYTHON" - "$DATA" "$EXAMPLE" <<'PY'
 import sys
@@ -204,7 +204,7 @@ PY
     read -ra DATA_ARGS <<<"$layout"
 fi
 
-# 3. Who runs where: the layout's file, on the GPUs that are here.
+# 3. Placement: the layout's file, adapted to this machine's GPUs.
 SIZE_ARGS=()
 if ((NODES == 1)); then
     read -ra SIZE_ARGS <<<"$("$PYTHON" scripts/lib/scale_layout.py "$LAYOUT" "$NUM_GPUS")"
@@ -216,6 +216,6 @@ if [[ "$PLAN" == 1 ]]; then
 else
     echo "curves, at any time: vime plot $OUT/grpo"
 fi
-# exec: signals reach the run itself, which ends what it started and nothing else.
+# With exec, signals reach the run itself, and it ends only the processes that it started.
 exec "$PYTHON" -m vime "$COMMAND" --device cuda --config examples/grpo.yaml "$LAYOUT" "${SIZE_ARGS[@]}" \
     "${CKPT_ARGS[@]}" --prompt-data "$DATA" "${DATA_ARGS[@]}" "${SMOKE_ARGS[@]}" --run-dir "$OUT/grpo" "$@"

@@ -1,7 +1,7 @@
-"""Flags that fit a layout of one node to a number of GPUs: scale_layout.py examples/MODEL/MODE.yaml GPUS
+"""Prints flags that adapt a one-node layout to a number of GPUs: scale_layout.py examples/MODEL/MODE.yaml GPUS
 
-Colocated, all GPUs train and generate; disaggregated, the larger half trains. A parallel size that the GPUs are not a
-multiple of becomes their greatest common divisor, with a note.
+Colocated: all GPUs train and generate. Disaggregated: the larger half trains. If the number of GPUs is not a multiple
+of a parallel size, the size becomes their greatest common divisor, with a note.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slime.config.fields import spelled
 
 
 def scaled(layout: Path, gpus: int) -> list[str]:
-    """The flags that differ from the layout's own."""
+    """The flags that differ from the layout's flags."""
     given = {group.name: group.values for group in read_config_file(layout)}
     colocated = "colocate" in given
     trainers, engines = (gpus, gpus) if colocated else (gpus - gpus // 2, gpus // 2)

@@ -1,4 +1,4 @@
-# Shape of GLM-4.5-Air: 128 experts and a shared one in 45 of 46 layers, 8 of them for a token. Source it, then pass
+# Shape of GLM-4.5-Air: 128 experts and a shared expert in 45 of 46 layers, 8 experts per token. Source it, then pass
 # "${MODEL_ARGS[@]}".
 source "$(dirname "${BASH_SOURCE[0]}")/glm.sh"
 MODEL_ARGS=(

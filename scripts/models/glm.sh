@@ -1,4 +1,4 @@
-# What GLM-4.5 models have in common; sourced by the files of their shapes, glm-*.sh.
+# Flags of all GLM-4.5 models. The shape files glm-*.sh source this file.
 # The shape itself comes from config.json of --hf-checkpoint; these flags are checked against it.
 GLM_ARGS=(
     --swiglu

@@ -1,4 +1,4 @@
-# What all Qwen2.5 have in common; sourced by the files of their shapes, qwen2.5-*.sh.
+# Flags of all Qwen2.5 models. The shape files qwen2.5-*.sh source this file.
 # The shape itself comes from config.json of --hf-checkpoint; these flags are checked against it.
 QWEN2_ARGS=(
     --swiglu

@@ -1,4 +1,4 @@
-# Shape of Qwen3-30B-A3B: 128 experts in each of 48 layers, 8 of them for a token. Source it, then pass "${MODEL_ARGS[@]}".
+# Shape of Qwen3-30B-A3B: 128 experts in each of 48 layers, 8 experts per token. Source it, then pass "${MODEL_ARGS[@]}".
 # Variants trained for longer contexts have another rotary base: MODEL_ARGS_ROTARY_BASE=10000000.
 source "$(dirname "${BASH_SOURCE[0]}")/qwen3.sh"
 MODEL_ARGS=(

@@ -1,4 +1,4 @@
-# What all Qwen3 have in common; sourced by the files of their shapes, qwen3-*.sh.
+# Flags of all Qwen3 models. The shape files qwen3-*.sh source this file.
 # The shape itself comes from config.json of --hf-checkpoint; these flags are checked against it.
 QWEN3_ARGS=(
     --swiglu

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One node of a job of scripts/slurm/grpo.sh, called there by srun with NODES, JOB_DIR and the launcher with its flags.
-# The first node starts Ray's head, waits for all nodes and runs the launcher; the others start a Ray worker and end it
-# when the first node has written the launcher's exit status. Whatever was started here ends with this script.
+# One node of a job. scripts/slurm/grpo.sh calls it through srun with NODES, JOB_DIR and the launcher with its flags. The
+# first node starts Ray's head, waits for all nodes and runs the launcher. Each other node starts a Ray worker and ends it
+# when the first node has written the launcher's exit status. Every process that this script started ends with it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 [[ ! -d "${VENV:-.venv}/bin" ]] || PATH="$(cd "${VENV:-.venv}/bin" && pwd):$PATH"
@@ -10,7 +10,7 @@ HEAD_TIMEOUT_S=${HEAD_TIMEOUT_S:-300} JOIN_TIMEOUT_S=${JOIN_TIMEOUT_S:-300}
 log="$JOB_DIR/ray-$node.log"
 die() { echo "slurm: node $node: $*" >&2; exit 1; }
 
-# Every process of Ray asks for the token of this file.
+# Every Ray process requires the token in this file.
 unset RAY_AUTH_TOKEN
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$JOB_DIR/token"
 ip=${NODE_IP:-$(python -c 'import ray; print(ray.util.get_node_ip_address())')}
@@ -32,7 +32,7 @@ start_ray() {
 ended() { ! kill -0 "$1" 2>/dev/null; }
 
 if [[ "$node" == "${NODES%% *}" ]]; then
-    # Two jobs on one machine take two ports.
+    # Two jobs on one machine use different ports.
     address="$ip:$((20000 + SLURM_JOB_ID % 10000))"
     PORT=${address##*:} start_ray head
     status=0
@@ -46,7 +46,7 @@ if [[ "$node" == "${NODES%% *}" ]]; then
         wait "${children[1]}" || status=$?
         children=("${children[0]}")
     fi
-    # The others read the file as soon as it is there, so it must appear whole.
+    # The other nodes read the file as soon as it exists, so it must be complete then.
     echo "$status" >"$JOB_DIR/status.new"
     mv "$JOB_DIR/status.new" "$JOB_DIR/status"
     exit "$status"

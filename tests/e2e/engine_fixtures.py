@@ -27,7 +27,7 @@ EOS_ID = SPECIAL.index("<|im_end|>")
 def make_checkpoint(
     path: Path, *, seed: int = 0, tied: bool = True, layers: int = 2, hidden: int = 64
 ) -> Path:
-    """Write an HF checkpoint (config, safetensors, fast tokenizer) with random weights by `seed`."""
+    """Write an HF checkpoint (config, safetensors, fast tokenizer) with random weights from `seed`."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -56,13 +56,13 @@ def make_checkpoint(
 
 
 def publish_checkpoint(checkpoint: Path, directory: Path, version: int, *, checksums: bool) -> WeightUpdate:
-    """What a trainer with the weights of `checkpoint` publishes as `version`."""
+    """The update that a trainer with the weights of `checkpoint` publishes as `version`."""
     state = load_file(checkpoint / "model.safetensors")
     return FileChannel(directory).publish(state.items(), version, checksums=checksums)
 
 
 class Stack:
-    """A pool of one engine, and two sets of weights for it: the checkpoint's own and others."""
+    """A pool of one engine, and two sets of weights for it: the checkpoint's weights and other weights."""
 
     key = "test-key-0123456789"
 

@@ -1,6 +1,6 @@
-"""Faults that tests/e2e causes on CPUs and tests/gpu on GPUs: the same runs, the same proofs.
+"""Faults that tests/e2e causes on CPUs and tests/gpu causes on GPUs, with the same runs and the same assertions.
 
-An engine takes up to a minute to start, so a run has several faults, one after the other.
+An engine takes up to a minute to start, so each run has several faults, one after another.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from train_fixtures import PROMPTS, SAMPLES, Launch, World, launched, published_
 
 HERE = Path(__file__).parent
 STOP_S = 60
-"""What a run may take to end after it has lost a trainer."""
+"""Seconds in which a run must end after it has lost a trainer."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What differs between devices. `part`: of a weight update, before which the engine is killed; CPUs send one file.
-    `logprob_diff`: nats between trainer and engine. `deadline_s`: far more than a rollout takes."""
+    """The differences between devices. `part`: the engine is killed before this part of a weight update (CPUs send one
+    file). `logprob_diff`: nats between trainer and engine. `deadline_s`: much longer than a rollout."""
 
     flags: tuple[str, ...]
     part: int
@@ -38,7 +38,7 @@ KINDS = {
     "cuda": Kind(
         (
             *("--max-tokens-per-gpu", "16384", "--rollout-max-response-len", "128", "--lr", "1e-5"),
-            # In bytes: vLLM's own measurement would count what other tests on this GPU take meanwhile.
+            # The cache size is in bytes, because vLLM's measurement would count the memory of other tests on this GPU.
             *("--vllm-gpu-memory-utilization", "0.15", "--vllm-kv-cache-memory-bytes", str(1 << 30)),
             *("--vllm-max-model-len", "1024", "--vllm-enforce-eager"),
             *("--update-weight-buffer-size", str(2**24), "--check-weight-update-equal"),
@@ -51,7 +51,7 @@ KINDS = {
 
 
 class FaultyRun:
-    """A colocated GRPO run with a checkpoint every other rollout, and what a test watches of it."""
+    """A colocated GRPO run with a checkpoint every other rollout, and helpers to observe it."""
 
     def __init__(self, world: World, name: str) -> None:
         self.kind, self.run_dir = KINDS[world.device], world.root / name
@@ -60,7 +60,7 @@ class FaultyRun:
         self.flags = [
             *world.grpo(name, rollouts=500, reward="striking_reward"),
             *("--colocate", "--actor-num-gpus-per-node", "1"),
-            # Few at a time: when two groups are scored, the others are yet to be generated.
+            # Few sequences at a time: when two groups are scored, other groups are not generated yet.
             *("--vllm-max-num-seqs", str(SAMPLES), *self.kind.flags),
             *("--save", str(self.checkpoint), "--load", str(self.checkpoint), "--save-interval", "2"),
         ]
@@ -69,12 +69,12 @@ class FaultyRun:
         return rows(self.run_dir, "train/step")
 
     def saved(self) -> int:
-        """Rollout of the newest checkpoint, -1 when there is none."""
+        """Rollout of the newest checkpoint, or -1 without one."""
         newest = self.checkpoint / "latest_checkpointed_iteration.txt"
         return int(newest.read_text() or -1) if newest.exists() else -1
 
     def strike(self, launch: Launch, pid: int, number: int) -> int:
-        """Have a signal sent amid the next rollout, by its reward; that rollout's number, when it has been sent."""
+        """Order the reward to send a signal during the next rollout. Waits for it and returns that rollout's number."""
         order, struck = self.run_dir / "strike", self.run_dir / "struck"
         written = order.with_suffix(".written")
         written.write_text(f"{pid} {int(number)}")
@@ -85,12 +85,12 @@ class FaultyRun:
         return hit
 
     def assert_right_weights(self) -> None:
-        """No step was trained on what other weights than the last published ones had sampled."""
+        """Every step was trained only on samples of the last published weights."""
         for step, row in self.steps().items():
             assert row["train/train_rollout_logprob_abs_diff"] < self.kind.logprob_diff, (step, row)
             drawn = samples(self.run_dir, step)
             assert len(drawn) == PROMPTS * SAMPLES
-            # Not the checkpoint's weights that a new server begins with (-1).
+            # A new server starts with the checkpoint's weights, version -1. No sample may have that version.
             assert all(s["weight_versions"] == [step] for s in drawn), step
 
 
@@ -101,8 +101,8 @@ def server(launch: Launch) -> int:
 
 
 def engines_killed(run: FaultyRun) -> None:
-    """An engine that dies in a weight update and one that dies in a rollout are replaced, with the weights of the
-    trainer."""
+    """An engine is killed in a weight update, and another in a rollout. Both are replaced and get the trainer's
+    weights."""
     deadly = [sys.executable, str(HERE / "deadly_update.py"), str(run.kind.part), *run.flags]
     with launched(deadly, run.output) as launch:
         launch.wait_for(lambda: 1 in run.steps(), "a step after the engine died in an update", 360)
@@ -117,20 +117,20 @@ def engines_killed(run: FaultyRun) -> None:
 
 
 def trainer_killed(run: FaultyRun) -> None:
-    """A trainer that dies ends the run, which names it and leaves its checkpoint."""
+    """A trainer that dies ends the run. The error names the trainer, and the checkpoint stays."""
     with launched(vime("train", *run.flags), run.output) as launch:
         launch.wait_for(lambda: run.saved() >= 0, "a checkpoint", 240)
         with ends_with_its_trainer(launch) as trainer:
-            run.strike(launch, trainer, signal.SIGKILL)  # nobody calls the trainer amid a rollout
+            run.strike(launch, trainer, signal.SIGKILL)  # no one calls the trainer during a rollout
     assert not published_weights(run.run_dir).exists()
     run.assert_right_weights()
 
 
 @contextlib.contextmanager
 def ends_with_its_trainer(launch: Launch) -> Iterator[int]:
-    """For a block that sends SIGKILL to the trainer rank it gets: the run ends in time, says which one it was, and
-    shows its last log lines."""
-    before = len(launch.output)  # what engines that died had to say has tracebacks
+    """Context for a block that sends SIGKILL to the trainer rank it gets. After it, the run must end in time, name the
+    rank, and print the rank's last log lines."""
+    before = len(launch.output)  # earlier output has tracebacks of killed engines
     yield launch.find(r"^ray::TrainerActor")[-1]
     assert launch.finish(STOP_S) == 1
     said = launch.output[before:]
@@ -140,7 +140,7 @@ def ends_with_its_trainer(launch: Launch) -> Iterator[int]:
 
 
 def rank_killed(world: World, name: str, *, ranks: int) -> None:
-    """The last of several ranks dies while the others are in a collective with it, or soon will be."""
+    """The last of several ranks is killed while the others are in a collective with it, or will be soon."""
     flags = [*world.sft(name, rollouts=10_000), "--actor-num-gpus-per-node", str(ranks)]
     with launched(vime("train", *flags), world.root / f"{name}.out") as launch:
         launch.wait_for(lambda: rows(world.root / name, "train/step"), "the first step", 180)
@@ -150,10 +150,10 @@ def rank_killed(world: World, name: str, *, ranks: int) -> None:
 
 
 def resumed_with_a_slow_engine_then_interrupted(run: FaultyRun) -> None:
-    """The command of `trainer_killed` goes on after the checkpoint. An engine that does not answer within the deadline
-    costs the groups that waited for it, which are counted; Ctrl-C ends everything."""
+    """The command of `trainer_killed` resumes after the checkpoint. If an engine does not answer within the deadline,
+    the groups that waited for it are dropped and counted. Ctrl-C ends everything."""
     saved, last, deadline_s = run.saved(), max(run.steps()), run.kind.deadline_s
-    # Who does not answer for long is dead otherwise.
+    # With the default timeout, an engine that does not answer would be replaced.
     patience = ("--rollout-health-check-timeout", "300")
     command = vime("train", *run.flags, "--rollout-deadline-s", str(deadline_s), *patience)
     with launched(command, run.output.with_suffix(".resumed")) as launch:

@@ -1,6 +1,6 @@
-"""One tiny world for whole runs of `vime train`: a model, data, hooks, and what a run leaves behind.
+"""Model, data and hooks for whole runs of `vime train`, and readers of a run's output.
 
-Also the module of the hooks that those runs name by dotted path (`train_fixtures.parity_reward`).
+The runs use hooks of this module by dotted path (`train_fixtures.parity_reward`).
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SAMPLES = 8, 4
 _PR_SET_CHILD_SUBREAPER = 36
 _SCORED: Counter[tuple[int, int]] = Counter()
-"""Samples of each weight version and group that striking_reward has seen; one process computes all rewards of a run."""
+"""Number of samples per weight version and group that striking_reward has scored. One process computes all rewards."""
 _SCORING = threading.Lock()
-"""Each reward is computed in a thread of its own."""
+"""Needed because each reward runs in its own thread."""
 
 
 def parity_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """1 when the first token of the response is odd: varies within most groups of an untrained model, not in all."""
+    """1 if the first token of the response is odd. Varies within most groups of an untrained model, but not in all."""
     return float(sample.tokens[-sample.response_length] % 2)
 
 
 def striking_reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """parity_reward that carries out what a test has ordered in the file `strike` ("PID SIGNAL") amid a rollout, when
-    two groups or more are scored and two or more are not, and then calls the file `struck`, with the rollout's number
-    inside.
+    """parity_reward that sends the signal of the file `strike` ("PID SIGNAL") during a rollout, when at least two
+    groups are scored and at least two are not. It then renames the file to `struck` and writes the rollout's number
+    into it.
 
-    From outside, a rollout of a tiny model can be over between looking and striking. Whole groups are counted: a strike
-    that leaves none whole ends a run, rightly, for its deadline.
+    A test cannot do this from outside, because a rollout of a tiny model may end before the signal is sent. Whole
+    groups are counted: without a complete group, the run would correctly end at its deadline.
     """
     order, version = Path(args.run_dir) / "strike", sample.weight_versions[-1]
     with _SCORING:
@@ -65,7 +65,7 @@ def striking_reward(args: Any, sample: Any, **kwargs: Any) -> float:
 
 
 async def uneven_generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """Long responses for every third group: they still run when the others have filled the batch."""
+    """Long responses for every third group, so that they still run when other groups have filled the batch."""
     from slime.rollout.generate import generate
 
     return await generate(
@@ -74,7 +74,7 @@ async def uneven_generate(args: Any, sample: Any, sampling_params: dict[str, Any
 
 
 def note_experts(args: Any, sample: Any) -> Any:
-    """A sample hook: what of a response there is after each of its rollouts, tokens and a digest of their experts."""
+    """A sample hook that records, after each rollout of a response, its tokens and a digest of their experts."""
     rows = sample.rollout_routed_experts
     if rows is not None:
         sample.metadata.setdefault("parts", []).append(
@@ -101,8 +101,8 @@ def script(name: str) -> ModuleType:
 class World:
     """A folder with the model, the prompt files and the runs made with them.
 
-    `arch`: another model of scripts/architectures.py than the tiny one. On a GPU it has 48 M parameters in bf16: heads
-    of 128 as real ones have, and kernels that compile.
+    `arch`: a model of scripts/architectures.py other than the default. The default on a GPU has 48 M parameters in
+    bf16, with heads of 128 as in real models and with compiled kernels.
     """
 
     def __init__(self, root: Path, device: str = "cpu", arch: str | None = None) -> None:
@@ -124,7 +124,7 @@ class World:
         self.eval_config.write_text(yaml.safe_dump({"datasets": datasets}))
 
     def grpo(self, name: str, *, rollouts: int, reward: str = "parity_reward") -> list[str]:
-        """Flags of a small GRPO run in `root/name`, placement left open."""
+        """Flags of a small GRPO run in `root/name`, without placement."""
         return [
             *("--hf-checkpoint", str(self.model), "--run-dir", str(self.root / name)),
             *(("--device", "cuda") if self.device == "cuda" else ()),
@@ -163,15 +163,15 @@ class World:
 
 
 class Launch:
-    """A started command: its output, and every process that comes from it.
+    """A started command: its output, and every process that it starts.
 
-    Workers of Ray rename themselves and outlive a killed parent, so neither a command line nor a process group finds
-    them all. The test process makes itself the reaper of orphans instead: whatever is left becomes its own descendant.
+    Ray's workers rename themselves and outlive a killed parent, so neither command lines nor process groups find them
+    all. The test process is therefore the reaper of orphans: every remaining process becomes its descendant.
     """
 
     def __init__(self, command: list[str], output: Path) -> None:
         become_reaper()
-        # Started in the background of a script, the tests ignore Ctrl-C, and so would what they start.
+        # If a script starts the tests in the background, they ignore Ctrl-C, and their child processes would too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
         self._output = output
@@ -187,7 +187,7 @@ class Launch:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a process group of its own, as a terminal gives it: Ctrl-C goes to all of it
+                start_new_session=True,  # a new process group, as in a terminal: Ctrl-C reaches the whole group
             )
 
     @property
@@ -195,7 +195,7 @@ class Launch:
         return self._output.read_text(errors="replace")
 
     def left(self) -> dict[int, str]:
-        """Living processes of this command, the command itself included: pid -> command line."""
+        """pid -> command line of the running processes of this command, with the command itself."""
         found = {}
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
@@ -203,12 +203,12 @@ class Launch:
                     continue
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found[process.pid] = " ".join(process.cmdline())[:200]
-                elif process.pid != self.process.pid:  # that one is Popen's to reap
+                elif process.pid != self.process.pid:  # Popen reaps that process
                     os.waitpid(process.pid, os.WNOHANG)
         return found
 
     def sockets(self) -> list[tuple[str, str, int]]:
-        """(command line, address, port) of each socket that waits for others: TCP that listens, UDP without a peer."""
+        """(command line, address, port) of each socket that accepts data: listening TCP, and UDP without a peer."""
         found = []
         for pid, command in self.left().items():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -223,7 +223,7 @@ class Launch:
         return sorted(pid for pid, command in self.left().items() if re.search(pattern, command))
 
     def finish(self, timeout_s: float) -> int:
-        """Exit code of the command; nothing of it may be left 10 s later."""
+        """Exit code of the command. None of its processes may run 10 s later."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -233,7 +233,7 @@ class Launch:
         return code
 
     def await_gone(self, timeout_s: float) -> float:
-        """Seconds until nothing of the command is left."""
+        """Seconds until no process of the command is left."""
         began = time.monotonic()
         while left := self.left():
             if time.monotonic() - began > timeout_s:
@@ -243,7 +243,7 @@ class Launch:
         return time.monotonic() - began
 
     def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float) -> Any:
-        """The first true value of `condition`, while the command runs."""
+        """Wait for the first true value of `condition` while the command runs, and return it."""
         end = time.monotonic() + timeout_s
         while not (value := condition()):
             code = self.process.poll()
@@ -255,7 +255,7 @@ class Launch:
         return value
 
     def clean_up(self) -> None:
-        """SIGKILL to what is left, by id."""
+        """Send SIGKILL to the remaining processes, by id."""
         while left := self.left():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
@@ -278,11 +278,11 @@ LISTENING = (
     *("ray::TrainerActor", "ray::RolloutActor", "ray::EngineServer"),
     *(r"vllm\.entrypoints", "VLLM::EngineCore", r"vime\.engine\.router_main"),
 )
-"""Patterns of the processes of a colocated run that listen somewhere."""
+"""Patterns for the command lines of a colocated run's listening processes."""
 
 
 def assert_on_loopback(sockets: list[tuple[str, str, int]]) -> None:
-    """Of a run on one host nothing can be reached from another host. No process and no port is left out."""
+    """Another host must not reach any process or port of a run on one host."""
     for pattern in LISTENING:
         assert any(re.search(pattern, command) for command, *_ in sockets), (pattern, sockets)
     for command, address, port in sockets:
@@ -305,7 +305,7 @@ def vime(*argv: str) -> list[str]:
 
 
 def run(command: list[str], output: Path, *, timeout_s: float = 240) -> str:
-    """Run to the end, which must be good; returns what was printed."""
+    """Run a command to its end and return its output. The exit code must be 0."""
     with launched(command, output) as launch:
         code = launch.finish(timeout_s)
         assert code == 0, launch.output[-3000:]
@@ -313,12 +313,12 @@ def run(command: list[str], output: Path, *, timeout_s: float = 240) -> str:
 
 
 def become_reaper() -> None:
-    """Orphans among this process's descendants become its children."""
+    """Make orphaned descendants of this process its children."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def rows(run_dir: Path, key: str) -> dict[int, dict[str, float]]:
-    """Metrics of metrics.jsonl with this step key, by step. A step may have several lines, a metric only one value."""
+    """step -> metrics with this step key, from metrics.jsonl. A step may have several lines, but a metric one value."""
     path = run_dir / "metrics.jsonl"
     found: dict[int, dict[str, float]] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -337,12 +337,12 @@ def samples(run_dir: Path, rollout_id: int | str) -> list[dict[str, Any]]:
 
 
 def published_weights(run_dir: Path) -> Path:
-    """Where the run published its weights, in shared memory by default. Gone when it has ended."""
+    """The directory of the run's published weights, in shared memory by default. It is removed when the run ends."""
     return Path(json.loads((run_dir / "config.json").read_text())["weight_update"]["weight_dir"])
 
 
 def make_world(device: str = "cpu", arch: str | None = None) -> Iterator[World]:
-    """Body of a module's fixture: a world in a short path (Unix sockets are bounded), removed afterwards."""
+    """Body of a module's fixture: a world in a short path (Unix socket paths have a limit), removed at the end."""
     root = Path(tempfile.mkdtemp(prefix="vime-e2e-"))
     try:
         yield World(root, device, arch)

@@ -1,4 +1,4 @@
-"""Tests of this folder are skipped where GPUs are missing; --require-gpu, for hosts that have them, refuses instead."""
+"""Tests of this folder are skipped without enough GPUs. With --require-gpu, a missing GPU is an error instead."""
 
 import signal
 from types import FrameType
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 NEEDS = {"gpu": 1, "multi_gpu": 2}
-"""GPUs that the tests of a marker need."""
+"""Marker -> number of GPUs that its tests need."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """An end from outside is like Ctrl-C on a GPU host: fixtures end the runs that they have started."""
+    """Treat SIGTERM as Ctrl-C, so that fixtures end the runs that they started."""
     if config.getoption("--require-gpu", default=False):
         signal.signal(signal.SIGTERM, _interrupt)
 
@@ -28,7 +28,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k have taken out what they do not want
+@pytest.hookimpl(trylast=True)  # after -m and -k have deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     found = torch.cuda.device_count()
     for item in items:

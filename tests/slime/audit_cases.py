@@ -1,4 +1,4 @@
-"""Rollouts with the log-probs of the tiny policy, moved by known amounts, and rank data with their facts."""
+"""Rollouts with the tiny policy's log-probs changed by known amounts, and rank data with their facts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def truthful_samples(root: Path, *, temperature: float = 1.0, seed: int = 0) -> 
 
 
 def moved(samples: list[Sample], seed: int = 1) -> list[float]:
-    """Move every log-prob by up to 0.4 nats; returns trainer - rollout of each active token, in order."""
+    """Change every log-prob by up to 0.4 nats. Returns trainer - rollout of each active token, in order."""
     rng = random.Random(seed)
     differences = []
     for s in samples:
@@ -47,7 +47,7 @@ def moved(samples: list[Sample], seed: int = 1) -> list[float]:
 def with_facts(
     config: Config, samples: list[Sample], rank: int = 0, ranks: int = 1, facts: Facts | None = None
 ) -> TrainData:
-    """What the rollout manager hands to one data-parallel rank."""
+    """The data that the rollout manager sends to one data-parallel rank."""
     args: Any = config.namespace()
     data = make_rank_data(args, samples, ranks, read_hf_config(config.hf_checkpoint))
     attach(data, samples, run_facts(args) if facts is None else facts)

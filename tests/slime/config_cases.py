@@ -1,4 +1,4 @@
-"""A checkpoint directory and a command line that are right, for the configuration tests to bend."""
+"""A valid checkpoint directory and command line. The configuration tests change them."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ HF_CONFIG = {
 
 
 def write_model(directory: Path, **changes: object) -> Path:
-    """A checkpoint directory as far as the configuration reads it: config.json and tokenizer.json."""
+    """Write the files of a checkpoint that the configuration reads: config.json and tokenizer.json."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(HF_CONFIG | changes))
     tokenizer = {"model": {"vocab": {chr(97 + i): i for i in range(26)}}, "added_tokens": [{"id": 63}]}

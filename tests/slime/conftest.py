@@ -22,7 +22,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """config.json and tokenizer, as far as a rollout reads a checkpoint."""
+    """The files of a checkpoint that a rollout reads: config.json and tokenizer."""
     directory = tmp_path_factory.mktemp("model")
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(directory)
@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def build(root, tmp_path):
-    """Trainers one after another: the process groups of the last one end with the next one, or with the test."""
+    """Builds trainers one after another. The process groups of a trainer end with the next trainer or with the test."""
     made: list[MegatronTrainer] = []
 
     def build_one(**flags: Any) -> MegatronTrainer:

@@ -25,7 +25,7 @@ BATCH_TOKENS = 29
 
 
 def make_config(**values: Any) -> SimpleNamespace:
-    """The real Megatron section plus the few flags of other sections that this folder reads."""
+    """The real Megatron section, and the few flags of other sections that this folder reads."""
     names = {f.name for f in dataclasses.fields(MegatronConfig)}
     section = MegatronConfig(
         **{"params_dtype": "float32"} | {k: v for k, v in values.items() if k in names},
@@ -36,7 +36,7 @@ def make_config(**values: Any) -> SimpleNamespace:
 
 
 def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Module:
-    """Write a random checkpoint whose norms and biases are not at their trivial start; returns the HF model."""
+    """Write a random checkpoint with random norms and biases too. Returns the HF model."""
     values = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -66,7 +66,9 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # scores spread by less: it decides many a choice
+            if name.endswith(
+                "e_score_correction_bias"
+            ):  # scores differ by less, so the bias decides many choices
                 buffer.normal_(std=0.04)
     model.save_pretrained(directory)
     return model
@@ -83,7 +85,7 @@ def hf_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def packed_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    """Logits [T, V] of a packed row; one tensor-parallel rank only."""
+    """Logits [T, V] of a packed row, for one tensor-parallel rank only."""
     return (hidden_of(model, batch) @ output_weight(model).T)[:, :VOCAB]
 
 

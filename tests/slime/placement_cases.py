@@ -1,4 +1,4 @@
-"""What placement reads of a configuration, for its tests to bend."""
+"""The configuration fields that placement reads. The placement tests change them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def placement_config(device: str, **flags: Any) -> SimpleNamespace:
-    """One trainer rank and one engine, each on a device of its own."""
+    """One trainer rank and one engine, each on its own device."""
     defaults = {
         "actor_num_nodes": 1,
         "actor_num_gpus_per_node": 1,

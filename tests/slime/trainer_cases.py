@@ -1,4 +1,4 @@
-"""A tiny policy and reference, rollouts with every irregularity, and the hooks of the trainer tests."""
+"""A tiny policy and reference, irregular rollouts, and the hooks of the trainer tests."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from slime.types import Sample, TrainData
 from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 CALLS: list[tuple[Any, ...]] = []
-"""What the recording hooks below were called with, in order."""
+"""The arguments of the recording hooks below, in order of their calls."""
 
 
 def make_checkpoints(root: Path, kind: str = "qwen3", **changes: Any) -> None:
-    """root/policy, and root/reference: the same shape, every weight a little off."""
+    """Write root/policy, and root/reference with the same shape and slightly different weights."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16} | changes
     policy = tiny_checkpoint(root / "policy", kind, **shape)
     with torch.no_grad():
@@ -35,8 +35,8 @@ def make_checkpoints(root: Path, kind: str = "qwen3", **changes: Any) -> None:
 
 
 def make_config(root: Path, **flags: Any) -> Config:
-    """8 rollouts of one optimizer step in several micro-batches. Adam's large epsilon keeps its step a smooth function
-    of the gradient, so that rounding differences stay small in the weights.
+    """8 rollouts of one optimizer step in several micro-batches. With Adam's large epsilon, the step is a smooth
+    function of the gradient, so rounding differences stay small in the weights.
     """
     given = {
         "hf_checkpoint": str(root / "policy"),
@@ -62,7 +62,7 @@ def make_config(root: Path, **flags: Any) -> Config:
 
 
 def make_samples(seed: int = 0) -> list[Sample]:
-    """4 groups of 2 rollouts: uneven lengths, masks with holes, one sample removed, one rollout of two siblings."""
+    """4 groups of 2 rollouts: different lengths, masks with gaps, one removed sample, one rollout with two samples."""
     rng = random.Random(seed)
     samples = []
     for index in range(9):
@@ -86,7 +86,7 @@ def make_samples(seed: int = 0) -> list[Sample]:
 
 
 def rank_data(config: Config, samples: list[Sample], rank: int = 0, ranks: int = 1) -> TrainData:
-    """Fresh train data of one data-parallel rank (training adds its columns to what it is given)."""
+    """New train data of one data-parallel rank (training adds columns to its input)."""
     return make_rank_data(config.namespace(), samples, ranks, read_hf_config(config.hf_checkpoint))[rank]
 
 
@@ -119,7 +119,7 @@ def advantage_hook(args: Any, data: TrainData) -> None:
 
 
 def reinforce_loss(args: Any, batch: TrainData, logits: Tensor, sum_of_sample_mean: Any) -> tuple:
-    """-A log p: the gradient of the clipped objective where the policy is still the old one."""
+    """-A log p. Its gradient is the clipped objective's gradient if the policy is still the old policy."""
     targets = torch.cat([t[-n:] for t, n in zip(batch["tokens"], batch["response_lengths"], strict=True)])
     group = parallel_state.get_tensor_model_parallel_group()
     log_probs, entropy = calculate_log_probs_and_entropy(logits, targets, group, with_entropy=True)
