@@ -328,9 +328,8 @@ def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
     for panel in panels:
         figure = Figure(figsize=(7.5, 4.2), layout="constrained")
         _draw_panel(figure.subplots(), panel, runs)
-        if (
-            panel.draw is not _draw_times or len(runs) == 1
-        ):  # bars of several runs have their names on the axis
+        # Bars of several runs have their names on the axis.
+        if panel.draw is not _draw_times or len(runs) == 1:
             _name_runs(figure, runs)
         written.append(save(figure, out / panel.file))
     if panels:

@@ -29,9 +29,8 @@ from slime.data.token_slice import TokenSlice
 # torch 2.11 groups heads without this argument; later releases need it
 _VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-_BUCKET_RATIO = (
-    1.5  # longest divided by shortest sequence of a bucket; limits padding and the number of buckets
-)
+# Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
+_BUCKET_RATIO = 1.5
 
 
 @dataclass

@@ -152,8 +152,7 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
         "tensor_model_parallel_size": config.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
         "context_parallel_size": config.context_parallel_size,
-        "deallocate_pipeline_outputs": config.pipeline_model_parallel_size
-        > 1,  # frees outputs that were sent on
+        "deallocate_pipeline_outputs": config.pipeline_model_parallel_size > 1,  # frees sent outputs
         "variable_seq_lengths": True,  # micro-batches differ in length, so pipeline stages send their shapes
         "moe_token_dispatcher_type": "alltoall",  # Megatron checks this setting for dense models too
         "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,

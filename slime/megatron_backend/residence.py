@@ -106,9 +106,8 @@ class Residence:
                 torch.cuda.synchronize(self._device)
             for part in leaving:
                 for piece in self._pieces[part]:
-                    if (
-                        piece.storage.resizable()
-                    ):  # a host tensor that was shared with numpy is not resizable and stays
+                    # A host tensor that was shared with numpy is not resizable and stays.
+                    if piece.storage.resizable():
                         piece.storage.resize_(0)
             self._away.update(leaving)
             if self._device.type == "cuda":

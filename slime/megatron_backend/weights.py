@@ -95,9 +95,8 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
     extra = {name for name in found - expected if not family.ignores(name)}
     extra -= set(prediction_names(found, inner.hf_config))
     if inner.share_embeddings_and_output_weights:
-        extra.discard(
-            "lm_head.weight"
-        )  # some tied checkpoints store the head again, and HF ignores that tensor too
+        # Some tied checkpoints store the head again. HF ignores that tensor too.
+        extra.discard("lm_head.weight")
     for names, kind in ((expected - found, "missing from"), (extra, "unexpected in")):
         if names:
             listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")

@@ -66,9 +66,8 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith(
-                "e_score_correction_bias"
-            ):  # scores differ by less, so the bias decides many choices
+            # Scores differ by less, so the bias decides many choices.
+            if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.04)
     model.save_pretrained(directory)
     return model

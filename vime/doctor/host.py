@@ -185,11 +185,7 @@ def check_writable(machine: Machine, wanted: Wanted) -> list[Finding]:
     triton = Path(machine.environ.get("TRITON_CACHE_DIR") or machine.home() / ".triton" / "cache")
     places = {
         "run directory": (wanted.run_dir, True, "--run-dir"),
-        "model cache": (
-            hf_home(machine),
-            False,
-            "HF_HOME",
-        ),  # a model that is already there only needs to be readable
+        "model cache": (hf_home(machine), False, "HF_HOME"),  # an existing model needs to be readable only
         "Triton cache": (triton, wanted.device == "cuda", "TRITON_CACHE_DIR"),
         "temporary files": (Path(machine.environ.get("TMPDIR") or machine.path("/tmp")), True, "TMPDIR"),
     }
