@@ -26,6 +26,9 @@ HOLE = "…"
 AREAS = {
     "Flags and configuration": (
         "slime/config",
+        "slime/algo/estimators",
+        "slime/algo/losses.py",
+        "slime/algo/policy_loss.py",
         "slime/operators.py",
         "slime/hooks.py",
         "vime/plan.py",

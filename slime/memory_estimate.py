@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from slime.algo.losses import loss_of
 from slime.model_shape import Params, Shape
 from slime.operators import NATIVE, loss_head
 from slime.weight_sync.registry import CHANNELS
@@ -259,7 +260,7 @@ def native_logit_bytes(c: Any) -> int:
     entropy's: 2 x 4 + 3 x 4 + 4 B. The memory of a --custom-loss-function-path is not known.
     """
     size = BYTES[c.params_dtype]
-    if c.loss_type in ("sft_loss", "custom_loss"):  # without entropy
+    if not loss_of(c).entropy:
         return 2 * size + (4 if size < 4 else 0)
     return max(16 + (4 if c.rollout_temperature != 1 else 0), 24 if c.entropy_coef else 0)
 

@@ -13,7 +13,8 @@ from rl_kernel.contract import contract_id
 from rl_kernel.dispatch import HOST_OPERATORS, Refused, machine_refusal
 from rl_kernel.mode import settings
 from rl_kernel.telemetry import set_timing
-from slime.config.algorithm import CENTRED
+from slime.algo.estimators import estimator_of
+from slime.algo.losses import loss_of
 from slime.config.kernels import OPERATORS
 
 REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
@@ -69,7 +70,7 @@ def loss_head(config: Any) -> tuple[Head, str]:
     """
     if config.rlk_fast == "off":
         return NATIVE, "--rlk-fast off"
-    if config.loss_type == "custom_loss":
+    if loss_of(config).objective is None:
         return NATIVE, "--custom-loss-function-path takes logits"
     reason = whole_sequences(config)
     for head in HEADS:
@@ -91,10 +92,10 @@ def pass_head(config: Any) -> Head:
 
 def whole_sequences(config: Any) -> str:
     """Why the loss of a token needs more than that token's log-prob; "" if it does not."""
-    if config.loss_type != "policy_loss":
+    if not loss_of(config).surrogate:
         return ""
     asked = {
-        "--advantage-estimator gspo": config.advantage_estimator == "gspo",
+        f"--advantage-estimator {config.advantage_estimator}": estimator_of(config).whole_sequences,
         "--use-opsm": config.use_opsm,
         "--custom-tis-function-path": config.custom_tis_function_path,
         "--custom-pg-loss-reducer-function-path": config.custom_pg_loss_reducer_function_path,
@@ -108,14 +109,15 @@ def needs_old_log_probs(config: Any) -> bool:
     With one step a rollout the policy still is the old one when it is trained: its own detached log-probs serve. What
     needs them before that step (a KL penalty in the reward, hooks, sequence ratios) asks for the extra pass.
     """
-    if config.loss_type == "sft_loss" or config.use_rollout_logprobs:
+    loss = loss_of(config)
+    if not loss.rewarded or config.use_rollout_logprobs:
         return False
     return bool(
         config.num_steps_per_rollout != 1
         or config.kl_coef != 0
         or config.get_mismatch_metrics
-        or config.advantage_estimator == "gspo"
-        or config.loss_type != "policy_loss"
+        or estimator_of(config).needs_old_log_probs
+        or loss.needs_old_log_probs
         or config.custom_advantage_function_path is not None
         # that pass chooses the experts; those of the engine are there without it
         or (config.use_routing_replay and not config.use_rollout_routing_replay)
@@ -125,7 +127,8 @@ def needs_old_log_probs(config: Any) -> bool:
 def called(config: Any) -> set[str]:
     """The operators that this configuration calls. Hooks that make or replace calls are not looked into."""
     found: set[str] = set()
-    if config.loss_type != "sft_loss" and (_compares_rewards(config) or _filters_by_reward(config)):
+    loss, estimator = loss_of(config), estimator_of(config)
+    if loss.rewarded and (_compares_rewards(config) or _filters_by_reward(config)):
         found.add("group_advantage")
     if config.debug_rollout_only:
         return found
@@ -134,22 +137,22 @@ def called(config: Any) -> set[str]:
         found.add("swiglu")  # between Transformer Engine's products stands Megatron's own activation
     if needs_old_log_probs(config) or config.needs_reference:
         found.add(pass_head(config).name)
-    advantages = config.loss_type != "sft_loss" and not (
+    advantages = loss.rewarded and not (
         config.disable_compute_advantages_and_returns or config.custom_advantage_function_path
     )
-    if (config.loss_type == "policy_loss" and config.use_kl_loss) or (advantages and config.kl_coef != 0):
+    if (loss.surrogate and config.use_kl_loss) or (advantages and config.kl_coef != 0):
         found.add("ratio_kl")
     if advantages and config.normalize_advantages:
         found.add("masked_whiten")
     hooked = config.custom_tis_function_path or config.custom_pg_loss_reducer_function_path
-    if config.loss_type == "policy_loss" and config.advantage_estimator != "cispo" and not hooked:
+    if loss.surrogate and estimator.surrogate.fused and not hooked:
         found.add("grpo_loss")
     return found
 
 
 def _compares_rewards(config: Any) -> bool:
     hooked = config.custom_reward_post_process_path or config.custom_convert_samples_to_train_data_path
-    normalised = config.advantage_estimator in CENTRED and not config.disable_rewards_normalization
+    normalised = estimator_of(config).centred and not config.disable_rewards_normalization
     return normalised and not hooked
 
 

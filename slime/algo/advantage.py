@@ -1,4 +1,5 @@
-"""Rewards -> one advantage per response token, for every estimator. Pure functions of tensors.
+"""Rewards -> one advantage per response token, for every estimator, and the sums that estimators share. Pure functions
+of tensors.
 
 S samples; R_i response tokens of sample i; all lists have one tensor [R_i] per sample.
 """
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor
 
 import rl_kernel
-
-ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+from slime.algo.estimators import ESTIMATORS, estimator_of
 
 
 def compute_advantages(
@@ -25,23 +25,14 @@ def compute_advantages(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Advantages and returns, fp32, by `args.advantage_estimator`.
 
-    grpo, gspo, cispo: `A_t = r` (r already normalised over its group);
-    reinforce_plus_plus: `A_t = sum_{k>=t} gamma^(k-t) * (-kl_coef * kl_k * m_k + r * [k is the last trained token])`
-    (REINFORCE++, 2501.03262); reinforce_plus_plus_baseline: `A_t = r - kl_coef * kl_t`.
+    The estimator's record (`slime.algo.estimators`) makes the returns of a sample from its reward, mask and KL.
     --normalize-advantages whitens A over all trained tokens of `dp_group`; returns stay as they were.
     """
-    if args.advantage_estimator not in ESTIMATORS:
-        raise ValueError(
-            f"--advantage-estimator must be one of {', '.join(ESTIMATORS)}, got {args.advantage_estimator}"
-        )
-    returns = []
-    for reward, mask, kl_i in zip(rewards, loss_masks, kl, strict=True):
-        if args.advantage_estimator == "reinforce_plus_plus":
-            returns.append(discounted_returns(reward, mask, kl_i, kl_coef=args.kl_coef, gamma=args.gamma))
-        elif args.advantage_estimator == "reinforce_plus_plus_baseline":
-            returns.append(reward - args.kl_coef * kl_i.float())
-        else:
-            returns.append(torch.full_like(kl_i, reward, dtype=torch.float32))
+    make_returns = estimator_of(args).returns
+    if make_returns is None:
+        known = ", ".join(name for name, record in ESTIMATORS.items() if record.returns is not None)
+        raise ValueError(f"--advantage-estimator must be one of {known}, got {args.advantage_estimator}")
+    returns = [make_returns(args, *of_sample) for of_sample in zip(rewards, loss_masks, kl, strict=True)]
     if not args.normalize_advantages:
         return returns, returns
     sizes = [len(r) for r in returns]

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import rl_kernel
+from slime.algo.estimators import estimator_of
 from slime.algo.importance import opsm_mask, sequence_mean, truncated_importance
-from slime.algo.ppo import compute_cispo_loss, compute_policy_loss
 from slime.hooks import load_function
 
 
@@ -92,10 +92,9 @@ def sft_loss(args: Any, t: TokenColumns) -> Losses:
 def policy_loss(args: Any, t: TokenColumns) -> Losses:
     """`(mask / denominators * (pg - entropy_coef * entropy + kl_loss_coef * kl)).sum()`, pg by --advantage-estimator.
 
-    grpo, reinforce_plus_plus*: the clipped surrogate of rl_kernel.grpo_loss with r = exp(log_probs - old); gspo: the
-    same with r from the masked mean over the sequence (2507.18071); cispo: -sg(clip(r)) A log_probs (2506.13585).
-    pg is multiplied by the truncated importance weight exp(old - rollout) with --use-tis, and by 0 for samples that
-    --use-opsm drops. The entropy carries a gradient only when its coefficient is not 0.
+    The estimator's record (`slime.algo.estimators`) has the surrogate pg and the level of its ratio. pg is multiplied
+    by the truncated importance weight exp(old - rollout) with --use-tis, and by 0 for samples that --use-opsm drops.
+    The entropy carries a gradient only when its coefficient is not 0.
     """
     old, rollout = t.old_log_probs, t.get("rollout_log_probs")
     factor, per_token = pg_factor(args, t, old)
@@ -150,11 +149,12 @@ def pg_loss_of(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The reduced policy-gradient term, and per-token metrics (pg_clipfrac, ppo_kl and those of hooks)."""
     new, base = t.log_probs, old
-    if args.advantage_estimator == "gspo":
+    estimator = estimator_of(args)
+    if estimator.ratio == "sequence":
         log_ratio = sequence_mean(new - old, t.mask, t.sample_of_row, len(t.response_lengths))
         new, base = log_ratio[t.sample_of_row], torch.zeros_like(old)
     hooked = args.custom_tis_function_path or args.custom_pg_loss_reducer_function_path
-    if args.advantage_estimator != "cispo" and not hooked:
+    if estimator.surrogate.fused and not hooked:
         loss, terms = rl_kernel.grpo_loss(
             new,
             base,
@@ -168,12 +168,7 @@ def pg_loss_of(
         )
         return loss, {name: terms[name] for name in ("pg_clipfrac", "ppo_kl")}
     ppo_kl = base - new
-    if args.advantage_estimator == "cispo":
-        pg, clipped = compute_cispo_loss(ppo_kl, new, t["advantages"], args.eps_clip, args.eps_clip_high)
-    else:
-        pg, clipped = compute_policy_loss(
-            ppo_kl, t["advantages"], args.eps_clip, args.eps_clip_high, args.eps_clip_c
-        )
+    pg, clipped = estimator.surrogate.per_token(args, t, new, ppo_kl)
     if factor is not None:
         pg = pg * factor
     loss, extra = reduce_with_hooks(args, t, pg, old)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.algo.estimators import ESTIMATORS, estimator_of
+from slime.algo.losses import LOSSES, loss_of
 from slime.config.fields import flag, spelled
 
-ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
-CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
-"""Estimators whose reward is centred on its group (DeepSeekMath 2402.03300 section 4.1; REINFORCE++ 2501.03262)."""
 GROUP_MAKERS = (
     "custom_generate_function_path",
     "rollout_function_path",
@@ -23,7 +22,7 @@ class AlgorithmConfig:
     """The objective. Formulas are in slime/algo and rl_kernel."""
 
     advantage_estimator: str = flag("grpo", "how advantages are computed", choices=ESTIMATORS)
-    loss_type: str = flag("policy_loss", "training loss", choices=("policy_loss", "sft_loss", "custom_loss"))
+    loss_type: str = flag("policy_loss", "training loss", choices=LOSSES)
     custom_loss_function_path: str | None = flag(
         None, "fn(args, batch, logits, sum_of_sample_mean), for custom_loss"
     )
@@ -63,16 +62,14 @@ class AlgorithmConfig:
 
 def check_algorithm(c: Any) -> None:
     """An estimator and a loss that this version has, with what they need."""
-    if c.advantage_estimator == "ppo":
+    estimator = estimator_of(c)
+    if estimator.needs_values:
         raise ValueError(
-            "--advantage-estimator must not be ppo, got ppo; it needs a critic, not supported yet: use grpo"
+            f"--advantage-estimator must not be {estimator.name}, got {estimator.name}; it needs a critic, not "
+            "supported yet: use grpo"
         )
-    if c.advantage_estimator.startswith("reinforce_plus_plus") and not c.normalize_advantages:
-        raise ValueError(
-            f"--advantage-estimator {c.advantage_estimator} must be used with --normalize-advantages"
-        )
-    if c.loss_type == "custom_loss" and c.custom_loss_function_path is None:
-        raise ValueError("--custom-loss-function-path must be given with --loss-type custom_loss, got none")
+    for check in (*estimator.checks, *loss_of(c).checks):
+        check(c)
     if c.eps_clip_c is not None and c.eps_clip_c <= 1:
         raise ValueError(f"--eps-clip-c must be above 1, got {c.eps_clip_c}")
     if c.eps_clip >= 1:
@@ -86,8 +83,8 @@ def compares_alone(c: Any) -> bool:
         c.custom_convert_samples_to_train_data_path,
         c.custom_advantage_function_path,
     )
-    compares = c.advantage_estimator in CENTRED and not c.disable_rewards_normalization and not any(hooks)
-    trains = c.loss_type == "policy_loss" and not c.debug_rollout_only
+    compares = estimator_of(c).centred and not c.disable_rewards_normalization and not any(hooks)
+    trains = loss_of(c).surrogate and not c.debug_rollout_only
     return trains and compares and c.n_samples_per_prompt == 1
 
 
@@ -115,10 +112,10 @@ def check_group_size(c: Any) -> None:
 def check_kl(c: Any) -> None:
     """One KL, in the reward or in the loss, where the loss has one."""
     for name in ("kl_coef", "kl_loss_coef"):
-        if c.loss_type == "sft_loss" and getattr(c, name) != 0:
+        if not loss_of(c).rewarded and getattr(c, name) != 0:
             raise ValueError(
-                f"{spelled(name)} must be 0 with --loss-type sft_loss, got {getattr(c, name)}; supervised training has "
-                "no KL to a reference: leave it out"
+                f"{spelled(name)} must be 0 with --loss-type {c.loss_type}, got {getattr(c, name)}; supervised "
+                "training has no KL to a reference: leave it out"
             )
     if c.kl_coef != 0 and c.kl_loss_coef != 0:
         raise ValueError(

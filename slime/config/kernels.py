@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.algo.losses import loss_of
 from slime.config.fields import flag, nearest
 
 OPERATORS = (
@@ -63,8 +64,8 @@ def check_kernels(c: Any) -> None:
         raise ValueError(f"--rl-kernel-strict must not stand beside --rlk-fast {c.rlk_fast}; leave one out")
     if c.enable_rl_kernel and c.rlk_fast == "off":
         raise ValueError("--enable-rl-kernel must not stand beside --rlk-fast off; leave one out")
-    if c.rlk_consistency != "off" and (c.loss_type == "sft_loss" or c.debug_rollout_only):
-        what = "--loss-type sft_loss" if c.loss_type == "sft_loss" else "--debug-rollout-only"
+    if c.rlk_consistency != "off" and (not loss_of(c).rewarded or c.debug_rollout_only):
+        what = "--debug-rollout-only" if loss_of(c).rewarded else f"--loss-type {c.loss_type}"
         raise ValueError(
             f"--rlk-consistency must be off with {what}, got {c.rlk_consistency}; it compares log-probs of a trainer "
             "and an engine"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from slime.algo.losses import loss_of
 from slime.config.fields import flag
 
 
@@ -69,9 +70,9 @@ def check_routing_replay(c: Any) -> None:
     """The engine or an earlier pass must have chosen experts, and each layer of the training pass must get them."""
     if (flag_ := _replays(c)) is None:
         return
-    if c.loss_type == "sft_loss":
+    if not loss_of(c).rewarded:
         raise ValueError(
-            f"{flag_} must be left out with --loss-type sft_loss, got both; nobody chose experts before"
+            f"{flag_} must be left out with --loss-type {c.loss_type}, got both; nobody chose experts before"
         )
     if not c.use_rollout_routing_replay and c.use_rollout_logprobs:
         raise ValueError(

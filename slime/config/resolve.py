@@ -7,6 +7,7 @@ import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from slime.algo.losses import loss_of
 from slime.config.algorithm import compares_alone, makes_groups
 from slime.config.kernels import OPERATORS
 from slime.config.megatron_rules import never_run
@@ -151,8 +152,10 @@ def _algorithm(c: argparse.Namespace) -> None:
             f"--n-samples-per-prompt 1 with --advantage-estimator {c.advantage_estimator}: a reward counts relative to "
             f"its group, so all advantages are 0 unless {maker} brings several samples to a group"
         )
-    if c.use_kl_loss and c.loss_type == "sft_loss":
-        c.notes.append("--use-kl-loss has no effect with --loss-type sft_loss: no reference model is loaded")
+    if c.use_kl_loss and not loss_of(c).rewarded:
+        c.notes.append(
+            f"--use-kl-loss has no effect with --loss-type {c.loss_type}: no reference model is loaded"
+        )
     elif c.use_kl_loss and c.kl_loss_coef == 0:
         c.notes.append(
             "--use-kl-loss with --kl-loss-coef 0 only reports the KL and needs a reference pass in each rollout; "

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime.algo.estimators import estimator_of
+from slime.algo.losses import loss_of
 from slime.config.algorithm import AlgorithmConfig
 from slime.config.checkpoint import CheckpointConfig
 from slime.config.cluster import ClusterConfig
@@ -134,9 +136,10 @@ class Config:
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model is loaded and its log-probs are computed. Supervised training needs none."""
-        if self.algorithm.loss_type == "sft_loss":
+        if not loss_of(self.algorithm).rewarded:
             return False
-        return self.algorithm.use_kl_loss or self.algorithm.kl_coef != 0
+        estimator = estimator_of(self.algorithm)
+        return estimator.needs_reference or self.algorithm.use_kl_loss or self.algorithm.kl_coef != 0
 
     @property
     def total_steps(self) -> int:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 import rl_kernel
-from slime.config.algorithm import CENTRED
+from slime.algo.estimators import estimator_of
+from slime.algo.losses import loss_of
 from slime.data import routed_experts
 from slime.data.columns import COLUMNS, Column, present
 from slime.data.packing import Schedule, build_dp_schedule
@@ -24,15 +25,16 @@ from slime.types import Sample, TrainData
 def post_process_rewards(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
     """Raw rewards and the rewards to train on.
 
-    Maths: `(r - r[group].mean()) / (r[group].std() + 1e-6)` for grpo, gspo and cispo; without the division for
-    reinforce_plus_plus_baseline or --disable-grpo-std-normalization; `r` otherwise or with
+    Maths: `(r - r[group].mean()) / (r[group].std() + 1e-6)` where the estimator's record says `group="mean and std"`;
+    without the division for "mean" or --disable-grpo-std-normalization; `r` for "none" or
     --disable-rewards-normalization. Groups are `Sample.group_index`; the siblings of one `rollout_id` count once.
     """
     if args.custom_reward_post_process_path:
         hook = load_function(args.custom_reward_post_process_path, flag="--custom-reward-post-process-path")
         return hook(args, samples)
     raw = [sample.get_reward_value(args) for sample in samples]
-    if args.advantage_estimator not in CENTRED or args.disable_rewards_normalization:
+    estimator = estimator_of(args)
+    if not estimator.centred or args.disable_rewards_normalization:
         return raw, raw
     group_number: dict[Any, int] = {}
     group_ids = [group_number.setdefault(_group_key(sample), len(group_number)) for sample in samples]
@@ -42,8 +44,7 @@ def post_process_rewards(args: Any, samples: list[Sample]) -> tuple[list[float],
         torch.tensor(raw, dtype=torch.float32),
         torch.tensor(group_ids),
         rollout_ids=torch.tensor(rollout_ids),
-        normalize_std=args.advantage_estimator != "reinforce_plus_plus_baseline"
-        and not args.disable_grpo_std_normalization,
+        normalize_std=estimator.group == "mean and std" and not args.disable_grpo_std_normalization,
     )
     return raw, normalised.tolist()
 
@@ -74,7 +75,7 @@ def convert_samples_to_train_data(args: Any, samples: list[Sample]) -> TrainData
     if args.custom_convert_samples_to_train_data_path:
         path = args.custom_convert_samples_to_train_data_path
         return load_function(path, flag="--custom-convert-samples-to-train-data-path")(args, samples)
-    on_policy = args.loss_type != "sft_loss"
+    on_policy = loss_of(args).rewarded
     for sample in samples:
         sample.check(require_log_probs=on_policy, require_experts=args.use_rollout_routing_replay)
     raw, rewards = [0.0] * len(samples), [0.0] * len(samples)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rl_kernel.contract import TRAIN_ROLLOUT
 from slime.algo.consistency import TokenSums, figures, order_statistics, percentile_ranks, token_sums
+from slime.algo.losses import loss_of
 from slime.data import routed_experts
 from slime.data.packing import MicroBatch
 from slime.data.tokenizer import tokenizer_fingerprint
@@ -134,7 +135,7 @@ class Audit:
     def _share(self, data: TrainData) -> None:
         """Send the last stage's log-probs to all stages of a pipeline. A loss from a hook has none."""
         first_step = data["micro_batch_indices"][: data["num_microbatches"][0]]
-        seen = [] if self.config.loss_type == "custom_loss" else [i for batch in first_step for i in batch]
+        seen = [] if loss_of(self.config).objective is None else [i for batch in first_step for i in batch]
         lengths = {i: data["response_lengths"][i] for i in seen}
         self.found = tensors_from_last_stage(self.info, self.found, lengths)
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algo.policy_loss import Losses, TokenColumns, policy_loss, sft_loss
+from slime.algo.losses import loss_of
+from slime.algo.policy_loss import Losses, TokenColumns
 from slime.data.packing import MicroBatch
 from slime.hooks import load_function
 from slime.megatron_backend.head import LmHead, MicroBatchLoss
@@ -33,9 +34,10 @@ def micro_batch_loss(
     """Loss and metrics by --loss-type from the last stage's `output`. The tokens' denominators make means of the
     sums."""
     config, head = setup.config, setup.head
-    if config.loss_type == "custom_loss":
+    kind = loss_of(config)
+    objective = kind.objective
+    if objective is None:
         return custom_loss(setup, data, batch, output, normaliser)
-    objective = sft_loss if config.loss_type == "sft_loss" else policy_loss
     shared = {
         "normaliser": normaliser,
         "total_lengths": [data["total_lengths"][i] for i in batch.samples],
@@ -50,7 +52,7 @@ def micro_batch_loss(
         return objective(setup.args, TokenColumns(log_probs, entropy, of_rows, sample_of_row, **shared))
 
     use: EntropyUse = "loss" if config.entropy_coef != 0 else "metric"
-    return head.loss(batch, output, losses, "none" if config.loss_type == "sft_loss" else use, setup.timers)
+    return head.loss(batch, output, losses, use if kind.entropy else "none", setup.timers)
 
 
 def custom_loss(

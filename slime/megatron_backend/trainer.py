@@ -22,6 +22,7 @@ from torch import Tensor
 from slime import operators
 from slime.algo.advantage import compute_advantages
 from slime.algo.importance import sequence_mean
+from slime.algo.losses import loss_of
 from slime.algo.ppo import compute_approx_kl
 from slime.checkpoint_dir import latest, start_directory
 from slime.config.cluster import PARTS
@@ -61,7 +62,8 @@ class MegatronTrainer:
         self, config: Any, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
     ) -> None:
         self.config, self.args = config, config.namespace()
-        self.temperature = 1.0 if config.loss_type == "sft_loss" else config.rollout_temperature
+        self.loss = loss_of(config)
+        self.temperature = config.rollout_temperature if self.loss.rewarded else 1.0
         self.info = init_parallel(rank, world_size, config, init_method=init_method, local_rank=local_rank)
         operators.install(config)
         self.decisions = operators.decide(config, self.info.device.type)
@@ -241,7 +243,7 @@ class MegatronTrainer:
         if self.ref_model is not None:
             with self.timers.measure("ref_log_probs"):
                 data["ref_log_probs"] = self._forward_log_probs(self.ref_model, data, "ref_")
-        if config.loss_type == "sft_loss":
+        if not self.loss.rewarded:
             return
         if config.use_rollout_logprobs:
             data["old_log_probs"] = data["rollout_log_probs"]
@@ -251,7 +253,7 @@ class MegatronTrainer:
             data["log_probs"] = data["old_log_probs"]  # the name that advantage hooks read
 
     def _add_advantages(self, data: TrainData) -> None:
-        if self.config.disable_compute_advantages_and_returns or self.config.loss_type == "sft_loss":
+        if self.config.disable_compute_advantages_and_returns or not self.loss.rewarded:
             return
         if self.config.custom_advantage_function_path:
             return self._hook("custom_advantage_function_path", self.args, data)

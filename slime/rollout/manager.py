@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime import operators
+from slime.algo.losses import loss_of
 from slime.data.packing import sample_flops
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
@@ -74,7 +75,7 @@ class RolloutManager:
         if self.config.save_debug_rollout_data:
             save_debug_rollout_data(self.config.save_debug_rollout_data, rollout_id, groups, facts=facts)
         samples = [sample for group in groups for sample in group]
-        if self.config.loss_type != "sft_loss":
+        if loss_of(self.config).rewarded:
             metrics = {**rollout_metrics(self.args, groups, seconds), **metrics}
         else:
             metrics = {"perf/rollout_time": seconds, **metrics}

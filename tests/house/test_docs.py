@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import docs_algorithms
 import docs_configuration
 import docs_errors
 import pytest
@@ -78,7 +79,9 @@ def test_broken_links_end_the_build(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [docs_configuration, docs_errors], ids=["configuration", "troubleshooting"]
+    "module",
+    [docs_configuration, docs_errors, docs_algorithms],
+    ids=["configuration", "troubleshooting", "algorithms"],
 )
 def test_generated_pages_are_up_to_date(module) -> None:
     assert (ROOT / module.PAGE).read_text() == module.page(), (

@@ -1,0 +1,35 @@
+"""`python scripts/docs_algorithms.py`: the table of advantage estimators in docs/algorithms.md, from their records.
+
+A test fails when the table is not what this script writes. The rest of the page is written by hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.algo.estimators import ESTIMATORS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path("docs/algorithms.md")
+COMMAND = "python scripts/docs_algorithms.py"
+HEADER = "| `--advantage-estimator` | Advantage | Policy loss |\n| --- | --- | --- |\n"
+
+
+def table() -> str:
+    """One row per estimator. One without an implementation has no policy loss."""
+    rows = []
+    for record in ESTIMATORS.values():
+        policy = "" if record.returns is None else f"{record.policy} "
+        rows.append(f"| `{record.name}` | {record.advantage} | {policy}|\n")
+    return HEADER + "".join(rows)
+
+
+def page() -> str:
+    """The whole page, with its table replaced."""
+    before, _, rest = (ROOT / PAGE).read_text().partition(HEADER)
+    return before + table() + "\n" + rest.partition("\n\n")[2]
+
+
+if __name__ == "__main__":
+    (ROOT / PAGE).write_text(page())
+    print(PAGE)

@@ -1,0 +1,36 @@
+"""The advantage estimators: one file each, or one for close relatives, and a line in ESTIMATORS."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.algo.estimators.cispo import CISPO
+from slime.algo.estimators.grpo import GRPO
+from slime.algo.estimators.gspo import GSPO
+from slime.algo.estimators.ppo import PPO
+from slime.algo.estimators.record import CLIPPED, Estimator, Surrogate, same_for_all_tokens
+from slime.algo.estimators.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
+
+ESTIMATORS: dict[str, Estimator] = {
+    record.name: record
+    for record in (
+        GRPO,
+        GSPO,
+        CISPO,
+        REINFORCE_PLUS_PLUS,
+        REINFORCE_PLUS_PLUS_BASELINE,
+        PPO,
+    )
+}
+
+
+def estimator_of(args: Any) -> Estimator:
+    """The record that --advantage-estimator names, of a configuration or a hook's namespace."""
+    if args.advantage_estimator not in ESTIMATORS:
+        raise ValueError(
+            f"--advantage-estimator must be one of {', '.join(ESTIMATORS)}, got {args.advantage_estimator}"
+        )
+    return ESTIMATORS[args.advantage_estimator]
+
+
+__all__ = ["CLIPPED", "ESTIMATORS", "Estimator", "Surrogate", "estimator_of", "same_for_all_tokens"]

@@ -1,0 +1,91 @@
+"""The record of one advantage estimator: what it needs, how rewards become advantages, and its policy loss.
+
+Configuration, conversion, trainer and documents read the record, and no other code compares an estimator's name.
+`slime.config` imports this folder, and must start without torch: functions here import torch and rl_kernel themselves.
+
+Shapes: R response tokens of a micro-batch, R_i of sample i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slime.algo.policy_loss import TokenColumns
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The policy-gradient term of a token.
+
+    `per_token(args, t, log_probs, ppo_kl)` returns its loss and 1.0 where a clip was active, [R] each. The ratio is
+    `exp(-ppo_kl)`, with `ppo_kl = old - log_probs`; if the ratio is per sequence, so are these two. `t` has all
+    columns. `fused`: `rl_kernel.grpo_loss` computes the same term and its sum. `whole_sequences`: it reads more than
+    its own token. `policy` describes the term in docs/algorithms.md; `{ratio}` stands for the level of the ratio.
+    """
+
+    policy: str
+    per_token: Callable[[Any, TokenColumns, Tensor, Tensor], tuple[Tensor, Tensor]]
+    fused: bool = False
+    whole_sequences: bool = False
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One value of --advantage-estimator.
+
+    `returns(args, reward, mask, kl)` gives the returns of a sample, [R_i] fp32, which are its advantages before
+    --normalize-advantages; None without an implementation. `advantage` describes them in docs/algorithms.md. `group`:
+    which statistics of its group normalize a reward. `ratio`: of one token, or the mean over its sequence.
+
+    `needs_values`: a critic. `needs_reference`: the reference model's log-probs. `needs_old_log_probs`: a pass of its
+    own for them. `checks`: rules for other flags; each gets the configuration and raises ValueError.
+    """
+
+    name: str
+    advantage: str
+    surrogate: Surrogate
+    returns: Callable[[Any, float, Tensor, Tensor], Tensor] | None
+    ratio: Literal["token", "sequence"] = "token"
+    group: Literal["none", "mean", "mean and std"] = "none"
+    needs_values: bool = False
+    needs_reference: bool = False
+    needs_old_log_probs: bool = False
+    checks: tuple[Callable[[Any], None], ...] = ()
+
+    @property
+    def centred(self) -> bool:
+        """Whether a reward counts relative to its group."""
+        return self.group != "none"
+
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether the loss of a token needs more than that token's log-prob."""
+        return self.ratio == "sequence" or self.surrogate.whole_sequences
+
+    @property
+    def policy(self) -> str:
+        """The policy loss, as docs/algorithms.md describes it."""
+        return self.surrogate.policy.format(ratio=self.ratio)
+
+
+def same_for_all_tokens(args: Any, reward: float, mask: Tensor, kl: Tensor) -> Tensor:
+    """`A_t = r`, fp32."""
+    import torch
+
+    return torch.full_like(kl, reward, dtype=torch.float32)
+
+
+def _clipped(args: Any, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
+    from slime.algo.ppo import compute_policy_loss
+
+    clips = args.eps_clip, args.eps_clip_high, args.eps_clip_c
+    return compute_policy_loss(ppo_kl, t["advantages"], *clips)
+
+
+CLIPPED = Surrogate("clipped ratio per {ratio}", _clipped, fused=True)
+"""PPO's clipped surrogate (1707.06347), with --eps-clip-c also clipped for negative advantages."""

@@ -1,0 +1,45 @@
+"""REINFORCE++ (2501.03262): whitened advantages with the KL in the reward; its baseline is the mean of the group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slime.algo.estimators.record import CLIPPED, Estimator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _discounted(args: Any, reward: float, mask: Tensor, kl: Tensor) -> Tensor:
+    from slime.algo.advantage import discounted_returns
+
+    return discounted_returns(reward, mask, kl, kl_coef=args.kl_coef, gamma=args.gamma)
+
+
+def _less_kl(args: Any, reward: float, mask: Tensor, kl: Tensor) -> Tensor:
+    penalty: Tensor = args.kl_coef * kl.float()
+    return reward - penalty
+
+
+def _whitened(c: Any) -> None:
+    if not c.normalize_advantages:
+        raise ValueError(
+            f"--advantage-estimator {c.advantage_estimator} must be used with --normalize-advantages"
+        )
+
+
+REINFORCE_PLUS_PLUS = Estimator(
+    "reinforce_plus_plus",
+    "discounted sum of `-kl_coef * kl_t`, plus `r` at the last trained token",
+    CLIPPED,
+    _discounted,
+    checks=(_whitened,),
+)
+REINFORCE_PLUS_PLUS_BASELINE = Estimator(
+    "reinforce_plus_plus_baseline",
+    "`A_t = r - kl_coef * kl_t`",
+    CLIPPED,
+    _less_kl,
+    group="mean",
+    checks=(_whitened,),
+)

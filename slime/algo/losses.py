@@ -1,0 +1,67 @@
+"""The training losses: one record per value of --loss-type, in LOSSES.
+
+`slime.config` imports this file, and must start without torch: objectives are imported when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.algo.policy_loss import Losses, TokenColumns
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One value of --loss-type.
+
+    `objective(args, t)`: the loss from log-probs; None if --custom-loss-function-path computes it from logits.
+    `rewarded`: it trains on rewarded samples of the policy, which have log-probs and advantages, at the temperature of
+    the rollout; otherwise on given responses. `surrogate`: it takes the policy loss of --advantage-estimator, with KL
+    and entropy. `entropy`: it reads the entropy. `needs_old_log_probs`: a pass of its own for them. `checks`: rules for
+    other flags; each gets the configuration and raises ValueError.
+    """
+
+    name: str
+    objective: Callable[[Any, TokenColumns], Losses] | None
+    rewarded: bool = True
+    surrogate: bool = False
+    entropy: bool = False
+    needs_old_log_probs: bool = False
+    checks: tuple[Callable[[Any], None], ...] = ()
+
+
+def _policy(args: Any, t: TokenColumns) -> Losses:
+    from slime.algo.policy_loss import policy_loss
+
+    return policy_loss(args, t)
+
+
+def _supervised(args: Any, t: TokenColumns) -> Losses:
+    from slime.algo.policy_loss import sft_loss
+
+    return sft_loss(args, t)
+
+
+def _function_given(c: Any) -> None:
+    if c.custom_loss_function_path is None:
+        raise ValueError("--custom-loss-function-path must be given with --loss-type custom_loss, got none")
+
+
+LOSSES: dict[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss("policy_loss", _policy, surrogate=True, entropy=True),
+        Loss("sft_loss", _supervised, rewarded=False),
+        Loss("custom_loss", None, needs_old_log_probs=True, checks=(_function_given,)),
+    )
+}
+
+
+def loss_of(args: Any) -> Loss:
+    """The record that --loss-type names, of a configuration or a hook's namespace."""
+    if args.loss_type not in LOSSES:
+        raise ValueError(f"--loss-type must be one of {', '.join(LOSSES)}, got {args.loss_type}")
+    return LOSSES[args.loss_type]
