@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     """What one worker of pytest-xdist runs: a file, for its fixtures, and all files that start engines.
 
     Whole runs need most of two cores and have time limits, so they run one after the other, while another worker
@@ -30,6 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name = "e2e" if item.get_closest_marker("e2e") else item.nodeid.split("::")[0]
         item.add_marker(pytest.mark.xdist_group(name))
+    yield  # pytest-xdist reads the marks
 
 
 @pytest.hookimpl(tryfirst=True)
