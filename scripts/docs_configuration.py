@@ -73,7 +73,7 @@ A flag without an owner is an error that names the nearest known flag. `vime pla
 nothing. Each run saves them in `config.json` of its run directory.
 
 **Types.** `switch` is true or false. `list of` takes several values. `object` is JSON. "none" means that the flag
-has no value until you give one; the meaning then says what happens without it.
+has no value until you give one. Its meaning then describes the run without it.
 """
 
 UNSUPPORTED_INTRO = """

@@ -10,7 +10,7 @@
 #   OUT           model, checkpoints, run directories {mode}-{fast}, plots (default runs/curves); existing files are kept
 #   SFT_ROLLOUTS  number of warm-up rollouts, ten optimizer steps each (default 20)
 #   ROLLOUTS      number of rollouts of each run (default 12)
-#   SETUP=0       use the Python on PATH (or PYTHON) as it is
+#   SETUP=0       use the Python on PATH (or PYTHON) unchanged
 set -euo pipefail
 if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
     sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"

@@ -101,7 +101,7 @@ if { wants smoke || wants rollout; } && [[ ! -f "$model/config.json" ]]; then
 fi
 if wants tests; then
     rm -f "$OUT"/tests-*.log
-    step "tests marked $marked, side by side"
+    step "tests marked $marked, concurrently"
     begin "${short[@]}" "${long[@]}"
     end "${short[@]}"
 fi
@@ -115,7 +115,7 @@ if wants smoke; then
     smoking=$!
 fi
 start_rollout() {
-    step "the engine to be measured beside raw vLLM starts"
+    step "the engine for the comparison with plain vLLM starts"
     rm -f "$OUT/rollout_speed.json"
     rollout &
     rolling=$!
@@ -137,7 +137,7 @@ if wants rollout; then
     touch "$OUT/smoke-ended"
     [[ -n "${rolling:-}" ]] || start_rollout
     wait "$rolling" || failed+=(rollout)
-    step "rollout beside raw vLLM"
+    step "rollout compared with plain vLLM"
     tail -n 8 "$OUT/rollout_speed.log"
 fi
 if wants table; then

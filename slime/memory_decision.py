@@ -1,7 +1,7 @@
-"""What is decided from the memory of a trainer rank: what of its state leaves the device between trainings (where
---offload-train leaves that open), whether a GPU of some size is enough, and which flags lower a peak.
+"""Decisions from the memory of a trainer rank: which parts of its state leave the device between training steps (if
+--offload-train is not given), whether a GPU of a given size is large enough, and which flags lower a peak.
 
-What engines take is vLLM's affair; here are only the two numbers that the trainer's decision depends on. Imports
+vLLM decides the memory of engines. This file has only the two numbers that the trainer's decision needs. Imports
 neither torch nor Megatron.
 """
 
@@ -18,42 +18,44 @@ from slime.model_shape import Shape
 from slime.operators import loss_head
 
 ENGINE_SHARE = 0.92
-"""vLLM's own --gpu-memory-utilization."""
+"""vLLM's default of --gpu-memory-utilization."""
 
 BESIDES_GENERATING = 7.5 * GIB
-"""Beyond what an engine takes and the trainer's tensors, both processes together: contexts, CUDA graphs, workspaces,
-caches. Of 132.4 GiB in use on an H200 the share was 0.4 x 140.4, state and buckets 68.9."""
+"""Memory of both processes in addition to the engine's share and the trainer's tensors: contexts, CUDA graphs,
+workspaces, caches. On an H200 with 132.4 GiB in use, the share was 0.4 x 140.4 GiB, and state and buckets 68.9 GiB."""
 
 SLEEPING_ENGINE = 1.9 * GIB
-"""What an engine keeps of a GPU that it gave to the trainer, measured."""
+"""GPU memory that a sleeping engine keeps, measured."""
 
 BESIDES_TRAINER = 1.5 * GIB
-"""A trainer's context and libraries."""
+"""GPU memory of a trainer's CUDA context and libraries."""
 
 
 TOO_SMALL = "does not fit"
-"""How a verdict begins on a GPU that is not enough, for trainer and engine; a plan of such GPUs ends with status 1."""
+"""First words of a verdict if the GPU is too small for the trainer or the engine. `vime plan` then ends with status
+1."""
 
 
 def engine_share(c: Any) -> float:
-    """Part of a GPU that vLLM wants to find free at its start, and takes where its KV cache is not given in bytes."""
+    """Share of a GPU that must be free when vLLM starts. vLLM takes this share, unless its KV cache is given in
+    bytes."""
     return c.engine.vllm_args.get("gpu_memory_utilization", ENGINE_SHARE)
 
 
 def engine_kv_bytes(c: Any) -> int | None:
-    """Bytes of a GPU for KV cache where they are given; None or 0: what the engine's share leaves."""
+    """Bytes of the KV cache on one GPU, if given. None or 0: the rest of the engine's share."""
     return c.engine.vllm_args.get("kv_cache_memory_bytes")
 
 
 def engine_weights(c: Any, shape: Shape) -> Item:
-    """Of a model on one GPU of an engine: its tensor-parallel ranks and pipeline stages share the parameters."""
+    """Weights on one GPU of an engine. Its tensor-parallel ranks and pipeline stages share the parameters."""
     size = BYTES.get(c.engine.vllm_args.get("dtype", c.params_dtype), 2)
     gpus = c.rollout_num_gpus_per_engine // (c.engine.vllm_args.get("data_parallel_size") or 1)
     return Item("weights", shape.params * size / gpus, f"{count(shape.params)} x {size} B / {gpus} GPUs")
 
 
 def engine_flag(c: Any) -> str:
-    """The flag that lowers what an engine takes, with what it is now."""
+    """The flag that lowers an engine's memory, with its current value."""
     if given := engine_kv_bytes(c):
         return f"--vllm-kv-cache-memory-bytes (now {given})"
     return f"--vllm-gpu-memory-utilization (now {engine_share(c):g})"
@@ -66,16 +68,17 @@ def gpu(device_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class MemoryDecision:
-    """What of the trainer's state leaves its device between trainings; in lines for a person why, and what it needs."""
+    """The parts of the trainer's state that leave the device between training steps, and lines with reasons and
+    sizes."""
 
     leaving: tuple[str, ...]
     lines: tuple[str, ...]
 
 
 def choices(e: Estimate, allowed: Collection[str]) -> list[tuple[str, ...]]:
-    """Sets of parts that may leave, each the one that moves the fewest bytes for what it leaves behind.
+    """Sets of parts that may leave. Each set moves the fewest bytes for the memory that it frees.
 
-    Gradients move none, as they are worth nothing between two trainings: they go first.
+    Gradients leave first. They move no bytes, because they are not needed between two training steps.
     """
     parts = [part for part in PARTS if part in allowed]
     sets = [s for n in range(len(parts) + 1) for s in itertools.combinations(parts, n)]
@@ -90,7 +93,7 @@ def choices(e: Estimate, allowed: Collection[str]) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a GPU must hold at a time: `when`, how many `bytes`, made up of what, and which flags lower it."""
+    """The memory that a GPU needs at one time: `when`, `bytes`, its parts, and the flags that lower it."""
 
     when: str
     bytes: float
@@ -99,8 +102,8 @@ class Moment:
 
 
 def beside_engine(c: Any, e: Estimate, leaving: Collection[str], device_bytes: float) -> Iterator[Moment]:
-    """While the engine has the GPU. Given the bytes of its KV cache, vLLM takes these and the weights, whatever its
-    share; but it does not start where less than its share is free."""
+    """Moments while the engine uses the GPU. If the bytes of its KV cache are given, vLLM takes these bytes and the
+    weights. But vLLM does not start if less than its share is free."""
     left, share, given = e.left(leaving), engine_share(c), engine_kv_bytes(c)
     more = e.left(PARTS) < left and not _registered(c)
     parts = ", --offload-train with all its parts" if more else ""
@@ -124,7 +127,7 @@ def beside_engine(c: Any, e: Estimate, leaving: Collection[str], device_bytes: f
 
 
 def training(c: Any, e: Estimate) -> Moment:
-    """While the trainer works; an engine on its GPU sleeps."""
+    """The moment of a training step, while the engine on the GPU sleeps."""
     besides, whose = BESIDES_TRAINER, "its own"
     if c.colocate and c.num_engines:
         besides, whose = BESIDES_TRAINER + SLEEPING_ENGINE, "a sleeping engine's and its own"
@@ -133,11 +136,11 @@ def training(c: Any, e: Estimate) -> Moment:
 
 
 def decide_residence(c: Any, e: Estimate, device_bytes: float | None) -> MemoryDecision:
-    """Which parts leave. `device_bytes`: memory of the GPU; None where it is not known, then nothing is decided for it.
+    """Decide which parts leave. `device_bytes`: memory of the GPU. If it is None (unknown), nothing is decided.
 
-    While engines generate: state left + buckets + what the engine takes + BESIDES_GENERATING <= memory of the GPU. Of
-    the sets that hold it, the one that moves the fewest bytes. --offload-train takes all of --offload-train-parts,
-    whatever the memory; --no-offload-train none.
+    While engines generate: remaining state + buckets + the engine's memory + BESIDES_GENERATING <= memory of the GPU.
+    Of the sets that fulfil this, the result moves the fewest bytes. --offload-train offloads all of
+    --offload-train-parts for every size of memory, and --no-offload-train offloads none.
     """
     if c.device != "cuda":
         device_bytes = None
@@ -160,12 +163,12 @@ def decide_residence(c: Any, e: Estimate, device_bytes: float | None) -> MemoryD
 
 
 def _registered(c: Any) -> bool:
-    """Buffers that are registered with NCCL stay where they are."""
+    """Whether buffers are registered with NCCL. Such buffers stay on the device."""
     return bool(c.megatron.overrides.get("nccl_ub"))
 
 
 def _least(c: Any, e: Estimate, allowed: Collection[str], device_bytes: float) -> tuple[str, ...]:
-    """The first choice that leaves room for the engine; the last one where none does."""
+    """The first choice that leaves room for the engine, or the last choice if none does."""
     sets = choices(e, allowed)
     for leaving in sets:
         if all(moment.bytes <= device_bytes for moment in beside_engine(c, e, leaving, device_bytes)):
@@ -183,7 +186,7 @@ def _leaves(e: Estimate, leaving: Collection[str], why: str) -> str:
 
 
 def _fits(c: Any, e: Estimate, leaving: Collection[str], device_bytes: float | None) -> Iterator[str]:
-    """A line for each moment, and the verdict. Nothing for a GPU whose size is not known."""
+    """One line per moment, and the verdict. Nothing if the size of the GPU is not known."""
     if device_bytes is None:
         return
     moments = [training(c, e)]
@@ -200,7 +203,7 @@ def _fits(c: Any, e: Estimate, leaving: Collection[str], device_bytes: float | N
 
 
 def _by_size(c: Any, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
-    """What would be decided on GPUs of which size: the sums of `beside_engine` <= memory, solved for it."""
+    """The decision for each size of GPU: `beside_engine` <= memory, solved for the memory."""
     free, given = 1 - engine_share(c), engine_kv_bytes(c)
     yield "what leaves the device while engines generate is decided when its memory is known, here it is not:"
     if free <= 0:
@@ -217,7 +220,7 @@ def _by_size(c: Any, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
 
 
 def lowering(c: Any) -> list[str]:
-    """Flags that would lower the peak of a training step, with what they are now."""
+    """Flags that lower the peak of a training step, with their current values."""
     overrides = c.megatron.overrides
     flags = []
     if c.use_dynamic_batch_size:

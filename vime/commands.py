@@ -8,7 +8,7 @@ COMMANDS = {
     "export": "write a checkpoint as a Hugging Face directory",
     "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
     "plot": "draw the curves of run directories",
-    "bench": "what rl_kernel changes: op, module and e2e measure it, report tells it",
+    "bench": "what rl_kernel changes: op, module and e2e measure it, report prints it",
     "flags": "list or search the flags: vime flags WORD; --json has every accepted flag with its owner",
     "completion": "a script that completes commands and flags in bash or zsh",
 }

@@ -238,7 +238,7 @@ def device_memory(c: Config) -> int | None:
 
 def transport(c: Config) -> str:
     """How published weights travel, and the directory of their files."""
-    where = c.weight_dir or "a directory of their own in shared memory"
+    where = c.weight_dir or "a new directory in shared memory"
     name = c.update_weight_transport
     return f"{CHANNELS[name].plan.format(weight_dir=where)} ({name})"
 

@@ -1,6 +1,6 @@
 """Binds a process to the CPUs that are nearest to its GPUs. Linux, standard library only.
 
-A host with two processors has two NUMA nodes, each with cores and memory of its own. A process on the cores of the
+A host with two processors has two NUMA nodes, and each has its own cores and memory. A process on the cores of the
 other processor reaches its GPU through the link between the two. Only CPUs are bound. Memory follows by Linux's own
 rule: a page is allocated on the node of the core that touches it first. On a GB200 the memory of each GPU is a NUMA
 node without cores. Such nodes are not counted, and nothing is bound to them.

@@ -38,4 +38,4 @@ def never_run(overrides: dict[str, Any]) -> Iterator[str]:
     """A note for each setting that goes to Megatron only and that no test or measurement covers."""
     for name in _NEVER_RUN:
         if overrides.get(name) not in (None, False, "none"):
-            yield f"{spelled(name)}: passed to Megatron as it is; never run here"
+            yield f"{spelled(name)}: passed to Megatron unchanged; never run here"

@@ -163,7 +163,9 @@ def load_checkpoint(
         )
     _check_shape(common["shape"], _shape(inner), path)
     if optimizer is not None and not common["has_optimizer"]:
-        logger.warning("%s holds no optimizer (--no-save-optim): moments and step counts start afresh", path)
+        logger.warning(
+            "%s holds no optimizer (--no-save-optim): moments and step counts start from zero", path
+        )
     loads_optimizer = optimizer is not None and common["has_optimizer"]
     same_ranks = common["ranks"] == _ranks()
     wanted = _sharded_state(inner, optimizer if loads_optimizer else None, is_loading=True)

@@ -1,4 +1,4 @@
-"""Log-probs of saved samples by the trainer's forward pass, on one rank, packed in several ways. No gradient."""
+"""Log-probs of saved samples from the trainer's forward pass, on one rank, packed in several ways. No gradient."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from slime.megatron_backend.weights import load_weights
 from slime.types import Sample, TrainData
 
 Layout = list[list[int]]
-"""Micro-batches: places in the list of samples, in the order in which they are packed."""
+"""Micro-batches: indices in the list of samples, in packing order."""
 
 
 def replay_log_probs(
     config: Any, weights: str, samples: list[Sample], layouts: dict[str, Layout]
 ) -> dict[str, list[Tensor]]:
-    """For each layout one fp32 tensor [response length] a sample, nats at --rollout-temperature.
+    """For each layout, one fp32 tensor [response length] per sample, in nats at --rollout-temperature.
 
-    `config` describes one rank; `weights` is an HF directory. With --use-rollout-routing-replay tokens go to the
-    experts that their samples name. A layout names every sample once. Starts and ends the process groups of Megatron in
-    this process.
+    `config` describes one rank. `weights` is an HF directory. With --use-rollout-routing-replay, tokens go to the
+    experts in their samples. A layout contains every sample once. Starts and ends Megatron's process groups in this
+    process.
     """
     data: TrainData = {
         "tokens": [torch.tensor(s.tokens) for s in samples],

@@ -1,13 +1,13 @@
-"""Routing replay: a trainer's passes send tokens to experts that were chosen before, by the engine while it sampled
-(--use-rollout-routing-replay) or by the trainer's own pass for old log-probs (--use-routing-replay).
+"""Routing replay: the trainer sends tokens to experts that were chosen earlier, by the engine while it sampled
+(--use-rollout-routing-replay) or by the trainer's pass for old log-probs (--use-routing-replay).
 
     Replay.attach -> MicroBatch.routing -> PackedLayout.routing -> Layer -> Router -> LayerRouting.get_replay_topk
 
-Only the choice is replayed: a token's weights are the router's own probabilities of the given experts, so that gradient
-reaches the router as ever (2510.11370). The record travels with the micro-batch, not with the model: a layer that is
-recomputed in the backward, after other micro-batches went forward, finds the one it had.
+Only the choice is replayed. The weights of a token's experts are the router's own probabilities, so the gradient
+reaches the router as usual (2510.11370). The record travels with the micro-batch, not with the model. So a layer that
+is recomputed in the backward, after the forward of other micro-batches, finds its own record.
 
-Shapes: n rows of this rank (of its sequence-parallel part), L layers of the model, K experts of a token, E experts.
+Shapes: n rows of this rank (of its sequence-parallel part), L layers of the model, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ OwnTopk = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Routing:
-    """Of one micro-batch and pass. `ids` int16 [n, L, K] as of `slime.data.routed_experts`, None where routers choose.
+    """The routing of one micro-batch in one pass. `ids`: int16 [n, L, K] of `slime.data.routed_experts`, or None if the
+    routers choose.
 
-    Afterwards `chosen` has what each layer of this stage would choose itself, int16 [n, K] by its number from 0, if
-    `records`; `differing` and `given` how many of its tokens were sent to other experts than that, and how many were
-    sent at all.
+    The pass fills these dicts, whose keys are layer numbers from 0. `chosen`: the router's own choice for each layer of
+    this stage, int16 [n, K], if `records`. `given`: number of tokens whose experts were replayed. `differing`: number
+    of these tokens for which the router would have chosen other experts.
     """
 
     def __init__(self, ids: Tensor | None = None, *, records: bool = False) -> None:
@@ -42,12 +43,12 @@ class Routing:
         self.given: dict[int, Tensor] = {}
 
     def of_layer(self, number: int) -> LayerRouting:
-        """`number` counts from 0 over the whole model."""
+        """The routing of one layer. `number` counts from 0 over the whole model."""
         return LayerRouting(self, number)
 
 
 class LayerRouting:
-    """What Megatron's router takes as its `router_replay`."""
+    """The object that Megatron's router gets as its `router_replay`."""
 
     def __init__(self, routing: Routing, layer: int) -> None:
         self._routing, self._layer = routing, layer
@@ -60,10 +61,10 @@ class LayerRouting:
         group_topk: int | None,
         compute_topk: OwnTopk,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [n, E] -> scores and ids [n, K] of the experts to take, differentiable in the scores.
+        """Scores [n, E] -> scores and ids [n, K] of the experts to use, differentiable in the scores.
 
-        In falling order of the scores, which is the router's own: where the same experts were chosen, everything after
-        is computed to the bit as without a replay.
+        The experts are sorted by descending score, as in the router. So if engine and router choose the same experts,
+        the result is bitwise equal to the result without a replay.
         """
         routing, layer = self._routing, self._layer
         values, mine = compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -78,14 +79,14 @@ class LayerRouting:
         ids = torch.where(given, theirs, mine)
         order = scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
         ids = ids.gather(1, order)
-        # kept by layer, not added up: a layer that is recomputed says the same again
+        # Kept per layer and not added up, because a recomputed layer reports the same numbers again.
         other = (ids.sort(1).values != mine.sort(1).values).any(1)
         routing.differing[layer], routing.given[layer] = other.sum(), given.sum()
         return scores.gather(1, ids), ids
 
 
 class Replay:
-    """What a trainer rank replays, by its configuration. Holds the trainer's own record from one pass to the next."""
+    """The replay of one trainer rank. Keeps the trainer's own record from the log-prob pass to the training pass."""
 
     def __init__(self, config: Any, info: ParallelInfo) -> None:
         self._info = info
@@ -96,24 +97,24 @@ class Replay:
         self._step: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = []
 
     def attach(self, batch: MicroBatch, *, training: bool) -> None:
-        """Give a packed micro-batch its routing: of a training pass, or of the one for old log-probs before it."""
+        """Set the routing of a packed micro-batch, for a training pass or for the earlier pass for old log-probs."""
         if self.from_engine:
             batch.routing = Routing(self._own_rows(batch.of_rows[COLUMN]))
         elif self.from_trainer and training:
             batch.routing = Routing(self._ids(batch.samples))
         elif self.from_trainer:
             batch.routing = Routing(records=True)
-            self._recorded[tuple(batch.samples)] = batch.routing.chosen  # filled while its layers run
+            self._recorded[tuple(batch.samples)] = batch.routing.chosen  # filled while the layers run
         if training and batch.routing is not None:
-            self._step.append((batch.routing.differing, batch.routing.given))  # not the rows themselves
+            self._step.append((batch.routing.differing, batch.routing.given))  # without the rows
 
     def forget(self) -> None:
-        """After the last step of a rollout: the next one has other micro-batches."""
+        """Drop the record after the last step of a rollout, because the next rollout has other micro-batches."""
         self._recorded.clear()
 
     def metrics(self) -> dict[str, float]:
-        """The share of pairs of token and layer of the step that went to other experts than their router would have
-        sent them to. Collective over all ranks, each of which has tokens or layers of its own; empty without replay."""
+        """The share of the step's (token, layer) pairs whose router would have chosen other experts. Collective over
+        all ranks, because each rank has different tokens or layers. Empty without replay."""
         if not (self.from_engine or self.from_trainer):
             return {}
         counts = torch.zeros(2, dtype=torch.float64, device=self._info.device)
@@ -125,12 +126,12 @@ class Replay:
         return {EXPERTS_DIFFER: differing / max(given, 1.0)}
 
     def _own_rows(self, ids: Tensor) -> Tensor:
-        """Sequence parallelism hands each tensor-parallel rank one run of the packed rows."""
+        """This rank's rows. With sequence parallelism, each tensor-parallel rank has one run of the packed rows."""
         return ids.chunk(self._info.tp_size)[self._info.tp_rank] if self._cuts else ids
 
     def _ids(self, samples: list[int]) -> Tensor | None:
-        """The trainer's record of a micro-batch; None where this stage has no layer with experts. Rows of layers of
-        other stages are never asked for."""
+        """The trainer's record of a micro-batch, or None if this stage has no layer with experts. Entries for layers of
+        other stages are never read."""
         if tuple(samples) not in self._recorded:
             raise ValueError(
                 f"--use-routing-replay must train the micro-batches of its log-prob pass, got samples {samples}"
