@@ -15,7 +15,9 @@ def product_(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> 
         return torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)
     if left.is_cuda and out.dtype == torch.float32:
         if add:
-            return torch.ops.aten.addmm.dtype_out(out, left, right, torch.float32, out=out)
-        return torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=out)
+            torch.ops.aten.addmm.dtype_out(out, left, right, torch.float32, out=out)
+        else:
+            torch.ops.aten.mm.dtype_out(left, right, torch.float32, out=out)
+        return out
     wide = left.float() @ right.float()
     return out.add_(wide) if add else out.copy_(wide)

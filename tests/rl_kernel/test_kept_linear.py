@@ -14,6 +14,7 @@ from rl_kernel.ops.logp import cases as materialised
 pytest.importorskip("triton", reason="Triton is not installed")
 from hardware_rounding import nearest  # noqa: F401
 
+from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.head import Problem
 from rl_kernel.ops.linear_logp.plain_head import PlainHead
 from rl_kernel.ops.linear_logp.plan import Budget, plan
@@ -187,9 +188,8 @@ def test_tiles_of_a_small_workspace(dtype):
     """Some columns kept, some computed again in several tiles: bits may differ, results do not."""
     case = Case("tiles", 6, 4, 7000, vocab_size=6990)
     hidden, weight, targets, kept, _, temperature = inputs(case, dtype)
-    problem = Problem(
-        hidden, weight, None, targets, temperature, kept, VocabShard(0, 7000, 6990, None, 7000), None
-    )
+    task = Task(targets, temperature, kept, VocabShard(0, 7000, 6990, None, 7000), None)
+    problem = Problem(hidden, weight, None, task)
     costs = PlainHead(problem).costs(True)
     workspace = case.tokens * (costs.row + 4200 * costs.element)
     budget = plan(case.tokens, case.vocab, costs, workspace)

@@ -23,6 +23,7 @@ from rl_kernel.ops.linear_logp.cases import (
 pytest.importorskip("triton", reason="Triton is not installed")
 from hardware_rounding import nearest  # noqa: F401
 
+from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.autograd import make_head, prepared
 from rl_kernel.ops.linear_logp.exp_head import ExpHead, refusal
 from rl_kernel.ops.linear_logp.head import Problem
@@ -64,9 +65,8 @@ def problem_of(layer, targets, rounding=BF16, temperature=1.0):
     stored = len(layer["weight"])
     shard = VocabShard(0, stored, None, None, stored)
     bias = layer.get("bias")
-    return prepared(
-        Problem(layer["hidden"], layer["weight"], bias, targets, temperature, None, shard, rounding)
-    )
+    task = Task(targets, temperature, None, shard, rounding)
+    return prepared(Problem(layer["hidden"], layer["weight"], bias, task))
 
 
 def workspace_for(layer, targets, columns, rounding=BF16):

@@ -20,6 +20,7 @@ from rl_kernel.ops.linear_logp.cases import (
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.autograd import make_head, prepared
 from rl_kernel.ops.linear_logp.head import Problem
 from rl_kernel.vocab import VocabShard
@@ -84,7 +85,8 @@ def problem_of(layer, targets):
     stored, dtype = len(layer["weight"]), layer["weight"].dtype
     shard = VocabShard(0, stored, None, None, stored)
     rounding = None if dtype == FP32 else dtype
-    return prepared(Problem(layer["hidden"], layer["weight"], None, targets, 1.0, None, shard, rounding))
+    task = Task(targets, 1.0, None, shard, rounding)
+    return prepared(Problem(layer["hidden"], layer["weight"], None, task))
 
 
 def room(layer, targets, rows, columns, entropy=True):

@@ -1,6 +1,8 @@
-"""The arguments that `linear_logp` and `linear_token_loss` share: their checks and what follows from them."""
+"""What `linear_logp` and `linear_token_loss` share: the record of a call, and the checks of its arguments."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,23 +11,57 @@ from torch.distributed import ProcessGroup
 from rl_kernel.checks import check_tensor, invalid
 from rl_kernel.dispatch import float64_refusal
 from rl_kernel.kept import KeptTokens, check_kept
-from rl_kernel.vocab import VocabShard, check_targets, check_temperature, make_shard
+from rl_kernel.ops.linear_logp.plan import WORKSPACE_BYTES
+from rl_kernel.vocab import VocabShard, check_targets, check_temperature, make_shard, take
 
 LOGITS_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
-def check_layer(
+@dataclass(frozen=True)
+class Task:
+    """What one call computes from a layer (hidden, weight, bias). It holds everything that gets no gradient.
+
+    `targets` [N] integer token ids. `temperature`: a positive number, or [N]. `keep`: the ids that top-p or top-k
+    sampling kept. `rounding`: the dtype that logits are rounded to, None for no rounding.
+    """
+
+    targets: Tensor
+    temperature: float | Tensor
+    keep: KeptTokens | None
+    shard: VocabShard
+    rounding: torch.dtype | None
+    with_entropy: bool = False
+    workspace_bytes: int = WORKSPACE_BYTES
+
+    def rows(self, rows: slice) -> Task:
+        """The task of some of the tokens."""
+        return Task(
+            self.targets[rows],
+            take(self.temperature, rows),
+            take(self.keep, rows),
+            self.shard,
+            self.rounding,
+            self.with_entropy,
+            self.workspace_bytes,
+        )
+
+
+def checked_task(
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
+    *,
     temperature: float | Tensor,
     tp_group: ProcessGroup | None,
     vocab_start: int,
     vocab_size: int | None,
-    bias: Tensor | None,
     keep_mask: KeptTokens | None,
-) -> VocabShard:
-    """The vocabulary shard of this process, after all checks of the inputs."""
+    with_entropy: bool,
+    logits_dtype: str | None,
+    workspace_bytes: int,
+) -> Task:
+    """The task of a call, after all checks of its arguments. ValueError names the argument that is wrong."""
     check_tensor("hidden", hidden, ["N", "H"])
     tokens, width = hidden.shape
     check_tensor("weight", weight, ["V_local", width], device=hidden.device)
@@ -35,23 +71,20 @@ def check_layer(
     check_temperature(temperature, tokens, hidden.device)
     shard = make_shard("weight", len(weight), targets, vocab_start, vocab_size, tp_group)
     check_kept(keep_mask, targets, shard.limit)
-    return shard
+    if workspace_bytes <= 0:
+        raise invalid("workspace_bytes", "be > 0", workspace_bytes, "leave it out for 1.5 GiB")
+    rounding = logits_rounding(logits_dtype, weight)
+    return Task(targets, temperature, keep_mask, shard, rounding, with_entropy, workspace_bytes)
 
 
 def logits_rounding(logits_dtype: str | None, weight: Tensor) -> torch.dtype | None:
-    """The dtype that logits are rounded to; None for not at all."""
+    """The dtype that logits are rounded to; None for no rounding."""
     if logits_dtype is None:
         return weight.dtype if weight.dtype in (torch.bfloat16, torch.float16) else None
     if logits_dtype not in LOGITS_DTYPES:
         todo = "take the dtype that the rollout engine samples from"
         raise invalid("logits_dtype", "be 'float32', 'bfloat16' or None", repr(logits_dtype), todo)
     return LOGITS_DTYPES[logits_dtype]
-
-
-def check_workspace(workspace_bytes: int) -> None:
-    """A positive number of bytes."""
-    if workspace_bytes <= 0:
-        raise invalid("workspace_bytes", "be > 0", workspace_bytes, "leave it out for 1.5 GiB")
 
 
 def layer_refusal(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

@@ -1,9 +1,8 @@
-"""`linear_logp` on a device: which head serves the call, and its autograd function."""
+"""`linear_logp` on a device: the choice of the head, and the autograd function."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_kernel.ops.linear_logp import exp_head
+from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.exp_head import ExpHead
 from rl_kernel.ops.linear_logp.head import Head, Problem, Rows, Sinks
 from rl_kernel.ops.linear_logp.plain_head import PlainHead
@@ -20,42 +20,44 @@ from rl_kernel.vocab import usable_temperature
 
 
 def make_head(problem: Problem) -> Head:
-    """The fastest head that takes these inputs; both keep the same contract."""
+    """The fastest head that takes these inputs. Both heads keep the same contract."""
     return PlainHead(problem) if exp_head.refusal(problem) else ExpHead(problem)
 
 
 def record_head(operator: str, problem: Problem) -> None:
-    """Tell telemetry which head serves a call, and why it is not the fastest."""
+    """Count in the telemetry which head runs a call, and why it is not the fastest."""
     reason = exp_head.refusal(problem)
     record_variant(operator, "exponentials" if reason is None else f"logits: {reason}")
 
 
 def seen_by_autograd(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Detached where gradients are off: an autograd function is told what requires one, not whether they are on."""
+    """The tensors, detached where gradients are off: an autograd function sees which inputs require a gradient, but not
+    whether gradients are on."""
     return [t if t is None or torch.is_grad_enabled() else t.detach() for t in tensors]
 
 
 def prepared(problem: Problem) -> Problem:
-    """With contiguous rows, and a temperature tensor in float32.
+    """The problem with rows that the kernels can read, and a temperature tensor in float32.
 
-    Where the vocabulary is split, all processes must take the same head, whatever the memory of one of them looks like:
-    rows that the fastest one cannot read in place are copied.
+    Where the vocabulary is split, all processes must choose the same head, whatever the memory layout of one of them.
+    So rows that the fastest head cannot read in place are copied.
     """
-    fits = exp_head.readable if problem.shard.group is not None else lambda t: t.stride(1) == 1
+    task = problem.task
+    fits = exp_head.readable if task.shard.group is not None else lambda t: t.stride(1) == 1
     hidden, weight = (
         t if fits(t) else t.clone(memory_format=torch.contiguous_format)
         for t in (problem.hidden, problem.weight)
     )
-    temperature = usable_temperature(problem.temperature, torch.float32)
+    temperature = usable_temperature(task.temperature, torch.float32)
     if isinstance(temperature, Tensor):
         temperature = temperature.contiguous()
-    return replace(
-        problem, hidden=hidden, weight=weight, temperature=temperature, targets=problem.targets.contiguous()
-    )
+    targets, keep, shard, rounding = task.targets.contiguous(), task.keep, task.shard, task.rounding
+    ready = Task(targets, temperature, keep, shard, rounding, task.with_entropy, task.workspace_bytes)
+    return Problem(hidden, weight, problem.bias, ready)
 
 
 class LinearLogpOnDevice(torch.autograd.Function):
-    """Log-probs [N] and entropy [N] (None unless asked for); `settings` are the fields of Problem after the bias."""
+    """Log-probs [N] and entropy [N] (None unless asked for)."""
 
     @staticmethod
     def forward(
@@ -63,33 +65,31 @@ class LinearLogpOnDevice(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        settings: tuple[Any, ...],
-        workspace_bytes: int,
-        with_entropy: bool,
+        task: Task,
     ) -> tuple[Tensor, Tensor | None]:
-        problem = prepared(Problem(hidden, weight, bias, *settings))
+        problem = prepared(Problem(hidden, weight, bias, task))
         record_head("linear_logp", problem)
         ctx.set_materialize_grads(False)
         if not any(ctx.needs_input_grad):
-            return _log_probs_only(problem, workspace_bytes, with_entropy)
+            return _log_probs_only(problem)
         head = make_head(problem)
-        budget = plan(len(hidden), len(weight), head.costs(with_entropy), workspace_bytes)
-        rows = head.forward(budget, with_entropy)
-        # Neither input nor output, and the first backward works in its memory: not for save_for_backward.
+        budget = plan(len(hidden), len(weight), head.costs(task.with_entropy), task.workspace_bytes)
+        rows = head.forward(budget, task.with_entropy)
+        # Not for save_for_backward: the tile is neither input nor output, and the first backward overwrites it.
         ctx.kept = rows.kept
         ctx.save_for_backward(
             hidden, weight, bias, rows.log_probs, rows.lse, rows.entropy, *rows.extra.values()
         )
-        ctx.extra, ctx.settings, ctx.budget = tuple(rows.extra), settings, budget
+        ctx.extra, ctx.task, ctx.budget = tuple(rows.extra), task, budget
         return rows.log_probs, rows.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None and grad_entropy is None:
-            return (None,) * 6
+            return (None,) * 4
         hidden, weight, bias, log_probs, lse, entropy, *extra = ctx.saved_tensors
-        head = make_head(prepared(Problem(hidden, weight, bias, *ctx.settings)))
+        head = make_head(prepared(Problem(hidden, weight, bias, ctx.task)))
         rows = Rows(log_probs, lse, entropy, ctx.kept, dict(zip(ctx.extra, extra, strict=True)))
         ctx.kept = None
         sinks = Sinks(
@@ -106,29 +106,31 @@ class LinearLogpOnDevice(torch.autograd.Function):
         with timed("linear_logp", hidden.device):
             head.backward(rows, ctx.budget, sinks, grad, grad_entropy)
         d_bias = None if sinks.bias is None else sinks.bias.to(bias.dtype)
-        return sinks.hidden, sinks.weight, d_bias, None, None, None
+        return sinks.hidden, sinks.weight, d_bias, None
 
 
-def _log_probs_only(
-    problem: Problem, workspace_bytes: int, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Block by block of tokens, where the workspace has no room for all. Collectives are per block: where shards
-    differ, so might the blocks, and all tokens go at once."""
+def _log_probs_only(problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """Without gradients: block by block of tokens if the workspace is too small for all of them.
+
+    Each block makes its own collectives. Where the processes' shards differ in size, their blocks might differ too, so
+    that all tokens must go at once.
+    """
+    task = problem.task
     tokens, columns = len(problem.hidden), len(problem.weight)
-    costs = make_head(problem).costs(with_entropy)
+    costs = make_head(problem).costs(task.with_entropy)
     size = max(tokens, 1)
-    if problem.shard.even:
-        size = forward_rows(tokens, columns, costs, workspace_bytes)
+    if task.shard.even:
+        size = forward_rows(tokens, columns, costs, task.workspace_bytes)
     found = []
     for first in range(0, max(tokens, 1), size):
         block = problem.rows(slice(first, min(first + size, tokens)))
-        budget = plan(len(block.hidden), columns, costs, workspace_bytes)
-        rows = make_head(block).forward(Budget(0, budget.kept + budget.tile), with_entropy)
+        budget = plan(len(block.hidden), columns, costs, task.workspace_bytes)
+        rows = make_head(block).forward(Budget(0, budget.kept + budget.tile), task.with_entropy)
         found.append((rows.log_probs, rows.entropy))
     log_probs, entropy = (joined(column) for column in zip(*found, strict=True))
     return log_probs, entropy
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Rows of all blocks, a tensor each; None if they are None."""
+    """The blocks' tensors as one; None if the blocks are None."""
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(list(parts))

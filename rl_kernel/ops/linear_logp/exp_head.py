@@ -1,14 +1,14 @@
-"""Tiles of exponentials: the head for bfloat16 on Hopper GPUs. See `kernels` for the idea.
+"""Tiles of exponentials: the head for bfloat16 on Hopper GPUs. The docstring of `kernels` explains the method.
 
-Needs tensor maps (compute capability 9): `refusal` says when it cannot be used, and `PlainHead` is then. Without an
-entropy gradient no kernel walks over [N, V] values at all.
+The head needs tensor maps (compute capability 9). `refusal` says why inputs need `PlainHead` instead. Without an
+entropy gradient, no kernel reads [N, V] values between the matrix products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,16 @@ ALIGNMENT = 8
 ROWS_PER_PROGRAM = 32
 ENTROPY_BLOCK, ENTROPY_HIDDEN_BLOCK = 2048, 256
 ROW_VECTORS = 64
-"""Bytes a token of the statistics, factors and gradients of rows together."""
+"""Bytes per token for statistics, factors and gradients of rows together."""
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why these inputs need the other head; None if they do not."""
+    """Why these inputs need `PlainHead`; None if they do not."""
     if problem.weight.dtype != torch.bfloat16:
         return "it is for bfloat16"
-    if problem.rounding not in (None, torch.bfloat16):
+    if problem.task.rounding not in (None, torch.bfloat16):
         return "it rounds logits to bfloat16 or not at all"
-    if problem.bias is not None or problem.keep is not None:
+    if problem.bias is not None or problem.task.keep is not None:
         return "it takes neither a bias nor kept tokens"
     if problem.hidden.shape[1] % ALIGNMENT or not (readable(problem.hidden) and readable(problem.weight)):
         return "rows must be contiguous and start at multiples of 16 bytes"
@@ -46,9 +46,21 @@ def refusal(problem: Problem) -> str | None:
 
 
 def readable(rows: Tensor) -> bool:
-    """Whether the kernels can read these rows in place (of widths that are no multiple of ALIGNMENT they read none)."""
+    """Whether the kernels need no copy of these rows. A width that is no multiple of ALIGNMENT needs none either: the
+    kernels never read such rows."""
     aligned = rows.stride(0) % ALIGNMENT == 0 and rows.data_ptr() % 16 == 0
     return rows.stride(1) == 1 and (aligned or rows.shape[1] % ALIGNMENT != 0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive columns of the product: its tensor maps, where the row sums of its blocks go, how many of the columns
+    are no padding, and whether the tile is stored."""
+
+    maps: kernels.TensorMaps
+    sums: Tensor
+    real: int
+    store: bool
 
 
 @cache
@@ -57,10 +69,11 @@ def _has_tensor_maps(device: torch.device) -> bool:
 
 
 class ExpHead(Head):
-    """Tiles hold exp(z - center), then (p - 1) / p-like entries at targets; the row factor does the rest."""
+    """A tile holds exp(z - center), and for the backward its entry at the target is replaced. A factor per row turns it
+    into the gradient."""
 
     def costs(self, with_entropy: bool) -> Costs:
-        # Block sums in the forward, the float32 sum of d_hidden in the backward: never both.
+        # The forward holds block sums, the backward the float32 sum of d_hidden; never both at once.
         blocks = -(-len(self.problem.weight) // kernels.BLOCK_COLUMNS) + 1
         return Costs(
             max(self.problem.hidden.shape[1], blocks * (1 + with_entropy)) * 4 + ROW_VECTORS, 2, scratch=False
@@ -78,13 +91,13 @@ class ExpHead(Head):
         parts = list(self._parts(kept, tile, sums))
         self._multiply(parts, rows)
         self._sum_blocks(rows, sums, stats)
-        # These do nothing unless a row's sum overflowed, see `kernels`.
+        # The following launches do nothing unless the sum of a row overflowed, see `kernels`.
         self._multiply(parts, rows, conditional=True, maximum=True)
         self._raise_centers(rows, sums, stats)
         self._multiply(parts, rows, conditional=True)
         self._sum_blocks(rows, sums, stats, conditional=True)
-        log_probs, lse, entropy = merge(gather_stack(stats, problem.shard.group))
-        # The target's logit is summed in another order than the row's: by their difference p may exceed 1.
+        log_probs, lse, entropy = merge(gather_stack(stats, self.task.shard.group))
+        # The kernels sum the target's logit in another order than the row's logits, so that p may exceed 1.
         log_probs.clamp_(max=0)
         return Rows(log_probs, lse, entropy, tile, {"scale": rows["scale"], "center": rows["center"]})
 
@@ -118,17 +131,17 @@ class ExpHead(Head):
         tokens, width = tile.shape
         if tokens == 0:
             return tile
-        shard = problem.shard.tile(columns)
+        shard = self.task.shard.tile(columns)
         if not kept:
             maps = kernels.descriptors(problem.hidden, problem.weight[columns], tile)
-            rounding = problem.rounding is not None
+            rounding = self.task.rounding is not None
             kernels.launch_exp_product(maps, rows.extra, None, shard.real, store=True, rounding=rounding)
         where = tokens, tile.stride(0), shard.start, shard.real
         blocks = (triton.cdiv(tokens, ROWS_PER_PROGRAM),)
         center, scale = rows.extra["center"], rows.extra["scale"]
         if grad_entropy is None:
             kernels._target_entries_kernel[blocks](
-                tile, problem.targets, rows.log_probs, center, rows.lse, *where, BLOCK=ROWS_PER_PROGRAM
+                tile, self.task.targets, rows.log_probs, center, rows.lse, *where, BLOCK=ROWS_PER_PROGRAM
             )
             return tile
         has_grad = grad is not None
@@ -136,11 +149,11 @@ class ExpHead(Head):
         hidden, weight = problem.hidden, problem.weight[columns]
         kernels._entropy_gradient_kernel[(tokens, triton.cdiv(width, ENTROPY_BLOCK))](
             tile, hidden, weight, *upstream, center, rows.lse, rows.entropy, width, hidden.shape[1], tile.stride(0),
-            hidden.stride(0), weight.stride(0), HAS_GRAD=has_grad, ROUND=problem.rounding is not None,
+            hidden.stride(0), weight.stride(0), HAS_GRAD=has_grad, ROUND=self.task.rounding is not None,
             BLOCK=ENTROPY_BLOCK, BLOCK_H=ENTROPY_HIDDEN_BLOCK, num_warps=8,
         )  # fmt: skip
         kernels._entropy_target_entries_kernel[blocks](
-            tile, problem.targets, *upstream, rows.log_probs, rows.entropy, *where, HAS_GRAD=has_grad,
+            tile, self.task.targets, *upstream, rows.log_probs, rows.entropy, *where, HAS_GRAD=has_grad,
             BLOCK=ROWS_PER_PROGRAM,
         )  # fmt: skip
         return tile
@@ -160,24 +173,24 @@ class ExpHead(Head):
 
     def _centers(self) -> dict[str, Tensor]:
         problem = self.problem
-        hidden, weight, shard = problem.hidden, problem.weight, problem.shard
+        hidden, weight, shard = problem.hidden, problem.weight, self.task.shard
         tokens, width = hidden.shape
         scale, center = hidden.new_empty(2, tokens, dtype=torch.float32)
         rows = {"scale": scale, "center": center, "flag": hidden.new_empty(1, dtype=torch.int32)}
         if tokens:
             kernels._centers_kernel[(tokens,)](
-                hidden, weight, problem.targets, problem.temperature, rows["scale"], rows["center"], rows["flag"],
+                hidden, weight, self.task.targets, self.task.temperature, rows["scale"], rows["center"], rows["flag"],
                 width, hidden.stride(0), weight.stride(0), shard.start, shard.real,
-                PER_TOKEN=isinstance(problem.temperature, Tensor), ROUND=problem.rounding is not None,
+                PER_TOKEN=isinstance(self.task.temperature, Tensor), ROUND=self.task.rounding is not None,
                 BLOCK=kernels.hidden_block(width),
             )  # fmt: skip
         if shard.group is not None and tokens:
-            # The process that owns the target knows its logit; the others have 0.
+            # The process that owns the target has its logit; the other processes have 0.
             dist.all_reduce(rows["center"], group=shard.group)
         return rows
 
-    def _parts(self, kept: int, tile: Tensor | None, sums: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Arguments of the products over all columns: those kept store their tile, the others leave only their sums."""
+    def _parts(self, kept: int, tile: Tensor | None, sums: Tensor) -> Iterator[Part]:
+        """All columns in up to two parts: the kept columns store their tile, the others leave only their sums."""
         problem = self.problem
         split = -(-kept // kernels.BLOCK_COLUMNS)
         for columns, out, part in (
@@ -185,31 +198,31 @@ class ExpHead(Head):
             (slice(kept, len(problem.weight)), None, sums[:, split:]),
         ):
             if columns.stop > columns.start and len(problem.hidden):
-                shard = problem.shard.tile(columns)
+                shard = self.task.shard.tile(columns)
                 maps = kernels.descriptors(problem.hidden, problem.weight[columns], out)
-                yield maps, part, shard.real, out is not None
+                yield Part(maps, part, shard.real, out is not None)
 
     def _multiply(
         self,
-        parts: list[tuple[Any, ...]],
+        parts: list[Part],
         rows: dict[str, Tensor],
         *,
         conditional: bool = False,
         maximum: bool = False,
     ) -> None:
-        for maps, sums, real, store in parts:
+        for part in parts:
             kernels.launch_exp_product(
-                maps, rows, sums, real, store=store, rounding=self.problem.rounding is not None,
+                part.maps, rows, part.sums, part.real, store=part.store, rounding=self.task.rounding is not None,
                 conditional=conditional, maximum=maximum,
             )  # fmt: skip
 
     def _sum_blocks(
         self, rows: dict[str, Tensor], sums: Tensor, stats: Tensor, *, conditional: bool = False
     ) -> None:
-        tokens, shard = stats.shape[1], self.problem.shard
+        tokens, shard = stats.shape[1], self.task.shard
         if tokens:
             kernels._block_sums_kernel[(triton.cdiv(tokens, ROWS_PER_PROGRAM),)](
-                sums[0], sums[-1], rows["center"], self.problem.targets, stats, rows["flag"], tokens,
+                sums[0], sums[-1], rows["center"], self.task.targets, stats, rows["flag"], tokens,
                 sums.shape[1], shard.start, shard.real, shard.limit, CONDITIONAL=conditional,
                 ENTROPY=len(sums) == 2, BLOCK=ROWS_PER_PROGRAM, STEP=32,
             )  # fmt: skip

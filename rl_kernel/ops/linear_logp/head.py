@@ -1,8 +1,8 @@
 """The output layer on a device: row statistics and gradients of `hidden @ weight.T`, column tile by column tile.
 
-Owns what the two ways of going through the tiles share: which columns are kept, the three sums of the backward, the
-vocabulary-parallel parts. `ExpHead` (exponentials straight from the product) and `PlainHead` (logits, then row kernels)
-say how one tile is made. `linear_logp` and `linear_token_loss` drive them; nothing here reads a value to the host.
+`Head` owns what both of its classes share: which columns are kept for the backward, the sums of the three gradients,
+and the sums over a split vocabulary. `ExpHead` (exponentials straight from the product) and `PlainHead` (logits, then
+row kernels) compute one tile. `linear_logp` and `linear_token_loss` call them. Nothing here reads a value to the host.
 
 Legend: N tokens, H hidden, V columns of this process, C columns of a tile.
 """
@@ -18,45 +18,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_kernel.gemm import product_
-from rl_kernel.kept import KeptTokens
+from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.plan import Budget, Costs
-from rl_kernel.vocab import VocabShard
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs of one call, or of a block of its rows. `temperature`: a positive number or [N] float32."""
+    """A layer and the task of a call, or of a block of its tokens. hidden [N, H], weight [V, H], bias [V]."""
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    targets: Tensor
-    temperature: float | Tensor
-    keep: KeptTokens | None
-    shard: VocabShard
-    rounding: torch.dtype | None
+    task: Task
 
     def rows(self, rows: slice) -> Problem:
         """The same layer for some of the tokens."""
-        per_token = self.temperature[rows] if isinstance(self.temperature, Tensor) else self.temperature
-        keep = None if self.keep is None else self.keep.rows(rows)
-        return Problem(
-            self.hidden[rows],
-            self.weight,
-            self.bias,
-            self.targets[rows],
-            per_token,
-            keep,
-            self.shard,
-            self.rounding,
-        )
+        return Problem(self.hidden[rows], self.weight, self.bias, self.task.rows(rows))
 
 
 @dataclass
 class Rows:
     """Statistics of the rows, [N] float32 each (`entropy` only if asked for), and the tile kept for the backward.
 
-    `extra` is what the head that made them needs again. Kept tiles are consumed by the first backward.
+    `extra` holds what the backward of the same head needs too. The first backward overwrites the kept tile.
     """
 
     log_probs: Tensor
@@ -68,8 +52,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sinks:
-    """Where gradients go; None is not wanted. `hidden` [N, H] is written, `bias` [V] float32 is added to, `weight`
-    [V, H] (float32, or the layer's dtype) is written, or added to if `add`."""
+    """Tensors that receive the gradients; None where no gradient is wanted.
+
+    The backward writes `hidden` [N, H] and adds to `bias` [V] float32. It writes `weight` [V, H] (float32, or the
+    layer's dtype), or adds to it if `add`.
+    """
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -78,25 +65,26 @@ class Sinks:
 
 
 class Head(ABC):
-    """One way to make tiles. Use: `forward`, then at most one `backward` on the rows it returned."""
+    """One way to compute tiles. Call `forward`, then `backward` at most once on the rows that it returned."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem, self.task = problem, problem.task
 
     @abstractmethod
     def costs(self, with_entropy: bool) -> Costs:
-        """What a token and a logit cost of the workspace."""
+        """Bytes of workspace per token and per logit."""
 
     @abstractmethod
     def forward(self, budget: Budget, with_entropy: bool) -> Rows:
-        """Statistics of the rows; the tile of the budget's kept columns stays in `Rows.kept`."""
+        """Statistics of the rows. `Rows.kept` holds the tile of the columns that the budget keeps."""
 
     @abstractmethod
     def row_side(
         self, rows: Rows, grad: Tensor | None, grad_entropy: Tensor | None, room: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What the transposed tiles are multiplied with [N, H], and the factor [N] of the summed d_hidden. `room`
-        [N, H] may be used for the former until `finish_hidden`."""
+        """The right factor [N, H] of the products `tile.T @ ...` for the weight gradient, and the factor [N] that
+        multiplies the rows of the summed d_hidden. The former may use the memory `room` [N, H] until
+        `finish_hidden`."""
 
     @abstractmethod
     def gradient_tile(
@@ -108,8 +96,8 @@ class Head(ABC):
         grad: Tensor | None,
         grad_entropy: Tensor | None,
     ) -> Tensor:
-        """d_logits [N, C] of some columns, up to the factor of its row, in the dtype of the weight. `tile` is the
-        memory to use, which holds what `forward` left there if `kept`."""
+        """d_logits [N, C] of some columns, divided by the factor of its row, in the dtype of the weight. `tile` is the
+        memory to use; if `kept`, it holds what `forward` wrote there."""
 
     @abstractmethod
     def finish_hidden(self, total: Tensor, factor: Tensor | None, out: Tensor) -> Tensor:
@@ -137,25 +125,25 @@ class Head(ABC):
             self._reduce_hidden(total, factor, sinks.hidden)
 
     def _reduce_hidden(self, total: Tensor, factor: Tensor | None, out: Tensor) -> None:
-        group = self.problem.shard.group
+        group = self.task.shard.group
         if group is None:
             self.finish_hidden(total, factor, out)
             return
-        # Each process saw only its columns; the sum is the whole gradient.
+        # Each process has the part of its own columns; the sum is the whole gradient.
         self.finish_hidden(total, factor, total)
         if total.numel():
             dist.all_reduce(total, group=group)
         out.copy_(total)
 
     def _tiles(self, rows: Rows, budget: Budget) -> Iterator[tuple[slice, Tensor, bool]]:
-        """Kept columns first; their memory then serves the others."""
+        """(columns, memory, whether it is kept): first the kept columns, then the others in the same memory."""
         columns = len(self.problem.weight)
         memory, kept = rows.kept, 0
         if memory is not None:
             kept = memory.shape[1]
             yield slice(0, kept), memory, True
         else:
-            # As in a second backward: what the first one kept is consumed.
+            # Nothing was kept, or an earlier backward has used it.
             memory = self.tile_memory(min(max(budget.kept, budget.tile), columns))
         rows.kept = None
         for first in range(kept, columns, memory.shape[1]):
@@ -164,4 +152,4 @@ class Head(ABC):
 
     @abstractmethod
     def tile_memory(self, columns: int) -> Tensor:
-        """Room for a tile [N, columns], rows at multiples of 16 bytes."""
+        """Memory for a tile [N, columns]. Its rows start at multiples of 16 bytes."""

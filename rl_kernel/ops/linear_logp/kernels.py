@@ -323,11 +323,16 @@ def programs(device: torch.device) -> int:
 
 def hidden_block(width: int) -> int:
     """Elements of a row that a program takes at a time."""
-    return min(triton.next_power_of_2(max(width, 16)), 4096)
+    block: int = triton.next_power_of_2(max(width, 16))
+    return min(block, 4096)
 
 
-def descriptors(hidden: Tensor, weight: Tensor, out: Tensor | None) -> tuple[TensorDescriptor, ...]:
-    """Tensor maps of a product into `out` [C, V]; without one there is none, and the first stands in for it."""
+TensorMaps = tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]
+"""Of hidden, weight and the tile."""
+
+
+def descriptors(hidden: Tensor, weight: Tensor, out: Tensor | None) -> TensorMaps:
+    """Tensor maps of a product into `out` [C, V]. Without `out`, the third map is that of `hidden` and is not used."""
     left = TensorDescriptor.from_tensor(hidden, [BLOCK_ROWS, BLOCK_HIDDEN])
     right = TensorDescriptor.from_tensor(weight, [BLOCK_COLUMNS, BLOCK_HIDDEN])
     staged = left if out is None else TensorDescriptor.from_tensor(out, [BLOCK_ROWS, BLOCK_COLUMNS // 2])
@@ -335,7 +340,7 @@ def descriptors(hidden: Tensor, weight: Tensor, out: Tensor | None) -> tuple[Ten
 
 
 def launch_exp_product(
-    maps: tuple[TensorDescriptor, ...], rows: dict[str, Tensor], sums: Tensor | None, real: int, *,
+    maps: TensorMaps, rows: dict[str, Tensor], sums: Tensor | None, real: int, *,
     store: bool, rounding: bool, conditional: bool = False, maximum: bool = False,
 ) -> None:  # fmt: skip
     """e = exp2(z - center) of the first `real` columns of `hidden @ weight.T` (0 in the others), into the tile of

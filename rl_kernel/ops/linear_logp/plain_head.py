@@ -1,6 +1,6 @@
-"""Tiles of logits: the head for every dtype, a bias, kept tokens, and GPUs without tensor maps.
+"""Tiles of logits: the head for every dtype, for a bias, for kept tokens, and for GPUs without tensor maps.
 
-cuBLAS writes the logits of a tile, one kernel reads them for the statistics, one turns them into their gradient.
+cuBLAS writes the logits of a tile. One kernel reads them for the statistics, another replaces them by their gradient.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from rl_kernel.ops.logp.kernels import logits_grad, merge, row_stats
 from rl_kernel.vocab import combined
 
 ALIGNMENT = 16
-"""Elements: rows at multiples of 16 bytes in every dtype let cuBLAS take its fast kernels."""
+"""Elements: cuBLAS uses its fast kernels if rows start at multiples of 16 bytes; this holds in every dtype."""
 ROW_VECTORS = 512
-"""Bytes a token of the statistics of row and tiles, and gradients of rows."""
+"""Bytes per token for the statistics of row and tiles, and the gradients of rows."""
 
 
 class PlainHead(Head):
-    """Tiles hold logits before the temperature; `gradient_tile` works in place where the dtypes allow it."""
+    """A tile holds logits before the temperature. `gradient_tile` works in place if the dtypes agree."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         weight = problem.weight
-        # cuBLAS rounds to the weight's dtype on the way out; everything else is rounded by the row kernels.
-        rounds = problem.rounding == weight.dtype and problem.bias is None
+        # cuBLAS rounds its result to the weight's dtype; the row kernels do every other rounding.
+        rounds = problem.task.rounding == weight.dtype and problem.bias is None
         self.logits_dtype = weight.dtype if rounds else torch.float32
-        self.inverse = 1 / problem.temperature
+        self.inverse = 1 / problem.task.temperature
 
     def costs(self, with_entropy: bool) -> Costs:
         dtype = self.problem.weight.dtype
@@ -40,7 +40,7 @@ class PlainHead(Head):
         return Costs(self.problem.hidden.shape[1] * 4 + ROW_VECTORS, element, scratch=True)
 
     def forward(self, budget: Budget, with_entropy: bool) -> Rows:
-        problem, keep = self.problem, self.problem.keep
+        problem, keep = self.problem, self.task.keep
         columns = len(problem.weight)
         kept = self.tile_memory(budget.kept) if budget.kept else None
         through = self.tile_memory(min(budget.tile, columns - budget.kept))
@@ -53,16 +53,18 @@ class PlainHead(Head):
             memory = kept if kept is not None and first == 0 else through
             tile = slice(first, min(first + memory.shape[1], columns))
             logits = self._logits(tile, memory[:, : tile.stop - tile.start])
-            shard = problem.shard.tile(tile)
-            row_stats(logits, problem.targets, self.inverse, shard, with_entropy, problem.rounding, out=part)
+            shard = self.task.shard.tile(tile)
+            row_stats(
+                logits, self.task.targets, self.inverse, shard, with_entropy, self.task.rounding, out=part
+            )
             if keep is not None and z is not None:
-                pick_(z, logits, keep, self.inverse, shard, problem.rounding)
+                pick_(z, logits, keep, self.inverse, shard, self.task.rounding)
         if keep is not None and z is not None:
-            merged = merge_kept(parts, z, keep, problem.targets, problem.shard)
+            merged = merge_kept(parts, z, keep, self.task.targets, self.task.shard)
             return Rows(*merged[:3], kept, {"whole_lse": merged[3], "kept_logits": z})
-        if problem.shard.group is not None:
-            # Processes may have different numbers of tiles; one part from each keeps the gather rectangular.
-            parts = gather_stack(combined(parts), problem.shard.group)
+        if self.task.shard.group is not None:
+            # Processes may have different numbers of tiles: each contributes one part to the gather.
+            parts = gather_stack(combined(parts), self.task.shard.group)
         return Rows(*merge(parts), kept)
 
     def row_side(
@@ -83,15 +85,15 @@ class PlainHead(Head):
         logits = tile if kept else self._logits(columns, tile)
         dtype = problem.weight.dtype
         out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-        shard = problem.shard.tile(columns)
-        if problem.keep is not None:
+        shard = self.task.shard.tile(columns)
+        if self.task.keep is not None:
             return kept_logits_grad(
-                logits, rows.extra["kept_logits"], problem.keep, problem.targets, rows.lse, rows.extra["whole_lse"],
-                rows.entropy, shard, grad, grad_entropy, self.inverse, out, problem.rounding,
+                logits, rows.extra["kept_logits"], self.task.keep, self.task.targets, rows.lse, rows.extra["whole_lse"],
+                rows.entropy, shard, grad, grad_entropy, self.inverse, out, self.task.rounding,
             )  # fmt: skip
         return logits_grad(
-            logits, problem.targets, rows.lse, rows.entropy, shard, grad, grad_entropy, self.inverse, out,
-            problem.rounding,
+            logits, self.task.targets, rows.lse, rows.entropy, shard, grad, grad_entropy, self.inverse, out,
+            self.task.rounding,
         )  # fmt: skip
 
     def finish_hidden(self, total: Tensor, factor: Tensor | None, out: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""`linear_token_loss` on a device: block after block of tokens, each from hidden states to gradients."""
+"""`linear_token_loss` on a device: each block of tokens goes from hidden states to gradients in one step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,32 +10,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_kernel.ops.linear_logp import kernels
+from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.autograd import joined, make_head, prepared, record_head, seen_by_autograd
 from rl_kernel.ops.linear_logp.head import Problem, Sinks
 from rl_kernel.ops.linear_logp.plan import Budget, block_rows, plan
+from rl_kernel.ops.linear_token_loss.reference import TokenLoss, TokenLossResult
 
 
 def linear_token_loss_on_device(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    settings: tuple[Any, ...],
-    token_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]],
-    workspace_bytes: int,
-    with_entropy: bool,
+    task: Task,
+    token_loss: TokenLoss,
     weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
-    """The four parts of a TokenLossResult."""
+) -> TokenLossResult:
+    """The operator on a device. Autograd knows loss, log-probs and entropy as outputs; metrics come back in a dict."""
     metrics: dict[str, Tensor] = {}
     layer = seen_by_autograd(hidden, weight, bias)
-    loss, log_probs, entropy = _OnePass.apply(
-        *layer, settings, token_loss, workspace_bytes, with_entropy, weight_grad, metrics
-    )
-    return loss, log_probs, entropy, metrics
+    loss, log_probs, entropy = _OnePass.apply(*layer, task, token_loss, weight_grad, metrics)
+    return TokenLossResult(loss, log_probs, entropy, metrics)
 
 
 class _OnePass(torch.autograd.Function):
-    """Gradients are made in the forward; the backward only scales them by the upstream scalar."""
+    """The forward computes the gradients; the backward only multiplies them by the upstream scalar."""
 
     @staticmethod
     def forward(
@@ -44,21 +41,20 @@ class _OnePass(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        settings: tuple[Any, ...],
-        token_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]],
-        workspace_bytes: int,
-        with_entropy: bool,
+        task: Task,
+        token_loss: TokenLoss,
         weight_grad: Tensor | None,
         metrics: dict[str, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        problem = prepared(Problem(hidden, weight, bias, *settings))
+        problem = prepared(Problem(hidden, weight, bias, task))
+        with_entropy, workspace_bytes = task.with_entropy, task.workspace_bytes
         record_head("linear_token_loss", problem)
         grads = _make_gradients(problem, ctx.needs_input_grad, weight_grad)
         costs = make_head(problem).costs(with_entropy)
         sum_bytes = 0 if grads.weight is None else grads.weight.numel() * 4
-        # Collectives are per block: where shards differ, so might the blocks, and processes wait for each other.
+        # Each block makes its own collectives: processes whose blocks differ would wait for each other forever.
         size = max(len(hidden), 1)
-        if problem.shard.even:
+        if task.shard.even:
             size = block_rows(len(hidden), len(weight), costs, workspace_bytes, sum_bytes)
         total = None
         if size < len(hidden) and grads.weight is not None:
@@ -89,7 +85,7 @@ class _OnePass(torch.autograd.Function):
         metrics.update({name: joined([extra[name] for extra in found]) for name in found[0]})
         if total is not None and grads.weight is not None:
             grads.weight.copy_(total)
-        # Neither inputs nor outputs, and handed over by the backward: not for save_for_backward.
+        # Not for save_for_backward: the gradients are neither inputs nor outputs, and the backward gives them away.
         d_bias = None if grads.bias is None or bias is None else grads.bias.to(bias.dtype)
         ctx.grads = grads.hidden, grads.weight, d_bias
         log_probs, entropy = (joined(column) for column in zip(*outputs, strict=True))
@@ -101,18 +97,18 @@ class _OnePass(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if upstream is None:
-            return (None,) * 9
+            return (None,) * 7
         if ctx.grads is None:
             raise RuntimeError(
                 "linear_token_loss must be called again for a second backward: "
                 "the first one took the gradients, which were computed in the call"
             )
         grads, ctx.grads = ctx.grads, None
-        return *(None if g is None else _scaled(g, upstream) for g in grads), *(None,) * 6
+        return *(None if g is None else _scaled(g, upstream) for g in grads), *(None,) * 4
 
 
 def _make_gradients(problem: Problem, needed: tuple[bool, ...], weight_grad: Tensor | None) -> Sinks:
-    """Tensors for what autograd is to be given; no weight gradient where `weight_grad` takes it."""
+    """Memory for the gradients that autograd expects; none for the weight if `weight_grad` receives its gradient."""
     hidden, weight, bias = problem.hidden, problem.weight, problem.bias
     return Sinks(
         torch.empty_like(hidden) if needed[0] else None,
@@ -125,22 +121,23 @@ def _make_gradients(problem: Problem, needed: tuple[bool, ...], weight_grad: Ten
 def _block(
     problem: Problem,
     rows: slice,
-    token_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    token_loss: TokenLoss,
     workspace_bytes: int,
     with_entropy: bool,
     sinks: Sinks,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None], dict[str, Tensor]]:
-    """Loss, (log_probs, entropy) and metrics of one block; its gradients go to the sinks."""
+    """Loss, (log_probs, entropy) and metrics of one block. Its gradients go to the sinks."""
     head = make_head(problem)
     budget = plan(len(problem.hidden), len(problem.weight), head.costs(with_entropy), workspace_bytes)
     wanted = any(sink is not None for sink in (sinks.hidden, sinks.weight, sinks.bias))
     state = head.forward(budget if wanted else Budget(0, budget.kept + budget.tile), with_entropy)
     values = state.log_probs, state.entropy
-    leaves = [None if value is None else value.detach().requires_grad_(wanted) for value in values]
+    log_probs = state.log_probs.detach().requires_grad_(wanted)
+    entropy = None if state.entropy is None else state.entropy.detach().requires_grad_(wanted)
     with torch.set_grad_enabled(wanted):
-        loss, metrics = token_loss(*leaves, rows)
+        loss, metrics = token_loss(log_probs, entropy, rows)
     if wanted:
-        inputs = [leaf for leaf in leaves if leaf is not None]
+        inputs = [log_probs] if entropy is None else [log_probs, entropy]
         grads: list[Tensor | None] = [None] * len(inputs)
         if loss.requires_grad:
             grads = list(torch.autograd.grad(loss, inputs, allow_unused=True))
@@ -153,7 +150,7 @@ def _block(
 
 
 def _scaled(grad: Tensor, upstream: Tensor) -> Tensor:
-    """`grad * upstream`, in place; the usual 1 costs one launch that reads one number."""
+    """`grad * upstream`, in place. For the usual upstream of 1, the launch reads one number and does nothing."""
     count = grad.numel()
     if count:
         block = 4096

@@ -1,50 +1,54 @@
-"""`linear_token_loss` by `linear_logp`'s reference and autograd: the definition of correct."""
+"""`linear_token_loss` in plain PyTorch, from the reference of `linear_logp` and autograd: the definition of correct."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_kernel.checks import compute_dtype
+from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.reference import LinearLogp
-from rl_kernel.vocab import usable_temperature
+
+TokenLoss = Callable[[Tensor, Tensor | None, slice], tuple[Tensor, dict[str, Tensor]]]
+"""(log_probs [C], entropy [C] or None, rows) -> (sum of the losses of these tokens, metrics of [C] each)."""
+
+
+class TokenLossResult(NamedTuple):
+    """`loss` is a differentiable float32 scalar. log_probs [N], entropy [N] (None unless asked for) and the metrics [N]
+    are detached."""
+
+    loss: Tensor
+    log_probs: Tensor
+    entropy: Tensor | None
+    metrics: dict[str, Tensor]
 
 
 def linear_token_loss_reference(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    settings: tuple[Any, ...],
-    token_loss: Callable[..., tuple[Tensor, dict[str, Tensor]]],
-    with_entropy: bool,
+    task: Task,
+    token_loss: TokenLoss,
     weight_grad: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
-    """`settings`: targets, temperature, keep_mask, shard, rounding."""
-    targets, temperature, keep_mask, shard, rounding = settings
+) -> TokenLossResult:
+    """All tokens in one call of `token_loss`. Gradients come from autograd; that of `weight` goes to `weight_grad`, if
+    given."""
     dtype = compute_dtype(hidden, weight, bias)
     takes = weight_grad is not None and weight.requires_grad and torch.is_grad_enabled()
     layer: tuple[Tensor | None, ...] = hidden, weight, bias
     if takes:
-        # Leaves of their own; the weight in the compute dtype, so that its gradient is not rounded on the way.
+        # New leaves, the weight in the compute dtype: its gradient is then added without a rounding.
         layer = tuple(
             None if x is None else x.detach().requires_grad_(x.requires_grad)
             for x in (hidden, weight.to(dtype), bias)
         )
-    log_probs, entropy = LinearLogp.apply(
-        *layer,
-        targets,
-        usable_temperature(temperature, dtype),
-        shard,
-        rounding,
-        keep_mask,
-        with_entropy,
-    )
+    log_probs, entropy = LinearLogp.apply(*layer, task)
     loss, metrics = token_loss(log_probs, entropy, slice(0, len(hidden)))
-    loss = loss + log_probs[:0].sum()  # a loss that uses neither has gradients of zero
+    loss = loss + log_probs[:0].sum()  # a loss that uses no log-prob has gradients of zero
     if takes and weight_grad is not None:
         leaves = [x if x is not None and x.requires_grad else None for x in layer]
         grads = iter(torch.autograd.grad(loss, [x for x in leaves if x is not None]))
@@ -53,11 +57,12 @@ def linear_token_loss_reference(
         weight_grad.add_(d_weight)
         loss = _HandOver.apply(hidden, weight, bias, loss.detach(), d_hidden, d_bias)
     detached = {name: value.detach() for name, value in metrics.items()}
-    return loss, log_probs.detach(), None if entropy is None else entropy.detach(), detached
+    values = None if entropy is None else entropy.detach()
+    return TokenLossResult(loss, log_probs.detach(), values, detached)
 
 
 class _HandOver(torch.autograd.Function):
-    """`loss`, whose gradients in hidden and bias are known; that of the weight has been taken."""
+    """`loss` with the known gradients in hidden and bias. `weight_grad` has the gradient of the weight."""
 
     @staticmethod
     def forward(

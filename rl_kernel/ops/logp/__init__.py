@@ -30,24 +30,24 @@ def logp(
     """Log-probability of each target and, if asked, the entropy of the distribution, in nats.
 
     `log_p = log_softmax(logits[:, :vocab_size].float() / temperature[:, None], -1)`;
-    `log_p.gather(1, targets[:, None])[:, 0]` and `-(log_p.exp() * log_p).sum(-1)`; the softmax and all sums
-    in float32 whatever the dtype of the logits.
+    `log_p.gather(1, targets[:, None])[:, 0]` and `-(log_p.exp() * log_p).sum(-1)`. The softmax and all sums are in
+    float32, whatever the dtype of the logits.
 
     Args:
-        logits: [N, V_local] float32, bfloat16, float16 or float64 (computed in float64 by the reference: for
+        logits: [N, V_local] float32, bfloat16, float16 or float64 (the reference computes float64 in float64, for
             derivative checks), any strides; N may be 0. Columns of -inf have probability 0.
         targets: [N] int64 or int32 token ids of the whole vocabulary.
         temperature: number or [N], > 0; a constant.
         tp_group: the columns are split over this group; `targets`, `temperature`, `keep_mask` and the upstream
             gradient must be equal on its ranks, and the ranks' shards must partition the vocabulary.
         vocab_start: id of the first column.
-        vocab_size: ids from here on are padding: no probability, zero gradient. A shard may be all padding.
-        keep_mask: ids that the rollout's top-p/top-k sampling kept: the log-prob is that of the softmax over a
-            token's kept columns, with gradient 0 in the others; the entropy stays that of all columns.
-        return_entropy: also return the entropy; it costs a gradient only if it is used in a loss.
-        inplace_backward: the backward overwrites `logits` with their gradient: nothing else may read them after it,
+        vocab_size: ids from here on are padding: no probability, zero gradient. A whole shard may be padding.
+        keep_mask: the ids that top-p or top-k sampling kept for each token. The log-prob is that of the softmax over
+            these columns, with gradient 0 in the others; the entropy is that over all columns.
+        return_entropy: also return the entropy. The entropy costs a gradient only if a loss uses it.
+        inplace_backward: the backward overwrites `logits` with their gradient. Nothing may read the logits afterwards,
             and a second backward is an error.
-        impl: "reference" or "triton", whatever the mode: for tests.
+        impl: "reference" or "triton", whatever the mode; for tests.
 
     Returns:
         log_probs [N] float32 (float64 for float64 logits), or (log_probs, entropy), equal on all ranks of
@@ -55,22 +55,24 @@ def logp(
 
     Raises:
         ValueError: wrong shape, dtype or device, temperature <= 0, empty shard, shards that do not partition the
-            vocabulary, a target or kept id outside the vocabulary, a target that was not kept. On a device the
-            values of tensors are read in strict mode only; else a bad target or temperature gives NaN, a target that
-            was not kept -inf, and the shards are compared in a layout's first call, the only one to synchronise.
+            vocabulary, a target or kept id outside the vocabulary, a target that was not kept.
 
-    Memory: the gradient, unless in place; with `keep_mask` up to 64 bytes an id. Under `tp_group` one all-gather of
-    [3 to 7, N] forward. Can be captured in a CUDA graph. Deterministic: the same inputs give the same bits.
+    On a device, values of tensors are read in strict mode only. In the other modes, a bad target or temperature gives
+    NaN and a target that was not kept gives -inf. The first call with a new layout of shards compares them: it is the
+    only call that waits for the device.
+
+    Memory: the gradient, unless in place; with `keep_mask` up to 64 bytes per id. Under `tp_group` one all-gather of
+    [3 to 7, N] in the forward. Can be captured in a CUDA graph. The same inputs give the same bits.
     """
     _check_inputs(logits, targets, temperature, inplace_backward)
     shard = make_shard("logits", logits.shape[1], targets, vocab_start, vocab_size, tp_group)
     check_kept(keep_mask, targets, shard.limit)
-    temperature = usable_temperature(temperature, compute_dtype(logits))
+    usable = usable_temperature(temperature, compute_dtype(logits))
+    task = reference.Task(usable, shard, return_entropy, keep_mask, inplace_backward)
     choice = choose("logp", logits.device, impl, float64_refusal(logits))
     record(choice, len(logits))
-    inputs = logits, targets, temperature, shard, return_entropy, keep_mask, inplace_backward
     with timed("logp", logits.device):
-        log_probs, entropy = _function(choice.implementation).apply(*inputs)
+        log_probs, entropy = _function(choice.implementation).apply(logits, targets, task)
     return (log_probs, entropy) if return_entropy else log_probs
 
 

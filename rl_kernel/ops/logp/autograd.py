@@ -10,29 +10,20 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
 from rl_kernel.collectives import gather_stack
-from rl_kernel.kept import KeptTokens
 from rl_kernel.ops.logp.kept_kernels import kept_logits_grad, merge_kept, no_logits, pick_
 from rl_kernel.ops.logp.kernels import logits_grad, merge, row_stats
+from rl_kernel.ops.logp.reference import Task
 from rl_kernel.telemetry import timed
-from rl_kernel.vocab import VocabShard
 
 
 class Logp(torch.autograd.Function):
     """Log-probs [N] and entropy [N] (None unless asked for) of materialised logits."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float | Tensor,
-        shard: VocabShard,
-        with_entropy: bool,
-        kept: KeptTokens | None,
-        in_place: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        inverse = 1.0 / temperature
-        stats = row_stats(logits, targets, inverse, shard, with_entropy)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, task: Task) -> tuple[Tensor, Tensor | None]:
+        shard, kept = task.shard, task.keep
+        inverse = 1.0 / task.temperature
+        stats = row_stats(logits, targets, inverse, shard, task.with_entropy)
         if kept is None:
             log_probs, lse, entropy = merge(gather_stack(stats, shard.group))
             whole_lse = z = None
@@ -40,7 +31,7 @@ class Logp(torch.autograd.Function):
             z = pick_(no_logits(kept, logits), logits, kept, inverse, shard)
             log_probs, lse, entropy, whole_lse = merge_kept(stats[None], z, kept, targets, shard)
         ctx.save_for_backward(logits, targets, lse, entropy, whole_lse, z)
-        ctx.inverse, ctx.shard, ctx.kept, ctx.in_place = inverse, shard, kept, in_place
+        ctx.task, ctx.inverse = task, inverse
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -50,16 +41,18 @@ class Logp(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 3
         logits, targets, lse, entropy, whole_lse, z = ctx.saved_tensors
-        source = logits.detach()
-        out = source if ctx.in_place else torch.empty_like(logits)
-        into = ctx.shard, grad_log_probs, grad_entropy, ctx.inverse, out
+        task, source = ctx.task, logits.detach()
+        out = source if task.in_place else torch.empty_like(logits)
+        into = task.shard, grad_log_probs, grad_entropy, ctx.inverse, out
         with timed("logp", logits.device):
-            if ctx.kept is None:
+            if task.keep is None:
                 logits_grad(source, targets, lse, entropy, *into)
             else:
-                kept_logits_grad(source, z, ctx.kept, targets, lse, whole_lse, entropy, *into)
-        if ctx.in_place:
-            increment_version(logits)  # a second backward is an error, not a gradient of a gradient's values
-        return out, None, None, None, None, None, None
+                kept_logits_grad(source, z, task.keep, targets, lse, whole_lse, entropy, *into)
+        if task.in_place:
+            increment_version(
+                logits
+            )  # a second backward would read gradients as logits: this makes it an error
+        return out, None, None

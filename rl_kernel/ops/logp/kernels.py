@@ -258,4 +258,5 @@ def _dense(value: Any) -> Any:
 
 
 def _block(columns: int, largest: int) -> int:
-    return max(16, min(largest, triton.next_power_of_2(max(columns, 1))))
+    block: int = triton.next_power_of_2(max(columns, 1))
+    return max(16, min(largest, block))

@@ -1,11 +1,13 @@
-"""`logp` in plain PyTorch: the definition of correct.
+"""`logp` in plain PyTorch: the definition of correct. Also the record of a call.
 
-Works through the rows a tile at a time, so no float32 copy of the logits is made. Legend: N tokens, V local
-columns.
+The reference goes through the rows tile by tile, so that it makes no float32 copy of all logits.
+
+Legend: N tokens, V columns of this process.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +19,20 @@ from rl_kernel.kept import KeptTokens, kept_grad, kept_stats, stats_count
 from rl_kernel.vocab import VocabShard, merge_stats, row_tiles, scale_, take
 
 
+@dataclass(frozen=True)
+class Task:
+    """What one call computes from logits and targets. `temperature`: a positive number or [N], in the compute dtype.
+    `keep`: the ids that top-p or top-k sampling kept. `in_place`: the backward overwrites the logits."""
+
+    temperature: float | Tensor
+    shard: VocabShard
+    with_entropy: bool
+    keep: KeptTokens | None
+    in_place: bool
+
+
 def tile_logits(logits: Tensor, rows: slice, temperature: float | Tensor, shard: VocabShard) -> Tensor:
-    """A temperature-scaled copy [C, V] of some rows, without the padding, in the compute dtype."""
+    """A copy [C, V] of some rows, divided by the temperature, without the padding, in the compute dtype."""
     tile = logits[rows, : shard.real].to(compute_dtype(logits), copy=True)
     return scale_(tile, take(temperature, rows))
 
@@ -27,24 +41,15 @@ class Logp(torch.autograd.Function):
     """Log-probs [N] and entropy [N] (None unless asked for) of materialised logits."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float | Tensor,
-        shard: VocabShard,
-        with_entropy: bool,
-        kept: KeptTokens | None,
-        in_place: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        count = stats_count(with_entropy, kept)
-        stats = logits.new_empty(count, len(logits), dtype=compute_dtype(logits))
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, task: Task) -> tuple[Tensor, Tensor | None]:
+        shard, with_entropy, keep = task.shard, task.with_entropy, task.keep
+        stats = logits.new_empty(stats_count(with_entropy, keep), len(logits), dtype=compute_dtype(logits))
         for rows in row_tiles(len(logits), shard.real):
-            tile = tile_logits(logits, rows, temperature, shard)
-            stats[:, rows] = kept_stats(tile, targets[rows], shard, with_entropy, take(kept, rows))
+            tile = tile_logits(logits, rows, task.temperature, shard)
+            stats[:, rows] = kept_stats(tile, targets[rows], shard, with_entropy, take(keep, rows))
         log_probs, lse, entropy, whole_lse = merge_stats(stats, targets, shard)
         ctx.save_for_backward(logits, targets, lse, whole_lse, entropy)
-        ctx.temperature, ctx.shard, ctx.kept, ctx.in_place = temperature, shard, kept, in_place
+        ctx.task = task
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -54,15 +59,15 @@ class Logp(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 3
         logits, targets, lse, whole_lse, entropy = ctx.saved_tensors
-        shard, temperature = ctx.shard, ctx.temperature
-        d_logits = logits.detach() if ctx.in_place else torch.empty_like(logits)
+        shard, temperature = ctx.task.shard, ctx.task.temperature
+        d_logits = logits.detach() if ctx.task.in_place else torch.empty_like(logits)
         d_logits[:, shard.real :] = 0
         for rows in row_tiles(len(logits), shard.real):
             tile = tile_logits(logits, rows, temperature, shard)
             by_token = targets[rows], lse[rows], whole_lse[rows], take(entropy, rows)
             upstream = take(grad_log_probs, rows), take(grad_entropy, rows)
-            d_tile = kept_grad(tile, *by_token, shard, take(ctx.kept, rows), *upstream)
+            d_tile = kept_grad(tile, *by_token, shard, take(ctx.task.keep, rows), *upstream)
             d_logits[rows, : shard.real] = scale_(d_tile, take(temperature, rows))
-        return d_logits, None, None, None, None, None, None
+        return d_logits, None, None

@@ -87,7 +87,7 @@ def _total(
             from rl_kernel.ops.masked.autograd import masked_total_triton
 
             return masked_total_triton(values, mask, group, mean=mean)
-        total, count = masked_total(values, mask != 0, group)
+        total, count = masked_total(values, mask != 0, group).unbind()
         return (total / count.clamp(min=1) if mean else total).to(compute_dtype(values))
 
 

@@ -57,9 +57,10 @@ class _Whiten(Function):
 def masked_total_triton(values: Tensor, mask: Tensor, group: ProcessGroup | None, *, mean: bool) -> Tensor:
     """Sum or mean, a float32 scalar."""
     if group is None:
-        return _Total.apply(values, mask, mean)
+        total_or_mean: Tensor = _Total.apply(values, mask, mean)
+        return total_or_mean
     stats, _ = kernels.moments(flat(values), flat(mask), spread=False)
-    number, total = rank_sum(stats, group)
+    number, total = rank_sum(stats, group).unbind()
     return (total / number.clamp(min=1) if mean else total).float()
 
 
@@ -68,7 +69,8 @@ def masked_whiten_triton(
 ) -> Tensor:
     """Whitened values, float32, of the shape of `values`."""
     if group is None:
-        return _Whiten.apply(values, mask, eps, shift_mean)
+        white: Tensor = _Whiten.apply(values, mask, eps, shift_mean)
+        return white
     entries, counted = flat(values), flat(mask)
     stats, _ = kernels.moments(entries, counted, spread=True)
     merged = merge_moments(gather_stack(stats, group))

@@ -61,7 +61,9 @@ def ratio_kl(
         if choice.implementation == "triton":
             from rl_kernel.ops.ratio_kl.autograd import RatioKL
 
-            return RatioKL.apply(log_probs, old_log_probs, ref_log_probs, mask, kl_type, unbiased)
+            inputs = log_probs, old_log_probs, ref_log_probs, mask
+            out: tuple[Tensor, Tensor] = RatioKL.apply(*inputs, kl_type, unbiased)
+            return out
         dtype = compute_dtype(log_probs)
         ref = None if ref_log_probs is None else ref_log_probs.to(dtype)
         counted = None if mask is None else mask != 0

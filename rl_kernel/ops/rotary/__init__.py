@@ -42,5 +42,6 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, impl: str | None = None) -> T
         if choice.implementation == "triton":
             from rl_kernel.ops.rotary.autograd import Rotary
 
-            return Rotary.apply(x, cos, sin)
+            out: Tensor = Rotary.apply(x, cos, sin)
+            return out
         return rotary_reference(x, cos, sin)

@@ -36,5 +36,6 @@ def swiglu(x: Tensor, *, impl: str | None = None) -> Tensor:
         if choice.implementation == "triton":
             from rl_kernel.ops.swiglu.autograd import Swiglu
 
-            return Swiglu.apply(x)
+            out: Tensor = Swiglu.apply(x)
+            return out
         return swiglu_reference(x)
