@@ -1,7 +1,8 @@
 """Operators for RL post-training: log-probs without logits, ratio and KL, policy loss, group advantage.
 
-Needs torch, uses Triton where it is there, and knows nothing of the packages that call it. Every operator states its
-contract in its docstring; `configure` is the switch, `capabilities` and `telemetry` say what can run and what did.
+The package needs torch and uses Triton where Triton is installed. It imports no package that calls it. The docstring of
+each operator states its contract. `configure` switches the fast implementations on and off, `capabilities` lists what
+can run here, and `telemetry` counts what ran.
 """
 
 from rl_kernel.dispatch import capabilities

@@ -1,6 +1,6 @@
-"""The one wording of input errors. Owns the checks that several operators share; refuses nothing by itself.
+"""The checks of inputs that several operators share, and the form of their errors.
 
-Every error is a ValueError that reads "<name> must <rule>, got <value>; <what to do>".
+Every error is a ValueError with the text "<name> must <rule>, got <value>; <what to do>".
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes of real-valued inputs. float64 is for derivative checks: it is computed and returned in float64."""
+"""Dtypes of real-valued inputs. float64 is for derivative checks: operators compute and return it in float64."""
 INTEGERS = (torch.int64, torch.int32)
 MASKS = (torch.bool, torch.uint8, *INTEGERS, *FLOATS)
 
 
 def invalid(name: str, rule: str, got: object, todo: str) -> ValueError:
-    """The error to raise (returned, so that the raise stays visible at the call)."""
+    """The error for the caller to raise."""
     return ValueError(f"{name} must {rule}, got {got}; {todo}")
 
 
@@ -30,7 +30,8 @@ def check_tensor(
     *,
     device: torch.device | None = None,
 ) -> None:
-    """`shape` holds sizes, or the letter of a dimension of any size; None is any shape."""
+    """A tensor of one of `dtypes`, on `device` if given. `shape` lists sizes; a letter stands for any size, and None
+    permits any shape."""
     if not isinstance(value, Tensor):
         raise invalid(name, "be a tensor", type(value).__name__, "convert it with torch.as_tensor")
     if shape is not None and not _fits(value.shape, shape):
@@ -50,7 +51,7 @@ def _fits(actual: torch.Size, shape: Sequence[int | str]) -> bool:
 
 
 def check_constant(**tensors: Tensor | None) -> None:
-    """Inputs that get no gradient: one that asks for it would be left with none, silently."""
+    """Inputs that get no gradient must not require one: the caller would never notice that it is missing."""
     for name, value in tensors.items():
         if value is not None and value.requires_grad:
             raise invalid(name, "not require grad", "requires_grad=True", "pass it through .detach()")
@@ -59,7 +60,7 @@ def check_constant(**tensors: Tensor | None) -> None:
 def check_number(
     name: str, value: float, *, above: float | None = None, at_least: float | None = None
 ) -> None:
-    """A finite number, greater than `above` and no less than `at_least` where they are given."""
+    """A finite number: greater than `above` and at least `at_least`, where these are given."""
     bounds = ["be finite"]
     if above is not None:
         bounds.append(f"be > {above:g}")
@@ -71,7 +72,8 @@ def check_number(
 
 
 def check_temperature(temperature: float | Tensor, tokens: int, device: torch.device) -> None:
-    """A positive number, or one positive number per token; a constant. Reads a tensor back to the host."""
+    """A positive number, or a constant tensor with a positive number per token. Copies the values of a tensor to the
+    host."""
     if not isinstance(temperature, Tensor):
         check_number("temperature", temperature, above=0.0)
         return

@@ -1,6 +1,7 @@
-"""What each operator promises about its numbers, as data: the single source for tests, audits and docs.
+"""The numeric contract of each operator, as data. Tests, audits and docs read it.
 
-The truth is the operator's formula evaluated in float64 on the same inputs, as rounded to their dtype.
+An error is the distance from the operator's formula, computed in float64 from the same inputs (already rounded to their
+dtype).
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Contract:
-    """`outputs` by dtype of the inputs (linear operators: by the dtype that logits are rounded to); `gradients` by
-    dtype of the input (linear operators: of the input or of the logits, whichever is coarser).
+    """The contract of one operator.
 
-    `differentiable` names the inputs with a gradient. `deterministic`: the same inputs give the same bits.
-    `parallel`: over which groups of processes the operator works.
+    `outputs`: tolerance per dtype of the inputs; for linear operators, per dtype that logits are rounded to.
+    `gradients`: tolerance per dtype of the input; for linear operators, the larger of those of input and logits.
+    `differentiable`: the inputs with a gradient. `deterministic`: the same inputs give the same bits.
+    `parallel`: the kinds of process groups that the operator can work over.
     """
 
     outputs: Mapping[str, Tolerance]
@@ -43,29 +45,29 @@ class Contract:
 
 
 def _all_dtypes(tolerance: Tolerance) -> dict[str, Tolerance]:
-    """For operators that widen their inputs to float32 first: the dtype does not matter."""
+    """For operators that first convert their inputs to float32: the tolerance does not depend on the dtype."""
     return dict.fromkeys(("float32", "bfloat16", "float16"), tolerance)
 
 
 _GRADIENTS = {
-    # One rounding to the input's dtype dominates: 2**-8 and 2**-11 of the value.
+    # The rounding to the input's dtype is the largest error: 2**-8 and 2**-11 of the value.
     "float32": Tolerance(1e-7, 2e-5),
     "bfloat16": Tolerance(1e-7, 2**-8),
     "float16": Tolerance(1e-7, 2**-11),
 }
-# Two logits, each off by half a unit in the last place, divided by the temperature: for logits below 8 and t >= 1, or
-# below 4 and t >= 0.5.
+# The difference of two logits, each wrong by half a unit in the last place, divided by the temperature t. It holds for
+# logits below 8 with t >= 1, and for logits below 4 with t >= 0.5.
 _LINEAR_LOGP = {
     "float32": Tolerance(3e-5, 1e-6),
     "bfloat16": Tolerance(3.2e-2, 0.0),
     "float16": Tolerance(4e-3, 0.0),
 }
 _LINEAR_GRADIENTS = {
-    # float32 throughout; exponents of base 2 and sums of one term for each column.
+    # All steps are in float32: exponentials of base 2, and sums with one term per column.
     "float32": Tolerance(1e-7, 2e-5),
-    # Unit roundoff u = 2**-8 (float16: 2**-11). The tile of d_logits, the rows of hidden that carry the factor of their
-    # row, and the result are rounded to it: 3 u of the value. Logits rounded on the way (the default) move each
-    # probability by 2**-6 (2**-9), as in the outputs: together less than 2**-5 (2**-8) of the largest gradient.
+    # Unit roundoff u = 2**-8 (float16: 2**-11). Three things are rounded: the tile of d_logits, the rows of hidden
+    # times the factor of their row, and the result. That makes 3 u of the value. Rounded logits (the default) change
+    # each probability by 2**-6 (2**-9), as in the outputs. Together: less than 2**-5 (2**-8) of the largest gradient.
     "bfloat16": Tolerance(1e-7, 2**-5),
     "float16": Tolerance(1e-7, 2**-8),
 }
@@ -73,17 +75,18 @@ _LINEAR_GRADIENTS = {
 _LAYER = ("hidden", "weight", "bias")
 _DATA = ("data", "context")
 
-# Computed and rounded in the dtype of x, of unit roundoff u. PyTorch rounds silu and then its product with what it
-# gates, and so both factors of a gradient: 2 u. In float32 the exponential and the division count, and in the gradient
-# 1 - sigmoid, off by up to two units of 2**-24, times gates of up to 17, above which it is 0 in float32.
+# PyTorch computes and rounds in the dtype of x, with unit roundoff u: first silu, then its product with the other half,
+# and likewise both factors of a gradient. That makes 2 u. In float32, the exponential and the division add errors. In
+# the gradient, 1 - sigmoid is wrong by up to 2 * 2**-24, times gates of up to 17; above 17, 1 - sigmoid is 0 in
+# float32.
 _SWIGLU = {
     "float32": Tolerance(1e-7, 1e-6),
     "bfloat16": Tolerance(1e-7, 2 * 2**-8),
     "float16": Tolerance(1e-7, 2 * 2**-11),
 }
 _SWIGLU_GRADIENTS = _SWIGLU | {"float32": Tolerance(1e-7, 4e-6)}
-# Both products of a rotation and their sum are rounded: the products to u of at most sqrt(2) times the largest result,
-# as a rotation keeps lengths; (1 + sqrt(2)) u.
+# A rotation rounds two products and their sum. It keeps lengths, so that the products are at most sqrt(2) times the
+# largest result: (1 + sqrt(2)) u.
 _ROTARY = {
     "float32": Tolerance(1e-7, 2.5 * 2**-24),
     "bfloat16": Tolerance(1e-7, 2.5 * 2**-8),
@@ -105,23 +108,25 @@ CONTRACTS: Mapping[str, Contract] = {
 }
 
 TRAIN_ROLLOUT: Mapping[str, Tolerance] = {
-    # Largest |trainer's - engine's log-prob| of a token, nats, by the dtype of both models; no operator's promise.
-    # Assumes the same weights, tokens and temperature t, full softmax, |logit| / t < 16 in 16 bits, < 32 in float32.
+    # The largest |log-prob of the trainer - log-prob of the engine| of a token, in nats, per dtype of both models.
+    # This is not the contract of an operator. It assumes the same weights, tokens and temperature t, the full softmax,
+    # and |logit| / t < 16 in 16 bits, < 32 in float32.
     # float32 (u = 2**-24): sums over layers and columns in another order differ by up to 64 u of a logit, and a
-    # log-prob is a difference of two: 2 * 32 * 2**-18 = 2**-12. Largest difference measured on CPU: 4.0e-5, a sixth.
+    # log-prob is a difference of two: 2 * 32 * 2**-18 = 2**-12. The largest difference measured on a CPU is 4.0e-5, a
+    # sixth of that.
     "float32": Tolerance(2**-12, 0.0),
-    # bfloat16 (u = 2**-8): a logit in [8, 16) is rounded by up to 2**-5; target and log-sum-exp, on both sides, make
-    # 4 * 2**-5. The final hidden state, after layers with roundings of their own, may differ by as much again. Largest
-    # difference measured on H200s: 0.218, of a Qwen3-4B with random weights (docs/audit.md); more layers or larger
-    # logits may need more.
+    # bfloat16 (u = 2**-8): rounding moves a logit in [8, 16) by up to 2**-5. Target and log-sum-exp on both sides make
+    # 4 * 2**-5. The layers round too, and the final hidden state may differ by as much again. The largest difference
+    # measured on H200s is 0.218, with a Qwen3-4B of random weights (docs/audit.md). More layers or larger logits may
+    # need a larger tolerance.
     "bfloat16": Tolerance(2**-2, 0.0),
-    # float16 (u = 2**-11): an eighth.
+    # float16 (u = 2**-11): an eighth of that.
     "float16": Tolerance(2**-5, 0.0),
 }
 
 
 def max_error(actual: Tensor, truth: Tensor) -> float:
-    """Largest absolute difference, in float64; 0 for empty tensors. A NaN is an infinite error."""
+    """Largest absolute difference, computed in float64; 0 for empty tensors. A NaN counts as infinity."""
     if truth.numel() == 0:
         return 0.0
     difference = (actual.double() - truth.double()).abs().max()
@@ -129,6 +134,6 @@ def max_error(actual: Tensor, truth: Tensor) -> float:
 
 
 def contract_id(operator: str) -> str:
-    """Name and version of a contract, "logp/1a2b3c4d": it changes when a promise does."""
+    """Name and version of a contract, such as "logp/1a2b3c4d". The version changes with every field of the contract."""
     promise = repr(asdict(CONTRACTS[operator]))
     return f"{operator}/{hashlib.sha256(promise.encode()).hexdigest()[:8]}"

@@ -1,7 +1,6 @@
-"""Which implementation of an operator runs, and why. Never silent: every choice carries its reason.
+"""The choice of the implementation that runs a call, with its reason, and `capabilities()`.
 
-Owns the choice and `capabilities()`. The refusals that only an operator can know (a dtype, a layout) come from
-the operator, as one sentence.
+An operator passes in the reasons that depend on its arguments (a dtype, a layout), as one sentence.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ from rl_kernel.mode import check_operator, settings
 
 IMPLEMENTATIONS = ("reference", "triton")
 HOST_OPERATORS = frozenset({"group_advantage", "masked_sum", "masked_mean", "masked_whiten"})
-"""Called on host tensors by design (rewards live there): on them the reference is no fallback."""
+"""Operators for tensors on the host, where rewards are: their reference does not count as a fallback there."""
 
 
 class Refused(ValueError):
-    """The fast implementation was demanded (strict mode, or by name) where its contract does not hold."""
+    """Strict mode or `impl` demands the fast implementation, and it cannot run."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """`reason` says why it is not the fast implementation; empty when it is. `fallback`: the mode asked for it."""
+    """The implementation that runs a call. `reason`: why it is not the fast one; empty if it is. `fallback`: whether
+    the mode asked for the fast one."""
 
     operator: str
     implementation: str
@@ -42,11 +42,11 @@ def choose(
 ) -> Choice:
     """The implementation of one call on tensors of `device`.
 
-    `impl` demands one by name (tests, comparisons), whatever the mode. `refusal` is the operator's own reason why
-    its fast implementation cannot take these arguments.
+    `impl` names the implementation, whatever the mode (for tests and comparisons). `refusal` is the operator's reason
+    why its fast implementation cannot take these arguments; None if it can.
 
     Raises:
-        Refused: the fast implementation is demanded and cannot run.
+        Refused: strict mode or `impl` demands the fast implementation, and it cannot run.
         ValueError: unknown operator or implementation.
     """
     check_operator(operator)
@@ -61,7 +61,7 @@ def choose(
         return Choice(operator, "reference", "impl='reference' was asked for")
     reason = machine_refusal(device.type) or refusal
     if impl == "triton":
-        # The interpreter runs kernels on host tensors, for tests: only when asked for by name.
+        # Triton's interpreter runs kernels on host tensors. Tests ask for it by name; no mode chooses it.
         demanded = refusal if interpreted() else reason
         if demanded is not None:
             _refuse(operator, demanded)
@@ -99,18 +99,21 @@ def machine_refusal(device_type: str) -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter is on (TRITON_INTERPRET=1): kernels run on the host, slowly."""
+    """Whether Triton's interpreter is on (TRITON_INTERPRET=1): it runs kernels on the host, slowly."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def float64_refusal(*tensors: torch.Tensor | None) -> str | None:
-    """The kernels compute in float32: derivative checks in float64 are the reference's."""
+    """Why the kernels cannot take float64 inputs (they compute in float32); None if no input is float64."""
     doubles = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return "float64 inputs are computed by the reference only" if doubles else None
 
 
 def capabilities() -> dict[str, dict[str, Any]]:
-    """Per operator: implementations, dtypes, hardware, parallel modes, determinism and tolerances, as plain data."""
+    """Per operator: implementations, dtypes, hardware, parallel modes, determinism and tolerances, as plain data.
+
+    `here` is "triton", or why Triton kernels cannot run on this machine.
+    """
     table = {}
     for name, contract in CONTRACTS.items():
         table[name] = {

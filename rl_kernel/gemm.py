@@ -1,4 +1,4 @@
-"""Matrix products into a given tensor, with float32 sums whatever the dtype of the operands. cuBLAS does the work."""
+"""Matrix products into a given tensor, by cuBLAS, with float32 sums whatever the dtype of the operands."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def product_(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:
-    """`out = left @ right`, or `out += left @ right`; `out` may be float32 for narrower operands of one dtype.
+    """`out = left @ right`, or `out += left @ right` if `add`. Returns `out`.
 
-    left [M, K], right [K, N], out [M, N]. Deterministic for one shape, device and library version.
+    left [M, K] and right [K, N] have one dtype; out [M, N] has the same dtype or float32. Deterministic for one shape,
+    device and library version.
     """
     if out.dtype == left.dtype:
         return torch.addmm(out, left, right, out=out) if add else torch.mm(left, right, out=out)

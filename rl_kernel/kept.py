@@ -1,7 +1,8 @@
-"""The tokens that a rollout's top-p/top-k sampling kept, in compact form, and the two softmaxes they lead to.
+"""The ids that the top-p or top-k sampling of a rollout kept: the record, its checks, and its softmax in plain PyTorch.
 
-The log-prob is of the softmax over a token's kept ids, as the rollout sampled it; the entropy is that of the whole
-distribution. Owns the record (`KeptTokens`), its checks, and the statistics and gradient of both in plain PyTorch.
+The log-prob of a token is that of the softmax over its kept ids, as the rollout sampled it. The entropy is that of the
+softmax over all ids.
+
 Legend: N tokens, M kept ids of all tokens, C tokens of one tile, V columns of a tile.
 """
 
@@ -20,10 +21,10 @@ from rl_kernel.vocab import VocabShard, logits_grad, row_stats
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """Token t kept `ids[offsets[t] : offsets[t + 1]]`; one without ids is not truncated.
+    """Token t kept `ids[offsets[t] : offsets[t + 1]]`. A token without ids is not truncated.
 
-    `ids` [M] int32 or int64 are of the whole vocabulary, in any order: under a vocabulary split every process has
-    all of them and uses those of its own columns. `offsets` [N + 1] int64.
+    `ids` [M] int32 or int64 are ids of the whole vocabulary, in any order. Where the vocabulary is split, every process
+    gets all ids and uses those of its own columns. `offsets` [N + 1] int64.
     """
 
     ids: Tensor
@@ -31,26 +32,29 @@ class KeptTokens:
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> KeptTokens:
-        """One list of ids per token; an empty one for a token that is not truncated."""
+        """From one list of ids per token. A token with an empty list is not truncated."""
         ids = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         counts = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
         return cls(ids.to(device), counts.cumsum(0).to(device))
 
     @property
     def truncated(self) -> Tensor:
-        """Which tokens have ids at all: [N] bool."""
+        """Which tokens have kept ids: [N] bool."""
         return self.offsets.clamp(0, len(self.ids)).diff() > 0
 
     def rows(self, rows: slice) -> KeptTokens:
-        """Those of some tokens: the same ids under fewer offsets, so that nothing waits for the device."""
+        """The record of some tokens: all ids with fewer offsets. Slicing the ids would wait for the device."""
         first, stop, _ = rows.indices(len(self.offsets) - 1)
         return KeptTokens(self.ids, self.offsets[first : max(first, stop) + 1])
 
 
 def check_kept(kept: KeptTokens | None, targets: Tensor, limit: int) -> None:
-    """Shapes, dtypes and device; where values may be read also that the offsets are sorted and cover the ids, that
-    the ids lie in [0, limit), and that a truncated token's target is one of its ids. Unread, a wrong offset or id
-    counts for nothing and a target that was not kept has log-prob -inf."""
+    """Check shapes, dtypes and device.
+
+    Where values may be read, also check that the offsets rise and cover the ids, that the ids lie in [0, limit), and
+    that the target of a truncated token is one of its ids. Where they are not read, the operators ignore a wrong
+    offset or id, and a target that was not kept has the log-prob -inf.
+    """
     if kept is None:
         return
     if not isinstance(kept, KeptTokens):
@@ -82,16 +86,16 @@ def check_kept(kept: KeptTokens | None, targets: Tensor, limit: int) -> None:
 
 
 def _token_of_each(kept: KeptTokens) -> Tensor:
-    """The token [M] of every id; -1 and N for those of tokens before and after. Shapes must not depend on values."""
+    """The token [M] of every id; -1 or N for an id of a token before or after. The shape must not depend on values."""
     position = torch.arange(len(kept.ids), device=kept.ids.device)
     return torch.searchsorted(kept.offsets.contiguous(), position, right=True) - 1
 
 
 def repeated(kept: KeptTokens, limit: int) -> Tensor:
-    """Which ids stand a second time for their token, [M] bool: sums over the ids count the others. On the device, in
-    up to 64 bytes an id."""
+    """Which ids repeat an earlier id of the same token, [M] bool. Sums over ids leave them out. Computed on the device,
+    with up to 64 bytes per id."""
     ids = kept.ids.long()
-    # Ids that do not exist share the last place, so that no token's reach into the next one's.
+    # Ids outside the vocabulary share one extra key, so that they cannot collide with the ids of the next token.
     key = _token_of_each(kept) * (limit + 1) + torch.where((ids >= 0) & (ids < limit), ids, limit)
     key, order = key.sort(stable=True)
     again = torch.zeros_like(ids, dtype=torch.bool)
@@ -101,7 +105,8 @@ def repeated(kept: KeptTokens, limit: int) -> Tensor:
 def kept_logits(tile: Tensor, kept: KeptTokens, shard: VocabShard) -> Tensor:
     """A copy of the logits [C, V] with -inf in all columns that a truncated token did not keep.
 
-    `tile[:, shard.start : shard.start + V]` of `kept`'s C tokens; a token of which no id lies here loses its whole row.
+    The tile holds the columns `shard.start` to `shard.start + V` of `kept`'s C tokens. If none of a truncated token's
+    ids lies in these columns, its whole row is -inf.
     """
     tokens, columns = tile.shape
     token = _token_of_each(kept)
@@ -115,7 +120,8 @@ def kept_logits(tile: Tensor, kept: KeptTokens, shard: VocabShard) -> Tensor:
 def kept_stats(
     logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: bool, kept: KeptTokens | None
 ) -> Tensor:
-    """`row_stats` of a tile; with a kept set [3 or 7, C]: of the kept columns [3, C], then, for the entropy, of all."""
+    """`row_stats` of a tile. With a kept set, [3 or 7, C]: those of the kept columns [3, C], then for the entropy
+    those of all columns [4, C]."""
     if kept is None:
         return row_stats(logits, targets, shard, with_entropy)
     stats = row_stats(kept_logits(logits, kept, shard), targets, shard, False)
@@ -138,8 +144,8 @@ def kept_grad(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """`logits_grad` of a tile; with a kept set the log-prob's gradient is that of the kept columns, under their
-    log-sum-exp, and the entropy's is that of all of them, under `whole_lse`."""
+    """`logits_grad` of a tile. With a kept set, the gradient of the log-prob is that of the kept columns with their
+    log-sum-exp `lse`, and the gradient of the entropy is that of all columns with `whole_lse`."""
     if kept is None:
         return logits_grad(logits, targets, lse, entropy, shard, grad_log_probs, grad_entropy)
     if grad_log_probs is None:

@@ -1,6 +1,6 @@
-"""The switch of the package: which operators may run fast, and what happens when one cannot.
+"""The process-wide switch: which operators may run their fast implementation, and what happens if one cannot.
 
-Owns the process-wide setting. It decides nothing about a call: that is `dispatch`.
+`rl_kernel.dispatch` reads the switch and chooses the implementation of a call.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ MODES = ("off", "auto", "strict")
 
 @dataclass(frozen=True)
 class Settings:
-    """off: always the reference; auto: the fast implementation where its contract holds, else the reference, with
-    the reason recorded; strict: an error instead of the reference, and the values of tensors are checked too."""
+    """`mode` and the operators that may run fast.
+
+    off: the reference. auto: the fast implementation where it can run, otherwise the reference, and telemetry counts
+    the reason. strict: an error where the fast implementation cannot run; checks also read the values of tensors.
+    """
 
     mode: str = "auto"
     operators: frozenset[str] = frozenset(CONTRACTS)
@@ -30,12 +33,13 @@ _settings = Settings()
 
 
 def settings() -> Settings:
-    """What is in force in this process."""
+    """The settings of this process."""
     return _settings
 
 
 def configure(mode: str = "auto", operators: Iterable[str] | None = None) -> None:
-    """Set `mode` (off, auto or strict) and which operators may run fast (default: all); the others run as if off.
+    """Set `mode` (off, auto or strict) and the operators that may run fast (default: all). The others run the
+    reference.
 
     Raises:
         ValueError: unknown mode or operator name.
@@ -51,7 +55,7 @@ def configure(mode: str = "auto", operators: Iterable[str] | None = None) -> Non
 
 @contextmanager
 def using(mode: str = "auto", operators: Iterable[str] | None = None) -> Iterator[None]:
-    """`configure` for the length of a `with` block."""
+    """`configure` inside a `with` block; restores the earlier settings afterwards."""
     global _settings
     before = _settings
     configure(mode, operators)
@@ -62,12 +66,12 @@ def using(mode: str = "auto", operators: Iterable[str] | None = None) -> Iterato
 
 
 def check_operator(name: str) -> None:
-    """A name of `capabilities()`."""
+    """ValueError unless `name` is one of `capabilities()`."""
     if name not in CONTRACTS:
         raise invalid("operator", f"be one of {', '.join(CONTRACTS)}", repr(name), "check the spelling")
 
 
 def reads_values(tensor: Tensor) -> bool:
-    """Whether a check may look at the values of `tensor`: free on the host; on a device it would stop the stream,
-    so only strict mode pays for it."""
+    """Whether a check may read the values of `tensor`. On the host this costs nothing. On a device the host would wait
+    for the stream, so that only strict mode reads values."""
     return not tensor.is_cuda or _settings.mode == "strict"

@@ -1,7 +1,7 @@
-"""What the operators did: calls, tokens, fallbacks by reason, and milliseconds when timing is on.
+"""Counts of what the operators did: calls, tokens, fallbacks by reason, and milliseconds if timing is on.
 
-Counting costs a few integers a call. Timing records two CUDA events a span (wall time on the host) and reads them
-when `telemetry()` is asked, so that it never stops a stream; off, it costs nothing.
+Counting adds a few integers per call. Timing records two CUDA events per call (on the host: wall time). Only
+`telemetry()` reads the events, so that timing never stops a stream.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def record(choice: Choice, tokens: int) -> None:
 
 
 def record_variant(operator: str, variant: str) -> None:
-    """Count which of several fast forms served a call, and why not the fastest."""
+    """Count which of several fast forms ran a call, and why it was not the fastest."""
     _counts[operator].variants[variant] += 1
 
 
@@ -56,7 +56,7 @@ def set_timing(on: bool) -> None:
 
 @contextmanager
 def timed(operator: str, device: torch.device) -> Iterator[None]:
-    """Add what happens inside to the operator's milliseconds, if timing is on."""
+    """Add the time of the `with` block to the operator's milliseconds, if timing is on."""
     if not _timing:
         yield
     elif device.type == "cuda":
@@ -74,8 +74,8 @@ def timed(operator: str, device: torch.device) -> Iterator[None]:
 def telemetry(*, reset: bool = False) -> dict[str, dict[str, Any]]:
     """Per operator since the last reset: calls, tokens, implementations, variants, fallbacks {reason: calls}, ms.
 
-    `ms` holds the calls, and the backwards of fast implementations: those of references are autograd's own. Waits for
-    the device if there are timings to read.
+    `ms` includes the calls, and the backward of fast implementations; the backward of a reference is not timed. Waits
+    for the device if there are timings to read.
     """
     result = {}
     for name, counts in _counts.items():
