@@ -1,8 +1,9 @@
 """Log-softmax over a vocabulary that may be split over processes: what `logp` and `linear_logp` share.
 
-Owns the split (`VocabShard`), the row statistics of a tile of logits, their merge over shards, and the
-gradient of a tile. Legend: N tokens, C tokens of one tile, V real vocabulary columns of this process, P
-processes.
+This module owns the split (`VocabShard`), the row statistics of a tile of logits, their merge over shards, and the
+gradient of a tile.
+
+Legend: N tokens, C tokens of one tile, V columns of this process without padding, P processes.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from rl_kernel.collectives import gather_stack
 from rl_kernel.mode import reads_values
 
 TILE_ELEMENTS = 2**20
-"""Logits of a tile: 4 MiB of float32 stay in a CPU's cache, and larger tiles measured no faster."""
+"""Logits of a tile: 4 MiB of float32 fit into a CPU's cache, and larger tiles were not faster."""
 TILE_MIN_ROWS = 256
-"""Large vocabularies exceed TILE_ELEMENTS: with fewer rows, adding up weight gradients would dominate."""
+"""Least rows of a tile. A large vocabulary then exceeds TILE_ELEMENTS; with fewer rows per tile, the sums of the weight
+gradient would take most of the time."""
 MIN_EXPONENT = -1000.0
-"""exp() of this is 0 in float64 as well: keeps columns of probability 0 (logit -inf) out of the entropy."""
+"""exp() of this is 0, in float64 too. Clamping to it keeps columns with logit -inf out of the entropy, without NaN."""
 
 _checked: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], tuple[int, bool]]] = WeakKeyDictionary()
-"""What `vocabulary_columns` found, by group and (start, stored) of this process, once the shards were compared."""
+"""Results of `vocabulary_columns`, per group and (start, stored) of this process: shards are compared once."""
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Columns [start, start + stored) of the `total` of the vocabulary are here; those from `vocab_size` on are
-    padding. `even`: every process stores as many, so that what is planned from their number is the same everywhere."""
+    """The part of the vocabulary that this process stores: columns [start, start + stored) of `total`.
+
+    Columns from `vocab_size` on are padding. `even`: every process stores the same number of columns, so that all of
+    them derive the same plan from it.
+    """
 
     start: int
     stored: int
@@ -46,23 +51,24 @@ class VocabShard:
 
     @property
     def real(self) -> int:
-        """Columns here that are not padding; 0 when the whole shard is padding."""
+        """Columns of this shard that are not padding; 0 if the whole shard is padding."""
         if self.vocab_size is None:
             return self.stored
         return min(max(self.vocab_size - self.start, 0), self.stored)
 
     @property
     def limit(self) -> int:
-        """Ids of the whole vocabulary lie in [0, limit)."""
+        """Token ids lie in [0, limit)."""
         return self.total if self.vocab_size is None else self.vocab_size
 
     def tile(self, columns: slice) -> VocabShard:
-        """The shard that is `columns` of this one."""
+        """The shard of some columns of this one."""
         first, stop, _ = columns.indices(self.stored)
         return replace(self, start=self.start + first, stored=stop - first)
 
     def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each target in this shard [C, 1] (0 if it lives elsewhere) and whether it is here [C]."""
+        """Column of each target in this shard [C, 1] (0 if it is in another shard), and whether it is in this shard
+        [C]."""
         column = targets.long() - self.start
         owned = (column >= 0) & (column < self.real)
         return torch.where(owned, column, 0)[:, None], owned
@@ -76,7 +82,7 @@ def make_shard(
     vocab_size: int | None,
     group: dist.ProcessGroup | None,
 ) -> VocabShard:
-    """The shard of this process, after the checks that need no other process; `what` is the tensor split."""
+    """The shard of this process, after all checks. `what` names the tensor that is split, for errors."""
     if stored == 0:
         raise invalid(
             what, "hold at least one vocabulary column", "an empty shard", "use fewer tensor-parallel ranks"
@@ -98,12 +104,11 @@ def make_shard(
 def vocabulary_columns(
     start: int, stored: int, group: dist.ProcessGroup | None, like: Tensor
 ) -> tuple[int, bool]:
-    """Columns of all shards, which must partition the vocabulary, and whether all store as many; wrong shards are an
-    error on every rank.
+    """(columns of all shards together, whether every shard stores the same number).
 
-    Compares the shards in one all-gather on the device of `like` and reads it back. Where values must not be read
-    (auto mode, on a device) that is done once per group and layout: the ranks must change their layout together,
-    or some would wait for the others.
+    ValueError on every rank unless the shards partition the vocabulary. Compares them with one all-gather on the device
+    of `like`, which the host reads. Where values must not be read (auto mode, on a device) this happens once per group
+    and layout: all ranks must change their layout in the same call, or some would wait for the others.
     """
     if group is None:
         return stored, True
@@ -123,12 +128,12 @@ def vocabulary_columns(
 
 
 def check_targets(targets: Tensor, tokens: int, device: torch.device) -> None:
-    """Integer token ids, one per token. Their range is checked where the whole vocabulary is known."""
+    """Integer token ids, one per token. `check_range` checks their range."""
     check_tensor("targets", targets, [tokens], INTEGERS, device=device)
 
 
 def check_range(targets: Tensor, limit: int) -> None:
-    """Ids in [0, limit), if their values may be read."""
+    """ValueError if an id lies outside [0, limit); checked only where values may be read."""
     if targets.numel() and reads_values(targets):
         low, high = (int(bound) for bound in torch.aminmax(targets))
         if low < 0 or high >= limit:
@@ -137,7 +142,8 @@ def check_range(targets: Tensor, limit: int) -> None:
 
 
 def check_temperature(temperature: float | Tensor, tokens: int, device: torch.device) -> None:
-    """A positive number, or one positive number per token; a constant. A tensor's values only if they may be read."""
+    """A positive number, or a constant tensor with a positive number per token. The values of a tensor are checked only
+    where they may be read."""
     if isinstance(temperature, Tensor) and not reads_values(temperature):
         check_tensor("temperature", temperature, [tokens], device=device)
         check_constant(temperature=temperature)
@@ -146,7 +152,8 @@ def check_temperature(temperature: float | Tensor, tokens: int, device: torch.de
 
 
 def usable_temperature(temperature: float | Tensor, dtype: torch.dtype) -> float | Tensor:
-    """In the compute dtype; where nobody looked at the values, NaN instead of those that are no temperature."""
+    """A tensor in the compute dtype. Where `check_temperature` did not read its values, NaN replaces those that are not
+    positive and finite."""
     if not isinstance(temperature, Tensor):
         return temperature
     wide = temperature.to(dtype)
@@ -156,30 +163,30 @@ def usable_temperature(temperature: float | Tensor, dtype: torch.dtype) -> float
 
 
 def row_tiles(tokens: int, columns: int) -> Iterator[slice]:
-    """Slices of rows whose logits fit one tile; together they cover [0, tokens) in order."""
+    """Slices of rows whose logits fit into one tile. They cover [0, tokens) in order."""
     rows = max(TILE_MIN_ROWS, TILE_ELEMENTS // max(columns, 1))
     for first in range(0, tokens, rows):
         yield slice(first, min(first + rows, tokens))
 
 
 def take(value: Any, rows: slice) -> Any:
-    """The rows of a per-token tensor or of `KeptTokens`; a number or None as it is."""
+    """Some rows of a per-token tensor or of `KeptTokens`; a number or None unchanged."""
     if value is None or isinstance(value, (int, float)):
         return value
     return value[rows] if isinstance(value, Tensor) else value.rows(rows)
 
 
 def scale_(tile: Tensor, temperature: float | Tensor) -> Tensor:
-    """Divide a tile [C, V] in place by its temperature, a number or [C]."""
+    """Divide a tile [C, V] by its temperature, a number or [C], in place."""
     if isinstance(temperature, Tensor):
         return tile.div_(temperature[:, None])
     return tile if temperature == 1.0 else tile.div_(temperature)
 
 
 def row_stats(logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: bool) -> Tensor:
-    """[3 or 4, C] of a tile z [C, V]: row maximum m, sum of exp(z - m), the target's logit (0 if it lives
-    elsewhere) and, for the entropy, sum of exp(z - m) * (z - m). A row without columns, or with none above -inf,
-    has the lowest number as its maximum: the merge with other shards stays finite."""
+    """[3 or 4, C] of a tile z [C, V]: row maximum m, sum of exp(z - m), the target's logit (0 if another shard has it)
+    and, for the entropy, sum of exp(z - m) * (z - m). A row without columns, or with columns of -inf only, gets the
+    lowest finite number as its maximum, so that the merge with other shards stays finite."""
     stats = logits.new_zeros(3 + with_entropy, logits.shape[0])
     lowest = torch.finfo(logits.dtype).min
     if logits.shape[1] == 0:
@@ -200,7 +207,7 @@ def row_stats(logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: 
 
 
 def combined(parts: Tensor) -> Tensor:
-    """Stats [3 or 4, C] of the columns of all parts [P, 3 or 4, C] together."""
+    """`row_stats` [3 or 4, C] of all columns, from those of P parts [P, 3 or 4, C]."""
     top = parts[:, 0].amax(0)
     shift = parts[:, 0] - top
     scale = shift.exp()
@@ -213,10 +220,11 @@ def combined(parts: Tensor) -> Tensor:
 def merge_stats(
     stats: Tensor, targets: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Log-probs [N], log-sum-exp [N], entropy [N] (when there are 4 rows) and log-sum-exp [N] of its distribution, over
-    the whole vocabulary; NaN log-probs for targets outside it. One all-gather.
+    """Log-probs [N], log-sum-exp [N], entropy [N] or None, and log-sum-exp [N] of the entropy's distribution, over the
+    whole vocabulary. Log-probs of targets outside the vocabulary are NaN. One all-gather.
 
-    Of 7 rows the first 3 are of the log-probs' distribution and the others of the entropy's; else they are the same.
+    `stats` has 3 rows, 4 with the entropy, or 7 if log-probs and entropy have different distributions (kept ids): then
+    the first 3 belong to the log-probs and the last 4 to the entropy.
     """
     parts = gather_stack(stats, shard.group)
     top, total, logit, *weighted = combined(parts[:, -4:])
@@ -242,8 +250,8 @@ def logits_grad(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of a tile [C, V] with respect to its temperature-scaled logits:
-    g * (onehot(target) - p) - h * p * (log p + entropy), for upstream gradients g, h [C]."""
+    """Gradient of a tile [C, V] in its logits (already divided by the temperature):
+    `g * (onehot(target) - p) - h * p * (log p + entropy)`, for upstream gradients g, h [C]."""
     log_p = logits - lse[:, None]
     if grad_entropy is None:
         assert grad_log_probs is not None
@@ -258,6 +266,6 @@ def logits_grad(
         grad.mul_(slope)
     if grad_log_probs is not None and shard.real > 0:
         column, owned = shard.locate(targets)
-        # One column a row: a plain scatter of "old + g" needs no atomics and stays deterministic.
+        # Each row changes one column: a plain scatter of "old + g" needs no atomics and is deterministic.
         grad.scatter_(1, column, grad.gather(1, column) + torch.where(owned, grad_log_probs, 0)[:, None])
     return grad

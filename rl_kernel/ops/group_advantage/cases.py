@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """S samples of `groups` groups in no order; about two samples a rollout."""
+    """S samples of `groups` groups in random order, with about two samples per rollout."""
 
     name: str
     samples: int

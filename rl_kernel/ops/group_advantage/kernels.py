@@ -1,7 +1,7 @@
-"""`group_advantage` in Triton, for tensors of a device: one program a sample, which visits all S samples.
+"""`group_advantage` in Triton, for tensors on a device: one program per sample, which reads all S samples.
 
-S**2 comparisons of some thousands of samples cost less than sorting them, need no shape that depends on data, and
-leave the order of each sum to the positions in the batch alone.
+For a few thousand samples, S**2 comparisons take less time than sorting. They need no shape that depends on data, and
+the order of each sum depends on the positions in the batch alone.
 """
 
 import torch
@@ -16,8 +16,8 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit(do_not_specialize=["S"])
 def sibling_kernel(REWARDS, GROUPS, ROLLOUTS, VALUES, FIRST, S, BLOCK: tl.constexpr):
-    """VALUES: the mean reward of a sample's rollout, NaN if it has samples in two groups. FIRST: whether no sample
-    of the rollout stands before it in its group. Both [S]."""
+    """VALUES [S]: the mean reward of the sample's rollout, NaN if the rollout has samples in two groups. FIRST [S]:
+    whether the sample is the first of its rollout in its group."""
     sample = tl.program_id(0)
     rollout = tl.load(ROLLOUTS + sample)
     group = tl.load(GROUPS + sample)
@@ -62,7 +62,7 @@ def advantage_kernel(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """OUT [S] float32: reward minus the mean of the group, divided by deviation + eps with SCALE."""
+    """OUT [S] float32: reward minus the mean of the group, divided by deviation + eps if SCALE."""
     sample = tl.program_id(0)
     group = tl.load(GROUPS + sample)
     lane = tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
 """`group_advantage` in plain PyTorch: the definition of correct.
 
-Sums run in float64 over the entries of a group in the order of the batch, on every device: a padded matrix
-with one row a group is summed along its rows, where scattered additions would leave the order open on a GPU.
+Sums are in float64, over the entries of a group in the order of the batch, on every device. A padded matrix with one
+row per group is summed along its rows; with scattered additions, the order on a GPU would not be fixed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def group_advantage_reference(
 
 
 def check_siblings(group_ids: Tensor, rollout_ids: Tensor) -> None:
-    """ValueError if two samples of one rollout are in two groups. Reads the ids back to the host."""
+    """ValueError if two samples of one rollout are in two groups. Copies the ids to the host."""
     pairs = torch.unique(torch.stack([rollout_ids.long(), group_ids.long()]), dim=1)
     again = (pairs[0, 1:] == pairs[0, :-1]).nonzero()
     if len(again):
@@ -46,7 +46,7 @@ def check_siblings(group_ids: Tensor, rollout_ids: Tensor) -> None:
 
 
 def _merge_siblings(rewards: Tensor, group: Tensor, rollout_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """One value a rollout (the mean reward of its samples) and the group it belongs to."""
+    """One value per rollout (the mean reward of its samples), and the group of each rollout."""
     names, rollout = torch.unique(rollout_ids, return_inverse=True)
     table, counted = _rows_by(rewards, rollout, len(names))
     groups, _ = _rows_by(group, rollout, len(names))
@@ -54,7 +54,8 @@ def _merge_siblings(rewards: Tensor, group: Tensor, rollout_ids: Tensor) -> tupl
 
 
 def _rows_by(values: Tensor, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
-    """Matrix [owners, most] of each owner's values in batch order, zero-padded, and which entries count."""
+    """A matrix [owners, most] with one row per owner: its values in batch order, then zeros. And which entries are
+    values."""
     order = torch.argsort(owner, stable=True)
     sizes = torch.bincount(owner, minlength=owners)
     first = torch.cumsum(sizes, 0) - sizes

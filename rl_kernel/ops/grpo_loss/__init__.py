@@ -1,4 +1,4 @@
-"""`grpo_loss`: the clipped policy objective with KL and entropy terms, reduced with explicit denominators."""
+"""`grpo_loss`: the clipped policy objective with KL and entropy terms; each token has its own denominator."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def grpo_loss(
     entropy_coef: float = 0.0,
     impl: str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sum over counted tokens of the per-token loss divided by its denominator, and per-token metrics.
+    """Sum of (loss of a token / its denominator) over the counted tokens, and metrics per token.
 
     `r = (log_probs - old_log_probs).exp()`; with A = advantages
     `pg = torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)`; where A < 0 and `eps_clip_c`
@@ -53,25 +53,27 @@ def grpo_loss(
     Args:
         log_probs: [N] nats, any float dtype; computed in float32 (float64 if it is float64).
         old_log_probs, advantages: [N]; constants.
-        mask: [N] bool, integer or float; nonzero means counted. What stands elsewhere reaches nothing.
-        denominators: number or [N], > 0. For a mean over each sample (or rollout): its mask sum at each of
-            its tokens; for a mean over tokens: the mask sum of the batch; 1 for the sum.
-        eps_clip, eps_clip_high: bounds [1 - eps_clip, 1 + eps_clip_high] of the ratio; high defaults to low.
+        mask: [N] bool, integer or float; nonzero means counted. The other tokens have no effect, NaN included.
+        denominators: number or [N], > 0. For a mean over each sample (or rollout), the sample's mask sum at each of
+            its tokens; for a mean over tokens, the mask sum of the batch; for a sum, 1.
+        eps_clip, eps_clip_high: the ratio is clipped to [1 - eps_clip, 1 + eps_clip_high]. eps_clip_high defaults to
+            eps_clip.
         eps_clip_c: bound of the dual clip, > 1.
-        tis_weights: [N] importance weights of trainer over engine; constants. 0 drops the policy term.
+        tis_weights: [N] importance weights, probability of the trainer / probability of the engine; constants. A weight
+            of 0 removes the policy term.
         ref_log_probs, kl_coef, kl_type, unbiased_kl: the KL term, see `ratio_kl`.
-        entropy, entropy_coef: [N] and its bonus; used if entropy_coef != 0.
-        impl: demands "reference" or "triton", for tests and comparisons.
+        entropy, entropy_coef: [N] and the coefficient of its bonus; used if entropy_coef != 0.
+        impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
-        (loss, metrics): a float32 scalar, differentiable in `log_probs` and `entropy`, and detached [N]
-        tensors pg_loss (after tis_weights), pg_clipfrac (1 where the clip binds), ppo_kl (old - new), ratio
-        and, when there is a reference, kl_loss. Tokens not counted hold 0 (ratio: 1).
+        (loss, metrics). The loss is a float32 scalar, differentiable in `log_probs` and `entropy`. The metrics are
+        detached tensors [N]: pg_loss (after tis_weights), pg_clipfrac (1 where the ratio is clipped), ppo_kl
+        (old - new), ratio and, with a reference, kl_loss. Tokens that are not counted hold 0 (ratio: 1).
 
     Raises:
         ValueError: wrong shape, dtype or device, a constant that requires grad, a coefficient out of range or
-            without its tensor, a denominator <= 0. The denominators of a device are read back in strict mode
-            only; otherwise such a counted token makes the loss and its own gradient NaN.
+            without its tensor, a denominator <= 0. On a device, denominators are read in strict mode only. In the
+            other modes, a counted token with a denominator <= 0 makes the loss and its own gradient NaN.
         Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
     Deterministic. Sources: PPO (Schulman et al. 2017), GRPO (Shao et al. 2024), clip-higher (DAPO, Yu et al.
@@ -149,7 +151,8 @@ def _check_denominators(denominators: Tensor | float, shape: torch.Size, device:
 
 
 def _as_tensor(denominators: Tensor | float, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """For the reference; one that was not read and is not positive becomes NaN, or 1 where nothing counts."""
+    """Denominators for the reference. One that was not checked and is not positive becomes NaN, or 1 for a token that
+    is not counted."""
     if not isinstance(denominators, Tensor):
         return torch.full((), denominators, dtype=dtype, device=mask.device)
     instead = torch.where(mask, torch.full((), float("nan"), dtype=dtype, device=mask.device), 1.0)

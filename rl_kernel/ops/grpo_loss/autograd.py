@@ -1,4 +1,4 @@
-"""`grpo_loss` through its Triton kernels, with its gradient."""
+"""`grpo_loss` by its Triton kernels, with its gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_kernel.telemetry import timed
 
 
 class GrpoLoss(Function):
-    """Saves the derivative of the loss in log_probs, [N] float32, computed where the inputs were at hand."""
+    """The forward computes the derivative of the loss in log_probs, [N] float32, and saves it for the backward."""
 
     @staticmethod
     def forward(

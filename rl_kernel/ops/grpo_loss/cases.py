@@ -11,14 +11,14 @@ from torch import Tensor
 from rl_kernel.ops.ratio_kl.cases import formula as ratio_kl_formula
 
 CLIP_BOUNDS = (0.8, 0.9, 1.2, 1.3)
-"""Of OPTIONS below."""
+"""The clip bounds in OPTIONS below."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """N tokens of three samples, a fifth of them masked out and holding NaN.
+    """N tokens of three samples. A fifth of them is masked out and holds NaN.
 
-    So are tokens whose ratio is a clip bound in float32: their derivative may lie on either side in float64.
+    Tokens whose ratio equals a clip bound in float32 are masked out too: in float64 they may lie on either side.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Named shapes of the linear operators, their inputs, the formula in float64, and what a result is held against.
+"""Named shapes of the linear operators, their inputs, the formula in float64, and the rules that accept a result.
 
-Shared by the tests on the host, the tests on a GPU and benchmarks.
+The tests on the host, the tests on a GPU and the benchmarks share them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Case:
         return hidden.to(dtype), weight.to(dtype), targets
 
     def kept(self, targets: Tensor, most: int = 7) -> KeptTokens:
-        """See `logp`'s cases."""
+        """Kept ids, as `rl_kernel.ops.logp.cases.Case.kept` makes them."""
         return logp_cases.Case(self.name, self.tokens, self.vocab, self.vocab_size).kept(targets, most)
 
 
@@ -75,7 +75,7 @@ TINY = (
     Case("one_block", 7, 24, 100),
     Case("blocks", 130, 72, 300, vocab_size=290),
 )
-"""Small enough for Triton's interpreter; all but `odd_width` are laid out as the exponential head wants them."""
+"""Small enough for Triton's interpreter. The exponential head can take all but `odd_width`."""
 
 LARGE = (
     Case("qwen3_half", 796, 2048, 75968),
@@ -109,7 +109,7 @@ def plain(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What PyTorch gives in the dtype of the inputs: materialised logits of that dtype, softmax in float32."""
+    """Plain PyTorch in the dtype of the inputs: logits of that dtype, softmax in float32."""
     logits = F.linear(hidden, weight, bias)[:, :vocab_size].float()
     if isinstance(temperature, Tensor):
         temperature = temperature[:, None]
@@ -119,7 +119,7 @@ def plain(
 
 @cache
 def upstream(tokens: int, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
-    """Gradients [N] for the log-probs and for the entropy; kept, so that a captured or watched call copies nothing."""
+    """Upstream gradients [N] of log-probs and entropy. Cached, so that a captured or measured call copies nothing."""
     g, h = torch.randn(2, tokens, generator=torch.Generator().manual_seed(7)).to(device)
     return g, h
 
@@ -127,8 +127,8 @@ def upstream(tokens: int, device: str | torch.device = "cpu") -> tuple[Tensor, T
 def evaluate(
     op: Operator, layer: Mapping[str, Tensor], targets: Tensor, uses: str = "both", **options: Any
 ) -> Results:
-    """Outputs and gradients of `op` in the tensors of `layer`. `uses`: "log_probs", "entropy" or "both" have an
-    upstream gradient; an output that is not used has none, not even zeros."""
+    """Outputs of `op`, and its gradients in the tensors of `layer`. `uses`: which outputs have an upstream gradient
+    ("log_probs", "entropy" or "both"). The other output has none, not even zeros."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in layer.items()}
     log_probs, entropy = op(**leaves, targets=targets, **options)
     g, h = upstream(len(targets), targets.device)
@@ -147,8 +147,8 @@ def truth_of(layer: Mapping[str, Tensor], targets: Tensor, uses: str = "both", *
 def contract_violations(
     actual: Results, truth: Results, dtype: torch.dtype, rounding: torch.dtype | None, allowance: float = 1.0
 ) -> list[str]:
-    """Results that are further from the float64 truth than the contract permits for inputs of `dtype` and logits
-    rounded to `rounding`; `allowance` multiplies the permitted error."""
+    """One line per result whose error exceeds the contract, for inputs of `dtype` and logits rounded to `rounding`.
+    `allowance` multiplies the permitted error."""
     contract = CONTRACTS["linear_logp"]
     names = [str(kind).removeprefix("torch.") for kind in (dtype, rounding or torch.float32)]
     found = []
@@ -163,18 +163,20 @@ def contract_violations(
 
 
 PLAIN_FACTOR = 1.5
-"""A result may be this much worse than plain PyTorch in the same dtype: three roundings instead of two."""
+"""The error of a result may be this many times that of plain PyTorch in the same dtype: three roundings, not two."""
 PLAIN_SLACK = {torch.float32: 1e-6, torch.bfloat16: 2**-10, torch.float16: 2**-13}
-"""And this part of its own size: a quarter of a unit roundoff; in float32, of which exponents spend more, 1e-6."""
+"""Plus this part of the size of the result: a quarter of a unit roundoff; in float32, 1e-6, for the exponentials."""
 PLAIN_NATS = 1e-5
-"""And log-probs and entropies this much: where the target is unlikely, both are differences of larger numbers."""
+"""Plus this much for log-probs and entropies: for an unlikely target, both are differences of larger numbers."""
 
 
 def acceptance_violations(
     samples: Iterable[tuple[Results, Results, Results]], dtype: torch.dtype
 ) -> list[str]:
-    """The acceptance rule over samples (actual, plain, truth): results whose root-mean-square error is larger than that
-    of plain PyTorch permits. Few numbers say little about a rounding: small cases need several samples."""
+    """One line per result whose root-mean-square error exceeds the limit that plain PyTorch sets.
+
+    `samples`: (actual, plain, truth). Small cases need several samples, because few numbers do not average a rounding.
+    """
     sums: dict[str, list[float]] = {}
     for actual, same_dtype, truth in samples:
         for key, want in truth.items():

@@ -1,16 +1,16 @@
-"""Triton kernels of `linear_logp` and `linear_token_loss`: a product whose epilogue leaves exponentials, not logits.
+"""Triton kernels of `linear_logp` and `linear_token_loss`: a matrix product that stores exponentials instead of logits.
 
 The softmax gradient of a row is a multiple of its probabilities, except at the target. So the first product stores
-e = exp(z - center) in bfloat16, where z = logit / temperature and `center`, known beforehand, is the z of the row's
-target; the row's factor exp(center - lse) is applied later, to rows of `hidden` and of the result. No pass over [N, V]
-values remains between the three matrix products.
+e = exp(z - center) in bfloat16. Here z = logit / temperature, and `center` is the z of the row's target, computed
+before. The factor exp(center - lse) of a row is applied later, to the rows of `hidden` and of the result. No kernel
+needs to read [N, V] values between the three matrix products.
 
-With that center e overflows only where the target's log-prob is below about -39 nats. Rows whose sum exceeds SUM_LIMIT
-raise a flag, and two launches that do nothing while it is down repeat the work with the row's maximum as center. So
-any finite logits give right results, and the host takes no part.
+With this center, e overflows only if the target's log-prob is below about -39 nats. A row whose sum exceeds SUM_LIMIT
+sets a flag on the device. Further launches repeat the work with the row's maximum as center if the flag is set, and do
+nothing otherwise. So all finite logits give correct results, and the host never waits.
 
-Legend: C rows, H hidden, V columns of a tile, B blocks of columns. Exponents (z, center) are in units of ln 2. C is
-another number in every call of training: kernels that take it are not compiled anew for multiples of 16.
+Legend: C rows, H hidden, V columns of a tile, B blocks of columns. Exponents (z, center) are in units of ln 2. C
+differs from call to call in training, so that the kernels that take C are not specialised on it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from rl_kernel.dispatch import interpreted
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-FLOOR = tl.constexpr(-10000.0)  # exp2 of it is 0, and 0 times it is 0 where -inf would give NaN
+FLOOR = tl.constexpr(-10000.0)  # exp2 of it is 0, and 0 times it is 0; with -inf the product would be NaN
 LOWEST = tl.constexpr(-3.0e38)
 SUM_LIMIT = tl.constexpr(1.0e17)
 LIKELY = tl.constexpr(0.05)
 
 BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_HIDDEN, STAGES = 128, 128, 64, 3
 PROGRAMS_PER_PROCESSOR = 2
-"""Two programs share a multiprocessor (112 KiB of shared memory each), so that the products of one run under the
-epilogue of the other: 0.99 to 1.06 of the time of cuBLAS's bare product on an H200; one program with 128 x 256 tiles
-took 1.03 to 1.12, and registers for a search of the target column made both slower."""
+"""Two programs share a multiprocessor (112 KiB of shared memory each): one computes products while the other stores
+exponentials. Measured on an H200: 0.99 to 1.06 of the time of cuBLAS's product alone. One program with tiles of 128 x
+256 took 1.03 to 1.12. A search for the target column needs registers and made both slower."""
 FEW_ROWS = 2048
-"""Up to here 8 row blocks share the columns that are read next, above it 4: measured, 2 to 5% either way."""
+"""Up to this many rows, 8 row blocks in turn read the same columns; above, 4. Each choice saves 2 to 5% there
+(measured)."""
 
 
 @triton.jit
 def _logit(LEFT, RIGHT, length, ROUND: tl.constexpr, BLOCK: tl.constexpr):
-    """A logit: the dot product of two rows, rounded as in the tiles. 0 of no elements."""
+    """A logit: the dot product of two rows, rounded as in the tiles; 0 if `length` is 0."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -85,7 +86,7 @@ def _exp_product_kernel(
     if CONDITIONAL:
         tiles = tiles * tl.load(FLAG)
     per_group = GROUP * column_blocks
-    # Persistent and flattened: the loads of the next tile start while the epilogue of this one runs.
+    # A persistent, flattened loop: the loads of the next tile start while this tile is being stored.
     for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
         group = tile // per_group
         height = tl.minimum(row_blocks - group * GROUP, GROUP)
@@ -102,7 +103,7 @@ def _exp_product_kernel(
         inside = rows < C
         scale = tl.load(SCALE + rows, mask=inside, other=0.0)
         center = tl.load(CENTER + rows, mask=inside, other=0.0)
-        # In halves: the staging buffer of a half leaves room for a second program.
+        # In halves: the buffer of a half leaves shared memory for a second program.
         halves = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
         total = tl.zeros((BM,), tl.float32)
         weighted = tl.zeros((BM,), tl.float32)
@@ -160,10 +161,10 @@ def _block_sums_kernel(
     tl.store(STATS + C + rows, s, mask=inside)
     if ENTROPY:
         tl.store(STATS + 3 * C + rows, tl.sum(weighted, 0) * LN2, mask=inside)
-    if not CONDITIONAL:  # the center is the target's z until it is raised
+    if not CONDITIONAL:  # until a center is raised, it is the z of the target
         target = tl.load(TARGETS + rows, mask=inside, other=0).to(tl.int64)
         logit = tl.where((target >= first) & (target < first + real), center * LN2, 0.0)
-        # A target outside the vocabulary has no log-prob: NaN, which no loss hides.
+        # A target outside the vocabulary has no log-prob. NaN shows in every loss.
         logit = tl.where((target < 0) | (target >= limit), float("nan"), logit)
         tl.store(STATS + 2 * C + rows, logit, mask=inside)
         overflow = inside & ((s > SUM_LIMIT) | (s != s))
@@ -173,7 +174,7 @@ def _block_sums_kernel(
 
 @triton.jit(do_not_specialize=["C"])
 def _raise_centers_kernel(SUMS, CENTER, STATS, FLAG, C, B, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """SUMS holds block maxima of z - center: centers of overflowing rows move to the row's maximum."""
+    """SUMS holds block maxima of z - center. The center of a row that overflowed moves to the row's maximum."""
     if tl.load(FLAG) == 0:
         return
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -208,7 +209,7 @@ def _row_factors_kernel(
 
 @triton.jit
 def _expm1(x):
-    """exp(x) - 1 for x <= 0: the series keeps the digits near 0 that the subtraction loses."""
+    """exp(x) - 1 for x <= 0. Near 0 a series keeps the digits that the subtraction would lose."""
     series = x * (1 + x * (0.5 + x * (1 / 6 + x * (1 / 24))))
     return tl.where(x > -0.01, series, tl.exp2(x * LOG2E) - 1)
 
@@ -217,8 +218,8 @@ def _expm1(x):
 def _target_entries_kernel(
     TILE, TARGETS, LOG_PROBS, CENTER, LSE, C, stride, first, real, BLOCK: tl.constexpr
 ):
-    """e[target] := (p - 1) * exp(lse - center): the row factor then makes it the gradient at the target, which
-    is 1 - p to float32 precision, however close p is to 1."""
+    """e[target] := (p - 1) * exp(lse - center). The factor of the row turns it into the gradient at the target, exact
+    to float32 precision however close p is to 1."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < C
     column = tl.load(TARGETS + rows, mask=inside, other=-1).to(tl.int64) - first
@@ -236,11 +237,11 @@ def _entropy_gradient_kernel(
     TILE, HIDDEN, WEIGHT, GRAD, GRAD_ENTROPY, SCALE, CENTER, LSE, ENTROPY_OF, V, H, stride, stride_h, stride_w,
     HAS_GRAD: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """In place, from e, for columns that are no target: -p * (grad + grad_entropy * (log p + entropy)) / temperature,
+    """In place, from e, for all columns but the target: -p * (grad + grad_entropy * (log p + entropy)) / temperature,
     with p = e * exp(center - lse).
 
-    log2(e) is off by the rounding of e, 0.003. That is no matter where p is small; likely columns, a few a row, take
-    their z from a dot product instead.
+    log2(e) has the error of the rounding of e, 0.003. This does not matter where p is small. The few likely columns of
+    a row take their z from a dot product instead.
     """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
@@ -256,13 +257,13 @@ def _entropy_gradient_kernel(
     factor = -inverse_temperature * tl.exp2(exponent)
     constant = factor * (grad + grad_entropy * (exponent * LN2 + tl.load(ENTROPY_OF + row)))
     slope = factor * grad_entropy * LN2
-    # log2 of the smallest normal number instead of 0: the product with e = 0 stays 0.
+    # The log2 of the smallest normal number instead of that of 0: the product with e = 0 is then 0.
     value = e * (constant + slope * tl.log2(tl.maximum(e, 1.2e-38)))
     tl.store(at, value.to(TILE.dtype.element_ty), mask=first + lanes < V)
     likely_e = LIKELY / tl.exp2(exponent)
     largest = tl.max(e, 0)
     if largest > likely_e:
-        tl.debug_barrier()  # the entries below replace some of those above
+        tl.debug_barrier()  # the stores below overwrite some of the stores above
         while largest > likely_e:
             best = tl.argmax(e, 0)
             z = _logit(
@@ -279,7 +280,7 @@ def _entropy_target_entries_kernel(
     TILE, TARGETS, GRAD, GRAD_ENTROPY, SCALE, LOG_PROBS, ENTROPY_OF, C, stride, first, real,
     HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same at the target, where log p is known: (grad * (1 - p) - grad_entropy * p * (log p + entropy)) / t."""
+    """The gradient at the target, where log p is known: (grad * (1 - p) - grad_entropy * p * (log p + entropy)) / t."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.load(TARGETS + rows, mask=rows < C, other=-1).to(tl.int64) - first
     owned = (rows < C) & (column >= 0) & (column < real)
@@ -304,7 +305,7 @@ def _scale_rows_kernel(VALUES, FACTOR, OUT, H, stride_out, HAS_FACTOR: tl.conste
 
 @triton.jit(do_not_specialize=["count"])
 def _scale_kernel(VALUES, FACTOR, count, BLOCK: tl.constexpr):
-    """VALUES *= FACTOR, a scalar on the device; nothing is touched if it is 1."""
+    """VALUES *= FACTOR, a scalar on the device. A factor of 1 writes nothing."""
     factor = tl.load(FACTOR)
     if factor == 1.0:
         return
@@ -315,14 +316,14 @@ def _scale_kernel(VALUES, FACTOR, count, BLOCK: tl.constexpr):
 
 @cache
 def programs(device: torch.device) -> int:
-    """Programs of a persistent launch."""
+    """Number of programs of a persistent launch."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_PROCESSOR
 
 
 def hidden_block(width: int) -> int:
-    """Elements of a row that a program takes at a time."""
+    """Elements of a row that a program reads at a time."""
     block: int = triton.next_power_of_2(max(width, 16))
     return min(block, 4096)
 
@@ -343,12 +344,12 @@ def launch_exp_product(
     maps: TensorMaps, rows: dict[str, Tensor], sums: Tensor | None, real: int, *,
     store: bool, rounding: bool, conditional: bool = False, maximum: bool = False,
 ) -> None:  # fmt: skip
-    """e = exp2(z - center) of the first `real` columns of `hidden @ weight.T` (0 in the others), into the tile of
-    `maps` if `store`, and its row sums by block of columns into `sums` [1 or 2, B, C] if given (the second
-    one: of e * (z - center)).
+    """e = exp2(z - center) of the first `real` columns of `hidden @ weight.T`, and 0 in the other columns.
 
-    `rows` holds scale, center and, for conditional launches, the flag. `maximum`: `sums[0]` gets the block maxima of
-    z - center instead. `conditional`: nothing happens unless the flag is up.
+    `store` writes e into the tile of `maps`. `sums` [1 or 2, B, C], if given, receives the row sums per block of
+    columns: first of e, then of e * (z - center). `rows` holds scale, center and, for conditional launches, the flag.
+    `maximum`: `sums[0]` receives the block maxima of z - center instead. `conditional`: the launch does nothing unless
+    the flag is set.
     """
     (tokens, width), columns = maps[0].shape, maps[1].shape[0]
     count = programs(rows["center"].device)

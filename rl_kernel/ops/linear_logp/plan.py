@@ -1,6 +1,7 @@
-"""How a workspace is spent: which columns of the logits are kept for the backward, how many are computed at a time.
+"""How a workspace is divided: the columns of the logits that are kept for the backward, and the size of tiles and
+blocks.
 
-Plain arithmetic over bytes. Legend: N tokens, V local columns.
+Plain arithmetic over bytes. Legend: N tokens, V columns of this process.
 """
 
 from __future__ import annotations
@@ -10,27 +11,27 @@ from dataclasses import dataclass
 from rl_kernel.checks import invalid
 
 WORKSPACE_BYTES = 1536 * 2**20
-"""Default bound: 1.5 GiB, where the three-product forms reach their speed for vocabularies of 150k."""
+"""Default limit: 1.5 GiB. With it, the forms of three products reach their speed for vocabularies of 150k tokens."""
 COLUMN_BLOCK = 256
 SMALL_BLOCK, LARGE_BLOCK = 128, 512
-"""Rows of a block are multiples of these: at many sizes between multiples of 512 the product for the gradient of
-`hidden` loses up to a fifth of its speed (H 2048, 2560 and 4096 on an H200)."""
+"""Rows of a block are a multiple of one of these. At many other sizes, the product for the gradient of `hidden` loses
+up to a fifth of its speed (H 2048, 2560 and 4096 on an H200)."""
 MIN_COLUMNS = 1024
-"""A tile narrower than this spends more on adding up the gradient of `hidden` than on products."""
+"""Least columns of a tile. A narrower tile takes longer to add up the gradient of `hidden` than to compute products."""
 
 ADVICE = "; with weight_grad, a buffer to add to, the workspace holds no sum of its own"
 
 RECOMPUTED = 1.05
-"""Time of computing all logits a second time, in products of all tokens."""
+"""Time to compute all logits a second time, in units of one product over all tokens."""
 BLOCK_OVERHEAD = 600.0
-"""Time that one more block costs, in tokens of a product: the read and write of a float32 weight gradient (about 400 on
-an H200, whatever the shape) and the ends of the products."""
+"""Time of one more block, in units of the product of one token: the read and write of a float32 weight gradient (about
+400 on an H200, whatever the shape) and the ends of the products."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes of workspace: `row` for each token whatever is kept, `element` for each logit that is kept or passes
-    through. `scratch`: columns that are not kept need memory of their own in the forward."""
+    """Bytes of workspace: `row` per token, `element` per logit in memory. `scratch`: in the forward, columns that are
+    not kept need memory of their own."""
 
     row: int
     element: int
@@ -39,16 +40,18 @@ class Costs:
 
 @dataclass(frozen=True)
 class Budget:
-    """Columns [0, kept) keep their tile until the backward; the others are computed again, `tile` at a time."""
+    """Columns [0, kept) keep their tile until the backward. The backward computes the others again, `tile` at a
+    time."""
 
     kept: int
     tile: int
 
 
 def plan(tokens: int, columns: int, costs: Costs, workspace_bytes: int, advice: str = "") -> Budget:
-    """Columns to keep for all tokens at once.
+    """The columns to keep if all tokens are computed at once.
 
-    Raises ValueError, naming the least workspace, if not even a narrow tile of all tokens fits; `advice` is more to do.
+    ValueError names the least workspace if even a narrow tile of all tokens does not fit. `advice` is added to its
+    text.
     """
     if tokens == 0:
         return Budget(columns, columns)
@@ -67,9 +70,10 @@ def plan(tokens: int, columns: int, costs: Costs, workspace_bytes: int, advice: 
 
 
 def forward_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int) -> int:
-    """Rows of a block of a forward whose gradient nobody wants: nothing is kept, so as many as have room for a tile.
+    """Rows of a block of a forward without gradients. It keeps nothing, so that a block may have as many rows as fit
+    with a tile.
 
-    Raises ValueError, naming the least workspace, if not even a small block fits.
+    ValueError names the least workspace if even a small block does not fit.
     """
     fits = workspace_bytes // (costs.row + _least(columns, costs) * costs.element)
     if fits >= tokens:
@@ -80,12 +84,13 @@ def forward_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int) 
 
 
 def block_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int, sum_bytes: int = 0) -> int:
-    """Rows of a block (the last may have fewer) for the least estimated time: all tokens at once, with tiles computed
-    again where they do not fit, or several blocks, each of which adds to the whole weight gradient.
+    """Rows of a block with the least estimated time; the last block may have fewer.
 
-    `sum_bytes`: memory of that sum, taken from the workspace as soon as there is more than one block.
+    The choice is between all tokens at once, where tiles that do not fit are computed twice, and several blocks, where
+    each block adds to the whole weight gradient. `sum_bytes`: memory of that sum, which several blocks take from the
+    workspace.
 
-    Raises ValueError, naming the least workspace, if no choice fits.
+    ValueError names the least workspace if no choice fits.
     """
     best, rows_of_best = float("inf"), tokens
     for parts in range(1, -(-tokens // SMALL_BLOCK) + 1):
@@ -99,7 +104,8 @@ def block_rows(tokens: int, columns: int, costs: Costs, workspace_bytes: int, su
         if cost < best:
             best, rows_of_best = cost, rows
     if tokens and best == float("inf"):
-        # Without a sum the least block decides, with one all tokens at once: the sum alone takes too much.
+        # Without a sum, the error names the workspace of the smallest block. With a sum, which alone is too large, it
+        # names that of all tokens at once.
         least = tokens if sum_bytes else min(tokens, SMALL_BLOCK)
         plan(least, columns, costs, workspace_bytes, ADVICE if sum_bytes else "")
     return max(rows_of_best, 1)

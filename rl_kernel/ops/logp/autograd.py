@@ -1,4 +1,4 @@
-"""`logp` over the Triton kernels: one read of the logits forward, one read and one write backward."""
+"""`logp` by its Triton kernels. The forward reads the logits once; the backward reads them and writes the gradient."""
 
 from __future__ import annotations
 

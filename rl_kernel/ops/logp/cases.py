@@ -1,4 +1,4 @@
-"""Named shapes of `logp`, their inputs, and the formula in float64: what CPU tests, GPU tests and benchmarks share."""
+"""Named shapes of `logp`, their inputs, and the formula in float64. CPU tests, GPU tests and benchmarks share them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Case:
         return logits.to(dtype), targets
 
     def kept(self, targets: Tensor, most: int = 7, seed: int = 0) -> KeptTokens:
-        """Every third token is not truncated; the others keep their target and 0 to `most` ids, some of them twice."""
+        """Kept ids: every third token is not truncated. The others keep their target and 0 to `most` ids, some of them
+        twice."""
         generator = torch.Generator().manual_seed(seed)
         rows = []
         for token, target in enumerate(targets.tolist()):
@@ -71,7 +72,7 @@ def formula(
     vocab_size: int | None = None,
     kept: KeptTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition in float64: log-probs [N] of the kept columns and entropy [N] of all."""
+    """The definition in float64: log-probs [N] over the kept columns and entropy [N] over all columns."""
     if isinstance(temperature, Tensor):
         temperature = temperature.double()[:, None]
     z = logits[:, :vocab_size].double() / temperature

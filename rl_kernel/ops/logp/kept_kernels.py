@@ -1,11 +1,11 @@
-"""Triton kernels for the kept set of a rollout: log-probs over the kept ids beside the entropy of all columns.
+"""Triton kernels for kept ids: the log-prob over the ids that a rollout kept, and the entropy over all columns.
 
-The kept ids are few, so the dense kernels run over all columns as ever, and three small ones work on the ids alone: the
-tiles stay as they are and no masked copy is made. Owns what `logp` and `PlainHead` share of that. Same rules as
-`kernels`: fixed order, no atomics, no wait for the device.
+Few ids are kept. So the kernels of `kernels` process all columns, and three small kernels process the ids alone: no
+masked copy of a tile is needed. `logp` and `PlainHead` share them. The rules of `kernels` hold: a fixed order, no
+atomics, no wait for the device.
 
-Legend: C rows, V columns of a tile, P parts to merge, M kept ids of all tokens. z [M] is the logit of each id over its
-token's temperature, -inf where the column is in another process.
+Legend: C rows, V columns of a tile, P parts to merge, M kept ids of all tokens. z [M] is the logit of each id divided
+by its token's temperature, or -inf if another process has the column.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IDS_BLOCK = 256
 
 @triton.jit
 def _ids_of(OFFSETS, row, count):
-    """Where the ids of a row start and end; in bounds whatever the offsets."""
+    """Where the ids of a row start and end; within the ids, even if the offsets are wrong."""
     return tl.maximum(tl.load(OFFSETS + row), 0), tl.minimum(tl.load(OFFSETS + row + 1), count)
 
 
@@ -107,12 +107,12 @@ def _kept_grad_kernel(
             h = tl.load(GRAD_ENTROPY + row * grad_entropy_stride).to(tl.float32) * inverse
             log_p = z - tl.load(WHOLE_LSE + row)
             d -= h * tl.exp2(log_p * LOG2E) * (tl.maximum(log_p, FLOOR) + tl.load(ENTROPY + row))
-        # An id that stands twice gets the same number twice.
+        # An id that occurs twice is written twice, with the same number.
         tl.store(base + _offsets(column, out_column_stride, UNIT), d.to(OUT.dtype.element_ty), mask=here)
 
 
 def no_logits(kept: KeptTokens, like: Tensor) -> Tensor:
-    """z [M] before any tile was picked from."""
+    """z [M] of -inf: no logit is known yet."""
     return like.new_full(kept.ids.shape, -torch.inf, dtype=torch.float32)
 
 
@@ -124,7 +124,7 @@ def pick_(
     shard: VocabShard,
     rounding: torch.dtype | None = None,
 ) -> Tensor:
-    """Put the logits of the ids that lie in this tile [C, V] into z: `shard` is the tile's."""
+    """Write the logits of the ids in this tile [C, V] into z. `shard` is that of the tile."""
     if z.numel():
         _pick_kernel[(len(tile),)](
             tile, _dense(inv_temperature), kept.ids.contiguous(), kept.offsets.contiguous(), z, *tile.stride(),
@@ -135,7 +135,7 @@ def pick_(
 
 
 def kept_stats(z: Tensor, kept: KeptTokens, targets: Tensor, shard: VocabShard) -> Tensor:
-    """`row_stats` [3, C] float32 of the softmax over the ids in this process; a row without ids has none."""
+    """`row_stats` [3, C] float32 of the softmax over the ids in this process. A row without ids has a sum of 0."""
     rows = len(targets)
     out = z.new_empty(3, rows)
     if rows:
@@ -150,8 +150,9 @@ def kept_stats(z: Tensor, kept: KeptTokens, targets: Tensor, shard: VocabShard) 
 def merge_kept(
     parts: Tensor, z: Tensor, kept: KeptTokens, targets: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Log-probs and log-sum-exp of the kept columns, entropy and log-sum-exp of all ([C] each; the entropy None without
-    a fourth row), of `row_stats` parts [P, 3 or 4, C] of this process and the ids' logits z. One all-gather."""
+    """Log-probs and log-sum-exp of the kept columns, then entropy and log-sum-exp of all columns, [C] each. The
+    entropy is None without a fourth row. From `row_stats` parts [P, 3 or 4, C] of this process and z. One
+    all-gather."""
     stats = torch.cat([combined(parts), kept_stats(z, kept, targets, shard)])
     parts = gather_stack(stats, shard.group)
     log_probs, whole_lse, entropy = merge(parts[:, :-3])
@@ -176,9 +177,11 @@ def kept_logits_grad(
     out: Tensor,
     rounding: torch.dtype | None = None,
 ) -> Tensor:
-    """`logits_grad` with the log-prob's gradient over the kept columns and the entropy's over all of a tile [C, V].
+    """`logits_grad` of a tile [C, V]: the gradient of the log-prob in the kept columns, that of the entropy in all
+    columns.
 
-    All columns first, without the log-probs of truncated rows; then the kept columns of those are written over."""
+    The first launch writes all columns, without the log-probs of truncated rows. The second overwrites the kept columns
+    of truncated rows."""
     g, h = grad_log_probs, grad_entropy
     others = None if g is None else torch.where(kept.truncated, 0, g)
     logits_grad(logits, targets, whole_lse, entropy, shard, others, h, inv_temperature, out, rounding)

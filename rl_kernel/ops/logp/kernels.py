@@ -1,10 +1,10 @@
 """Triton kernels over rows of logits: softmax statistics, their merge, and the gradient.
 
-Owns what `logp` and the tiles of `linear_logp` share. Every kernel reads a row in a fixed order and nothing is added
-by atomics, so the same inputs give the same bits. No function here waits for the device.
+`logp` and the tiles of `linear_logp` share these kernels. Each kernel reads a row in a fixed order and uses no
+atomics, so that the same inputs give the same bits. No function here waits for the device.
 
 Legend: C rows, V stored columns of this process (those from `shard.real` on are padding), P parts to merge.
-z is a logit divided by its temperature; exponents are in units of log2, because the hardware's exponential is exp2.
+z is a logit divided by its temperature. Exponents are in units of ln 2, because the hardware's exponential is exp2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 FLOOR = tl.constexpr(-10000.0)
-"""exp2() of this is 0, and 0 * this is 0: keeps columns at -inf out of the entropy without a select."""
+"""exp2() of this is 0, and 0 * this is 0. Clamping to it keeps columns of -inf out of the entropy without a select."""
 
 ROW_BLOCK = 4096
 GRAD_BLOCK = 4096
@@ -30,7 +30,7 @@ GRAD_BLOCK = 4096
 
 @triton.jit
 def _offsets(columns, stride, UNIT: tl.constexpr):
-    """Transposed logits have a column stride of C, and C * V may pass 2**31."""
+    """Offsets of columns. Transposed logits have a column stride of C, and C * V may exceed 2**31."""
     if UNIT:
         return columns
     else:
@@ -48,7 +48,7 @@ def _rounded(x, ROUND: tl.constexpr):
 def _absorb(x, top, total, weighted, scale, ENTROPY: tl.constexpr):
     """Add the columns x of a row to its running maximum and to its sums relative to that maximum."""
     block_top = tl.max(x, 0)
-    # The maximum of a row rises in a few of its blocks only: one exponential a column, not two.
+    # The maximum of a row rises in few of its blocks: the others need one exponential per column instead of two.
     if block_top > top:
         shift = tl.maximum((top - block_top) * scale, FLOOR)
         factor = tl.exp2(shift)
@@ -91,7 +91,7 @@ def _row_stats_kernel(
     owned = (column >= 0) & (column < real)
     at_target = tl.load(base + _offsets(column, column_stride, UNIT), mask=owned, other=0.0)
     at_target = _rounded(at_target, ROUND) * inverse
-    # Not a token id at all: no shard has a value for it, and nobody may take 0 for one.
+    # For a target outside the vocabulary no shard has a logit: NaN, because 0 would look like one.
     at_target = tl.where((target >= 0) & (target < limit), at_target, float("nan"))
     tl.store(OUT + row, tl.maximum(top * inverse, LOWEST))
     tl.store(OUT + out_stride + row, total)
@@ -183,10 +183,11 @@ def row_stats(
     rounding: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`vocab.row_stats` of the real columns of logits [C, V], times the inverse temperature (a number or [C]): stats
-    [3 or 4, C] float32, in `out` if given (its rows contiguous). NaN for a target outside the whole vocabulary.
+    """`vocab.row_stats` [3 or 4, C] float32 of the real columns of logits [C, V] times the inverse temperature (a
+    number or [C]). The target's logit is NaN for a target outside the vocabulary.
 
-    `rounding`: the dtype to which the logits are rounded first. One read of the logits.
+    `out`: where to write the result; its rows must be contiguous. `rounding`: the dtype to which the logits are rounded
+    first. Reads the logits once.
     """
     rows = len(logits)
     if out is None:
@@ -206,8 +207,9 @@ def row_stats(
 def merge(
     parts: Tensor, out: tuple[Tensor, Tensor, Tensor | None] | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log-probs [C], log-sum-exp [C] and entropy [C] (None without a fourth row) of parts [P, 3 or 4, C] float32 of
-    disjoint columns, any strides. One launch, in the order of P. `out`: where to put them, each contiguous."""
+    """Log-probs [C], log-sum-exp [C] and entropy [C] (None without a fourth row) from `row_stats` parts [P, 3 or 4, C]
+    float32 of disjoint columns, with any strides. One launch, which adds in the order of P. `out`: where to write the
+    results, each contiguous."""
     count, stats, rows = parts.shape
     if out is None:
         log_probs, lse = parts.new_empty(rows), parts.new_empty(rows)
@@ -233,9 +235,12 @@ def logits_grad(
     out: Tensor,
     rounding: torch.dtype | None = None,
 ) -> Tensor:
-    """Gradient with respect to the logits [C, V] as they are, before temperature and rounding:
-    `inv_t * (g * (onehot(target) - p) - h * p * (log p + entropy))` for upstream gradients g, h [C], into `out` [C, V]
-    of any float dtype, which may be `logits` itself; 0 in the padding. `entropy` is read only for `grad_entropy`."""
+    """Gradient in the logits [C, V] before temperature and rounding:
+    `inv_t * (g * (onehot(target) - p) - h * p * (log p + entropy))` for upstream gradients g, h [C]; 0 in the padding.
+
+    Writes it into `out` [C, V] of any float dtype, which may be `logits` itself. Reads `entropy` only for
+    `grad_entropy`.
+    """
     rows, stored = logits.shape
     if rows == 0:
         return out

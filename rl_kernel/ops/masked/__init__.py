@@ -1,4 +1,4 @@
-"""`masked_sum`, `masked_mean`, `masked_whiten`: over counted entries, of all data-parallel ranks if asked."""
+"""`masked_sum`, `masked_mean`, `masked_whiten`: over the counted entries of one process, or of a group of ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def masked_sum(
     Args:
         values: any shape and float dtype. Entries that are not counted may hold anything, NaN included.
         mask: same shape, bool, integer or float; nonzero means counted.
-        group: data- (and context-) parallel ranks; each passes its own part, of any size. All of them must
-            call, with the same `impl` and mode.
-        impl: demands "reference" or "triton", for tests and comparisons.
+        group: data-parallel (and context-parallel) ranks. Each passes its own part, of any size. All ranks must call,
+            with the same `impl` and mode.
+        impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
         float32 scalar (float64 for float64 values), equal on all ranks; differentiable in `values` without a
@@ -32,7 +32,7 @@ def masked_sum(
         group.
         Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
-    Summed in float64, over ranks in rank order: deterministic.
+    Sums are in float64, over ranks in rank order. Deterministic.
     """
     return _total("masked_sum", values, mask, group, impl)
 
@@ -40,7 +40,7 @@ def masked_sum(
 def masked_mean(
     values: Tensor, mask: Tensor, *, group: ProcessGroup | None = None, impl: str | None = None
 ) -> Tensor:
-    """`values[mask != 0].mean()` over all ranks of `group`; 0 if nothing counts. Else as `masked_sum`."""
+    """`values[mask != 0].mean()` over all ranks of `group`; 0 if no entry counts. Otherwise as `masked_sum`."""
     return _total("masked_mean", values, mask, group, impl)
 
 
@@ -55,9 +55,9 @@ def masked_whiten(
 ) -> Tensor:
     """Zero mean and unit variance over the counted entries: `(values - mean) * (var + eps).rsqrt()`.
 
-    `var` has Bessel's correction. `shift_mean=False` adds the mean back. Entries that are not counted come
-    out as 0, and so does a single counted entry (its variance is taken as 0). eps > 0. Statistics are those
-    of all ranks of `group`; arguments, errors, gradient and determinism as for `masked_sum`.
+    `var` has Bessel's correction. `shift_mean=False` adds the mean back. Entries that are not counted become 0. A
+    single counted entry has variance 0. eps must be > 0. Mean and variance are those of all ranks of `group`.
+    Arguments, errors, gradient and determinism are those of `masked_sum`.
 
     Returns:
         The shape of `values`, float32 (float64 for float64 values).
@@ -77,7 +77,7 @@ def masked_whiten(
 def _total(
     operator: str, values: Tensor, mask: Tensor, group: ProcessGroup | None, impl: str | None
 ) -> Tensor:
-    """What sum and mean share."""
+    """The sum, or the mean if `operator` is masked_mean."""
     mean = operator == "masked_mean"
     _check(values, mask, group)
     choice = choose(operator, values.device, impl, float64_refusal(values))

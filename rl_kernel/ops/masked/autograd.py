@@ -1,4 +1,4 @@
-"""The masked reductions through their Triton kernels, with gradients; over ranks without."""
+"""The masked reductions by their Triton kernels. They have gradients on one process, and none over a group of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_kernel.ops.masked.blocks import flat
 
 
 class _Total(Function):
-    """Sum or mean of the counted values; saves the mask and three numbers."""
+    """Sum or mean of the counted values. Saves the mask, the number of counted values and their sum."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor, mean: bool) -> Tensor:
@@ -78,7 +78,8 @@ def masked_whiten_triton(
 
 
 def merge_moments(parts: Tensor) -> Tensor:
-    """[3] moments of the union of the ranks' [P, 3]: number, sum, squared distances from the mean."""
+    """The moments [3] of the entries of all ranks, from each rank's moments [P, 3]: number, sum, and sum of squared
+    distances from the mean."""
     number, total, spread = parts.unbind(1)
     mean = total.sum() / number.sum().clamp(min=1)
     distance = total / number.clamp(min=1) - mean

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """Values around 5 with deviation 1; a third of them masked out and holding NaN."""
+    """Values with mean 5 and deviation 1. A third of them is masked out and holds NaN."""
 
     name: str
     shape: tuple[int, ...]

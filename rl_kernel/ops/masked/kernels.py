@@ -1,7 +1,9 @@
-"""The masked reductions in Triton: float64 moments of each block, merged by one program in a fixed order.
+"""The masked reductions in Triton: each program computes float64 moments of a block, and one program merges them in a
+fixed order.
 
-A moment triple is [number, sum, sum of squared distances from the mean] of counted entries. Triples merge exactly:
-the distances of the parts, plus those of the parts' means; so values are read once for mean and variance.
+The moments of counted entries are [number, sum, sum of squared distances from the mean]. Those of two parts merge
+exactly: the squared distances add up, plus those of the parts' means. So mean and variance need one read of the values.
+
 Legend: E entries, P programs.
 """
 
@@ -19,7 +21,7 @@ MERGE_BLOCK, MERGE_WARPS = 4096, 16
 
 @triton.jit
 def _entries(VALUES, MASK, lane, left, FULL: tl.constexpr):
-    """Values of a block in float64, 0 where not counted, and which are counted."""
+    """Values of a block in float64, 0 for those that are not counted, and which are counted."""
     counted = counts(MASK, lane, left, FULL)
     values = load(VALUES, lane, left, FULL).to(tl.float32)
     return tl.where(counted, values, 0.0).to(tl.float64), counted
@@ -112,7 +114,7 @@ def merge_kernel(
 
 @triton.jit
 def _halves(value):
-    """A float64 scalar as the sum of two float32: x minus it in two steps keeps float32's digits."""
+    """A float64 scalar as the sum of two float32 numbers. Subtracting both in turn keeps the digits of float32."""
     high = value.to(tl.float32)
     return high, (value - high.to(tl.float64)).to(tl.float32)
 
@@ -150,7 +152,7 @@ def _whiten_block(
 
 @triton.jit(do_not_specialize=["E"])
 def whiten_kernel(VALUES, MASK, STATS, OUT, E, eps, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Whitened values of one block; 0 where not counted."""
+    """Whitened values of one block; 0 for entries that are not counted."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     mean, scale = _scale(STATS, eps)
     high, low = _halves(mean)
@@ -163,7 +165,7 @@ def whiten_kernel(VALUES, MASK, STATS, OUT, E, eps, SHIFT: tl.constexpr, BLOCK: 
 
 @triton.jit
 def whiten_sums_kernel(VALUES, MASK, STATS, D_OUT, PARTIALS, E, blocks, BLOCK: tl.constexpr):
-    """PARTIALS [2, P]: the gradient of one block summed, and summed times the distance from the mean."""
+    """PARTIALS [2, P]: for one block, the sum of the gradient, and the sum of gradient * distance from the mean."""
     program = tl.program_id(0)
     at = program.to(tl.int64) * BLOCK
     lane = tl.arange(0, BLOCK)
@@ -204,7 +206,7 @@ def whiten_backward_kernel(
 
 @triton.jit
 def spread_grad_kernel(MASK, STATS, UPSTREAM, D_VALUES, E, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """d_values of a sum or a mean: one number wherever an entry counts."""
+    """d_values of a sum or a mean: one number for all counted entries, 0 for the others."""
     at = tl.program_id(0).to(tl.int64) * BLOCK
     lane = tl.arange(0, BLOCK)
     grad = tl.load(UPSTREAM).to(tl.float32)
@@ -217,7 +219,7 @@ def spread_grad_kernel(MASK, STATS, UPSTREAM, D_VALUES, E, MEAN: tl.constexpr, B
 def moments(values: Tensor, mask: Tensor, *, spread: bool, mean: bool = False) -> tuple[Tensor, Tensor]:
     """(number, sum and, with `spread`, squared distances [2 or 3] float64; sum or mean float32) of flat tensors."""
     entries, rows = values.numel(), 3 if spread else 2
-    # Fewer, longer programs leave fewer partial sums to the one program that adds them up.
+    # With fewer and longer programs, the one program that merges has fewer partial sums to add.
     repeat = LONG if entries > LONG_FROM and not spread else 1
     programs = triton.cdiv(entries, BLOCK * repeat)
     partials = torch.empty(rows, programs, dtype=torch.float64, device=values.device)

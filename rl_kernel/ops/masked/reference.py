@@ -1,6 +1,6 @@
 """Masked reductions in plain PyTorch: the definition of correct.
 
-Sums run in float64 and are added over processes in rank order, so that every rank holds the same bits.
+Sums are in float64. They are added over ranks in rank order, so that every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def masked_total(values: Tensor, mask: Tensor, group: ProcessGroup | None) -> Te
 def masked_whiten_reference(
     values: Tensor, mask: Tensor, group: ProcessGroup | None, eps: float, shift_mean: bool
 ) -> Tensor:
-    """`values` [...] float32 or float64, `mask` bool of the same shape."""
+    """Whitened values, from `values` [...] float32 or float64 and a bool mask of the same shape."""
     total, count = masked_total(values, mask, group)
     mean = total / count.clamp(min=1)
     centred = torch.where(mask, values, 0).double() - mean

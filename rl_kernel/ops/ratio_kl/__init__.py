@@ -25,19 +25,20 @@ def ratio_kl(
     """`ratio = (log_probs - old_log_probs).exp()` and the KL estimate against `ref_log_probs`.
 
     With lr = log_probs - ref_log_probs: k1 `lr`; k2 `lr**2 / 2`; k3 `(-lr).exp() - 1 + lr`; low_var_kl: k3
-    clamped to [-10, 10]. `unbiased` multiplies by the ratio, before the clamp and with its gradient.
+    clamped to [-10, 10]. `unbiased` multiplies the estimate by the ratio before the clamp; the gradient includes the
+    ratio.
 
     Args:
         log_probs: [N] nats, any float dtype; computed in float32 (float64 if it is float64).
         old_log_probs, ref_log_probs: [N]; constants. Without a reference the KL is 0.
-        mask: [N] bool, integer or float; nonzero means counted. Elsewhere ratio is 1, KL 0, and no gradient
-            flows, whatever stands there (NaN included).
+        mask: [N] bool, integer or float; nonzero means counted. The other tokens have ratio 1, KL 0 and no gradient,
+            whatever their inputs are (NaN included).
         kl_type: one of k1, k2, k3, low_var_kl.
-        impl: demands "reference" or "triton", for tests and comparisons.
+        impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
-        (ratio [N], kl [N]), float32, differentiable in `log_probs`. Exponents above 80 are taken as 80, so
-        that a ratio stays finite and its gradient there is 0.
+        (ratio [N], kl [N]), float32, differentiable in `log_probs`. Exponents above 80 count as 80: the ratio stays
+        finite, and its gradient is 0 there.
 
     Raises:
         ValueError: wrong shape, dtype or device, a constant that requires grad, an unknown kl_type.

@@ -14,7 +14,7 @@ from rl_kernel.telemetry import timed
 
 
 class RatioKL(Function):
-    """Saves its inputs only: the backward computes the ratio again, cheaper than fetching it."""
+    """Saves its inputs only. Computing the ratio again in the backward is faster than reading it from memory."""
 
     @staticmethod
     def forward(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """N tokens, a fifth of them masked out and holding NaN."""
+    """N tokens. A fifth of them is masked out and holds NaN."""
 
     name: str
     tokens: int
@@ -18,7 +18,7 @@ class Case:
     def inputs(
         self, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
     ) -> dict[str, Tensor]:
-        """Columns [N] of `ratio_kl`: near the old policy, farther from the reference; a bool mask."""
+        """Columns [N] of `ratio_kl`, near the old policy and farther from the reference, and a bool mask."""
         generator = torch.Generator().manual_seed(seed)
         new = -3 * torch.rand(self.tokens, generator=generator)
         near, far = torch.randn(2, self.tokens, generator=generator)

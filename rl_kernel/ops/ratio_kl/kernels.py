@@ -1,6 +1,7 @@
-"""`ratio_kl` in Triton: one kernel each way, and the pieces that `grpo_loss` shares. One program a block of tokens.
+"""`ratio_kl` in Triton: a kernel for the forward, one for the backward, and functions that `grpo_loss` shares.
 
-Comparisons are written with `where`, not minimum and maximum: those drop a NaN, which must reach the loss.
+Each program computes one block of tokens. Clamps use `where`: a minimum or maximum would drop a NaN, which must reach
+the loss.
 """
 
 import torch
@@ -18,7 +19,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def ratio_of(log_ratio):
-    """exp(log_ratio), its exponent held at the bound, and the derivative."""
+    """exp(log_ratio), with the exponent clamped to MAX_EXPONENT, and its derivative."""
     over = log_ratio > _TOP
     ratio = tl.exp(tl.where(over, _TOP, log_ratio))
     return ratio, tl.where(over, 0.0, ratio)
@@ -30,7 +31,7 @@ def _k3_of(log_ratio):
     x = -log_ratio
     over = x > _TOP
     power = tl.exp(tl.where(over, _TOP, x))
-    # Near 0, where almost all tokens are, exp(x) - 1 - x has no digits left; the series from x**2 on has them all.
+    # Almost all tokens are near 0, where exp(x) - 1 - x loses all digits. The series from x**2 on keeps them.
     tail = 1 / 720 + x * (1 / 5040 + x * (1 / 40320 + x * (1 / 362880)))
     tail = x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * tail))))
     near = tl.abs(x) < 0.5

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 MAX_EXPONENT = 80.0
-"""Exponents stop here: exp(89) overflows float32, and infinity times a zero gradient is NaN."""
+"""Largest exponent: exp(89) overflows float32, and infinity times a zero gradient is NaN."""
 LOW_VAR_BOUND = 10.0
 
 
@@ -18,7 +18,7 @@ def ratio_kl_reference(
     kl_type: str,
     unbiased: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Inputs [N] of one dtype, float32 or float64; `mask` [N] bool."""
+    """(ratio, kl) from inputs [N] of one dtype, float32 or float64, and a bool mask [N]."""
     log_ratio = _difference(log_probs, old_log_probs, mask)
     ratio = log_ratio.clamp(max=MAX_EXPONENT).exp()
     if ref_log_probs is None:
@@ -37,11 +37,11 @@ def approx_kl(log_ratio: Tensor, kl_type: str) -> Tensor:
         return log_ratio
     if kl_type == "k2":
         return log_ratio.square() / 2
-    # expm1 keeps the digits that exp(-x) - 1 loses near x = 0, where almost all tokens are.
+    # Almost all tokens are near x = 0, where exp(-x) - 1 loses digits that expm1 keeps.
     return torch.expm1((-log_ratio).clamp(max=MAX_EXPONENT)) + log_ratio
 
 
 def _difference(log_probs: Tensor, base: Tensor, mask: Tensor | None) -> Tensor:
-    """log_probs - base, 0 where masked out: whatever stands there reaches neither values nor gradients."""
+    """log_probs - base, 0 for tokens that are masked out, so that their inputs affect neither values nor gradients."""
     difference = log_probs - base
     return difference if mask is None else torch.where(mask, difference, 0.0)

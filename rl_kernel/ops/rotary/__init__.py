@@ -15,9 +15,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, impl: str | None = None) -> T
 
     Args:
         x: [T, heads, D], any float dtype and stride.
-        cos, sin: [T, 1, D / 2] of each token's position; constants. Rounded to the dtype of x first, as engines keep
-            them; the kernel then computes in float32 and rounds once, the reference in the dtype of x.
-        impl: demands "reference" or "triton", for tests and comparisons.
+        cos, sin: [T, 1, D / 2], those of each token's position; constants. They are first rounded to the dtype of x, in
+            which engines store them. The kernel then computes in float32 and rounds once; the reference computes in the
+            dtype of x.
+        impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
         [T, heads, D] in the dtype of x, contiguous, differentiable in x. Saves cos and sin only.
@@ -26,8 +27,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, impl: str | None = None) -> T
         ValueError: wrong shape, dtype or device, an odd D, cos or sin that require grad.
         Refused: the mode or `impl` demands the fast implementation and it cannot run.
 
-    Deterministic (element-wise). Halves are rotated, not neighbours, as HF checkpoints are made for. Source: RoFormer,
-    Su et al. (2021).
+    Deterministic (element-wise). Element i of a head is rotated with element i + D / 2, as HF checkpoints expect.
+    Source: RoFormer, Su et al. (2021).
     """
     check_tensor("x", x, ["T", "heads", "D"], FLOATS)
     tokens, _, size = x.shape

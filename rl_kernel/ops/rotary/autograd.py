@@ -1,4 +1,4 @@
-"""`rotary` through its Triton kernel, with its gradient: the rotation back."""
+"""`rotary` by its Triton kernel. The gradient is the rotation in the other direction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_kernel.telemetry import timed
 
 
 class Rotary(Function):
-    """Saves the angles only."""
+    """Saves cos and sin only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """x [tokens, heads, size]: `heads` heads of a fused row that holds `beside` more values."""
+    """x [tokens, heads, size]: heads that are a part of fused rows. A row holds `beside` more values."""
 
     name: str
     tokens: int
@@ -45,7 +45,7 @@ CASES = (
     Case("heads_of_a_row", 7, 4, 16, beside=24),
     Case("odd_heads", 9, 5, 32, beside=3),
 )
-"""Small enough for Triton's interpreter; a program takes all heads of a token."""
+"""Small enough for Triton's interpreter. A program rotates all heads of a token."""
 
 LARGE = (
     Case("qwen3_4b_query", 16384, 32, 128, beside=2048),

@@ -1,4 +1,4 @@
-"""`rotary` in Triton: one kernel for both ways. One program the heads of one token."""
+"""`rotary` in Triton: one kernel for both directions. Each program rotates all heads of one token."""
 
 import torch
 import triton
@@ -22,7 +22,8 @@ def rotate_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One token: each head's halves rotated by its angles, or back; HEADS and HALF: powers of two that hold them."""
+    """Rotate the halves of each head of one token by the token's angles, or back if BACK. HEADS and HALF are powers of
+    two, at least `heads` and `half`."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, HALF)[None, :]
@@ -41,7 +42,7 @@ def rotate_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
-    """x [T, heads, D] rotated by the angles of its tokens, or back; contiguous."""
+    """x [T, heads, D] rotated by the angles of its tokens, or back if `back`; contiguous."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     tokens, heads, size = x.shape

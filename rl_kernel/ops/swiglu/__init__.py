@@ -14,12 +14,13 @@ def swiglu(x: Tensor, *, impl: str | None = None) -> Tensor:
     """`F.silu(x[..., :F]) * x[..., F:]` for x of width 2 F.
 
     Args:
-        x: [..., 2 F], any float dtype: the gate in the first half of a row, what it gates in the second. The kernel
-            computes in float32 and rounds once; the reference is PyTorch's, which rounds twice.
-        impl: demands "reference" or "triton", for tests and comparisons.
+        x: [..., 2 F], any float dtype: the gates in the first half of a row, the values in the second. The kernel
+        computes
+            in float32 and rounds once; the reference uses PyTorch's functions, which round twice.
+        impl: names the implementation, "reference" or "triton", for tests and comparisons.
 
     Returns:
-        [..., F] in the dtype of x, differentiable. Nothing is saved but x.
+        [..., F] in the dtype of x, differentiable. Only x is saved for the backward.
 
     Raises:
         ValueError: wrong dtype, no dimension, an odd width.

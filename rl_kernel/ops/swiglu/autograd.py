@@ -1,4 +1,4 @@
-"""`swiglu` through its Triton kernels, with its gradient."""
+"""`swiglu` by its Triton kernels, with its gradient."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rl_kernel.telemetry import timed
 
 
 class Swiglu(Function):
-    """Saves its input only: the backward computes the sigmoid again."""
+    """Saves its input only. The backward computes the sigmoid again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        # sizes are written out: a -1 says nothing about a tensor without elements
+        # All sizes are given: torch cannot infer a -1 for a tensor without elements.
         rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
         ctx.save_for_backward(rows)
         return kernels.forward(rows).view(*x.shape[:-1], x.shape[-1] // 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """x of shape [*rows, 2 F]; gates of `spread` standard deviations, so that some sigmoids saturate."""
+    """x of shape [*rows, 2 F]. The gates have the standard deviation `spread`, so that some sigmoids saturate."""
 
     name: str
     rows: tuple[int, ...]

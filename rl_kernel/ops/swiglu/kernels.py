@@ -1,4 +1,5 @@
-"""`swiglu` in Triton: one kernel each way. One program a block of columns of one row."""
+"""`swiglu` in Triton: a kernel for the forward, one for the backward. Each program computes a block of columns of a
+row."""
 
 import torch
 import triton
@@ -10,7 +11,7 @@ BLOCK, WARPS = 2048, 4
 
 @triton.jit
 def forward_kernel(X, OUT, x_stride, F, BLOCK: tl.constexpr):
-    """silu(gate) * up of one block; x_stride: elements from row to row of X."""
+    """silu(gate) * up of one block. x_stride: elements from one row of X to the next."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < F
@@ -62,5 +63,5 @@ def backward(x: Tensor, upstream: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` itself if the elements of a row follow each other, else a copy."""
+    """`x` itself if the elements of a row are contiguous, otherwise a copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
