@@ -56,11 +56,9 @@ def grpo_loss(
         mask: [N] bool, integer or float; nonzero means counted. The other tokens have no effect, NaN included.
         denominators: number or [N], > 0. For a mean over each sample (or rollout), the sample's mask sum at each of
             its tokens; for a mean over tokens, the mask sum of the batch; for a sum, 1.
-        eps_clip, eps_clip_high: the ratio is clipped to [1 - eps_clip, 1 + eps_clip_high]. eps_clip_high defaults to
-            eps_clip.
+        eps_clip, eps_clip_high: clip the ratio to [1 - eps_clip, 1 + eps_clip_high]; high defaults to eps_clip.
         eps_clip_c: bound of the dual clip, > 1.
-        tis_weights: [N] importance weights, probability of the trainer / probability of the engine; constants. A weight
-            of 0 removes the policy term.
+        tis_weights: [N] importance weights of trainer over engine; constants. 0 removes the policy term.
         ref_log_probs, kl_coef, kl_type, unbiased_kl: the KL term, see `ratio_kl`.
         entropy, entropy_coef: [N] and the coefficient of its bonus; used if entropy_coef != 0.
         impl: names the implementation, "reference" or "triton", for tests and comparisons.

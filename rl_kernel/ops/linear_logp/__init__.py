@@ -61,8 +61,7 @@ def linear_logp(
         return_entropy: also return the entropy. The entropy costs a gradient only if a loss uses it.
         logits_dtype: "bfloat16" rounds the logits before the temperature, "float32" does not. None rounds to the
             dtype of `weight`, as vLLM does before it samples. Gradients pass through the rounding unchanged.
-        workspace_bytes: limit of the memory beyond inputs, results and gradients. Logits that do not fit are
-            computed twice.
+        workspace_bytes: limit of memory beyond inputs, results and gradients. Logits beyond it are computed twice.
         impl: "triton" or "reference", whatever the mode; None lets the mode choose.
 
     Returns:
@@ -76,19 +75,10 @@ def linear_logp(
         Refused: strict mode, and the kernels cannot take the inputs.
     """
     task = checked_task(
-        hidden,
-        weight,
-        bias,
-        targets,
-        temperature=temperature,
-        tp_group=tp_group,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        keep_mask=keep_mask,
-        with_entropy=return_entropy,
-        logits_dtype=logits_dtype,
+        hidden, weight, bias, targets, temperature=temperature, tp_group=tp_group, vocab_start=vocab_start,
+        vocab_size=vocab_size, keep_mask=keep_mask, with_entropy=return_entropy, logits_dtype=logits_dtype,
         workspace_bytes=workspace_bytes,
-    )
+    )  # fmt: skip
     choice = choose("linear_logp", hidden.device, impl, layer_refusal(hidden, weight, bias))
     record(choice, len(hidden))
     with timed("linear_logp", hidden.device):

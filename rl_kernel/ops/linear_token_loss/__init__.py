@@ -58,19 +58,10 @@ def linear_token_loss(
     at once, and tiles that do not fit are computed twice. Each block makes its own collectives.
     """
     task = checked_task(
-        hidden,
-        weight,
-        bias,
-        targets,
-        temperature=temperature,
-        tp_group=tp_group,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        keep_mask=keep_mask,
-        with_entropy=return_entropy,
-        logits_dtype=logits_dtype,
+        hidden, weight, bias, targets, temperature=temperature, tp_group=tp_group, vocab_start=vocab_start,
+        vocab_size=vocab_size, keep_mask=keep_mask, with_entropy=return_entropy, logits_dtype=logits_dtype,
         workspace_bytes=workspace_bytes,
-    )
+    )  # fmt: skip
     if weight_grad is not None:
         check_tensor("weight_grad", weight_grad, weight.shape, (torch.float32,), device=weight.device)
     choice = choose("linear_token_loss", hidden.device, impl, layer_refusal(hidden, weight, bias))
