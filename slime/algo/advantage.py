@@ -1,7 +1,6 @@
-"""Rewards -> one advantage per response token, for every estimator, and the sums that estimators share. Pure functions
-of tensors.
+"""One advantage per response token from the rewards, and the sums that estimators share. Pure functions of tensors.
 
-S samples; R_i response tokens of sample i; all lists have one tensor [R_i] per sample.
+R_i response tokens of sample i. Each list has one tensor [R_i] per sample.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import rl_kernel
 from slime.algo.estimators import ESTIMATORS, estimator_of
@@ -21,12 +21,12 @@ def compute_advantages(
     loss_masks: list[Tensor],
     kl: list[Tensor],
     *,
-    dp_group: Any = None,
+    dp_group: ProcessGroup | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Advantages and returns, fp32, by `args.advantage_estimator`.
+    """Advantages and returns, fp32, of --advantage-estimator.
 
-    The estimator's record (`slime.algo.estimators`) makes the returns of a sample from its reward, mask and KL.
-    --normalize-advantages whitens A over all trained tokens of `dp_group`; returns stay as they were.
+    The estimator's record (`slime.algo.estimators`) computes the returns of a sample from its reward, mask and KL. The
+    advantages are the returns. --normalize-advantages whitens the advantages over all trained tokens of `dp_group`.
     """
     make_returns = estimator_of(args).returns
     if make_returns is None:
@@ -54,7 +54,7 @@ def discounted_sum(x: Tensor, discount: float) -> Tensor:
     y = x.float().clone()
     span = 1
     while span < y.shape[-1]:
-        # y_t already sums span terms; the next span terms are what y_{t+span} holds.
+        # y_t is the sum of span terms, and y_{t+span} is the sum of the next span terms.
         y[..., :-span] += discount**span * y[..., span:].clone()
         span *= 2
     return y
@@ -63,7 +63,7 @@ def discounted_sum(x: Tensor, discount: float) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (1506.02438) along the last dimension: (advantages, advantages + values).
 
-    `delta_t = r_t + gamma * V_{t+1} - V_t` with V after the end 0, `A_t = delta_t + gamma * lambd * A_{t+1}`; fp32.
+    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lambd * A_{t+1}`, both 0 after the end; fp32.
     """
     next_values = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1)
     advantages = discounted_sum(rewards + gamma * next_values - values, gamma * lambd)

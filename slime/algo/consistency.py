@@ -1,7 +1,7 @@
-"""How far the trainer's log-probs are from the engine's: tokens -> figures. Pure functions, no ranks, no model.
+"""The difference between the trainer's log-probs and the engine's, as metrics. Pure functions: no ranks, no model.
 
 N active tokens that can be compared. `trainer`, `rollout` [N] fp32: nats of the same token under the same weights;
-d = trainer - rollout. Sums of several ranks are added up, percentiles come from counts that are added up.
+d = trainer - rollout. Sums, and counts for percentiles, are summed over the ranks.
 """
 
 from __future__ import annotations

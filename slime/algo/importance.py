@@ -1,4 +1,4 @@
-"""Correction for tokens that another distribution sampled: truncated importance sampling and its metrics.
+"""Correction for tokens that were sampled from another distribution: importance weights, and masks of samples.
 
 R response tokens of a micro-batch.
 """
@@ -32,7 +32,7 @@ def sequence_mean(per_token: Tensor, mask: Tensor, sample_of_row: Tensor, num_sa
 def opsm_mask(
     advantages: Tensor, seq_kl: Tensor, sample_of_row: Tensor, *, delta: float
 ) -> tuple[Tensor, Tensor]:
-    """Off-policy sequence mask: tokens of a sample with negative advantage and sequence KL above `delta` count 0.
+    """Off-policy sequence mask: 0 for the tokens of a sample with negative advantage and sequence KL above `delta`.
 
     `seq_kl` [num_samples] is the masked mean of `old - new`. Returns the multiplier [R] and 1 - multiplier.
     """

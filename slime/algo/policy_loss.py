@@ -1,7 +1,7 @@
-"""Log-probs of a micro-batch -> the loss, for every estimator. Pure functions of tensors: no model, no ranks.
+"""The loss from the log-probs of a micro-batch, for every estimator. Pure functions of tensors: no model, no ranks.
 
-R response tokens of the micro-batch, S its samples. Token t of the loss is divided by `denominators[t]`, which holds
-the means over sample and batch; losses and metrics of micro-batches and ranks are therefore added up.
+R response tokens of the micro-batch. The loss of token t is divided by `denominators[t]`, which contains the means over
+the sample and over the batch. Losses and metrics of micro-batches and ranks are therefore summed.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ class TokenColumns:
 
     @property
     def old_log_probs(self) -> Tensor:
-        """Those of the policy that sampled: without the column the policy has not changed since, and its own serve."""
+        """The log-probs before this rollout's first step. Without the column the policy has not changed since then, so
+        its own log-probs, detached, are the same."""
         old = self.get("old_log_probs")
         return self.log_probs.detach() if old is None else old
 
     @cached_property
     def weights(self) -> Tensor:
+        """The weight of each token in a mean over the step."""
         return self.mask / self.denominators
 
     def mean(self, per_token: Tensor) -> Tensor:
@@ -80,7 +82,7 @@ class TokenColumns:
 
 
 Losses = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
-"""Loss, metrics to add up, metrics to take the maximum of."""
+"""The loss, the metrics to sum, and the metrics of which the maximum counts."""
 
 
 def sft_loss(args: Any, t: TokenColumns) -> Losses:
@@ -114,18 +116,18 @@ def policy_loss(args: Any, t: TokenColumns) -> Losses:
     per_token |= {**terms, "log_probs": t.log_probs}
     maxima = {}
     if rollout is not None:
-        # With --use-rollout-logprobs old is the engine's own; only the present policy tells how far the two sides are.
+        # With --use-rollout-logprobs, old is the engine's own: compare with the present policy instead.
         trainer_side = t.log_probs.detach() if args.use_rollout_logprobs else old
         difference = (trainer_side - rollout).abs()
         per_token["train_rollout_logprob_abs_diff"] = difference
-        # one zero more: a context-parallel rank may have no token of the micro-batch
+        # pad: a context-parallel rank may have no token of the micro-batch, and max() of nothing is an error
         maxima["train_rollout_logprob_abs_diff_max"] = pad(difference * t.mask, (0, 1)).max()
     sums |= {name: t.mean(value) for name, value in per_token.items()}
     return loss, {"loss": loss, **sums}, maxima
 
 
 def pg_factor(args: Any, t: TokenColumns, old: Tensor) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """What the policy-gradient term of each token is multiplied by ([R], constant; None for 1), and its metrics."""
+    """The constant factor of each token's policy-gradient term ([R]; None for 1), and its metrics."""
     factor, metrics = None, {}
     if args.use_opsm:
         seq_kl = sequence_mean(old - t.log_probs.detach(), t.mask, t.sample_of_row, len(t.response_lengths))
@@ -147,7 +149,7 @@ def pg_factor(args: Any, t: TokenColumns, old: Tensor) -> tuple[Tensor | None, d
 def pg_loss_of(
     args: Any, t: TokenColumns, old: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The reduced policy-gradient term, and per-token metrics (pg_clipfrac, ppo_kl and those of hooks)."""
+    """The sum of the policy-gradient terms, and metrics per token (pg_clipfrac, ppo_kl and those of hooks)."""
     new, base = t.log_probs, old
     estimator = estimator_of(args)
     if estimator.ratio == "sequence":
@@ -178,9 +180,9 @@ def pg_loss_of(
 def reduce_with_hooks(
     args: Any, t: TokenColumns, pg: Tensor, old: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-token losses through --custom-tis-function-path and --custom-pg-loss-reducer-function-path.
+    """Reduce the losses of the tokens, with --custom-tis-function-path and --custom-pg-loss-reducer-function-path.
 
-    The first may return masks: they zero numerators, the denominators stay. The second is
+    The first may return masks: they set terms of the sum to 0, and leave the denominators as they are. The second is
     fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> callable(pg) -> sum of sample means.
     """
     masks, metrics = t.per_sample(t.mask), {}

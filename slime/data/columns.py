@@ -1,7 +1,7 @@
 """The table of train data's columns: one record per column. Conversion, split, packing, trainer and loss read it.
 
-Train data is a dict of lists with one entry per sample (`slime.types.TrainData`). A new column is one record here, its
-producer and its reader. What has one entry per optimizer step (`num_microbatches`, ...) is no column.
+Train data is a dict of lists with one entry per sample (`slime.types.TrainData`). A new column needs one record here,
+its producer and its reader. Lists with one entry per optimizer step (such as `num_microbatches`) are not columns.
 
 Shapes: R_i response tokens of sample i, L_i prompt and response tokens, P rows of a packed micro-batch.
 """
@@ -22,7 +22,7 @@ from slime.types import Sample, TrainData
 Kind = Literal["response", "sequence", "ragged", "sample"]
 """What an entry is, and which part of it a context-parallel rank gets.
 
-response: [R_i] numbers; the part of the response tokens that the rank predicts (`MicroBatch.local`).
+response: [R_i] numbers; the response tokens that the rank predicts (`MicroBatch.local`).
 sequence: [L_i] numbers; the rank's tokens (`TokenSlice.tokens`).
 ragged: an array of its own shape; `Column.to_rows` makes the rows of the rank.
 sample: one value of any type; all of it.
@@ -156,6 +156,12 @@ _TABLE = (
 )
 
 COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}
+
+
+def of_engine(data: TrainData, i: int) -> dict[str, list[float | None]]:
+    """`Sample.columns` of sample i again: its values of the columns that an engine fills by name."""
+    named = (c.name for c in present(data, "response") if c.origin == "sample" and c.read is None)
+    return {name: data[name][i].tolist() for name in named}
 
 
 def present(data: TrainData, kind: Kind | None = None) -> Iterator[Column]:

@@ -30,7 +30,7 @@ class Schedule:
 
 
 def sample_flops(length: float, response_length: float, hf_config: dict[str, Any]) -> float:
-    """FLOPs of one forward pass over a sample of a model with gated MLPs: what its result needs, no more.
+    """FLOPs of one forward pass over a sample, for a model with gated MLPs: the fewest that give its result.
 
     Two per weight and token in the layers; in attention two per head dimension for each product, `q @ k` and `p @ v`,
     over the L (L + 1) / 2 pairs of a causal mask. Of a layer with experts: those that a token goes to, the shared ones
@@ -74,7 +74,7 @@ def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[
     while len(heap) > 1:
         _, _, a = heapq.heappop(heap)
         _, _, b = heapq.heappop(heap)
-        # The heaviest part of one meets the lightest of the other: their difference is what remains.
+        # Join the heaviest part of a with the lightest of b, so that the sums differ as little as possible.
         merged = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
         merged.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
@@ -186,8 +186,8 @@ def build_dp_schedule(
 
 @dataclass
 class MicroBatch:
-    """One packed row and what the loss needs of it. Everything of the samples is there on every rank; what the model
-    computes is this context-parallel rank's part of it (all of it where there is one).
+    """One packed row, and what the loss needs for it. Every context-parallel rank has all data of the samples, and the
+    model computes this rank's part of the tokens (all of them if there is one rank).
 
     `tokens` [P] int64: this rank's tokens, then padding; `part` says which they are. `rows` [r] int64: of the response
     tokens that this rank predicts, the row of `tokens` whose hidden state predicts each; `targets` [r] int64: those
@@ -234,7 +234,7 @@ def pack(
     """
     lengths = [len(data["tokens"][i]) for i in samples]
     part = token_slice(lengths, rank=cp_rank, size=cp_size, multiple=multiple)
-    # the most of the host's work, before a copy waits for what the device still has to do
+    # First, because most of the host's time goes here, and the copies below wait for the device.
     wanted = [COLUMNS[name] for name in columns]
     of_rows = {c.name: c.to_rows(data, samples, part) for c in wanted if c.to_rows is not None}
     packed = torch.cat([data["tokens"][i] for i in samples])

@@ -1,11 +1,11 @@
-"""The experts that the engine sent each token to, on their way from its answer to a packed row (`Sample.
-rollout_routed_experts`, --use-rollout-routing-replay).
+"""The experts that the engine used for each token, from its answer to a packed row (`Sample.rollout_routed_experts`,
+--use-rollout-routing-replay).
 
-Owns the check against the model and the row of a micro-batch; `Sample` joins the parts of a response. A token without a
-record leaves its experts to the trainer's router; only the last of a sample, which is fed to nobody, and padding may be
-one: a hole elsewhere is an error, as a trainer that filled it would train another policy than was sampled.
+Owns the check against the model, and the rows of a micro-batch. `Sample` joins the parts of a response. The trainer's
+router chooses experts only for padding and for the last token of a sample, which no forward pass of the engine read. A
+record that misses another token is an error: the trainer would train another policy than the one that sampled.
 
-Shapes: N tokens of a sample, L layers of the model, K experts of a token, P rows of a packed micro-batch.
+Shapes: N tokens of a sample, L layers of the model, K experts per token, P rows of a packed micro-batch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from slime.types import TrainData
 
 COLUMN = "rollout_routed_experts"
 OPEN = -1
-"""In a packed row: the router's own choice."""
+"""In a packed row: the router chooses."""
 
 
 def check_column(data: TrainData, hf_config: dict[str, Any]) -> None:
-    """ValueError naming the first sample whose record is not [N - 1, L, K] of different experts that the model has.
+    """ValueError for the first sample whose record is not [N - 1, L, K], with different experts of the model per token.
 
-    The engine leaves zeros where it wrote nothing: two equal experts of a token tell of that, the first two by
-    themselves. (With one expert a token nothing would: slime.config refuses that.)
+    The engine leaves zeros where it wrote nothing, so that the first two experts of such a token are equal. With one
+    expert per token this check is impossible, and `slime.config` makes the flag an error.
     """
     layers, topk, experts = (
         hf_config["num_hidden_layers"],
@@ -63,12 +63,12 @@ def check_column(data: TrainData, hf_config: dict[str, Any]) -> None:
 
 
 def as_tensor(rows: np.ndarray) -> Tensor:
-    """uint8 as it is, wider ids as int16, which torch can concatenate and index."""
+    """uint8 stays; wider ids become int16, which torch can concatenate and index."""
     return torch.from_numpy(rows if rows.dtype == np.uint8 else rows.astype(np.int16))
 
 
 def of_sample(data: TrainData, i: int) -> np.ndarray | None:
-    """Sample i's record as the engine gave it, unsigned: the inverse of `as_tensor`. None where there is none."""
+    """The record of sample i as the engine gave it, unsigned: the inverse of `as_tensor`. None without a record."""
     if COLUMN not in data:
         return None
     rows = data[COLUMN][i].numpy()
@@ -76,15 +76,15 @@ def of_sample(data: TrainData, i: int) -> np.ndarray | None:
 
 
 def packed(data: TrainData, samples: list[int], part: TokenSlice) -> Tensor:
-    """This context-parallel rank's rows of the micro-batch of `samples`: int16 [P, L, K], `OPEN` where nobody knew.
+    """This context-parallel rank's rows of the micro-batch of `samples`: int16 [P, L, K], `OPEN` without a record.
 
-    Each row is written once: 32,768 tokens of 48 layers and 8 experts take 3 to 9 ms of a CPU core.
+    Each row is written once. 32,768 tokens with 48 layers and 8 experts take 3 to 9 ms on one CPU core.
     """
     rows = [data[COLUMN][i] for i in samples]
     out = torch.empty((part.rows, *rows[0].shape[1:]), dtype=torch.int16)
     end = 0
     for run in part.runs:
-        known = rows[run.sequence][run.start : run.stop]  # of a sample's last token there are none
+        known = rows[run.sequence][run.start : run.stop]  # a sample's last token has no record
         out[end : end + len(known)] = known
         out[end + len(known) : (end := end + run.stop - run.start)] = OPEN
     out[end:] = OPEN

@@ -1,8 +1,8 @@
-"""Context parallelism as arithmetic: which tokens of a packed row a rank computes, and where the others' lie.
+"""Context parallelism as arithmetic: which tokens of a packed row each rank computes.
 
-Every sequence is cut into 2 C nearly equal runs for C ranks; rank c takes runs c and 2 C - 1 - c. The early run of a
-rank is cheap for causal attention as far as its late run is dear, so that all ranks work the same ("zigzag"; see the
-context parallelism of Megatron-LM). Sequences are not padded: a short one may leave a rank with nothing.
+Each sequence is cut into 2 C nearly equal runs for C ranks, and rank c computes runs c and 2 C - 1 - c. An early run
+needs little causal attention and a late run much, so that all ranks have the same work ("zigzag", as in Megatron-LM).
+Sequences are not padded. A rank may have no token of a short sequence.
 Shapes: T packed tokens, n tokens of this rank, P rows that every rank computes (its tokens, then padding).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens [start, stop) of sequence `sequence`. They attend to [0, stop) of it."""
+    """Tokens [start, stop) of one sequence. Their attention reads its tokens [0, stop)."""
 
     sequence: int
     start: int
@@ -28,9 +28,9 @@ class Run:
 class TokenSlice:
     """The part of one packed row that rank `rank` of `size` computes. Tensors are int64 on the host.
 
-    `lengths`: tokens of each sequence of the row; `runs`: what this rank has of them, in its order; `tokens` [n]: the
-    place in the packed row of each of its tokens; `rows` P: the same on all ranks; `gathered` [T]: where each packed
-    token lies when the P rows of all ranks stand one after the other.
+    `lengths`: tokens of each sequence of the row. `runs`: this rank's runs, in its order. `tokens` [n]: the place of
+    each of its tokens in the packed row. `rows`: P, equal on all ranks. `gathered` [T]: the place of each packed token
+    when the P rows of all ranks are concatenated.
     """
 
     lengths: tuple[int, ...]
@@ -74,7 +74,7 @@ def token_slice(lengths: Sequence[int], *, rank: int = 0, size: int = 1, multipl
 
 
 def _runs(lengths: Sequence[int], rank: int, size: int) -> list[Run]:
-    """Non-empty runs of one rank; one whole run a sequence where there is one rank."""
+    """The non-empty runs of one rank. With one rank, each sequence is one run."""
     if size == 1:
         return [Run(s, 0, length) for s, length in enumerate(lengths)]
     runs = []

@@ -1,5 +1,5 @@
-"""Samples of one rollout -> the columns a trainer consumes. Owns reward normalisation, the conversion, and the split
-over data-parallel ranks. Runs in the rollout manager; no model, no engine.
+"""From the samples of one rollout to the columns of train data: reward normalization, conversion, and the split over
+data-parallel ranks. Runs in the rollout manager, without model and engine.
 
 Shapes: S samples, R response tokens of one sample, L prompt + response tokens of one sample.
 """
@@ -70,7 +70,8 @@ def convert_samples_to_train_data(args: Any, samples: list[Sample]) -> TrainData
     """One column per field, one entry per sample (SLIME contract 2b). Checks every sample on the way.
 
     A missing loss mask becomes ones; `remove_sample` zeroes it. `rollout_mask_sums[i]` is the number of trained
-    tokens of all siblings of sample i, so that a rollout that fanned out weighs as much as one that did not.
+    tokens of all siblings of sample i, so that a rollout with several samples has the weight of one with a single
+    sample.
     """
     if args.custom_convert_samples_to_train_data_path:
         path = args.custom_convert_samples_to_train_data_path
@@ -134,7 +135,7 @@ def _split_ready(data: TrainData, column: Column) -> list[Any]:
 
 
 def _host_tensors(column: list[Any], name: str, dtype: type[np.generic]) -> list[torch.Tensor]:
-    """A column as tensors, whatever a hook keeps its numbers in. ValueError for what are no numbers."""
+    """A column as tensors, from lists, arrays or tensors of numbers. ValueError for other values."""
     tensors = []
     for place, values in enumerate(column):
         if isinstance(values, torch.Tensor):  # numpy knows neither bfloat16 nor other devices

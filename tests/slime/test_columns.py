@@ -19,6 +19,7 @@ from slime.data.packing import pack
 from slime.data.token_slice import token_slice
 from slime.data.train_data import make_rank_data
 from slime.data.transport import pack_columns, unpack_columns
+from slime.megatron_backend.audit import samples_of
 from slime.protocols import GenerateResult
 from slime.rollout import facts
 from slime.rollout.generate import generate
@@ -76,6 +77,8 @@ def test_a_field_of_the_engine_reaches_the_micro_batch(margin, cp_size):
     for data in make_rank_data(args, copies, 2, HF):
         arrived = unpack_columns(pickle.loads(pickle.dumps(pack_columns(data))))
         assert [x.dtype for x in arrived["margin"]] == [torch.float32] * 2
+        for place, again in samples_of(arrived, 2):
+            assert again.columns == {"margin": expected(samples[place])}
         names = columns.carried(arrived, args, training=True, policy=True)
         assert "margin" in names and "margin" in columns.reported(arrived, args, "response")
         assert columns.carried(arrived, args, training=False, policy=True) == []
