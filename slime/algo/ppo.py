@@ -40,7 +40,7 @@ def calculate_log_probs_and_entropy(
     start = torch.distributed.get_rank(tp_group) * logits.shape[-1] if size > 1 else 0
     group = tp_group if size > 1 else None
     out = rl_kernel.logp(logits, tokens, tp_group=group, vocab_start=start, return_entropy=with_entropy)
-    return out if with_entropy else (out, None)
+    return (out, None) if isinstance(out, Tensor) else out
 
 
 def compute_policy_loss(
