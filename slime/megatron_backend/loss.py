@@ -31,8 +31,8 @@ class LossSetup:
 def micro_batch_loss(
     setup: LossSetup, data: TrainData, batch: MicroBatch, output: Tensor, normaliser: float
 ) -> MicroBatchLoss:
-    """Loss and metrics by --loss-type from the last stage's `output`. The tokens' denominators make means of the
-    sums."""
+    """Loss and metrics by --loss-type from the last stage's `output`. The denominators of the tokens turn sums into
+    means."""
     config, head = setup.config, setup.head
     kind = loss_of(config)
     objective = kind.objective

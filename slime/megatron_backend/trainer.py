@@ -56,7 +56,7 @@ from slime.weight_sync.publisher import Publisher
 
 
 class MegatronTrainer:
-    """Built once per rank, in the rank's own process. `init_method` is a torch.distributed rendezvous address."""
+    """Each rank builds one, in its own process. `init_method` is a torch.distributed rendezvous address."""
 
     def __init__(
         self, config: Any, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
@@ -92,12 +92,12 @@ class MegatronTrainer:
         self.residence = Residence(self.memory.leaving, self.info.device, self.timers, models, self.optimizer)
         self.residence.release(*PARTS)  # engines that start now measure what memory is left
         self.publisher = self._publisher(config)
-        self.version = self.start_rollout_id  # of the weights as they are: how many rollouts made them
+        self.version = self.start_rollout_id  # how many rollouts the current weights were trained on
         self.audit = Audit(config, self.info, self.timers, self.temperature)
         self.replay = Replay(config, self.info)
         steps = profiled_steps(config.profile_steps)
         self.profiler = StepProfiler(steps, config.run_dir, rank, self.timers, self.info.device)
-        self.progress = (0, 0)  # micro-batches trained and to train of the present rollout
+        self.progress = (0, 0)  # of this rollout: micro-batches trained, micro-batches in total
 
     def train(self, rollout_id: int, data: TrainData) -> TrainResult:
         """All optimizer steps of one rollout over this rank's part of it. Collective over all ranks."""
@@ -105,7 +105,7 @@ class MegatronTrainer:
         with doing, self.profiler.around(rollout_id), self.timers.measure("trainer"):
             self.residence.bring(*PARTS)
             steps, rollout = self._train(rollout_id, data)
-            self.residence.release("gradients", "optimizer")  # parameters when they are published
+            self.residence.release("gradients", "optimizer")  # `next_weights` releases the parameters
         self.version = rollout_id + 1
         if self.config.colocate and self.info.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
@@ -117,7 +117,7 @@ class MegatronTrainer:
         return TrainResult(steps=steps, rollout=rollout, perf=perf | operated)
 
     def _train(self, rollout_id: int, data: TrainData) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """Metrics of each optimizer step, and means over the rollout. Everything here is inside some timer."""
+        """Metrics of each optimizer step, and means over the rollout. Timers measure every part."""
         with self.timers.measure("data_preprocess"):
             self._to_device(data)
             self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
@@ -202,8 +202,8 @@ class MegatronTrainer:
     def _pack(
         self, data: TrainData, samples: list[int], *, training: bool, policy: bool = True
     ) -> MicroBatch:
-        """A micro-batch of a training pass or of one for log-probs; of the `policy`, which replays experts, or of a
-        reference, which chooses its own."""
+        """A micro-batch for training or for log-probs. `policy`: for the policy, which may replay experts; a reference
+        model chooses its own experts."""
         info = self.info
         batch = pack(
             data,
@@ -224,7 +224,8 @@ class MegatronTrainer:
         return lm_head(kind, model, self.info, temperature=self.temperature, workspace_bytes=workspace_bytes)
 
     def _forward_log_probs(self, model: Any, data: TrainData, prefix: str) -> list[Tensor]:
-        """`prefix` tells --custom-megatron-before-log-prob-hook-path which column follows: "ref_" or ""."""
+        """Log-probs of all samples by `model`. `prefix` ("ref_" or "") names the column for
+        --custom-megatron-before-log-prob-hook-path."""
         self._hook("custom_megatron_before_log_prob_hook_path", self.args, [model], prefix)
         policy = model is self.model
         return log_probs_of_data(
@@ -238,7 +239,7 @@ class MegatronTrainer:
         )
 
     def _add_log_probs(self, data: TrainData) -> None:
-        """ref_log_probs where a KL needs them, old_log_probs where the first step's own would not do."""
+        """Add ref_log_probs where a KL needs them, and old_log_probs where those of the first step cannot serve."""
         config = self.config
         if self.ref_model is not None:
             with self.timers.measure("ref_log_probs"):
@@ -295,7 +296,7 @@ class MegatronTrainer:
             if loss.log_probs is not None and self.audit.wants(data, step_id):
                 with self.timers.measure("policy_loss"):
                     self.audit.add(data, batch, self.head.all_rows(batch, loss.log_probs))
-            return loss.loss, replace(loss, loss=loss.loss.detach())  # its graph ends with its backward
+            return loss.loss, replace(loss, loss=loss.loss.detach())  # the backward ends the use of the graph
 
         losses = run_stages(self.model, self.info, batches, len(micro_batches), on_output, self.timers)
         self.progress = (done + len(micro_batches), self.progress[1])
@@ -309,7 +310,7 @@ class MegatronTrainer:
             )
         rates = {
             f"train/lr-pg_{i}": group["lr"] for i, group in enumerate(self.optimizer.param_groups)
-        }  # before the scheduler moves on: the rate this step used
+        }  # before `scheduler.step`: the rate that this step used
         self.scheduler.step(increment=global_batch_size)
         with self.timers.measure("step_metrics"):
             reduced = reduce_metrics(losses, self.head.loss_group) if losses else {}
@@ -323,7 +324,7 @@ class MegatronTrainer:
         }
 
     def _training_batches(self, data: TrainData, micro_batches: list[list[int]]) -> Iterator[MicroBatch]:
-        """The packed micro-batches of a step. Asking for the next one says how far this stage is."""
+        """The packed micro-batches of a step. `progress` counts the micro-batches that were taken."""
         done, total = self.progress
         for k, samples in enumerate(micro_batches):
             self.progress = (done + k, total)
@@ -338,7 +339,8 @@ class MegatronTrainer:
                 self.ref_model.load_state_dict(unwrap(self.model).state_dict())
 
     def _rollout_means(self, data: TrainData, steps: list[dict[str, float]]) -> dict[str, float]:
-        """rollout/*: mean over samples, of all ranks; of a per-token column, of its mean over the trained tokens."""
+        """rollout/*: means over the samples of all ranks. Of a per-token column, a sample contributes the mean over its
+        trained tokens."""
         count, device = len(data["tokens"]), self.info.device
         mask = torch.cat(data["loss_masks"])
         lengths = torch.tensor([len(m) for m in data["loss_masks"]])
@@ -361,8 +363,8 @@ class MegatronTrainer:
 
 
 def reduce_metrics(losses: list[MicroBatchLoss], group: dist.ProcessGroup) -> dict[str, float]:
-    """`sums` added up over micro-batches and the ranks of `group` (the tokens' weights make means of them), and the
-    largest of each of the `maxima`."""
+    """Sums of `sums` over micro-batches and the ranks of `group`, and the largest of `maxima`. The denominators of the
+    tokens turn the sums into means."""
     sums = {name: sum(loss.sums[name] for loss in losses) for name in losses[0].sums}
     maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).amax() for name in losses[0].maxima}
     out = {}
