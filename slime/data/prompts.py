@@ -1,7 +1,7 @@
 """Prompt files -> Prompt records. Owns the file formats, the columns, the chat template and the length limit.
 
-Refuses what it cannot read with the file and the line: nothing is skipped, nothing is cut. Prompts over the
-limit are left out, counted and reported.
+A row that cannot be read is an error with file and line. No row is skipped and no prompt is truncated. Prompts over
+the limit are left out, and a warning counts them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ROWS_AT_A_TIME = 1024
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column of a file is what, and how a prompt becomes text. Names are those of the flags.
+    """The columns of a file, and how a prompt becomes text. The field names are the names of the flags.
 
-    A dot leads into a column that holds objects: "reward_model.ground_truth".
+    "a.b" means field b of column a, for example "reward_model.ground_truth".
     """
 
     input_key: str = "input"
@@ -45,9 +45,9 @@ class Columns:
 
 
 def read_file(path: str, flag: str = "--prompt-data") -> Iterator[dict[str, Any]]:
-    """The rows of a .jsonl, .json, .parquet or .csv file, in order; `path@[a:b]` is the slice rows[a:b].
+    """The rows of a .jsonl, .json, .parquet or .csv file, in order. `path@[a:b]` is the slice rows[a:b].
 
-    ValueError names `flag` for a file that is not there or of another kind, and file and line for a bad row.
+    ValueError with `flag` for a missing file or another file type, and with file and line for a wrong row.
     """
     return (row for _, row in _read_rows(path, flag))
 
@@ -69,12 +69,11 @@ def load_prompts(
 ) -> list[Prompt]:
     """All prompts of a file.
 
-    With `columns.apply_chat_template` the text is the rendered template, open for the assistant's turn; a
-    plain string becomes one user turn. Without it strings and message lists stay as they are. Tool
-    descriptions are kept as `metadata["tools"]`. Prompts of more than `max_prompt_len` tokens are left out
-    and reported as a warning.
+    With `columns.apply_chat_template`, the text is the rendered template, open for the assistant's turn, and a plain
+    string becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
+    `metadata["tools"]`. Prompts with more than `max_prompt_len` tokens are left out with a warning.
 
-    Errors: ValueError naming file and line for a missing or mistyped column; ValueError when nothing remains.
+    ValueError with file and line for a missing column or a wrong type. ValueError if no prompt remains.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(
@@ -106,7 +105,7 @@ def load_prompts(
 def filter_long_prompt(
     samples: list[Sample], tokenizer: PreTrainedTokenizerBase, processor: Any, max_length: int | None
 ) -> list[Sample]:
-    """The samples whose prompt has at most `max_length` tokens (None: all). Reports how many it drops."""
+    """The samples whose prompt has at most `max_length` tokens (None: all). Logs the number of dropped samples."""
     if processor is not None:
         raise ValueError(
             "processor must be None, got a multimodal processor; only text prompts are supported"
@@ -128,7 +127,7 @@ def prompt_lengths(
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: dict[str, Any],
 ) -> list[int]:
-    """Tokens of each prompt. Message lists are counted as rendered, open for the assistant's turn."""
+    """Number of tokens of each prompt. Message lists are rendered first, open for the assistant's turn."""
     rendered = [
         text if isinstance(text, str) else render_chat(text, tokenizer, template_kwargs) for text in texts
     ]
@@ -145,7 +144,7 @@ def render_chat(
     template_kwargs: dict[str, Any],
     tools: list[Any] | None = None,
 ) -> str:
-    """Messages as the text a model continues: the chat template, open for the assistant's turn."""
+    """The text that a model continues: the chat template of the messages, open for the assistant's turn."""
     options = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
     return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
 
@@ -206,12 +205,12 @@ def _message(entry: Any, key: str, where: str) -> dict[str, Any]:
             f"{where}: every message of column {key!r} must be an object with a role, got {entry!r:.80}; "
             "fix the line"
         )
-    # Parquet stores one struct type for all messages: a field that this message does not have reads as None.
+    # Parquet stores one struct type for all messages, so a field that this message does not have is None.
     return {name: value for name, value in entry.items() if value is not None}
 
 
 def _parsed(value: Any, kind: type, key: str, flag: str, where: str) -> Any:
-    """`value` as a `kind`; a string is read as JSON (csv and parquet files often hold it so)."""
+    """`value` as a `kind`. A string is parsed as JSON, because csv and parquet files often contain JSON."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -226,7 +225,7 @@ def _parsed(value: Any, kind: type, key: str, flag: str, where: str) -> Any:
 
 
 def _read_rows(spec: str, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) pairs of a file or a slice of it, where place is "file:line" for messages."""
+    """(place, row) pairs of a file or of a slice. `place` is "file:line" for error messages."""
     match, path = _SLICE.match(spec), prompt_file(spec)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
     if path.suffix not in readers:
@@ -239,7 +238,8 @@ def _read_rows(spec: str, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if not match:
         return rows
     start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
-    if (start or 0) < 0 or (stop or 0) < 0:  # counts from the end, so the end must be known
+    # A negative index counts from the end, so all rows are read first.
+    if (start or 0) < 0 or (stop or 0) < 0:
         return iter(list(rows)[start:stop])
     return itertools.islice(rows, start, stop)
 

@@ -1,7 +1,6 @@
-"""The data source: prompts of a file, epoch after epoch, and a buffer that unfinished groups return to.
+"""The data source: prompts of a file, epoch after epoch, and a buffer for groups that return unfinished.
 
-Owns the position in the data, the numbering of groups and samples, and both across a restart. The state is
-JSON.
+Owns the position in the data and the numbering of groups and samples, and saves both for a restart. The state is JSON.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ _VERSION = 1
 
 
 class PromptDataSource:
-    """Groups of `--n-samples-per-prompt` fresh samples, drawn from the buffer first and then from
-    `--prompt-data`.
+    """Groups of `--n-samples-per-prompt` samples, first from the buffer and then from `--prompt-data`.
 
     Deterministic: epoch e visits the prompts in file order, or with --rollout-shuffle in the order
     `random.Random(rollout_seed + e).shuffle(range(len(prompts)))`. `Sample.index` and `Sample.group_index`
-    count up over the whole run and never repeat. With --disable-rollout-global-dataset the samples are empty:
-    the rollout function finds its own prompts.
+    count up over the whole run and never repeat. With --disable-rollout-global-dataset, the samples are empty and the
+    rollout function supplies its own prompts.
     """
 
     def __init__(self, args: Any) -> None:
@@ -45,11 +43,11 @@ class PromptDataSource:
             self._buffer_filter = load_function(args.buffer_filter_path, flag="--buffer-filter-path")
 
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Number of prompts of one epoch."""
         return len(self.prompts)
 
     def get_samples(self, num_groups: int) -> list[SampleGroup]:
-        """The next `num_groups` groups. Those from the buffer come first and carry what they have so far."""
+        """The next `num_groups` groups. Groups from the buffer come first, with the tokens that they have."""
         groups = list(self._buffer_filter(self.args, None, self.buffer, num_groups)) if self.buffer else []
         if len(groups) > num_groups:
             raise ValueError(
@@ -59,7 +57,7 @@ class PromptDataSource:
         return groups + [self._next_group() for _ in range(num_groups - len(groups))]
 
     def add_samples(self, groups: list[SampleGroup]) -> None:
-        """Put groups back. Each must be whole: `--n-samples-per-prompt` samples."""
+        """Put groups back. Each group must have `--n-samples-per-prompt` samples."""
         for group in groups:
             if len(group) != self.args.n_samples_per_prompt:
                 raise ValueError(
@@ -70,7 +68,7 @@ class PromptDataSource:
         self.buffer.extend(groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, numbering and buffered samples, as plain values that share nothing with this object."""
+        """Position, numbering and buffered samples as plain values, copied from this object."""
         return {
             "version": _VERSION,
             "num_prompts": len(self.prompts),
@@ -84,9 +82,7 @@ class PromptDataSource:
         }
 
     def load_state_dict(self, state: dict[str, Any], where: str = "the saved data position") -> None:
-        """Continue exactly where `state` was taken. ValueError when it was taken from other prompts or
-        another order.
-        """
+        """Continue exactly at the position of `state`. ValueError if `state` is of other prompts or another order."""
         now = self.state_dict()
         names = {
             "version": "the format version",
@@ -110,7 +106,7 @@ class PromptDataSource:
     def save(self, rollout_id: int) -> None:
         """Write the state to `{--save}/rollout/data_state_{rollout_id}.json`, atomically, if --save is given.
 
-        To be called when `rollout_id` has been generated and the next rollout has not begun.
+        Call it after rollout `rollout_id` was generated and before the next rollout starts.
         """
         if self.args.save is None:
             return
@@ -125,7 +121,8 @@ class PromptDataSource:
         os.replace(scratch, path)
 
     def load(self, rollout_id: int) -> None:
-        """Continue after rollout `rollout_id` of the checkpoint at --load; -1, or no --load, starts fresh."""
+        """Continue after rollout `rollout_id` of the checkpoint at --load. With -1 or no --load, start at the
+        beginning."""
         if self.args.load is None or rollout_id < 0:
             return
         path = _state_path(self.args.load, rollout_id)
@@ -179,7 +176,7 @@ def _load(args: Any) -> list[Prompt]:
         )
     limit = args.rollout_max_prompt_len
     if limit is None and args.rollout_max_context_len is not None:
-        limit = args.rollout_max_context_len - 1  # a longer prompt leaves no room for a single response token
+        limit = args.rollout_max_context_len - 1  # a longer prompt leaves no room for a response token
     tokenizer = None
     if args.apply_chat_template or limit is not None:
         tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
@@ -197,7 +194,7 @@ def _load(args: Any) -> list[Prompt]:
 def _fifo(
     args: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
 ) -> list[SampleGroup]:
-    """The default --buffer-filter-path: the groups that have waited longest."""
+    """The default --buffer-filter-path: returns the groups that have waited longest."""
     taken = buffer[:num_samples]
     del buffer[:num_samples]
     return taken

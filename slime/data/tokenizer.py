@@ -1,5 +1,5 @@
-"""Loading the tokenizer of a checkpoint. Owns where it may come from: a local directory, code of its own only
-on request.
+"""Loads the tokenizer of a checkpoint. Owns its source: a local directory, and the checkpoint's own code only with
+--trust-remote-code.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What maps text to ids; a chat template or a padding side does not.
+# The files that map text to ids. A chat template or a padding side does not change this map.
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model")
 
 
 def tokenizer_fingerprint(directory: str) -> str | None:
-    """The first 16 hex digits of the SHA-256 of the vocabulary files in `directory`; None when there is none."""
+    """The first 16 hex digits of the SHA-256 of the vocabulary files in `directory`, or None without such files."""
     digest, found = hashlib.sha256(), False
     for name in _VOCABULARY_FILES:
         path = Path(directory) / name
@@ -31,8 +31,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The Hugging Face tokenizer stored at `name_or_path`.
 
-    A path that looks local (it exists, or starts with "." or "/") never reaches the network. Other keyword
-    arguments go to `AutoTokenizer.from_pretrained`. ValueError when there is no tokenizer.
+    A path that looks local (it exists, or starts with "." or "/") never uses the network. Other keyword
+    arguments go to `AutoTokenizer.from_pretrained`. ValueError if there is no tokenizer.
     """
     from transformers import AutoTokenizer
 
