@@ -37,7 +37,7 @@ def compute_advantages(
         return returns, returns
     sizes = [len(r) for r in returns]
     whitened = rl_kernel.masked_whiten(torch.cat(returns), torch.cat(loss_masks), group=dp_group)
-    return list(whitened.split(sizes)), returns
+    return list(torch.split(whitened, sizes)), returns
 
 
 def discounted_returns(reward: float, mask: Tensor, kl: Tensor, *, kl_coef: float, gamma: float) -> Tensor:

@@ -78,7 +78,8 @@ class TokenColumns:
         return (self.weights * per_token).sum()
 
     def per_sample(self, column: Tensor) -> list[Tensor]:
-        return list(column.split(self.response_lengths))
+        """[R] -> one tensor [R_i] per sample. Only for losses that get whole sequences."""
+        return list(torch.split(column, self.response_lengths))
 
 
 Losses = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]

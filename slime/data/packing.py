@@ -134,7 +134,7 @@ def _round_up_bins(bins: list[list[int]], multiple: int, lengths: Sequence[int])
 
 def _bins(
     args: Any, positions: list[int], lengths: Sequence[int], costs: Sequence[float], dp_size: int
-) -> list:
+) -> list[list[int]]:
     if not args.use_dynamic_batch_size:
         size = args.micro_batch_size
         if len(positions) % (size * dp_size):
@@ -211,7 +211,7 @@ class MicroBatch:
 
     def split(self, per_token: torch.Tensor, response_lengths: list[int]) -> list[torch.Tensor]:
         """Cut [R] back into one tensor per sample of the micro-batch."""
-        return list(per_token.split([response_lengths[i] for i in self.samples]))
+        return list(torch.split(per_token, [response_lengths[i] for i in self.samples]))
 
     def local(self, per_token: torch.Tensor) -> torch.Tensor:
         """[R] -> [r]: the part of a column that belongs to `rows`."""

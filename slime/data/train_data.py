@@ -31,7 +31,8 @@ def post_process_rewards(args: Any, samples: list[Sample]) -> tuple[list[float],
     """
     if args.custom_reward_post_process_path:
         hook = load_function(args.custom_reward_post_process_path, flag="--custom-reward-post-process-path")
-        return hook(args, samples)
+        raw, rewards = hook(args, samples)
+        return raw, rewards
     raw = [sample.get_reward_value(args) for sample in samples]
     estimator = estimator_of(args)
     if not estimator.centred or args.disable_rewards_normalization:
@@ -75,7 +76,9 @@ def convert_samples_to_train_data(args: Any, samples: list[Sample]) -> TrainData
     """
     if args.custom_convert_samples_to_train_data_path:
         path = args.custom_convert_samples_to_train_data_path
-        return load_function(path, flag="--custom-convert-samples-to-train-data-path")(args, samples)
+        hook = load_function(path, flag="--custom-convert-samples-to-train-data-path")
+        made: TrainData = hook(args, samples)
+        return made
     on_policy = loss_of(args).rewarded
     for sample in samples:
         sample.check(require_log_probs=on_policy, require_experts=args.use_rollout_routing_replay)

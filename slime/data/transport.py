@@ -44,7 +44,7 @@ def _packed(column: Any) -> Any:
 def unpack_columns(data: TrainData) -> TrainData:
     """Inverse of `pack_columns`. The tensors of a column share one new array, so that callers may write to them."""
     return {
-        name: list(torch.from_numpy(column.values.copy()).split(column.lengths))
+        name: list(torch.split(torch.from_numpy(column.values.copy()), column.lengths))
         if isinstance(column, PackedColumn)
         else column
         for name, column in data.items()
