@@ -26,8 +26,7 @@ from rl_kernel.benchmarks.own import own_contenders
 from rl_kernel.benchmarks.problem import select_cases
 from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders, rival_families
 from rl_kernel.benchmarks.streams import STREAMS
-from rl_kernel.benchmarks.timing import LEAST_CALLS, reason_of
-from rl_kernel.benchmarks.trace import trace
+from rl_kernel.benchmarks.timing import LEAST_CALLS, reason_of, trace
 from rl_kernel.checks import invalid
 from rl_kernel.ops.linear_logp.cases import Case
 

@@ -122,10 +122,7 @@ def allocated(device: torch.device) -> int:
 
 
 def _result(
-    case: Case,
-    contenders: Sequence[Contender],
-    rows: dict[str, dict[str, Any]],
-    timings: Timings,
+    case: Case, contenders: Sequence[Contender], rows: dict[str, dict[str, Any]], timings: Timings
 ) -> dict[str, Any]:
     product_ms = timings.yardstick.median
     for contender in contenders:

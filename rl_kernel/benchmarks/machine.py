@@ -21,12 +21,12 @@ def describe(device: torch.device, command: Sequence[str], commit: str | None = 
     """Plain data: GPU, driver, versions, commit (and whether files differ from it), command line, date.
 
     `command`: what followed `python`: the script, or -m and the module, and its arguments. `commit` is for machines
-    that hold a copy of the files without their history.
+    that hold a copy of the files without their history. Arguments keep file names only, no folders of the machine.
     """
     head, dirty = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *_without_folders(command)]),
+        "command": " ".join(["python", *(word.rpartition("/")[2] for word in command)]),
         "commit": commit or head,
         "dirty": None if commit or dirty is None else bool(dirty),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
@@ -41,17 +41,9 @@ def describe(device: torch.device, command: Sequence[str], commit: str | None = 
 
 def gpu_facts() -> dict[str, str]:
     """Driver, clocks, power and temperature as nvidia-smi prints them; empty where it cannot be asked."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
-    answer = _output(query)
-    if not answer:
-        return {}
-    values = [value.strip() for value in answer.splitlines()[0].split(",")]
+    answer = _output("nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader")
+    values = [value.strip() for value in (answer or "").partition("\n")[0].split(",")]
     return dict(zip(GPU_FACTS, values, strict=True)) if len(values) == len(GPU_FACTS) else {}
-
-
-def _without_folders(command: Sequence[str]) -> list[str]:
-    """Arguments with file names instead of paths: a result says nothing of the folders of one machine."""
-    return [argument.rpartition("/")[2] for argument in command]
 
 
 def _version(package: str) -> str | None:
@@ -62,10 +54,10 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    return _output(["git", "-C", str(REPOSITORY), *arguments])
+    return _output("git", "-C", str(REPOSITORY), *arguments)
 
 
-def _output(command: list[str]) -> str | None:
+def _output(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

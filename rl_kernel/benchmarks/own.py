@@ -35,25 +35,16 @@ def own_contenders(operators: Sequence[str], workspaces: Sequence[float] | None 
     """All rows of the named operators; `workspaces` (MiB) replaces the standard lists."""
     found = []
     if "linear_logp" in operators:
-        found += _forward_rows() + _logp_rows(workspaces or WORKSPACES_MIB["linear_logp"])
+        found += [_forward_row("bf16"), _forward_row("bf16", "metric"), _forward_row("fp32")]
+        found += _logp_rows(workspaces or WORKSPACES_MIB["linear_logp"])
     if "linear_token_loss" in operators:
         found += _token_loss_rows(workspaces or WORKSPACES_MIB["linear_token_loss"])
     return found
 
 
-def _forward_rows() -> list[Contender]:
-    plain = "linear_logp forward"
-    return [
-        Contender(f"{plain} bf16", "linear_logp", _forward("bf16", False), "forward"),
-        Contender(
-            f"{plain} bf16 +entropy",
-            "linear_logp",
-            _forward("bf16", True),
-            "forward",
-            entropy="metric",
-        ),
-        Contender(f"{plain} fp32", "linear_logp", _forward("fp32", False), "forward"),
-    ]
+def _forward_row(rounding: str, entropy: str = "none") -> Contender:
+    name = f"linear_logp forward {rounding}{ON_TOP[entropy]}"
+    return Contender(name, "linear_logp", _forward(rounding, entropy != "none"), "forward", entropy=entropy)
 
 
 def _logp_row(mib: float, rounding: str, entropy: str = "none") -> Contender:
@@ -154,19 +145,16 @@ def token_loss(
     def build(problem: Problem) -> Callable[[], Outputs]:
         from rl_kernel import linear_token_loss
 
-        def weighted_sum(
+        def loss_of(
             log_probs: Tensor, entropies: Tensor | None, rows: slice
         ) -> tuple[Tensor, dict[str, Tensor]]:
+            if grpo:
+                return problem.grpo_loss(log_probs, rows)
             loss = (log_probs * problem.gain[rows]).sum()
             if entropy == "gradient":
                 assert entropies is not None
                 loss = loss + (entropies * problem.entropy_gain[rows]).sum()
             return loss, {}
-
-        def policy_loss(
-            log_probs: Tensor, entropies: Tensor | None, rows: slice
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            return problem.grpo_loss(log_probs, rows)
 
         options: dict[str, Any] = dict(
             logits_dtype=ROUNDING[rounding],
@@ -174,7 +162,6 @@ def token_loss(
             workspace_bytes=workspace_bytes(mib),
             weight_grad=problem.main_grad if main_grad else None,
         )
-        loss_of = policy_loss if grpo else weighted_sum
 
         def step() -> Outputs:
             result = linear_token_loss(problem.hidden, problem.weight, problem.targets, loss_of, **options)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from rl_kernel.checks import invalid
 from rl_kernel.ops.linear_logp.cases import Case
+from rl_kernel.ops.logp import cases as logp_cases
 
 CHECKED_ROWS = 256
 CHECKED_COLUMNS = 256
-TRUTH_TOKENS, TRUTH_COLUMNS = 4096, 8192
-"""Tile of the float64 computation: 256 MiB."""
+TRUTH_TOKENS = 512
+"""Rows of float64 logits at a time: 600 MiB for the largest vocabulary."""
 CLIP: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.28}
 
 
@@ -116,8 +117,6 @@ class Problem:
             return gain, None
         if kind == "entropy":
             return gain, self.entropy_gain.double()
-        if kind == "sum":
-            return torch.ones_like(gain), None
         assert kind == "grpo"
         log_probs = self.truth.log_probs.clone().requires_grad_()
         torch.autograd.backward(self.grpo_loss(log_probs, slice(None))[0])
@@ -126,7 +125,7 @@ class Problem:
 
 
 class Truth:
-    """Log-probs and entropy of all tokens, gradients of some rows of hidden and weight, all in float64, by tiles."""
+    """Log-probs and entropy of all tokens, gradients of some rows of hidden and weight, all in float64."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -138,32 +137,21 @@ class Truth:
         half = CHECKED_COLUMNS // 2
         drawn, other = is_target.nonzero()[:half, 0], (~is_target).nonzero()[:half, 0]
         self.columns, self.other = torch.cat([drawn, other]), slice(len(drawn), None)
-        self.lse, self.log_probs, self.entropy = self._forward()
+        self.log_probs, self.entropy = self._forward()
         self._gradients: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def _forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight = self.problem.hidden.detach(), self.problem.weight.detach()
-        tokens = len(hidden)
-        lse, entropy = hidden.new_empty(2, tokens, dtype=torch.float64)
-        for rows in _tiles(tokens, TRUTH_TOKENS):
-            wide = hidden[rows].double()
-            top = wide.new_full((len(wide),), -math.inf)
-            total, weighted = torch.zeros_like(top), torch.zeros_like(top)
-            for columns in _tiles(len(weight), TRUTH_COLUMNS):
-                logits = wide @ weight[columns].double().t()
-                new_top = torch.maximum(top, logits.amax(1))
-                shrink = (top - new_top).exp()
-                exps = (logits - new_top[:, None]).exp()
-                total = total * shrink + exps.sum(1)
-                weighted = weighted * shrink + exps.mul_(logits).sum(1)
-                top = new_top
-            lse[rows] = top + total.log()
-            entropy[rows] = lse[rows] - weighted / total
-        picked = [
-            hidden[rows].double() * weight[self.problem.targets[rows]].double()
-            for rows in _tiles(tokens, TRUTH_TOKENS)
+    def _forward(self) -> tuple[Tensor, Tensor]:
+        problem, weight = self.problem, self.problem.weight.detach().double()
+        parts = [
+            logp_cases.formula(hidden.double() @ weight.t(), targets)
+            for hidden, targets in zip(
+                torch.split(problem.hidden.detach(), TRUTH_TOKENS),
+                torch.split(problem.targets, TRUTH_TOKENS),
+                strict=True,
+            )
         ]
-        return lse, torch.cat([part.sum(1) for part in picked]) - lse, entropy
+        log_probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
+        return log_probs, entropy
 
     def gradients(self, kind: str) -> tuple[Tensor, Tensor]:
         """d_hidden of `rows` and d_weight of `columns` for an upstream gradient of this kind."""
@@ -173,35 +161,32 @@ class Truth:
         return self._gradients[kind]
 
     def _d_hidden(self, gain: Tensor, entropy_gain: Tensor | None) -> Tensor:
-        wide = self.problem.hidden.detach()[self.rows].double()
-        result = torch.zeros_like(wide)
-        every = torch.arange(self.problem.case.vocab, device=self.problem.device)
-        for columns in _tiles(self.problem.case.vocab, TRUTH_COLUMNS):
-            weight = self.problem.weight.detach()[columns].double()
-            result += (
-                self._d_logits(wide @ weight.t(), self.rows, every[columns], gain, entropy_gain) @ weight
-            )
-        return result
+        hidden, weight = (
+            self.problem.hidden.detach()[self.rows].double(),
+            self.problem.weight.detach().double(),
+        )
+        every = torch.arange(len(weight), device=self.problem.device)
+        return self._d_logits(hidden @ weight.t(), self.rows, every, gain, entropy_gain) @ weight
 
     def _d_weight(self, gain: Tensor, entropy_gain: Tensor | None) -> Tensor:
-        weight = self.problem.weight.detach()[self.columns].double()
-        result = torch.zeros_like(weight)
-        every = torch.arange(self.problem.case.tokens, device=self.problem.device)
-        for rows in _tiles(self.problem.case.tokens, TRUTH_TOKENS):
-            wide = self.problem.hidden.detach()[rows].double()
-            d_logits = self._d_logits(wide @ weight.t(), every[rows], self.columns, gain, entropy_gain)
-            result += d_logits.t() @ wide
-        return result
+        hidden, weight = (
+            self.problem.hidden.detach().double(),
+            self.problem.weight.detach()[self.columns].double(),
+        )
+        every = torch.arange(len(hidden), device=self.problem.device)
+        return self._d_logits(hidden @ weight.t(), every, self.columns, gain, entropy_gain).t() @ hidden
 
     def _d_logits(
         self, logits: Tensor, rows: Tensor, columns: Tensor, gain: Tensor, entropy_gain: Tensor | None
     ) -> Tensor:
-        log_p = logits - self.lse[rows, None]
+        targets = self.problem.targets[rows]
+        picked = self.problem.hidden.detach()[rows].double() * self.problem.weight.detach()[targets].double()
+        log_p = logits - (picked.sum(1) - self.log_probs[rows])[:, None]
         p = log_p.exp()
         grad = -p * gain[rows, None]
         if entropy_gain is not None:
             grad -= entropy_gain[rows, None] * p * (log_p + self.entropy[rows, None])
-        hit = self.problem.targets[rows, None] == columns[None]
+        hit = targets[:, None] == columns[None]
         return grad + hit * gain[rows, None]
 
     def errors(self, outputs: Outputs, kind: str | None, d_weight: Tensor | None) -> dict[str, float | None]:
@@ -225,10 +210,6 @@ class Truth:
                 if len(part[self.other]):
                     found["d_weight_other"] = _relative(part[self.other], want_weight[self.other])
         return {name: value if math.isfinite(value) else None for name, value in found.items()}
-
-
-def _tiles(size: int, step: int) -> list[slice]:
-    return [slice(first, min(first + step, size)) for first in range(0, size, step)]
 
 
 def _relative(actual: Tensor, truth: Tensor) -> float:

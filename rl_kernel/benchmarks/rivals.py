@@ -203,37 +203,6 @@ def liger_fused_linear_grpo(problem: Problem) -> Callable[[], Outputs]:
     return step
 
 
-def liger_cross_entropy(accumulate: torch.dtype | None) -> Callable[[Problem], Callable[[], Outputs]]:
-    """Its fused linear cross-entropy: the sum over tokens only, so all upstream gradients are equal."""
-
-    def build(problem: Problem) -> Callable[[], Outputs]:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        def step() -> Outputs:
-            loss = liger_fused_linear_cross_entropy(
-                problem.hidden, problem.weight, problem.targets, reduction="sum", accum_dtype=accumulate
-            )
-            (-loss).backward()
-            return Outputs()
-
-        return step
-
-    return build
-
-
-def liger_scaled(problem: Problem) -> Callable[[], Outputs]:
-    """Its per-token scaled cross-entropy: the Hopper kernel where its packages are there, else chunked PyTorch."""
-    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Scaled
-
-    def step() -> Outputs:
-        loss = Scaled.apply(problem.hidden, problem.weight, problem.targets)
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        loss.backward(-problem.gain)
-        return Outputs(-loss)
-
-    return step
-
-
 def cut_cross_entropy(**options: Any) -> Callable[[Problem], Callable[[], Outputs]]:
     def build(problem: Problem) -> Callable[[], Outputs]:
         from cut_cross_entropy import linear_cross_entropy
@@ -275,9 +244,6 @@ RIVALS: dict[str, list[Contender]] = {
         _rival("liger grpo forward", liger_grpo_forward, phase="forward"),
         _rival("liger grpo", liger_grpo),
         _rival("liger fused linear grpo", liger_fused_linear_grpo),
-        _rival("liger cross entropy", liger_cross_entropy(None), upstream="sum"),
-        _rival("liger cross entropy fp32", liger_cross_entropy(torch.float32), upstream="sum"),
-        _rival("liger scaled", liger_scaled),
     ],
     "cce": [
         _rival("cce (filters gradients)", cut_cross_entropy()),

@@ -1,4 +1,4 @@
-"""Timing of many contenders in one hot state, and the memory of one call.
+"""Timing of many contenders in one hot state; of one call its memory and its kernels.
 
 A GPU runs faster cold than under its power limit, and the two differ by more than what is to be measured. So the
 yardstick (a matrix product, a copy) runs right before each timed call, all contenders take turns in every round, in
@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 Step = Callable[[], Any]
 
@@ -217,3 +219,29 @@ def probe(
     mandatory = sum(grad.untyped_storage().nbytes() for grad in gradients() if grad is not None)
     del kept
     return clock.elapsed_ms(start, end), (peak - mandatory) / MIB
+
+
+def trace(call: Callable[[], Any], device: torch.device) -> tuple[float, list[tuple[str, float, int]]]:
+    """(ms of one call, [(kernel, ms, launches)]); on a CPU, operators instead of kernels."""
+    clock = clock_of(device)
+    for _ in range(3):
+        call()
+    clock.finish()
+    start = clock.mark()
+    call()
+    end = clock.mark()
+    clock.finish()
+    wall_ms = clock.elapsed_ms(start, end)
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        call()
+        clock.finish()
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    found = []
+    for event in profiler.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        # Annotations on the device's time line cover kernels that are counted already.
+        if event.device_type == kind and us > 0 and not getattr(event, "is_user_annotation", False):
+            found.append((event.key, us / 1e3, event.count))
+    return wall_ms, found

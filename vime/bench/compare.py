@@ -1,7 +1,7 @@
 """May the runs of a record be compared? Configurations, environments, and which repeats make pairs.
 
 Refuses (ValueError, every difference listed) runs that differ in anything but the switch, or ran on other hardware,
-drivers, versions or code. What may differ without a word is EXCEPTED and OF_A_RUN, with the reason.
+drivers, versions or code. What may differ is in EXCEPTED, PER_PAIR and OF_A_RUN.
 """
 
 from __future__ import annotations
@@ -11,29 +11,15 @@ from typing import Any
 
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat, flags_of
 
-# Configuration: where a run writes, and names. A value may differ; that there is one at all may not.
-EXCEPTED: tuple[tuple[str, str], ...] = (
-    ("run_dir", "each run has records of its own"),
-    (
-        "weight_dir",
-        "made up per run where it is not given, so that two runs do not load each other's weights",
-    ),
-    ("tb_experiment_name", "a name of the run in a dashboard"),
-    ("wandb_dir", "each run logs beside its records"),
-    ("wandb_run_id", "a name of the run in a dashboard"),
-    ("notes", "remarks for a person on fields that are compared themselves"),
-)
-# Configuration: what one pair of repeats may have otherwise than the next, both of its runs alike.
+EXCEPTED = ("run_dir", "weight_dir", "tb_experiment_name", "wandb_dir", "wandb_run_id", "notes")
+"""Configuration: where a run writes, names and remarks. A value may differ; that there is one at all may not."""
 PER_PAIR = ("seed", "rollout_seed")
-# Environment: paths of what is another by itself from run to run, or only names the run.
-OF_A_RUN: tuple[tuple[str, str], ...] = (
-    ("time", "of the start"),
-    ("command", "holds the switch and the directories; what it means is the configuration"),
-    ("directory", "where the command was typed"),
-    ("host.name", "said in the report; its processors, GPUs and system are compared"),
-    ("variables.VIME_RL_KERNEL", "the switch as a variable; what it means is the configuration"),
-    ("variables.VIME_RLK_FAST", "the switch as a variable; what it means is the configuration"),
+"""Configuration: what one pair of repeats may have otherwise than the next, both of its runs alike."""
+OF_A_RUN = (
+    *("time", "command", "directory", "host.name"),
+    *("variables.VIME_RL_KERNEL", "variables.VIME_RLK_FAST"),
 )
+"""Environment: what differs from run to run by itself, or is the switch, which the configuration says."""
 KERNEL_SWITCHES = ("rlk_fast", "rl_kernel_ops")
 MOST_LISTED = 20
 
@@ -210,7 +196,7 @@ def _environment_problems(pairs: Sequence[Pair]) -> list[str]:
         _told(path, leaves[0], repeats[0], own, repeat)
         for repeat, own in zip(repeats[1:], leaves[1:], strict=True)
         for path in _unequal(leaves[0], own)
-        if path not in dict(OF_A_RUN)
+        if path not in OF_A_RUN
     ]
 
 
@@ -218,11 +204,10 @@ def _comparable_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves, with directories of the run itself by what they are."""
     leaves = dict(flatten(config))
     run_dir: str = flags_of(config).get("run_dir") or ""
-    written = {name for name, _ in EXCEPTED}
 
     def told(path: str, value: Any) -> Any:
         name = path.rpartition(".")[2]
-        if name in written:
+        if name in EXCEPTED:
             return value if value is None else f"<{name}>"
         inside = isinstance(value, str) and run_dir and (value == run_dir or value.startswith(f"{run_dir}/"))
         return "<run_dir>" + value[len(run_dir) :] if inside else value

@@ -243,7 +243,7 @@ def _value(c: Comparison, summary: Summary | None) -> str:
 
 def _full(record: Record, pair: Pair) -> Iterator[str]:
     """Configuration and environment in full, of the first baseline: the others are equal but for paths."""
-    repeat, excepted = pair[0], ", ".join(name for name, _ in EXCEPTED)
+    repeat, excepted = pair[0], ", ".join(EXCEPTED)
     yield from folded(
         f"Resolved configuration of {repeat.run} (equal in all runs, but for {record.switch['field']}, the seeds "
         f"of a pair and where a run writes: {excepted})",

@@ -39,6 +39,10 @@ KEYS = ("name", *PRESET_KEYS, "presets")
 NEEDED = ("name", "model", "data", "steps")
 MODEL_KEYS = ("arch", "layers", "path")
 
+DEBUG = (
+    *("debug_rollout_only", "debug_train_only", "save_debug_rollout_data", "load_debug_rollout_data"),
+    *("load_debug_rollout_data_subsample", "dump_details", "start_rollout_id"),
+)
 TAKEN = {
     "hf_checkpoint": "`model` of the file or --model says it",
     "prompt_data": "`data` of the file or --data says it",
@@ -46,22 +50,10 @@ TAKEN = {
     "num_epoch": "`steps` of the file or --steps says it",
     "run_dir": "every run has a directory of its own below --out",
     "custom_config_path": "what stands there would win over the switch; give its entries as flags",
-    **dict.fromkeys(
-        ("load", "save"), "every run starts from the model, and the next one would start from this one"
-    ),
+    "load": "every run starts from the model, and the next one would start from this one",
+    "save": "every run starts from the model, and the next one would start from this one",
     "save_hf": "all runs would write to one directory",
-    **dict.fromkeys(
-        (
-            "debug_rollout_only",
-            "debug_train_only",
-            "save_debug_rollout_data",
-            "load_debug_rollout_data",
-            "load_debug_rollout_data_subsample",
-            "dump_details",
-            "start_rollout_id",
-        ),
-        "`vime bench module` says what is saved and loaded",
-    ),
+    **dict.fromkeys(DEBUG, "`vime bench module` says what is saved and loaded"),
 }
 """Flags that a benchmark gives itself, and why nobody else may."""
 
