@@ -18,7 +18,7 @@ import pytest
 from train_fixtures import script
 
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
-from vime.bench import planning
+from vime.bench import planning, running
 from vime.bench.planning import Plan, make_plan
 from vime.bench.record import BASELINE, RL_KERNEL, Record, all_repeats, read
 from vime.bench.run_dirs import read_repeat, read_steps
@@ -82,6 +82,13 @@ class Bench:
 def bench(tmp_path, model, monkeypatch) -> Bench:
     made = Bench(tmp_path, model)
     monkeypatch.setattr(planning, "ENTRY", (sys.executable, str(DOUBLE)))
+    start, make_model = running._run, script("make_model").main
+
+    def without_a_process(command: list[str], log: Path, plan: Plan) -> int:
+        """The model; its process takes seconds to start, and tests/e2e/test_bench_tiers.py starts it."""
+        return make_model(command[2:]) or 0 if command == plan.model_command else start(command, log, plan)
+
+    monkeypatch.setattr(running, "_run", without_a_process)
     monkeypatch.setenv("BENCH_DOUBLE", str(made.orders))
     return made
 

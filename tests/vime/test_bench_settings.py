@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 from make_model import ARCHITECTURES
 from make_model import main as make_model
 
+from vime.bench import command
 from vime.bench.command import main
 from vime.bench.planning import make_plan
 from vime.bench.settings import Model, Switch, read_settings
@@ -31,6 +36,23 @@ presets:
   long: {steps: 40, repeats: 3, flags: {lr: 1e-4, balance_data: true, weight-decay: 0.1}}
   own: {model: {path: somewhere}, data: file.jsonl, claim: mine}
 """
+
+
+def in_this_process(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """scripts/make_model.py without the seconds that its process takes to start."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            status = make_model(words[2:]) or 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return subprocess.CompletedProcess(words, status, "", said.getvalue())
+
+
+@pytest.fixture(autouse=True)
+def models_without_a_process(monkeypatch):
+    """The commands of docs/benchmarks.md and tests/e2e/test_bench_tiers.py start it as a user does."""
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=in_this_process))
 
 
 def write(folder: Path, text: str = SMALL) -> Path:
@@ -266,23 +288,8 @@ def test_a_plan_finds_wrong_flags_and_wrong_models(tmp_path, capfd, monkeypatch)
     columns.write_text('{"question": "1 + 1", "answer": "2"}\n')
     assert vime(["bench", "plan", tiny, "--data", str(columns)]) == 2
     assert "columns.jsonl:1: column 'prompt' is missing" in capfd.readouterr().err
-    assert (
-        vime(
-            [
-                "bench",
-                "plan",
-                tiny,
-                "--data",
-                str(columns),
-                "--",
-                "--input-key",
-                "question",
-                "--label-key",
-                "answer",
-            ]
-        )
-        == 0
-    )
+    named = ["--input-key", "question", "--label-key", "answer"]
+    assert vime(["bench", "plan", tiny, "--data", str(columns), "--", *named]) == 0
     assert "columns.jsonl: 1 prompt = " in capfd.readouterr().out
     assert vime(["bench", "plan", four, "--model", str(tmp_path), "--data", "absent.jsonl"]) == 2
     found = capfd.readouterr()
@@ -299,9 +306,9 @@ def test_a_plan_tells_memory_and_notes_as_vime_plan_does(tmp_path, capfd, monkey
     assert vime([*line, "--rl-kernel-workspace-mib", "1"]) == 0
     out = capfd.readouterr().out
     _, whole_steps = out.split("# e2e: ")
-    (command,) = [words for words in commands(f"# {whole_steps}") if words[-1].endswith("runs/baseline-0")]
-    make_model(["--arch", "qwen3-tiny", "--no-weights", "--arithmetic", command[4]])
-    assert vime(["plan", *command[3:]]) == 0
+    (found,) = [words for words in commands(f"# {whole_steps}") if words[-1].endswith("runs/baseline-0")]
+    make_model(["--arch", "qwen3-tiny", "--no-weights", "--arithmetic", found[4]])
+    assert vime(["plan", *found[3:]]) == 0
     plan = capfd.readouterr().out
     peak = re.search(r"^  peak +(\S+ MiB)", plan, re.M)[1]
     weights = re.search(r"Memory of an engine, per GPU\n  weights +(\S+ MiB)", plan)[1]
