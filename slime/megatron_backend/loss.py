@@ -38,18 +38,17 @@ def micro_batch_loss(
     objective = kind.objective
     if objective is None:
         return custom_loss(setup, data, batch, output, normaliser)
-    shared = {
-        "normaliser": normaliser,
-        "total_lengths": [data["total_lengths"][i] for i in batch.samples],
-        "response_lengths": [data["response_lengths"][i] for i in batch.samples],
-    }
+    total_lengths = [data["total_lengths"][i] for i in batch.samples]
+    response_lengths = [data["response_lengths"][i] for i in batch.samples]
     per_token = {"sample_of_row": batch.sample_of_row, **batch.columns}
     per_token = {name: head.loss_rows(batch, x) for name, x in per_token.items()}
 
     def losses(log_probs: Tensor, entropy: Tensor | None, rows: slice) -> Losses:
         of_rows = {name: x[rows] for name, x in per_token.items()}
         sample_of_row = of_rows.pop("sample_of_row")
-        return objective(setup.args, TokenColumns(log_probs, entropy, of_rows, sample_of_row, **shared))
+        lengths = total_lengths, response_lengths
+        columns = TokenColumns(log_probs, entropy, of_rows, sample_of_row, *lengths, normaliser)
+        return objective(setup.args, columns)
 
     use: EntropyUse = "loss" if config.entropy_coef != 0 else "metric"
     return head.loss(batch, output, losses, use if kind.entropy else "none", setup.timers)
