@@ -14,5 +14,5 @@ if [[ "${1:-}" == --all ]]; then
     shift
 fi
 bash scripts/setup.sh
-workers=(-n "${WORKERS:-2}" --dist loadgroup --no-loadscope-reorder)
+workers=(-n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder)
 exec "${VENV:-.venv}/bin/python" -m pytest "${workers[@]}" -m "$marked" "$@"

@@ -2,8 +2,8 @@
 
 import os
 import signal
-from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,17 +21,21 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """What one worker of pytest-xdist runs: a file, for its fixtures, and all files that start engines.
 
     Whole runs need most of two cores and have time limits, so they run one after the other, while another worker
     runs the files that need one core.
     """
-    for item in items:
-        name = "e2e" if item.get_closest_marker("e2e") else item.nodeid.split("::")[0]
-        item.add_marker(pytest.mark.xdist_group(name))
-    yield  # pytest-xdist reads the marks
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "engines" if file.startswith("tests/e2e/") else file
+
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

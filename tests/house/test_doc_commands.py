@@ -6,27 +6,21 @@ A fenced bash block without a title is run here, in a scratch folder. A title "n
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from checkouts import in_shell, linked_checkout
 from house_tree import ROOT, files
-from train_fixtures import rows
 
 from vime import cli
 
 COVERED = {
     r"bash scripts/setup\.sh": "tests/house/test_setup.py",
     r"bash scripts/test\.sh.*": ".ci/run",
-    r"(OUT=\S+ )?(MODE=\S+ )?bash scripts/run-tiny-grpo\.sh.*": "tests/house/test_doc_commands.py",
+    r"(OUT=\S+ )?(MODE=\S+ )?bash scripts/run-tiny-grpo\.sh.*": "tests/e2e/test_first_command.py",
     r"PLAN=1 (NUM_GPUS=\d+ )?bash scripts/run-qwen3-4b-grpo\.sh.*": "tests/vime/test_qwen3_script.py",
 }
 """Commands that another test runs -> its file, which names the same script."""
@@ -74,41 +68,20 @@ def covered(command: str) -> str | None:
     return next((by for pattern, by in COVERED.items() if re.fullmatch(pattern, command)), None)
 
 
-NO_SETUP = "#!/usr/bin/env bash\nset -euo pipefail\n"
 TO_RUN = [b for b in blocks("bash") if not b.marked]
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout whose runs/ is its own. scripts/setup.sh does nothing in it: the environment of this test is .venv."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for path in ROOT.iterdir():
-        if path.name not in (".git", ".venv", "scripts", "runs", "build"):
-            (folder / path.name).symlink_to(path)
-    shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "scripts" / "setup.sh").write_text(NO_SETUP)
-    (folder / ".venv").symlink_to(sys.prefix)
-    return folder
-
-
-def environment(scratch: Path) -> dict[str, str]:
-    path = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(scratch)}
+    return linked_checkout(tmp_path_factory.mktemp("checkout"))
 
 
 def run(command: str, scratch: Path) -> None:
     """One command: `vime ...` in this process, which has loaded everything already, any other in a shell."""
     if command.startswith("vime "):
         assert cli.main(shlex.split(command)[1:]) == 0, command
-        return
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=scratch,
-        env=environment(scratch),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    else:
+        in_shell(command, scratch)
 
 
 @pytest.mark.parametrize("block", TO_RUN, ids=lambda b: f"{b.page}:{b.line}")
@@ -143,41 +116,6 @@ MODULES = [b for b in blocks("python") if b.title.endswith(".py")]
 def test_modules_run(block: Block) -> None:
     code = compile(block.text, f"{block.page}:{block.line}", "exec")
     exec(code, {"__name__": block.title.removesuffix(".py")})
-
-
-@pytest.fixture(scope="module")
-def tiny_run(scratch: Path) -> Path:
-    """README's first command, shorter: model, warm-up, export, two rollouts, plots."""
-    run("bash scripts/run-tiny-grpo.sh --num-rollout 2", scratch)
-    return scratch / "runs/tiny"
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(900)
-def test_the_tiny_run_as_documented(tiny_run: Path) -> None:
-    assert (tiny_run / "grpo/plots/overview.png").is_file()
-    assert sorted(rows(tiny_run / "grpo", "rollout/step")) == [0, 1]
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(900)
-def test_the_tiny_run_from_a_source_archive(tiny_run: Path, tmp_path: Path) -> None:
-    """The files of `git archive`, without a repository around them. The warm-up is that of the run above."""
-    packed = tmp_path / "vime.tar"
-    with open(packed, "wb") as file:
-        subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=file, check=True)
-    folder = tmp_path / "vime"
-    with tarfile.open(packed) as archive:
-        archive.extractall(folder, filter="data")
-    (folder / "scripts/setup.sh").write_text(NO_SETUP)
-    (folder / ".venv").symlink_to(sys.prefix)
-    shutil.copytree(tiny_run, folder / "runs/tiny", ignore=shutil.ignore_patterns("grpo", "checkpoint"))
-    run("bash scripts/run-tiny-grpo.sh --num-rollout 2", folder)
-    both = [rows(path / "grpo", "train/step") for path in (tiny_run, folder / "runs/tiny")]
-    plain, unpacked = ([step["train/loss"] for step in steps.values()] for steps in both)
-    assert plain == pytest.approx(unpacked, rel=1e-3) and plain
-    environment = json.loads((folder / "runs/tiny/grpo/environment.json").read_text())
-    assert environment["git"] is None
 
 
 def test_commands_of_a_block() -> None:

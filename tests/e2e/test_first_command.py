@@ -1,0 +1,46 @@
+"""README's first command with two rollouts, in a checkout and from an unpacked source archive."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+from checkouts import ROOT, in_shell, linked_checkout, use_this_environment
+from train_fixtures import rows
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+COMMAND = "bash scripts/run-tiny-grpo.sh --num-rollout 2"
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = linked_checkout(tmp_path_factory.mktemp("checkout"))
+    in_shell(COMMAND, folder)
+    return folder / "runs/tiny"
+
+
+def test_model_warm_up_rollouts_and_plots(tiny_run: Path) -> None:
+    assert (tiny_run / "grpo/plots/overview.png").is_file()
+    assert sorted(rows(tiny_run / "grpo", "rollout/step")) == [0, 1]
+
+
+def test_a_source_archive_trains_the_same(tiny_run: Path, tmp_path: Path) -> None:
+    """The files of `git archive`, without a repository around them. The warm-up is that of the run above."""
+    packed = tmp_path / "vime.tar"
+    with open(packed, "wb") as file:
+        subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=file, check=True)
+    folder = tmp_path / "vime"
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder, filter="data")
+    use_this_environment(folder)
+    shutil.copytree(tiny_run, folder / "runs/tiny", ignore=shutil.ignore_patterns("grpo", "checkpoint"))
+    in_shell(COMMAND, folder)
+    both = [rows(path / "grpo", "train/step") for path in (tiny_run, folder / "runs/tiny")]
+    plain, unpacked = ([step["train/loss"] for step in steps.values()] for steps in both)
+    assert plain == pytest.approx(unpacked, rel=1e-3) and plain
+    environment = json.loads((folder / "runs/tiny/grpo/environment.json").read_text())
+    assert environment["git"] is None
