@@ -48,10 +48,11 @@ from slime.hf_config import read_hf_config
 from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager
 from slime.types import Sample
+from vime.backends import parse_config
 from vime.engine import vllm_versions
 from vime.engine.client import VllmEngineClient, request_body
 from vime.engine.control import EngineControl
-from vime.engine.flags import engine_dtype, engine_settings, parse_config
+from vime.engine.flags import engine_dtype, engine_settings
 from vime.engine.pool import VllmEnginePool
 from vime.engine.process import sigterm_interrupts
 from vime.engine.router import RouterSpec

@@ -33,7 +33,7 @@ from slime.data.packing import sample_flops
 from slime.data.train_data import make_rank_data
 from slime.hf_config import read_hf_config
 from slime.types import Sample, TrainData
-from vime.engine.flags import parse_config
+from vime.backends import parse_config
 
 with warnings.catch_warnings():  # Megatron remarks on optional packages at import
     warnings.simplefilter("ignore", UserWarning)

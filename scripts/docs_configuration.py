@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slime.config.fields import FlagSpec, specs_of, spelled
+from slime.config.listing import flags_without_effect, unsupported_flags
 from slime.config.schema import SECTIONS
-from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
+from vime.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/configuration.md")
@@ -141,13 +143,17 @@ def lines() -> Iterator[str]:
         source = Path(inspect.getfile(cls)).relative_to(ROOT)
         yield f"\n## {TITLES[section]}\n\nOwner: `{source}`.\n"
         yield "| Flag | Type | Default | Meaning |\n| --- | --- | --- | --- |"
-        for name, spec in specs_of(cls).items():
+        specs = dict(specs_of(cls))
+        if section == "engine":
+            specs["rollout_backend"] = replace(specs["rollout_backend"], choices=tuple(BACKENDS))
+            specs |= {name: spec for backend in BACKENDS.values() for name, spec in backend.specs.items()}
+        for name, spec in specs.items():
             yield f"| `{spelled(name)}` | {kind_of(spec)} | {shown(spec.default)} | {meaning(spec)} |"
     yield UNSUPPORTED_INTRO.rstrip("\n")
-    for name, entry in UNSUPPORTED.items():
+    for name, entry in unsupported_flags(BACKENDS).items():
         yield f"| `{spelled(name)}` | {shown(entry.default)} | {cell(entry.why)} |"
     yield NO_EFFECT_INTRO.rstrip("\n")
-    for name, spec in NO_EFFECT.items():
+    for name, spec in flags_without_effect(BACKENDS).items():
         yield f"| `{spelled(name)}` | {cell(spec.help)} |"
 
 

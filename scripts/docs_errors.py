@@ -36,7 +36,11 @@ AREAS = {
     ),
     "Checkpoints": ("slime/hf_config.py", "slime/checkpoint_dir.py", "slime/megatron_backend/hf_weights"),
     "Prompt files and training data": ("slime/data",),
-    "Flags of vLLM, the router and SGLang": ("vime/engine/flags.py", "vime/engine/sglang_flags.py"),
+    "Flags of vLLM, the router and SGLang": (
+        "vime/engine/flags.py",
+        "vime/engine/backend.py",
+        "vime/engine/sglang_flags.py",
+    ),
     "Start-up: Ray, GPUs and nodes": ("slime/cluster", "vime/train.py"),
     "Engines and weight transfer": ("vime/engine", "slime/weight_sync"),
 }

@@ -21,7 +21,7 @@ from slime.hf_config import read_hf_config
 from slime.memory_decision import BESIDES_GENERATING, TOO_SMALL, beside_engine, decide_residence, training
 from slime.memory_estimate import GIB, estimate
 from slime.model_shape import Shape
-from vime.engine.flags import parse_config
+from vime.backends import parse_config
 from vime.engine.memory import engine_memory, engine_verdict
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -86,7 +86,7 @@ def plan(file: Path, folder: Path) -> Planned:
         generating = max(moment.bytes for moment in beside_engine(c, e, decision.leaving, size))
     else:
         weights, _token, *cache = engine_memory(c, Shape.of(hf))
-        share = c.engine.vllm_args["gpu_memory_utilization"] * size
+        share = c.engine.backend_args["gpu_memory_utilization"] * size
         generating = min(share, weights.bytes + sum(item.bytes for item in cache) + BESIDES_GENERATING)
     gpus = c.world_size + (0 if c.colocate else c.rollout_num_gpus)
     verdicts = (*(line for line in decision.lines if "fit" in line), engine_verdict(c, hf, size))

@@ -1,8 +1,8 @@
 """Decisions from the memory of a trainer rank: which parts of its state leave the device between training steps (if
 --offload-train is not given), whether a GPU of a given size is large enough, and which flags lower a peak.
 
-vLLM decides the memory of engines. This file has only the two numbers that the trainer's decision needs. Imports
-neither torch nor Megatron.
+The rollout backend decides the memory of engines (`EngineFacts`). This file has only the numbers that the trainer's
+decision needs. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from slime.config.cluster import PARTS
 from slime.memory_estimate import BYTES, GIB, Estimate, Item, amount, count
 from slime.model_shape import Shape
 from slime.operators import loss_head
-
-ENGINE_SHARE = 0.92
-"""vLLM's default of --gpu-memory-utilization."""
 
 BESIDES_GENERATING = 7.5 * GIB
 """Memory of both processes in addition to the engine's share and the trainer's tensors: contexts, CUDA graphs,
@@ -36,29 +33,20 @@ TOO_SMALL = "does not fit"
 1."""
 
 
-def engine_share(c: Any) -> float:
-    """Share of a GPU that must be free when vLLM starts. vLLM takes this share, unless its KV cache is given in
-    bytes."""
-    return c.engine.vllm_args.get("gpu_memory_utilization", ENGINE_SHARE)
-
-
-def engine_kv_bytes(c: Any) -> int | None:
-    """Bytes of the KV cache on one GPU, if given. None or 0: the rest of the engine's share."""
-    return c.engine.vllm_args.get("kv_cache_memory_bytes")
-
-
 def engine_weights(c: Any, shape: Shape) -> Item:
-    """Weights on one GPU of an engine. Its tensor-parallel ranks and pipeline stages share the parameters."""
-    size = BYTES.get(c.engine.vllm_args.get("dtype", c.params_dtype), 2)
-    gpus = c.rollout_num_gpus_per_engine // (c.engine.vllm_args.get("data_parallel_size") or 1)
+    """The model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the parameters."""
+    facts = c.engine.engine_facts
+    size = BYTES.get(facts.dtype or c.params_dtype, 2)
+    gpus = c.rollout_num_gpus_per_engine // facts.data_parallel_size
     return Item("weights", shape.params * size / gpus, f"{count(shape.params)} x {size} B / {gpus} GPUs")
 
 
 def engine_flag(c: Any) -> str:
-    """The flag that lowers an engine's memory, with its current value."""
-    if given := engine_kv_bytes(c):
-        return f"--vllm-kv-cache-memory-bytes (now {given})"
-    return f"--vllm-gpu-memory-utilization (now {engine_share(c):g})"
+    """The flag that lowers the memory of an engine, with its present value."""
+    facts = c.engine.engine_facts
+    if facts.cache_bytes:
+        return f"{facts.flag('cache_bytes')} (now {facts.cache_bytes})"
+    return f"{facts.flag('memory_share')} (now {facts.memory_share:g})"
 
 
 def gpu(device_bytes: float) -> str:
@@ -102,9 +90,10 @@ class Moment:
 
 
 def beside_engine(c: Any, e: Estimate, leaving: Collection[str], device_bytes: float) -> Iterator[Moment]:
-    """Moments while the engine uses the GPU. If the bytes of its KV cache are given, vLLM takes these bytes and the
-    weights. But vLLM does not start if less than its share is free."""
-    left, share, given = e.left(leaving), engine_share(c), engine_kv_bytes(c)
+    """Moments while the engine uses the GPU. If the bytes of its KV cache are given, it takes these bytes and the
+    weights. But it does not start if less than its share is free."""
+    facts = c.engine.engine_facts
+    left, share, given = e.left(leaving), facts.memory_share, facts.cache_bytes
     more = e.left(PARTS) < left and not _registered(c)
     parts = ", --offload-train with all its parts" if more else ""
     if given:
@@ -113,8 +102,9 @@ def beside_engine(c: Any, e: Estimate, leaving: Collection[str], device_bytes: f
         yield Moment(
             "when an engine starts",
             left + BESIDES_TRAINER + share * device_bytes,
-            f"{amount(left + BESIDES_TRAINER)} of the trainer, {share:g} of the GPU that vLLM wants to find free",
-            f"--vllm-gpu-memory-utilization (now {share:g}){parts}",
+            f"{amount(left + BESIDES_TRAINER)} of the trainer, {share:g} of the GPU that "
+            f"{facts.project} wants to find free",
+            f"{facts.flag('memory_share')} (now {share:g}){parts}",
         )
     else:
         taken, how = share * device_bytes, f"{share:g} of the GPU"
@@ -204,7 +194,7 @@ def _fits(c: Any, e: Estimate, leaving: Collection[str], device_bytes: float | N
 
 def _by_size(c: Any, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
     """The decision for each size of GPU: `beside_engine` <= memory, solved for the memory."""
-    free, given = 1 - engine_share(c), engine_kv_bytes(c)
+    free, given = 1 - c.engine.engine_facts.memory_share, c.engine.engine_facts.cache_bytes
     yield "what leaves the device while engines generate is decided when its memory is known, here it is not:"
     if free <= 0:
         return

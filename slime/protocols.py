@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from slime.config.backend import BackendFlags
+from slime.config.listing import Row
+from slime.config.schema import Config
 from slime.types import SampleGroup
+
+if TYPE_CHECKING:
+    from slime.cluster.placement import Placement
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -86,6 +94,20 @@ class WeightUpdate:
 class EnginePool(Protocol):
     """The running engines, as the driver sees them."""
 
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What hooks find in their `args` besides the flags, such as the address of the router."""
+        ...
+
+    def client(self) -> RolloutEngine | None:
+        """What the rollout manager sends its requests to; None without engines."""
+        ...
+
+    def start(self, meanwhile: Callable[[Callable[[], None]], object]) -> None:
+        """Start the engines; returns when they serve. `meanwhile` runs while they start; it gets a function to call now
+        and then, which raises when an engine has ended."""
+        ...
+
     def publish(self, version: int) -> None:
         """Load the trainer's current weights, as `version`, on every engine; generation pauses meanwhile."""
         ...
@@ -108,6 +130,13 @@ class EnginePool(Protocol):
 class NoEngines:
     """The pool of a run that only trains (--debug-train-only): there is nothing to update, put to sleep or lose."""
 
+    facts: Mapping[str, object] = MappingProxyType({})
+
+    def client(self) -> None: ...
+
+    def start(self, meanwhile: Callable[[Callable[[], None]], object]) -> None:
+        meanwhile(lambda: None)
+
     def publish(self, version: int) -> None: ...
 
     def sleep(self) -> None: ...
@@ -118,6 +147,29 @@ class NoEngines:
     def check_health(self) -> None: ...
 
     def stop(self) -> None: ...
+
+
+class RolloutBackend(BackendFlags, Protocol):
+    """An inference engine that generates rollouts: all that this project asks of it, as one object.
+
+    `BackendFlags` are its flags and what becomes of them. The engines themselves are an `EnginePool`.
+    """
+
+    def remarks(self, config: Config) -> Iterable[str]:
+        """Notes for the user. ValueError for an installation that cannot work."""
+        ...
+
+    def rows(self) -> Iterable[Row]:
+        """The flags of its engine and its router, for `vime flags`."""
+        ...
+
+    def command_lines(self, config: Config) -> Iterable[str]:
+        """The options that its servers will get, for `vime plan`."""
+        ...
+
+    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
+        """The engines, not started yet. `source`: the trainer, where there is one."""
+        ...
 
 
 @dataclass(frozen=True)

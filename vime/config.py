@@ -16,7 +16,7 @@ import yaml
 from slime.config import Config
 from slime.config.config_file import FlagGroup, YamlLoader, split_argv, with_config_files, yaml_group
 from slime.config.schema import SECTION_OF, own_flags
-from vime.engine.flags import check_each, parse_config
+from vime.backends import check_each, parse_config
 
 ARRAY = "VIME_FLAGS"
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from vime.engine.flags import parse_config
+from vime.backends import parse_config
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slime.config.fields import nearest
-from slime.config.listing import Row, megatron_rows, own_rows, row
+from slime.config.listing import Row, megatron_rows
+from vime.backends import BACKENDS, public_rows
 
 _WIDTH, _FLAG_WIDTH = 110, 42
 TITLES = {
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if options and options != ["--help"]:
         raise ValueError(f"flags takes --json or words to search for, got {' '.join(argv)}")
     if not words:
-        print(listing(own_rows()))
+        print(listing(public_rows()))
         print(
             "\nmegatron-core, vLLM (--vllm-*) and vllm-router (--router-*): `vime flags WORD`, `vime flags --json`"
         )
@@ -54,15 +55,10 @@ def main(argv: Sequence[str]) -> int:
 
 def all_rows() -> Iterator[Row]:
     """Every flag that a run accepts, with its owner. Imports Megatron and vLLM, which takes seconds."""
-    from vime.engine.flags import list_flags
-    from vime.engine.sglang_flags import targets
-
-    yield from own_rows()
+    yield from public_rows()
     yield from megatron_rows()
-    yield from list_flags()
-    for name, target in targets().items():
-        flag = "--sglang-" + name.replace("_", "-")
-        yield row(flag, "translated", None, f"becomes {target}", translated_to=target)
+    for backend in BACKENDS.values():
+        yield from backend.rows()
 
 
 def search(words: Sequence[str]) -> int:
@@ -122,5 +118,5 @@ def help_text(command: str, what: str) -> str:
     return (
         f"usage: vime {command} [--config FILE.yaml ...] [--FLAG VALUE ...]\n\n{what[0].upper()}{what[1:]}.\n\n"
         "A file holds flags as a YAML mapping; the command line wins over files, later files over earlier ones.\n"
-        f"Search all flags, also Megatron's and vLLM's: vime flags WORD\n{options}\n{listing(own_rows())}"
+        f"Search all flags, also Megatron's and vLLM's: vime flags WORD\n{options}\n{listing(public_rows())}"
     )

@@ -21,9 +21,8 @@ from slime.memory_estimate import GIB, Item, amount, count, estimate
 from slime.model_shape import Shape
 from slime.operators import decide, headline
 from slime.weight_sync.registry import CHANNELS
-from vime.engine.flags import engine_settings, parse_config
+from vime.backends import backend_of, parse_config
 from vime.engine.memory import engine_memory, engine_verdict
-from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.plan_hardware import hardware
 
 GPU_MEMORY = "--gpu-memory-gib"
@@ -147,19 +146,6 @@ def prompts(c: Config) -> Iterator[str]:
         yield f"evaluation {data.name}: {plural(number, 'prompt')} x {data.n_samples_per_eval_prompt} responses"
 
 
-def engine_flags(c: Config) -> Iterator[str]:
-    """The server's own command-line option for each engine and router flag."""
-    for tokens in pair_up(c.engine.vllm_argv):
-        yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
-    spec = EngineSpec(**engine_settings(c), run_key="", log_path="")
-    server = EngineServer(spec).command()[3:]  # after "python -m module"
-    for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
-        if option(tokens) not in ("host", "port"):  # the address is known when the server starts
-            yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"
-    for tokens in pair_up(c.engine.router_argv):
-        yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
-
-
 def check_model(c: Config) -> str | None:
     """Check that the training backend supports the model. Returns a note if the backend is not installed."""
     try:
@@ -260,7 +246,7 @@ def describe(c: Config, gpu_bytes: float | None = None) -> str:
         "Data": list(prompts(c)),
         "Memory of a trainer rank": list(trainer_memory(c, hf, gpu_bytes)),
         "Memory of an engine, per GPU": list(memory_of_engine(c, hf, gpu_bytes)),
-        "Engine flags": list(engine_flags(c)),
+        "Engine flags": list(backend_of(c).command_lines(c)),
         "Records": [
             *watched(c),
             f"run directory {c.run_dir}",

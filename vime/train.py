@@ -3,7 +3,7 @@
     driver (this process)      reads the flags, runs the loop, watches the engines
     rollout manager            prompts, generation, rewards, train data          one Ray actor
     trainer ranks              Megatron                                          one Ray actor each
-    engine servers             vLLM behind vllm-router                           one subprocess each
+    engine servers             the rollout backend's, behind a router            one subprocess each
 
 Whatever was started ends with the driver, in reverse order, also on Ctrl-C and SIGTERM.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -22,8 +21,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import RayTaskError
@@ -38,13 +35,8 @@ from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
-from vime.engine.client import VllmEngineClient
-from vime.engine.flags import engine_dtype, engine_settings, gives_memory, parse_config
-from vime.engine.pool import VllmEnginePool
-from vime.engine.process import free_port, tail
-from vime.engine.ray_server import Seat, start_actors
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineSpec
+from vime.backends import backend_of, parse_config
+from vime.engine.process import tail
 
 SHARED_MEMORY = Path("/dev/shm")
 LOG_LINES = 15
@@ -171,82 +163,14 @@ def _private_weight_dir(config: Config) -> Path | None:
 def _start_engines(
     config: Config, placed: placement.Placement, stack: ExitStack, trainer: actors.TrainerGroup | None
 ) -> tuple[EnginePool, actors.RolloutGroup]:
-    """The engines, and the rollout manager that asks them; it starts while they do."""
-    if not placed.engine_bundles:
-        rollout = _start_rollout(config, None, {}, trainer, stack)
-        actors.wait_built(config, trainer, rollout)
-        return NoEngines(), rollout
-    run_key = secrets.token_hex(32)
-    logs = Path(config.run_dir).resolve() / "logs"
-    # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
-    joined = bool(os.environ.get("RAY_ADDRESS"))
-    host = ray.util.get_node_ip_address() if joined else "127.0.0.1"
-    threads = placement.cpu_threads(config)[1] if config.device == "cpu" else None
-    settings = {**engine_settings(config), "run_key": run_key, "host": host, "cpu_threads": threads}
-    # An engine on a trainer's GPU measures what memory is left.
-    trainer_first = trainer is not None and config.colocate and config.device == "cuda"
-    specs = [
-        EngineSpec(
-            **settings,
-            index=i,
-            log_path=str(logs / f"engine-{i}.log"),
-            numa_binding=config.numa_binding,
-            waits=trainer_first,
-        )
-        for i in range(len(placed.engine_bundles))
-    ]
-    seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles]
-    pool = VllmEnginePool(
-        specs,
-        RouterSpec(
-            run_key=run_key,
-            log_path=str(logs / "router.log"),
-            host=host,
-            port=free_port(host),
-            argv=tuple(config.engine.router_argv),
-            request_timeout_s=config.rollout_deadline_s,
-        ),
-        spawn=lambda spec: start_actors(spec, seats[spec.index]),
-        gives_memory=gives_memory(config),
-        source=trainer,
-        health_check_interval_s=config.rollout_health_check_interval,
-        health_check_timeout_s=config.rollout_health_check_timeout,
-        health_check_first_wait_s=config.rollout_health_check_first_wait,
-    )
+    """The engines, and the rollout manager that sends them requests. It reads its data while they start."""
+    pool: EnginePool = NoEngines()
+    if placed.engine_bundles:
+        pool = backend_of(config).pool(config, placed, trainer)
     stack.callback(pool.stop)
-    facts = {
-        "vllm_router_ip": host,
-        "vllm_router_port": urlsplit(pool.router_url).port,
-        "vllm_router_headers": {"Authorization": f"Bearer {run_key}"},
-        "rollout_engine_dtype": engine_dtype(config),
-    }
-    rollout = _start_rollout(config, pool.client(), facts, trainer, stack)
+    lives = {} if trainer is None else trainer.lives
+    facts = dict(pool.facts)
+    rollout = actors.RolloutGroup(config, pool.client(), config.data_parallel_size, facts, lives)
+    stack.callback(rollout.stop)
     pool.start(functools.partial(actors.wait_built, config, trainer, rollout))
     return pool, rollout
-
-
-def _seats(placed: placement.Placement, bundles: Sequence[int], joined: bool) -> list[Seat]:
-    """Where the server processes of the engine on `bundles` run, one per node."""
-    return [
-        Seat(
-            placed.nodes[part[0]].address if joined else "127.0.0.1",
-            placed.visible(part),
-            placed.buses(part),
-            placed.options(part[0]),
-        )
-        for part in placed.by_node(bundles)
-    ]
-
-
-def _start_rollout(
-    config: Config,
-    client: VllmEngineClient | None,
-    facts: dict[str, Any],
-    trainer: actors.TrainerGroup | None,
-    stack: ExitStack,
-) -> actors.RolloutGroup:
-    """`facts`: what hooks may read beside the flags. It reads its data while engines and trainers start."""
-    lives = {} if trainer is None else trainer.lives
-    rollout = actors.RolloutGroup(config, client, config.data_parallel_size, facts, lives)
-    stack.callback(rollout.stop)
-    return rollout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +90,8 @@ def check_hardware(c: Any) -> None:
 
 def engine_tensor_parallel(c: Any) -> int:
     """Tensor-parallel size of an engine: its GPUs divided by its pipeline stages and data-parallel copies."""
-    sizes = [c.vllm_args.get(f"{axis}_parallel_size") or 1 for axis in ("pipeline", "data")]
-    return c.rollout_num_gpus_per_engine // math.prod(sizes) or 1
+    other = c.engine_facts.pipeline_parallel_size * c.engine_facts.data_parallel_size
+    return c.rollout_num_gpus_per_engine // other or 1
 
 
 def check_domains(c: Any) -> None:

@@ -1,7 +1,7 @@
-"""Flags of the engine section: what this project itself asks of the rollout servers.
+"""The engine section: which rollout backend runs the engines, and what it makes of its own flags.
 
-`--vllm-*` and `--router-*` flags that are not declared here belong to the parsers of the engine and of the
-router (see vime/engine/flags.py), which check them and fill in the fields below that are no flags.
+The backend owns the flags of its engines and of its router. It checks them and fills in every field below but
+`rollout_backend`; slime reads no flag of an engine by name.
 """
 
 from __future__ import annotations
@@ -11,14 +11,46 @@ from typing import Any
 
 from slime.config.fields import flag
 
+DEFAULT_BACKEND = "vllm"
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What slime must know about engines, whichever backend runs them.
+
+    `project`: the engine's name in texts. `memory_share`: part of a GPU that an engine wants to find free when it
+    starts, and takes where `cache_bytes` is not given. `cache_bytes`: bytes of a GPU for keys and values; None or 0:
+    what the share leaves. `dtype`: of the weights; None: the trainer's. `flag_of`: field -> the flag that sets it.
+    """
+
+    project: str = "the engine"
+    memory_share: float = 0.9
+    cache_bytes: int | None = None
+    dtype: str | None = None
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    flag_of: dict[str, str] = field(default_factory=dict)
+
+    def flag(self, name: str) -> str:
+        """The flag that sets a field."""
+        return self.flag_of.get(name, name)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`*_args` are typed values the user gave, by the engine's own names; `*_argv` the same as its flags."""
+    """`*_args` are typed values that the user gave, by the engine's own names; `*_argv` are the same as its flags.
+    `server_concurrency`: maximum number of requests in flight per engine. `hook_args`: what hooks find in their `args`
+    under the backend's names."""
 
-    rollout_backend: str = flag("vllm", "rollout engine", choices=("vllm",))
-    vllm_server_concurrency: int = flag(512, "maximum number of requests in flight per engine")
-    vllm_args: dict[str, Any] = field(default_factory=dict)
-    vllm_argv: list[str] = field(default_factory=list)
+    rollout_backend: str = flag(DEFAULT_BACKEND, "rollout engine")
+    server_concurrency: int = 512
+    engine_facts: EngineFacts = field(default_factory=EngineFacts)
+    backend_args: dict[str, Any] = field(default_factory=dict)
+    backend_argv: list[str] = field(default_factory=list)
     router_args: dict[str, Any] = field(default_factory=dict)
     router_argv: list[str] = field(default_factory=list)
+    hook_args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.engine_facts, dict):  # from a saved config.json
+            object.__setattr__(self, "engine_facts", EngineFacts(**self.engine_facts))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slime.config.backend import BackendFlags
 from slime.config.fields import FlagSpec, specs_of, spelled
 from slime.config.megatron_flags import HISTORICAL, MODEL_ARGS, core_config_classes, core_flags
+from slime.config.parser import NO_BACKENDS
 from slime.config.schema import SECTIONS, own_flags
-from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
+from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, Unsupported
 
 Row = dict[str, Any]
 
@@ -28,15 +30,32 @@ def row(
     }
 
 
-def own_rows() -> Iterator[Row]:
-    """The flags that this project uses, then flags accepted only at their default, then flags without effect."""
+def own_rows(backends: Mapping[str, BackendFlags] = NO_BACKENDS) -> Iterator[Row]:
+    """The flags that this project acts on, then those it accepts at their default or without effect."""
     for section, cls in SECTIONS.items():
         for name, spec in specs_of(cls).items():
-            yield row(spelled(name), f"slime.config.{section}", spec.default, spec.help, spec.choices)
-    for name, entry in UNSUPPORTED.items():
+            choices = backends if name == "rollout_backend" else spec.choices
+            yield row(spelled(name), f"slime.config.{section}", spec.default, spec.help, choices)
+        if section == "engine":
+            for backend in backends.values():
+                for name, spec in backend.specs.items():
+                    yield row(spelled(name), f"slime.config.{section}", spec.default, spec.help, spec.choices)
+    for name, entry in unsupported_flags(backends).items():
         yield row(spelled(name), "not supported yet", entry.default, f"only the default: {entry.why}")
-    for name, spec in NO_EFFECT.items():
+    for name, spec in flags_without_effect(backends).items():
         yield row(spelled(name), "no effect", spec.default, spec.help)
+
+
+def unsupported_flags(backends: Mapping[str, BackendFlags]) -> dict[str, Unsupported]:
+    """Flags that are accepted at their default only, with those of the backends."""
+    return UNSUPPORTED | {name: e for backend in backends.values() for name, e in backend.unsupported.items()}
+
+
+def flags_without_effect(backends: Mapping[str, BackendFlags]) -> dict[str, FlagSpec]:
+    """Flags that are accepted with any value, with those of the backends."""
+    return NO_EFFECT | {
+        name: spec for backend in backends.values() for name, spec in backend.no_effect.items()
+    }
 
 
 def megatron_rows() -> Iterator[Row]:

@@ -1,36 +1,29 @@
 """argv -> Config. Every flag has one owner, or the run ends with an error that names the nearest flag.
 
-Owners, in order: the sections of this folder; `unsupported`; prefix owners from the caller (`--vllm-`, `--router-`);
-Megatron (MODEL_ARGS, historical names, core fields). Positional arguments and unknown flags are errors.
+Owners, in order: the sections of this folder; the rollout backend's own flags; `unsupported`; the prefix owners of the
+backend; Megatron (MODEL_ARGS, historical names, core fields). Positional arguments and unknown flags are errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
+from slime.config.backend import BackendFlags, NoBackend
 from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
+from slime.config.engine import DEFAULT_BACKEND
 from slime.config.fields import nearest
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
 from slime.config.problems import Problems
 from slime.config.resolve import resolve
 from slime.config.schema import Config, own_flags
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
-from slime.config.validate import Rule, validate
+from slime.config.validate import validate
 
-
-class FlagOwner(Protocol):
-    """A parser of another project that owns all flags with a prefix, such as "vllm_"."""
-
-    prefix: str
-
-    def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
-        """Check the flags and return the fields of the configuration that they set. ValueError for a wrong flag."""
-        ...
-
-
+NO_BACKENDS: Mapping[str, BackendFlags] = MappingProxyType({})
 Translator = Callable[[list[FlagGroup]], tuple[list[FlagGroup], list[str]]]
 """Rewrites flags of other engines into flags that have an owner. Returns the groups and notes for the user."""
 
@@ -42,71 +35,96 @@ class _Given:
     values: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
     model_args: dict[str, Any] = field(default_factory=dict)
+    backend: dict[str, Any] = field(default_factory=dict)
     foreign: dict[str, list[FlagGroup]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 def parse_args(
     argv: Sequence[str],
-    owners: Sequence[FlagOwner] = (),
+    backends: Mapping[str, BackendFlags] = NO_BACKENDS,
     translate: Translator | None = None,
-    rules: Sequence[Rule] = (),
 ) -> Config:
     """The resolved and validated configuration of a command line.
 
-    `owners` get the flags with their prefix. `translate` first rewrites the flags of other engines. `rules` are
-    checked together with the rules of this package. The command line overrides the files of --config, and the YAML file
-    of --custom-config-path overrides every flag. Raises one ValueError with every problem and the flags as typed.
+    --rollout-backend picks one of `backends`, which gets its flags and adds its rules. `translate` adds flags from
+    elsewhere. The command line overrides the files of --config, and the YAML file of --custom-config-path overrides
+    every flag. Raises one ValueError with every problem and the flags as typed.
     """
     problems = Problems()
-    given = _collect(argv, owners, translate, problems)
+    given, backend = _collect(argv, backends, translate, problems)
     config = problems.check(resolve, given.values, given.notes)
     if config is not None:
-        validate(config, problems, rules)
+        validate(config, problems, backend.rules)
     problems.report()
+    assert isinstance(config, Config), "without a problem there is a configuration"
     return config
 
 
 def check_flags(
-    argv: Sequence[str], owners: Sequence[FlagOwner] = (), translate: Translator | None = None
+    argv: Sequence[str],
+    backends: Mapping[str, BackendFlags] = NO_BACKENDS,
+    translate: Translator | None = None,
 ) -> None:
     """Check each flag alone: its name, type and choices. One ValueError with every problem."""
     problems = Problems()
-    _collect(argv, owners, translate, problems)
+    _collect(argv, backends, translate, problems)
     problems.report()
 
 
 def _collect(
-    argv: Sequence[str], owners: Sequence[FlagOwner], translate: Translator | None, problems: Problems
-) -> _Given:
-    """The values of all flags, each from its owner. Errors are added to `problems`."""
+    argv: Sequence[str],
+    backends: Mapping[str, BackendFlags],
+    translate: Translator | None,
+    problems: Problems,
+) -> tuple[_Given, BackendFlags]:
+    """The values of all flags, each from its owner, and the backend. Adds the problems to `problems`."""
     given = _Given()
     typed = split_argv(argv)
     groups = problems.check(with_config_files, typed)
     if groups is None:
         groups = [group for group in typed if group.name != CONFIG]
     groups += problems.check(_custom_config, groups) or []
-    if translate is not None:
-        groups = _translated(groups, translate, given, problems)
+    backend = _picked(groups, backends, problems)
+    groups = _translated(groups, backend, given, problems)
+    if translate is not None and (translated := problems.check(translate, groups)) is not None:
+        groups, notes = translated
+        given.notes += notes
     for group in groups:
-        problems.check(_assign, group, given, owners, origin=group.origin)
-    for owner in owners:
+        problems.check(_assign, group, given, backend, origin=group.origin)
+    filled: dict[str, Any] = {}
+    for owner in backend.owners:
         if owner.prefix in given.foreign:
-            given.values.update(problems.check(owner.parse, given.foreign[owner.prefix]) or {})
+            filled.update(problems.check(owner.parse, given.foreign[owner.prefix]) or {})
+    given.values.update(backend.fields(given.backend, filled))
     given.values.update(overrides=given.overrides, model_args=given.model_args)
     problems.next_stage()
-    return given
+    return given, backend
+
+
+def _picked(
+    groups: list[FlagGroup], backends: Mapping[str, BackendFlags], problems: Problems
+) -> BackendFlags:
+    """The backend that the last --rollout-backend names, or the default one."""
+    if not backends:
+        return NoBackend()
+    typed = [group.values[0] for group in groups if group.name == "rollout_backend" and group.values]
+    name = typed[-1] if typed else DEFAULT_BACKEND
+    if name not in backends:
+        problems.add(f"--rollout-backend must be one of {', '.join(backends)}, got {name}")
+        name = DEFAULT_BACKEND
+    return backends[name]
 
 
 def _translated(
-    groups: list[FlagGroup], translate: Translator, given: _Given, problems: Problems
+    groups: list[FlagGroup], backend: BackendFlags, given: _Given, problems: Problems
 ) -> list[FlagGroup]:
-    """All groups in this project's spelling. Each group that cannot be translated is one problem."""
-    whole = problems.check(translate, groups)
+    """All groups as the backend spells them. Each group that cannot be translated is a separate problem."""
+    whole = problems.check(backend.translate, groups)
     if whole is not None:
         groups, given.notes = whole
         return groups
-    return [group for group in groups if not group.name.startswith("sglang_")]
+    return [group for group in groups if not group.name.startswith(backend.foreign)]
 
 
 def _custom_config(groups: list[FlagGroup]) -> list[FlagGroup]:
@@ -130,7 +148,7 @@ def _custom_config(groups: list[FlagGroup]) -> list[FlagGroup]:
     return [yaml_group(str(key), value) for key, value in content.items() if value is not None]
 
 
-def _assign(group: FlagGroup, given: _Given, owners: Sequence[FlagOwner]) -> None:
+def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> None:
     """Give one group to its owner."""
     name, own = group.name, own_flags()
     positive = name.removeprefix("no_")
@@ -140,18 +158,20 @@ def _assign(group: FlagGroup, given: _Given, owners: Sequence[FlagOwner]) -> Non
         given.values[name] = given.values.get(name, []) + value if spec.append else value
     elif name != positive and positive in own and own[positive].kind is bool:
         given.values[positive] = not own[positive].parse(group.values, group.typed)
-    elif name in UNSUPPORTED:
-        check_unsupported(name, group.values, group.typed)
-    elif name in NO_EFFECT:
-        NO_EFFECT[name].parse(group.values, group.typed)
-        given.notes.append(f"{group.typed} has no effect: {NO_EFFECT[name].help}")
-    elif owner := next((o for o in owners if name.startswith(o.prefix)), None):
+    elif name in backend.specs:
+        given.backend[name] = backend.specs[name].parse(group.values, group.typed)
+    elif (unsupported := UNSUPPORTED.get(name) or backend.unsupported.get(name)) is not None:
+        check_unsupported(name, unsupported, group.values, group.typed)
+    elif (without := NO_EFFECT.get(name) or backend.no_effect.get(name)) is not None:
+        without.parse(group.values, group.typed)
+        given.notes.append(f"{group.typed} has no effect: {without.help}")
+    elif owner := next((o for o in backend.owners if name.startswith(o.prefix)), None):
         given.foreign.setdefault(owner.prefix, []).append(group)
     else:
-        _assign_megatron(group, given, owners)
+        _assign_megatron(group, given, backend)
 
 
-def _assign_megatron(group: FlagGroup, given: _Given, owners: Sequence[FlagOwner]) -> None:
+def _assign_megatron(group: FlagGroup, given: _Given, backend: BackendFlags) -> None:
     """Megatron is the last owner, because its generated flags need a slow import."""
     name = group.name
     if name in MODEL_ARGS:
@@ -172,6 +192,7 @@ def _assign_megatron(group: FlagGroup, given: _Given, owners: Sequence[FlagOwner
             f"{group.typed} must be left out, got {' '.join(group.values) or name}; it is {MANAGED[name]}"
         )
     else:
-        prefixes = [o.prefix + "..." for o in owners]
-        known = [*own_flags(), *UNSUPPORTED, *NO_EFFECT, *MODEL_ARGS, *HISTORICAL, *core, *prefixes]
+        prefixes = [o.prefix + "..." for o in backend.owners]
+        backends = [*backend.specs, *backend.unsupported, *backend.no_effect, *prefixes]
+        known = [*own_flags(), *UNSUPPORTED, *NO_EFFECT, *MODEL_ARGS, *HISTORICAL, *core, *backends]
         raise ValueError(f"{group.typed} is not a known flag{nearest(name, known)}")

@@ -117,12 +117,13 @@ def _weight_update(c: argparse.Namespace) -> None:
         gpus = "shared" if c.colocate else "apart"
     given, usual = c.update_weight_transport, default_channel(gpus)
     if given is None:
-        sizes = [c.vllm_args.get(f"{axis}_parallel_size") or 1 for axis in ("data", "pipeline")]
-        if CHANNELS[usual].tensor_parallel_only and c.rollout_num_gpus and max(sizes) > 1:
+        names = ("data_parallel_size", "pipeline_parallel_size")
+        sizes = {name: getattr(c.engine_facts, name) for name in names}
+        if CHANNELS[usual].tensor_parallel_only and c.rollout_num_gpus and max(sizes.values()) > 1:
+            told = ", ".join(f"{c.engine_facts.flag(name)} {size}" for name, size in sizes.items())
             c.notes.append(
-                f"--update-weight-transport is {default_channel(None)}, not {usual}: --vllm-data-parallel-size "
-                f"{sizes[0]}, --vllm-pipeline-parallel-size {sizes[1]}, and a broadcast reaches tensor-parallel "
-                "workers alone"
+                f"--update-weight-transport is {default_channel(None)}, not {usual}: {told}, and a broadcast reaches "
+                "tensor-parallel workers alone"
             )
             usual = default_channel(None)
         c.update_weight_transport = usual

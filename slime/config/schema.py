@@ -157,12 +157,12 @@ class Config:
         return Config.from_flat({**flat, **values}, self.notes)
 
     def namespace(self, **facts: Any) -> argparse.Namespace:
-        """A flat, mutable copy for user hooks (their `args`), with run-time values added (vllm_router_ip).
+        """A flat, mutable copy for user hooks (their `args`), with run-time values added (the address of the router).
 
         Contains every field under its name; unsupported flags with their default; switches without effect as False
         (other flags without effect are absent, because they have no known value); the negated names of `NEGATED`;
-        Megatron overrides under their core field names; and vLLM arguments with the prefix vllm_. `facts` have
-        priority.
+        Megatron overrides under their core field names; and what the rollout backend adds
+        under its own names. `facts` have priority.
         """
         flat = {name: entry.default for name, entry in UNSUPPORTED.items()}
         flat.update({name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None})
@@ -175,7 +175,7 @@ class Config:
                 if k not in flat
             }
         )
-        flat.update({f"vllm_{k}": v for k, v in self.engine.vllm_args.items()})
+        flat.update(copy.deepcopy(self.engine.hook_args))
         flat.update(world_size=self.world_size, data_parallel_size=self.data_parallel_size)
         return argparse.Namespace(**{**flat, **facts})
 

@@ -24,7 +24,7 @@ _SELECT = "training a part of the parameters is not supported yet"
 _MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
 _BUFFER = "an external trajectory buffer is not supported; write a --rollout-function-path instead"
-_EXTERNAL = "engines that run elsewhere are not supported yet"
+EXTERNAL = "engines that run elsewhere are not supported yet"
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     # rollout and data
     "rollout_data_transport": Unsupported("object-store", "rollout data travels through Ray's object store"),
-    "rollout_external_engine_addrs": Unsupported(None, _EXTERNAL),
-    "vllm_router_ip": Unsupported(None, _EXTERNAL),
-    "vllm_router_port": Unsupported(None, _EXTERNAL + "; the router takes a free port"),
-    "slime_router_middleware_paths": Unsupported(
-        None, "vllm-router runs no middleware; write a --custom-generate-function-path"
-    ),
-    "slime_router_health_check_failure_threshold": Unsupported(3, "use --router-health-failure-threshold"),
+    "rollout_external_engine_addrs": Unsupported(None, EXTERNAL),
     "prefill_num_servers": Unsupported(None, "separate prefill servers are not supported yet"),
     "rollout_buffer_url": Unsupported(None, _BUFFER),
     "fetch_trajectory_retry_times": Unsupported(-1, _BUFFER),
@@ -152,7 +146,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "dist_ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
 }
 
-_DEADLINE = "one request may take --rollout-deadline-s"
 _TEXT = {
     "cp_comm_type": "context parallelism always gathers keys and values",
     "hierarchical_context_parallel_sizes": "context parallelism always gathers keys and values in one step",
@@ -162,15 +155,11 @@ _TEXT = {
     "moe_token_drop_policy": "every token reaches its experts",
     "model_name": "the model family is read from the checkpoint's config.json",
     "seq_length": "sequences are packed at their own length",
-    "vllm_router_request_timeout_secs": _DEADLINE,
-    "slime_router_timeout": _DEADLINE,
-    "slime_router_max_connections": "requests in flight are bounded by --vllm-server-concurrency",
     "megatron_to_hf_mode": "one table per family (slime/megatron_backend/hf_weights) converts weights in both "
     "directions",
 }
 _BARE = {
     "allgather_cp": "context parallelism always gathers keys and values",
-    "use_slime_router": "vllm-router is always used; tokens, log-probs and routed experts pass through it",
     "use_fault_tolerance": "an engine that dies or stops answering is always restarted",
     "recompute_loss_function": "log-probs are computed from hidden states, no logits are kept",
     "variable_seq_lengths": "sequences are always packed at their own length",
@@ -188,9 +177,8 @@ NO_EFFECT = {
 }
 
 
-def check_unsupported(name: str, values: list[str], typed: str) -> None:
+def check_unsupported(name: str, entry: Unsupported, values: list[str], typed: str) -> None:
     """ValueError unless the strings after the flag are its default."""
-    entry = UNSUPPORTED[name]
     if isinstance(entry.default, bool):
         at_default = FlagSpec(name, bool, False, "").parse(values, typed) == entry.default
     elif isinstance(entry.default, int | float):

@@ -58,7 +58,6 @@ POSITIVE = (
     "engine_start_timeout_s",
     "rollout_health_check_interval",
     "rollout_health_check_timeout",
-    "vllm_server_concurrency",
     "tensor_model_parallel_size",
     "make_vocab_size_divisible_by",
     "rl_kernel_workspace_mib",

@@ -27,7 +27,7 @@ _PROMPTS_REMEMBERED = 4096
 class GenerateState:
     """One per rollout manager. `engine` is None if no sample is generated (SFT, replay of saved samples).
 
-    `semaphore` limits the samples in generation to --vllm-server-concurrency per engine. `aborted` makes running
+    `semaphore` limits the samples in generation to `server_concurrency` per engine. `aborted` makes running
     generations stop. `timed_out` maps the index of a sample to the reason why it passed its deadline.
     `request_figures` maps a metric to its values, one per request. Both cover the current rollout. `progress` is
     (samples finished, samples wanted) of the current rollout, for a progress bar.
@@ -38,7 +38,7 @@ class GenerateState:
         self.engine = engine
         self.tokenizer = tokenizer
         engines = max(1, (args.rollout_num_gpus or 1) // args.rollout_num_gpus_per_engine)
-        self.concurrency = args.vllm_server_concurrency * engines
+        self.concurrency = args.server_concurrency * engines
         self.semaphore = asyncio.Semaphore(self.concurrency)
         self.aborted = False
         self.timed_out: dict[int | None, str] = {}

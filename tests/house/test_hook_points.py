@@ -17,9 +17,10 @@ import pytest
 from house_tree import ROOT, files, parse
 
 import rl_kernel
+from slime.config.listing import unsupported_flags
 from slime.config.megatron_flags import HISTORICAL, core_flags
 from slime.config.schema import own_flags
-from slime.config.unsupported import UNSUPPORTED
+from vime.backends import BACKENDS
 from vime.switch import FLAG_OF
 
 MATRIX = "docs/design/architecture-and-hook-points.md"
@@ -38,6 +39,8 @@ SIDES = {"rollout", "conversion", "training"}
 STABILITIES = {"public contract", "internal"}
 
 Row = dict[str, str]
+
+BACKEND_FLAGS = {name for backend in BACKENDS.values() for name in (*backend.specs, *backend.no_effect)}
 
 
 def named(text: str) -> list[tuple[str, str]]:
@@ -150,7 +153,7 @@ def test_files_and_names_exist(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_and_variables_exist(page: str) -> None:
     text = (ROOT / page).read_text()
-    unknown = flags(text) - set(own_flags()) - set(UNSUPPORTED)
+    unknown = flags(text) - set(own_flags()) - set(unsupported_flags(BACKENDS)) - BACKEND_FLAGS
     if unknown:
         unknown -= {*HISTORICAL, *core_flags()}
     assert not unknown, f"{page} must name flags of slime.config, got {sorted(unknown)}"

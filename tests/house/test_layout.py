@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +190,16 @@ def test_no_code_compares_names_of_estimators_and_losses():
     looked_at = [p for p in package_files() if p.parts[0] != "rl_kernel" and p.parts[:2] != ("vime", "bench")]
     found = {str(path): names_compared(parse(path)) for path in looked_at}
     assert not {path: names for path, names in found.items() if names}
+
+
+def test_slime_names_no_engine() -> None:
+    """Flags and arguments of an engine are its backend's, in vime. Import paths that plug-ins use stay in slime."""
+    paths = re.compile(r"\b(vllm|sglang)_rollout\b")
+    name = re.compile(r"\b(vllm|sglang)_|--(vllm|sglang)-")
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sorted((ROOT / "slime").rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if name.search(paths.sub("", line))
+    ]
+    assert not found, f"slime must name no flag of an engine, got {found}; put it in the backend"

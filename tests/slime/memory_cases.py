@@ -8,6 +8,7 @@ from architectures import ARCHITECTURES
 
 from slime.config.resolve import resolve
 from slime.config.schema import Config
+from vime.engine.backend import engine_facts
 
 QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -26,6 +27,6 @@ def config(**flags: Any) -> Config:
         "use_dynamic_batch_size": True,
         "max_tokens_per_gpu": 9216,
         "overrides": FULL,
-        "vllm_args": {"gpu_memory_utilization": 0.4},
+        "engine_facts": engine_facts({"gpu_memory_utilization": 0.4}),
     }
     return resolve(given | flags)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from slime.config.engine import EngineFacts
+
 
 def placement_config(device: str, **flags: Any) -> SimpleNamespace:
     """One trainer rank and one engine, each on its own device."""
@@ -20,7 +22,7 @@ def placement_config(device: str, **flags: Any) -> SimpleNamespace:
         "debug_rollout_only": False,
         "tensor_model_parallel_size": 1,
         "nvlink_domain_size": None,
-        "vllm_args": {},
+        "engine_facts": EngineFacts(),
     }
     assert set(flags) <= set(defaults)
     return SimpleNamespace(**{**defaults, **flags})

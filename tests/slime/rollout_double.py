@@ -78,7 +78,7 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "rollout_max_response_len": 8,
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
-        "vllm_server_concurrency": 512,
+        "server_concurrency": 512,
         "rollout_deadline_s": 5.0,
         "max_staleness": 0,
         "loss_mask_type": "qwen",

@@ -13,6 +13,7 @@ from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_co
 from slime.config.model_args import READERS, check_model_args
 from slime.config.schema import own_flags
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
+from vime.backends import BACKENDS
 
 
 @pytest.fixture
@@ -111,7 +112,8 @@ def test_wrong_megatron_flags(argv, extra, message):
 
 def test_every_flag_has_one_owner():
     """Names of this project shadow core fields on purpose; the hand-written tables may not overlap at all."""
-    tables = [own_flags(), UNSUPPORTED, NO_EFFECT, MODEL_ARGS, HISTORICAL, MANAGED]
+    backends = [t for b in BACKENDS.values() for t in (b.specs, b.unsupported, b.no_effect)]
+    tables = [own_flags(), UNSUPPORTED, NO_EFFECT, *backends, MODEL_ARGS, HISTORICAL, MANAGED]
     names = [name for table in tables for name in table]
     assert len(names) == len(set(names))
     assert not (set(MODEL_ARGS) | set(HISTORICAL) | set(MANAGED)) & set(core_flags())

@@ -12,6 +12,7 @@ from config_cases import good_argv
 from slime.config import Config, parse_args, resolve
 from slime.config.config_file import split_argv
 from slime.config.schema import SECTION_OF, SECTIONS
+from vime.backends import BACKENDS
 
 
 @pytest.fixture
@@ -117,7 +118,9 @@ def test_flags_without_effect_leave_a_note(argv):
 def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
     """Router, conversion and layout: what they ask for is what happens here; hooks find them at the default."""
     router = "--use-slime-router --slime-router-timeout 60 --slime-router-max-connections 9"
-    c = parse_args([*argv, *router.split(), "--megatron-to-hf-mode", "bridge", "--qkv-format", "thd"])
+    c = parse_args(
+        [*argv, *router.split(), "--megatron-to-hf-mode", "bridge", "--qkv-format", "thd"], BACKENDS
+    )
     noted = dict(note.split(" has no effect: ") for note in c.notes)
     assert list(noted) == [word for word in router.split() if word[0] == "-"] + ["--megatron-to-hf-mode"]
     assert noted["--use-slime-router"].startswith("vllm-router is always used")
@@ -151,7 +154,7 @@ def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
 )
 def test_flags_of_slime_scripts_that_would_need_action_are_refused(argv, flags, rule):
     with pytest.raises(ValueError) as error:
-        parse_args([*argv, *flags.split()])
+        parse_args([*argv, *flags.split()], BACKENDS)
     assert str(error.value).startswith(f"{flags.split()[0]} must be {rule}")
 
 

@@ -8,7 +8,8 @@ import pytest
 from config_cases import good_argv, write_model
 
 from slime.config.parser import parse_args
-from vime.engine.flags import engine_settings, parse_config
+from vime.backends import parse_config
+from vime.engine.flags import engine_settings
 
 MOE = {
     "model_type": "qwen3_moe",

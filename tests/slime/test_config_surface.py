@@ -3,8 +3,8 @@
 import ast
 from pathlib import Path
 
-from slime.config.listing import own_rows
 from slime.config.schema import own_flags
+from vime.backends import public_rows
 
 ROOT = Path(__file__).parents[2]
 SURFACE = Path(__file__).with_name("flags_surface.txt")
@@ -12,7 +12,7 @@ HOW = "python tests/slime/test_config_surface.py"
 
 
 def surface() -> str:
-    return "".join(f"{row['flag']}\t{row['default']!r}\t{row['owner']}\n" for row in own_rows())
+    return "".join(f"{row['flag']}\t{row['default']!r}\t{row['owner']}\n" for row in public_rows())
 
 
 def test_flags_and_defaults_are_those_on_record():

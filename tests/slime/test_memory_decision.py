@@ -17,6 +17,7 @@ from slime.memory_decision import (
     lowering,
 )
 from slime.memory_estimate import GIB, estimate
+from vime.engine.backend import engine_facts
 
 
 def decided(device_gib: float | None, **flags: Any) -> tuple[tuple[str, ...], str]:
@@ -128,7 +129,7 @@ KV = 16 * GIB
 
 
 def given_kv(share: float) -> dict[str, Any]:
-    return {"vllm_args": {"gpu_memory_utilization": share, "kv_cache_memory_bytes": KV}}
+    return {"engine_facts": engine_facts({"gpu_memory_utilization": share, "kv_cache_memory_bytes": KV})}
 
 
 def test_kv_cache_in_bytes_is_what_an_engine_takes_whatever_its_share():

@@ -11,6 +11,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from slime.cluster.placement import VISIBLE_VARIABLE, place
+from slime.config.engine import EngineFacts
 
 QUIET = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 
@@ -28,7 +29,7 @@ def engines_of_two(rollout_num_gpus: int, num_gpus_per_node: int = 8) -> SimpleN
         debug_rollout_only=True,
         tensor_model_parallel_size=1,
         nvlink_domain_size=None,
-        vllm_args={},
+        engine_facts=EngineFacts(),
     )
 
 

@@ -169,7 +169,7 @@ def test_partial_rollout_continues_in_the_next_rollout():
 
 def test_a_waiting_sample_is_not_started_after_the_abort():
     args, source = setup(
-        ["a", "b", "slow", "d"], over_sampling_batch_size=4, partial_rollout=True, vllm_server_concurrency=6
+        ["a", "b", "slow", "d"], over_sampling_batch_size=4, partial_rollout=True, server_concurrency=6
     )
     generate(args, source)
     assert prompts_of(source.buffer) == ["slow", "d"]

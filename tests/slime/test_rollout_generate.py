@@ -182,7 +182,7 @@ def test_group_names_its_random_streams_and_shares_nothing():
 
 
 def test_concurrency_is_bounded():
-    args, state = setup(vllm_server_concurrency=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
+    args, state = setup(server_concurrency=2, rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
     assert state.concurrency == 4  # 2 engines
     group = [Sample(prompt="q len=2 :", index=i) for i in range(12)]
     run(args, group, generate_and_rm_group)

@@ -20,7 +20,7 @@ from typing import Any
 from slime.data.prompts import prompt_file
 from slime.tracking import make_trackers, write_environment
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
-from vime.engine.flags import parse_config
+from vime.backends import parse_config
 
 
 def log_steps(config: Any, steps: int) -> None:

@@ -11,11 +11,12 @@ import pytest
 from architectures import ARCHITECTURES
 
 from slime.config.schema import own_flags
-from slime.memory_decision import ENGINE_SHARE
 from slime.model_shape import Shape
+from vime.backends import parse_config
 from vime.cli import main
 from vime.commands import COMMANDS
-from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings, parse_config
+from vime.engine.backend import ENGINE_SHARE
+from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings
 from vime.engine.memory import engine_memory
 from vime.engine.server import EngineServer, EngineSpec
 from vime.engine.sglang_flags import MAPPED, RENAMED
@@ -63,7 +64,7 @@ def renamed(stock: list[str]) -> list[str]:
 
 def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
     c = parse_config(stock)
-    assert c.vllm_args == {"gpu_memory_utilization": 0.7}
+    assert c.backend_args == {"gpu_memory_utilization": 0.7}
     settings = engine_settings(c)
     assert (settings["tensor_parallel_size"], settings["dtype"], settings["device"]) == (
         2,
@@ -90,15 +91,15 @@ def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
     )
     assert c.notes[-1] == "8 GPUs: runs on more than 2 of a host have not been made in this version"
     d = parse_config(renamed(stock))
-    assert len(d.notes) == 2 and d.vllm_argv == c.vllm_argv
+    assert len(d.notes) == 2 and d.backend_argv == c.backend_argv
 
 
 def test_vllm_and_router_flags_reach_their_parsers(stock):
     flags = "--vllm-enforce-eager --vllm-max-num-seqs=256 --vllm-no-enable-prefix-caching"
     router = "--router-balance_abs_threshold 10 --router-policy round_robin"
     c = parse_config([*stock, *flags.split(), "--vllm-cudagraph-capture-sizes", "1", "2", *router.split()])
-    assert c.vllm_args["enforce_eager"] is True and c.vllm_args["enable_prefix_caching"] is False
-    assert c.vllm_args["cudagraph_capture_sizes"] == [1, 2] and c.vllm_args["max_num_seqs"] == 256
+    assert c.backend_args["enforce_eager"] is True and c.backend_args["enable_prefix_caching"] is False
+    assert c.backend_args["cudagraph_capture_sizes"] == [1, 2] and c.backend_args["max_num_seqs"] == 256
     assert c.router_args == {"balance_abs_threshold": 10, "policy": "round_robin"}
     assert c.router_argv == ["--balance-abs-threshold", "10", "--policy", "round_robin"]
     assert c.namespace().vllm_max_num_seqs == 256

@@ -17,6 +17,7 @@ from process_names import command_line
 from ray.cluster_utils import Cluster
 
 from slime.cluster.placement import VISIBLE_VARIABLE, place
+from slime.config.engine import EngineFacts
 from vime.engine.nodes_server import NodesServer
 from vime.engine.pool import VllmEnginePool
 from vime.engine.ray_server import Seat, start_actors
@@ -35,7 +36,8 @@ ENGINE_OF_TWO_NODES = SimpleNamespace(
     num_gpus_per_node=2,
     tensor_model_parallel_size=1,
     nvlink_domain_size=None,
-    vllm_args={},
+    engine_facts=EngineFacts(),
+    backend_args={},
     colocate=False,
     debug_train_only=False,
     debug_rollout_only=True,

@@ -12,8 +12,9 @@ from architectures import ARCHITECTURES
 
 from slime.memory_estimate import GIB
 from vime import plan
+from vime.backends import parse_config
 from vime.cli import main, usage
-from vime.engine.flags import VLLM, engine_settings, parse_config
+from vime.engine.flags import VLLM, engine_settings
 from vime.engine.memory import engine_memory, engine_verdict
 from vime.engine.server import EngineServer, EngineSpec
 
@@ -205,14 +206,18 @@ def test_of_an_engine_flag_that_is_given_twice_the_last_one_is_left(flags, capsy
     )
     argv = [*flags, *COLOCATED, *twice.split()]
     c = parse_config(argv)
-    assert c.engine.vllm_argv == [
+    assert c.engine.backend_argv == [
         "--gpu-memory-utilization",
         "0.3",
         "--no-enforce-eager",
         "--dtype",
         "float16",
     ]
-    assert c.engine.vllm_args == {"gpu_memory_utilization": 0.3, "enforce_eager": False, "dtype": "float16"}
+    assert c.engine.backend_args == {
+        "gpu_memory_utilization": 0.3,
+        "enforce_eager": False,
+        "dtype": "float16",
+    }
     command = EngineServer(EngineSpec(**engine_settings(c), run_key="k", log_path="")).command()[3:]
     told = [line.partition("vLLM ")[2].split()[0] for line in parts(capsys, *argv)["Engine flags"]]
     names = [word for word in command if word.startswith("--")]
@@ -235,7 +240,7 @@ def test_what_collects_its_values_keeps_all_of_them(flags):
         *("--router-wasm-middleware-route", "a", "--router-wasm-middleware-route", "b"),
     ]
     c = parse_config([*flags, *COLOCATED, *given])
-    assert c.engine.vllm_argv[2:] == [
+    assert c.engine.backend_argv[2:] == [
         "--compilation-config.mode",
         "3",
         "--compilation-config.cudagraph_mode",

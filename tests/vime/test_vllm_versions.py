@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from vime.backends import parse_config
 from vime.engine import flags, vllm_versions
-from vime.engine.flags import parse_config, vllm_parser
+from vime.engine.flags import vllm_parser
 from vime.engine.plugin import BACKEND, register
 from vime.engine.server import EngineServer, EngineSpec
 from vime.engine.vllm_versions import LAST, LEAST, RUN, check, installed

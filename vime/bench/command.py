@@ -29,11 +29,11 @@ from slime.data.prompts import prompt_file
 from slime.hardware import HARDWARE
 from slime.memory_decision import TOO_SMALL
 from slime.tracking.environment import mask_command
+from vime.backends import parse_config
 from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
 from vime.bench.record import OPERATORS_FILE
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
-from vime.engine.flags import parse_config
 from vime.plan import GPU_MEMORY, asked_bytes, for_gpus, gpu_gib, memory_in_short, notes, prompts
 
 RUN_TIERS = ("module", "e2e")

@@ -24,10 +24,10 @@ from typing import Any
 from slime.config.schema import own_flags
 from slime.data.prompts import prompt_file
 from slime.tracking.environment import collect_environment, mask_command
+from vime.backends import parse_config
 from vime.bench.compare import refuse_unlike
 from vime.bench.record import BASELINE, SIDES, Record, Repeat, flags_of
 from vime.bench.settings import ARITHMETIC, Benchmark
-from vime.engine.flags import parse_config
 from vime.engine.server import pair_up
 
 SEEDS = ("seed", "rollout_seed")

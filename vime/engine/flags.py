@@ -1,30 +1,25 @@
-"""The owners of `--vllm-*` and `--router-*`: checked by the parsers of vLLM and vllm-router themselves.
+"""The owners of `--vllm-*` and `--router-*`: the parsers of vLLM and vllm-router themselves check these flags.
 
-`parse_config` is how this distribution turns argv into a Config. Importing vLLM takes seconds and happens
-only when a `--vllm-*` flag is there. Refuses what this project sets itself (address, key, model, log-probs).
+Importing vLLM takes seconds, and happens only when a `--vllm-*` flag is given. Refuses what this project sets itself
+(address, key, model, log-probs).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import json
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from slime.config import Config, FlagGroup, parse_args
+from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
-from slime.config.parser import check_flags
 from slime.config.problems import Problems
 from slime.hf_config import read_hf_config
 from slime.weight_sync.registry import CHANNELS
 from vime.engine import vllm_versions
-from vime.engine.sglang_flags import translate_sglang
-from vime.switch import from_environment
 
 _ADDRESS = "engines listen where the engine pool places them"
 _NODES = "they follow from --rollout-num-gpus-per-engine and --num-gpus-per-node"
@@ -104,8 +99,9 @@ def router_parser() -> argparse.ArgumentParser:
 class _PrefixOwner:
     """Flags with a prefix, checked by the parser of the project they are for."""
 
-    def __init__(self, prefix: str, project: str, reserved: dict[str, str]) -> None:
+    def __init__(self, prefix: str, project: str, fields: str, reserved: dict[str, str]) -> None:
         self.prefix, self.project, self.reserved = prefix, project, reserved
+        self._fields = fields
 
     def parser(self) -> argparse.ArgumentParser:
         return vllm_parser() if self.prefix == "vllm_" else router_parser()
@@ -116,7 +112,7 @@ class _PrefixOwner:
         return {o[2:].replace("-", "_"): a for a in actions for o in a.option_strings if o.startswith("--")}
 
     def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
-        """Check every flag; return `<prefix>args` (typed values) and `<prefix>argv` (the project's flags)."""
+        """Check every flag; return `*_args` (typed values) and `*_argv` (the project's flags)."""
         argv: dict[int | str, list[str]] = {}
         given: dict[str, Any] = {}
         problems = Problems()
@@ -124,8 +120,8 @@ class _PrefixOwner:
             problems.check(self._take, number, group, given, argv, origin=group.origin)
         problems.report()
         return {
-            f"{self.prefix}args": given,
-            f"{self.prefix}argv": [t for group in argv.values() for t in group],
+            f"{self._fields}_args": given,
+            f"{self._fields}_argv": [t for group in argv.values() for t in group],
         }
 
     def _take(
@@ -175,40 +171,16 @@ def _plain(value: Any) -> Any:
         return None
 
 
-VLLM = _PrefixOwner("vllm_", "vLLM", VLLM_RESERVED)
-ROUTER = _PrefixOwner("router_", "vllm-router", ROUTER_RESERVED)
+VLLM = _PrefixOwner("vllm_", "vLLM", "backend", VLLM_RESERVED)
+ROUTER = _PrefixOwner("router_", "vllm-router", "router", ROUTER_RESERVED)
 
 
-def _translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
-    groups, notes = translate_sglang(groups)
-    added, remarks = from_environment(groups, os.environ)
-    return [*groups, *added], [*notes, *remarks]
-
-
-def parse_config(argv: Sequence[str]) -> Config:
-    """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
-    rules = (
-        check_engine_size,
-        check_engine_nodes,
-        check_engine_heads,
-        check_weight_channel,
-        check_context_length,
-    )
-    config = parse_args(argv, owners=(VLLM, ROUTER), translate=_translate, rules=rules)
-    return dataclasses.replace(config, notes=(*config.notes, *_remarks(config)))
-
-
-def check_each(argv: Sequence[str]) -> None:
-    """Check each flag of a command line by itself. One ValueError with every problem."""
-    check_flags(argv, owners=(VLLM, ROUTER), translate=_translate)
-
-
-def _remarks(config: Config) -> Iterator[str]:
+def remarks(config: Config) -> Iterator[str]:
     """Notes on engines. ValueError for a vLLM that is too old."""
     version = vllm_versions.installed()
     if config.num_engines and version is not None and (remark := vllm_versions.check(version)):
         yield remark
-    if config.device == "cpu" and "gpu_memory_utilization" in config.engine.vllm_args:
+    if config.device == "cpu" and "gpu_memory_utilization" in config.engine.backend_args:
         yield (
             "--vllm-gpu-memory-utilization has no effect on CPU engines: their KV cache is as large as "
             "--vllm-kv-cache-memory-bytes says"
@@ -227,7 +199,7 @@ def _remarks(config: Config) -> Iterator[str]:
 
 
 def _given_parallel(config: Config, name: str) -> int | None:
-    return config.engine.vllm_args.get(name)
+    return config.engine.backend_args.get(name)
 
 
 def engine_tensor_parallel(config: Config) -> int:
@@ -259,7 +231,7 @@ def check_engine_nodes(config: Config) -> None:
     if not config.num_engines or config.nodes_per_engine == 1:
         return
     spread = f"an engine of {config.nodes_per_engine} nodes (--num-gpus-per-node {config.num_gpus_per_node})"
-    if (backend := config.engine.vllm_args.get("distributed_executor_backend", "mp")) != "mp":
+    if (backend := config.engine.backend_args.get("distributed_executor_backend", "mp")) != "mp":
         raise ValueError(
             f"--vllm-distributed-executor-backend must be mp with {spread}, got {backend}; leave the flag out"
         )
@@ -317,7 +289,7 @@ def check_weight_channel(config: Config) -> None:
 def check_context_length(config: Config) -> None:
     """--vllm-max-model-len, when given as a number, must hold the longest sequence of a rollout."""
     longest = config.rollout_max_context_len or config.rollout_max_response_len
-    room = config.engine.vllm_args.get("max_model_len")
+    room = config.engine.backend_args.get("max_model_len")
     if isinstance(room, int) and room > 0 and longest is not None and room < longest:
         raise ValueError(
             f"--vllm-max-model-len must hold the longest rollout, got {room} for {longest} tokens; "
@@ -337,7 +309,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "dtype": config.params_dtype,
         "tensor_parallel_size": engine_tensor_parallel(config),
         "trust_remote_code": config.trust_remote_code,
-        "vllm_argv": tuple(config.engine.vllm_argv),
+        "vllm_argv": tuple(config.engine.backend_argv),
         "start_timeout_s": config.engine_start_timeout_s,
         "sleeps": gives_memory(config),
         "nodes": config.nodes_per_engine,
@@ -354,8 +326,8 @@ def engine_dtype(config: Config) -> str:
     """What engines compute in, for whoever compares their log-probs: the model's dtype as torch names it, with
     "+quantization" where --vllm-quantization asks for one. "auto" is left as it is: only the engine knows.
     """
-    given = config.engine.vllm_args.get("dtype") or config.params_dtype
-    quantization = config.engine.vllm_args.get("quantization")
+    given = config.engine.backend_args.get("dtype") or config.params_dtype
+    quantization = config.engine.backend_args.get("quantization")
     return _DTYPE_ALIASES.get(given, given) + (f"+{quantization}" if quantization else "")
 
 

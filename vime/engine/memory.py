@@ -12,8 +12,6 @@ from slime.memory_decision import (
     BESIDES_GENERATING,
     BESIDES_TRAINER,
     TOO_SMALL,
-    engine_kv_bytes,
-    engine_share,
     engine_weights,
     gpu,
 )
@@ -41,21 +39,21 @@ def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
     shape = Shape.of(hf)
     weights, token = engine_weights(c, shape).bytes, _token(c, shape).bytes
     more_gpus = f"--rollout-num-gpus-per-engine (now {c.rollout_num_gpus_per_engine})"
-    if given := engine_kv_bytes(c):
+    if given := c.engine.engine_facts.cache_bytes:
         besides = BESIDES_GENERATING - BESIDES_TRAINER
         room, short = float(given), weights + given + besides - device_bytes
         made_of = f"{amount(weights)} of weights, {amount(given)} of KV cache, {amount(besides)} besides"
         bound = f"--vllm-kv-cache-memory-bytes (now {given})"
         change = f"lower {bound} or raise {more_gpus}"
     else:
-        share = engine_share(c)
+        share = c.engine.engine_facts.memory_share
         room, short = share * device_bytes - weights, weights - share * device_bytes
         made_of = f"{amount(weights)} of weights in {amount(share * device_bytes)}, {share:g} of it"
         bound = f"--vllm-gpu-memory-utilization (now {share:g})"
         change = f"raise {bound} or {more_gpus}"
     if short > 0:
         return f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(short)} too much; {change}"
-    sequence = c.engine.vllm_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
+    sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
     if token * sequence > room:
         return (
             f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(room)} for the KV cache, but one sequence of "
@@ -80,7 +78,7 @@ def _at_a_time(c: Config, room: float, token: float) -> str:
 def _requests(c: Config) -> int:
     """Requests that one engine may run at once."""
     share = -(-c.over_sampling_batch_size * c.n_samples_per_prompt // max(c.num_engines, 1))
-    return min(c.vllm_server_concurrency, share)
+    return min(c.engine.server_concurrency, share)
 
 
 def _length(c: Config) -> int | None:
@@ -90,8 +88,8 @@ def _length(c: Config) -> int | None:
 
 def _token(c: Config, shape: Shape) -> Item:
     """Keys and values of one token, which tensor-parallel ranks and pipeline stages share."""
-    size = BYTES.get(c.engine.vllm_args.get("dtype", c.params_dtype), 2)
-    tp, stages = engine_tensor_parallel(c), c.engine.vllm_args.get("pipeline_parallel_size") or 1
+    size = BYTES.get(c.engine.engine_facts.dtype or c.params_dtype, 2)
+    tp, stages = engine_tensor_parallel(c), c.engine.engine_facts.pipeline_parallel_size
     split = f"TP {tp}" + (f" / PP {stages}" if stages > 1 else "")
     how = f"2 x {shape.layers} layers x {shape.kv} x {size} B / {split}"
     return Item("KV cache per token", 2 * shape.layers * shape.kv * size / tp / stages, how)

@@ -36,8 +36,8 @@ class VllmEnginePool:
     weights, with keys and values computed again. `gives_memory`: `sleep` frees the device's memory (vLLM's level 2,
     which needs --enable-sleep-mode). Weights, keys and values are dropped; after `wake` the engine waits for an update;
     no server starts while the others sleep. Otherwise `sleep` only pauses, which is all that vLLM can do on CPU.
-    `source` is the trainer. `max_restarts` bounds the restarts of one engine between two weight updates; 0 turns
-    restarts off.
+    `source` is the trainer. `dtype`: what engines compute in, for those who compare their log-probs. `max_restarts`
+    bounds the restarts of one engine between two weight updates; 0 turns restarts off.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class VllmEnginePool:
         router: RouterSpec,
         *,
         spawn: Spawn = EngineServer,
+        dtype: str = "",
         pause_mode: PauseMode = "keep",
         gives_memory: bool = False,
         source: WeightSource | None = None,
@@ -58,7 +59,7 @@ class VllmEnginePool:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
         self._members = [Member(spec, place, pause_mode) for place, spec in enumerate(specs)]
         self._router = Router(router)
-        self._spawn = spawn
+        self._spawn, self._dtype = spawn, dtype
         self._max_restarts = max_restarts
         self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
         self._first_wait_s = health_check_first_wait_s
@@ -77,6 +78,17 @@ class VllmEnginePool:
     def engine_urls(self) -> list[str]:
         """The engines that serve at the moment."""
         return [member.control.url for member in self._members if member.serving]
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What hooks find in their `args`: the address of the router, and the dtype that engines compute in."""
+        spec = self._router.spec
+        return {
+            "vllm_router_ip": spec.host,
+            "vllm_router_port": spec.port,
+            "vllm_router_headers": {"Authorization": f"Bearer {spec.run_key}"},
+            "rollout_engine_dtype": self._dtype,
+        }
 
     def client(self) -> VllmEngineClient:
         """A RolloutEngine that talks to the router; picklable."""

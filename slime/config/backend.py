@@ -1,0 +1,77 @@
+"""What the command line needs of a rollout backend: its flags, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from slime.config.config_file import FlagGroup
+from slime.config.fields import FlagSpec
+from slime.config.unsupported import Unsupported
+from slime.config.validate import Rule
+
+
+class FlagOwner(Protocol):
+    """A parser of another project that owns all flags with a prefix."""
+
+    prefix: str
+
+    def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
+        """Check the flags; return the fields of the engine section that they fill. ValueError for a bad one."""
+        ...
+
+
+class BackendFlags(Protocol):
+    """The flags of one rollout backend.
+
+    `specs`: flags of its own, by name. `owners`: parsers of the engine and the router, by prefix. `unsupported`,
+    `no_effect`: see slime.config.unsupported. `foreign`: prefix of another engine's flags, which `translate` rewrites.
+    `rules` hold for a resolved configuration.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def specs(self) -> Mapping[str, FlagSpec]: ...
+
+    @property
+    def owners(self) -> Sequence[FlagOwner]: ...
+
+    @property
+    def unsupported(self) -> Mapping[str, Unsupported]: ...
+
+    @property
+    def no_effect(self) -> Mapping[str, FlagSpec]: ...
+
+    @property
+    def foreign(self) -> str: ...
+
+    @property
+    def rules(self) -> Sequence[Rule]: ...
+
+    def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
+        """Groups with the other engine's spellings rewritten, and remarks for the user."""
+        ...
+
+    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """All fields of the engine section, of its own flags' values and the fields that its owners filled."""
+        ...
+
+
+class NoBackend:
+    """A configuration that starts no engine: no flag belongs to a backend."""
+
+    name = "none"
+    specs: Mapping[str, FlagSpec] = {}
+    owners: Sequence[FlagOwner] = ()
+    unsupported: Mapping[str, Unsupported] = {}
+    no_effect: Mapping[str, FlagSpec] = {}
+    foreign = "\0"
+    rules: Sequence[Rule] = ()
+
+    def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
+        return groups, []
+
+    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,216 @@
+"""vLLM behind vllm-router, as one object: its flags, what slime must know about its engines, and their start.
+
+Light to import: vLLM, Ray and torch are loaded by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.config import Config, FlagGroup
+from slime.config.engine import EngineFacts
+from slime.config.fields import FlagSpec
+from slime.config.listing import Row
+from slime.config.unsupported import EXTERNAL, Unsupported
+from slime.protocols import WeightSource
+from vime.engine import flags
+from vime.engine.process import free_port
+from vime.engine.router import RouterSpec
+from vime.engine.server import EngineServer, EngineSpec, option, pair_up
+from vime.engine.sglang_flags import PREFIX, targets, translate_sglang
+
+if TYPE_CHECKING:
+    from slime.cluster.placement import Placement
+    from vime.engine.pool import VllmEnginePool
+    from vime.engine.ray_server import Seat
+
+ENGINE_SHARE = 0.92
+"""vLLM's own --gpu-memory-utilization."""
+CONCURRENCY = FlagSpec("vllm_server_concurrency", int, 512, "maximum number of requests in flight per engine")
+_DEADLINE = "one request may take --rollout-deadline-s"
+UNSUPPORTED = {
+    "vllm_router_ip": Unsupported(None, EXTERNAL),
+    "vllm_router_port": Unsupported(None, EXTERNAL + "; the router takes a free port"),
+    "slime_router_middleware_paths": Unsupported(
+        None, "vllm-router runs no middleware; write a --custom-generate-function-path"
+    ),
+    "slime_router_health_check_failure_threshold": Unsupported(3, "use --router-health-failure-threshold"),
+}
+NO_EFFECT = {
+    "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, _DEADLINE),
+    "slime_router_timeout": FlagSpec("slime_router_timeout", str, None, _DEADLINE),
+    "slime_router_max_connections": FlagSpec(
+        "slime_router_max_connections",
+        str,
+        None,
+        "requests in flight are bounded by --vllm-server-concurrency",
+    ),
+    "use_slime_router": FlagSpec(
+        "use_slime_router",
+        bool,
+        False,
+        "vllm-router is always used; tokens, log-probs and routed experts pass through it",
+    ),
+}
+FLAG_OF = {
+    "memory_share": "--vllm-gpu-memory-utilization",
+    "cache_bytes": "--vllm-kv-cache-memory-bytes",
+    "data_parallel_size": "--vllm-data-parallel-size",
+    "pipeline_parallel_size": "--vllm-pipeline-parallel-size",
+}
+
+
+def engine_facts(args: dict[str, Any]) -> EngineFacts:
+    """What slime must know about engines with these arguments, which have vLLM's names."""
+    return EngineFacts(
+        project="vLLM",
+        memory_share=args.get("gpu_memory_utilization", ENGINE_SHARE),
+        cache_bytes=args.get("kv_cache_memory_bytes"),
+        dtype=args.get("dtype"),
+        data_parallel_size=args.get("data_parallel_size") or 1,
+        pipeline_parallel_size=args.get("pipeline_parallel_size") or 1,
+        flag_of=FLAG_OF,
+    )
+
+
+def check_concurrency(config: Config) -> None:
+    """--vllm-server-concurrency is a number of requests."""
+    if config.engine.server_concurrency <= 0:
+        raise ValueError(f"--vllm-server-concurrency must be above 0, got {config.engine.server_concurrency}")
+
+
+class VllmBackend:
+    """A `slime.protocols.RolloutBackend`."""
+
+    name = "vllm"
+    specs = {CONCURRENCY.name: CONCURRENCY}
+    owners = (flags.VLLM, flags.ROUTER)
+    unsupported = UNSUPPORTED
+    no_effect = NO_EFFECT
+    foreign = PREFIX
+    rules = (
+        check_concurrency,
+        flags.check_engine_size,
+        flags.check_engine_nodes,
+        flags.check_engine_heads,
+        flags.check_weight_channel,
+        flags.check_context_length,
+    )
+
+    def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
+        """SGLang's flags become vLLM's."""
+        return translate_sglang(groups)
+
+    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """The engine section. Hooks find vLLM's arguments in their `args` as vllm_NAME."""
+        args = given.get("backend_args", {})
+        concurrency = own.get(CONCURRENCY.name, CONCURRENCY.default)
+        hooks = {name: entry.default for name, entry in UNSUPPORTED.items()}
+        hooks |= {name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None}
+        hooks |= {
+            CONCURRENCY.name: concurrency,
+            "vllm_args": args,
+            "vllm_argv": given.get("backend_argv", []),
+        }
+        hooks |= {f"vllm_{name}": value for name, value in args.items()}
+        return {
+            **given,
+            "server_concurrency": concurrency,
+            "engine_facts": engine_facts(args),
+            "hook_args": hooks,
+        }
+
+    def remarks(self, config: Config) -> Iterator[str]:
+        """Notes on engines. ValueError for a vLLM that is too old."""
+        return flags.remarks(config)
+
+    def rows(self) -> Iterator[Row]:
+        """Every flag of vLLM and vllm-router (imports both), and the flags of SGLang that are translated."""
+        yield from flags.list_flags()
+        for name, target in targets().items():
+            yield {
+                "flag": "--sglang-" + name.replace("_", "-"),
+                "owner": "translated",
+                "default": None,
+                "help": f"becomes {target}",
+                "choices": None,
+                "translated_to": target,
+            }
+
+    def command_lines(self, config: Config) -> Iterator[str]:
+        """The server's own command-line option for each engine and router flag."""
+        for tokens in pair_up(config.engine.backend_argv):
+            yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
+        spec = EngineSpec(**flags.engine_settings(config), run_key="", log_path="")
+        server = EngineServer(spec).command()[3:]  # after "python -m module"
+        for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
+            if option(tokens) not in ("host", "port"):  # the address is known when the server starts
+                yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"
+        for tokens in pair_up(config.engine.router_argv):
+            yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
+
+    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> VllmEnginePool:
+        """The engines and their router, not started yet."""
+        import ray
+
+        from slime.cluster import placement
+        from vime.engine.pool import VllmEnginePool
+        from vime.engine.ray_server import start_actors
+
+        run_key = secrets.token_hex(32)
+        logs = Path(config.run_dir).resolve() / "logs"
+        # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
+        joined = bool(os.environ.get("RAY_ADDRESS"))
+        host = ray.util.get_node_ip_address() if joined else "127.0.0.1"
+        threads = placement.cpu_threads(config)[1] if config.device == "cpu" else None
+        settings = {
+            **flags.engine_settings(config),
+            "run_key": run_key,
+            "host": host,
+            "cpu_threads": threads,
+            "numa_binding": config.numa_binding,
+            # An engine on a trainer's GPU measures what memory is left.
+            "waits": source is not None and config.colocate and config.device == "cuda",
+        }
+        specs = [
+            EngineSpec(**settings, index=i, log_path=str(logs / f"engine-{i}.log"))
+            for i in range(len(placed.engine_bundles))
+        ]
+        seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles]
+        return VllmEnginePool(
+            specs,
+            RouterSpec(
+                run_key=run_key,
+                log_path=str(logs / "router.log"),
+                host=host,
+                port=free_port(host),
+                argv=tuple(config.engine.router_argv),
+                request_timeout_s=config.rollout_deadline_s,
+            ),
+            spawn=lambda spec: start_actors(spec, seats[spec.index]),
+            dtype=flags.engine_dtype(config),
+            gives_memory=flags.gives_memory(config),
+            source=source,
+            health_check_interval_s=config.rollout_health_check_interval,
+            health_check_timeout_s=config.rollout_health_check_timeout,
+            health_check_first_wait_s=config.rollout_health_check_first_wait,
+        )
+
+
+def _seats(placed: Placement, bundles: Sequence[int], joined: bool) -> list[Seat]:
+    """Where the server processes of the engine on `bundles` run, one per node."""
+    from vime.engine.ray_server import Seat
+
+    return [
+        Seat(
+            placed.nodes[part[0]].address if joined else "127.0.0.1",
+            placed.visible(part),
+            placed.buses(part),
+            placed.options(part[0]),
+        )
+        for part in placed.by_node(bundles)
+    ]
