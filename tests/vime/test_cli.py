@@ -12,7 +12,7 @@ from architectures import ARCHITECTURES
 
 from slime.config.schema import own_flags
 from slime.model_shape import Shape
-from vime.backends import parse_config
+from vime.backends import BACKENDS, parse_config
 from vime.cli import main
 from vime.commands import COMMANDS
 from vime.engine.backend import ENGINE_SHARE
@@ -177,7 +177,8 @@ def test_reserved_and_translated_names_exist_in_the_pinned_engines():
     vllm, router = VLLM.options(), ROUTER.options()
     assert set(VLLM_RESERVED) - {"model_tag"} <= {a.dest for a in vllm.values()}
     assert set(ROUTER_RESERVED) <= {a.dest for a in router.values()}
-    ours = {*own_flags(), "vllm_router_ip", "vllm_router_port", "vllm_router_request_timeout_secs"}
+    vllm_own = BACKENDS["vllm"]
+    ours = {*own_flags(), *vllm_own.specs, *vllm_own.unsupported, *vllm_own.no_effect}
     for target in [*RENAMED.values(), *(target for target, _ in MAPPED.values())]:
         if target not in ours:
             owner, options = ("vllm_", vllm) if target.startswith("vllm_") else ("router_", router)
