@@ -182,7 +182,7 @@ class Contest:
         )
         self.manager.load(0)
         tokenizer = load_tokenizer(args.model)
-        with open(config.prompt_data) as lines:
+        with open(config.data.prompt_data) as lines:
             texts = [json.loads(line)["prompt"] for line in lines]
         self.prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         self.contenders: dict[str, Callable[[int], tuple[int, float]]] = {
@@ -307,7 +307,7 @@ def report(args: argparse.Namespace, flags: list[str], argv: Sequence[str] | Non
         wait_for(args.after)
         turns = contest.run()
     command = ["benchmarks/rollout_speed.py", *(sys.argv[1:] if argv is None else argv)]
-    machine = describe(torch.device(config.device), command, args.commit)
+    machine = describe(torch.device(config.cluster.device), command, args.commit)
     found = {
         "machine": {**machine, "vllm": vllm_versions.installed()},
         **summary(args, turns),

@@ -92,7 +92,7 @@ def measure(arguments: argparse.Namespace, given: list[str]) -> dict[str, Any]:
     """Train `--steps` steps; medians over all but the first COMPILING."""
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(arguments, given, folder)
-        hf_config = read_hf_config(config.hf_checkpoint)
+        hf_config = read_hf_config(config.rollout.hf_checkpoint)
         trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{folder}/store")
         rows = []
         for step in range(arguments.steps):

@@ -41,7 +41,7 @@ class Planned:
 
     @property
     def memory_gib(self) -> float:
-        return HARDWARE[self.config.gpu].memory_gib
+        return HARDWARE[self.config.cluster.gpu].memory_gib
 
     @property
     def peak_share(self) -> float:
@@ -79,16 +79,16 @@ def plan(file: Path, folder: Path) -> Planned:
     """The estimates of one configuration. `vime plan` and a run decide from the same estimates."""
     model = write_model(file.parent.name, folder)
     c = parse_config(flags(file, model))
-    hf, size = read_hf_config(str(model)), HARDWARE[c.gpu].memory_gib * GIB
+    hf, size = read_hf_config(str(model)), HARDWARE[c.cluster.gpu].memory_gib * GIB
     e, decision = estimate(c, hf), None
     decision = decide_residence(c, e, size)
-    if c.colocate:
+    if c.cluster.colocate:
         generating = max(moment.bytes for moment in beside_engine(c, e, decision.leaving, size))
     else:
         weights, _token, *cache = engine_memory(c, Shape.of(hf))
         share = c.engine.backend_args["gpu_memory_utilization"] * size
         generating = min(share, weights.bytes + sum(item.bytes for item in cache) + BESIDES_GENERATING)
-    gpus = c.world_size + (0 if c.colocate else c.rollout_num_gpus)
+    gpus = c.world_size + (0 if c.cluster.colocate else c.cluster.rollout_num_gpus)
     verdicts = (*(line for line in decision.lines if "fit" in line), engine_verdict(c, hf, size))
     return Planned(file, c, gpus, training(c, e).bytes / GIB, generating / GIB, verdicts)
 
@@ -101,10 +101,13 @@ def table(plans: Sequence[Planned]) -> Iterator[str]:
     for p in plans:
         c = p.config
         name = f"{p.file.parent.name}/{p.file.name}"
-        shape = f"{c.tensor_model_parallel_size} x {c.pipeline_model_parallel_size} x {c.data_parallel_size}"
-        experts = c.expert_model_parallel_size if c.expert_model_parallel_size > 1 else "-"
+        m = c.megatron
+        sizes = (m.tensor_model_parallel_size, m.pipeline_model_parallel_size, c.data_parallel_size)
+        shape = " x ".join(map(str, sizes))
+        experts = c.megatron.expert_model_parallel_size if c.megatron.expert_model_parallel_size > 1 else "-"
         yield (
-            f"| [{name}]({name}) | {p.gpus} {c.gpu.upper()} | {shape}, {experts} | {c.rollout_num_gpus_per_engine} "
+            f"| [{name}]({name}) | {p.gpus} {c.cluster.gpu.upper()} | {shape}, {experts} | "
+            f"{c.cluster.rollout_num_gpus_per_engine} "
             f"| {p.training_gib:.0f} | {p.generating_gib:.0f} | {p.peak_share:.0%} |"
         )
 

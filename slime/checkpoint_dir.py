@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 LATEST = "latest_checkpointed_iteration.txt"
 COMPLETE = "metadata.json"  # Megatron writes it last
@@ -66,10 +69,10 @@ def is_hf_directory(directory: str | Path) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
-def start_directory(config: Any) -> str:
+def start_directory(config: Config) -> str:
     """The directory of the first weights of a new run: --load if it is an HF directory, else --ref-load, else
     --hf-checkpoint. If --load is also --save, it is empty at the first start.
     """
-    if config.load and is_hf_directory(config.load):
-        return config.load
-    return config.ref_load or config.hf_checkpoint
+    if config.checkpoint.load and is_hf_directory(config.checkpoint.load):
+        return config.checkpoint.load
+    return config.checkpoint.ref_load or config.rollout.hf_checkpoint

@@ -34,7 +34,7 @@ def run(
     start, timers = trainer.start_rollout_id, report.timers
     engines.publish(start)
     loop.evaluate_at_start(start)
-    for rollout_id in range(start, config.num_rollout):
+    for rollout_id in range(start, config.data.num_rollout):
         with timers.measure("step"):
             loop.generate_ahead(rollout_id)
             batch = loop.batch(rollout_id)
@@ -47,7 +47,7 @@ def run(
 
 def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter) -> None:
     """--debug-rollout-only: rollouts and their metrics, no training."""
-    for rollout_id in range(config.start_rollout_id or 0, config.num_rollout):
+    for rollout_id in range(config.data.start_rollout_id or 0, config.data.num_rollout):
         batch = wait(rollout.generate(rollout_id), engines.check_health)
         report.rollout(rollout_id, batch.metrics)
 
@@ -66,8 +66,8 @@ class _Loop:
     def generate_ahead(self, rollout_id: int) -> None:
         """Start the rollouts that may use the present weights, up to max_staleness rollouts ahead."""
         # Between two weight updates the weights get older: generation may run ahead by that much less.
-        lead = self.config.max_staleness + 1 - self.config.update_weights_interval
-        last = min(rollout_id + lead, self.config.num_rollout - 1)
+        lead = self.config.rollout.max_staleness + 1 - self.config.weight_update.update_weights_interval
+        last = min(rollout_id + lead, self.config.data.num_rollout - 1)
         self.ahead.extend(self.rollout.generate(i) for i in range(rollout_id + len(self.ahead), last + 1))
 
     def batch(self, rollout_id: int) -> RolloutBatch:
@@ -79,20 +79,20 @@ class _Loop:
     def train(self, rollout_id: int, batch: RolloutBatch) -> TrainResult:
         """Train on the batch. Colocated engines sleep meanwhile."""
         timers = self.report.timers
-        if self.config.colocate:
+        if self.config.cluster.colocate:
             with timers.measure("sleep"):
                 self.engines.sleep()
         bar = self.report.bar(f"train {rollout_id}", "micro-batch", self.trainer.progress)
         with timers.measure("train"), bar as tick:
             trained = self._wait(self.trainer.train(rollout_id, batch.rank_data), tick)
-        if self.config.colocate:
+        if self.config.cluster.colocate:
             with timers.measure("wake_up"):
                 self.engines.wake()
         return trained
 
     def update_weights(self, rollout_id: int) -> None:
         """Publish the weights every --update-weights-interval rollouts."""
-        if due(self.config.update_weights_interval, rollout_id + 1):
+        if due(self.config.weight_update.update_weights_interval, rollout_id + 1):
             with self.report.timers.measure("update_weights"):
                 self.engines.publish(rollout_id + 1)
 
@@ -105,21 +105,21 @@ class _Loop:
         if not saves_after(self.config, rollout_id):
             return
         with self.report.timers.measure("save_model"):
-            if self.config.colocate:
+            if self.config.cluster.colocate:
                 self.engines.sleep()
             self._wait(self.trainer.save(rollout_id))
-            if self.config.colocate and self.engines.wake():
+            if self.config.cluster.colocate and self.engines.wake():
                 self.engines.publish(rollout_id + 1)
         self.report.saved(rollout_id)
 
     def evaluate_at_start(self, start: int) -> None:
         """Evaluate before the first rollout; --skip-eval-before-train leaves out the one of the untrained model."""
-        if start > 0 or not self.config.skip_eval_before_train:
+        if start > 0 or not self.config.evaluation.skip_eval_before_train:
             self.evaluate(start)
 
     def evaluate(self, count: int) -> None:
         """Evaluate after `count` rollouts, every --eval-interval rollouts."""
-        if due(self.config.eval_interval, count):
+        if due(self.config.evaluation.eval_interval, count):
             self.report.evaluation(count, self._wait(self.rollout.evaluate(count)))
 
     def _wait(self, future: Future[T], tick: Callable[[], None] | None = None) -> T:
@@ -133,6 +133,6 @@ def due(interval: int | None, count: int) -> bool:
 
 def saves_after(config: Config, rollout_id: int) -> bool:
     """Whether a checkpoint follows rollout `rollout_id`: every --save-interval rollouts and after the last one."""
-    if config.save is None:
+    if config.checkpoint.save is None:
         return False
-    return due(config.save_interval, rollout_id + 1) or rollout_id + 1 == config.num_rollout
+    return due(config.checkpoint.save_interval, rollout_id + 1) or rollout_id + 1 == config.data.num_rollout

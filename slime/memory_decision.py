@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from slime.config import Config
 from slime.config.cluster import PARTS
 from slime.memory_estimate import BYTES, GIB, Estimate, Item, amount, count
 from slime.model_shape import Shape
@@ -33,15 +33,15 @@ TOO_SMALL = "does not fit"
 1."""
 
 
-def engine_weights(c: Any, shape: Shape) -> Item:
+def engine_weights(c: Config, shape: Shape) -> Item:
     """The model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the parameters."""
     facts = c.engine.engine_facts
-    size = BYTES.get(facts.dtype or c.params_dtype, 2)
-    gpus = c.rollout_num_gpus_per_engine // facts.data_parallel_size
+    size = BYTES.get(facts.dtype or c.megatron.params_dtype, 2)
+    gpus = c.cluster.rollout_num_gpus_per_engine // facts.data_parallel_size
     return Item("weights", shape.params * size / gpus, f"{count(shape.params)} x {size} B / {gpus} GPUs")
 
 
-def engine_flag(c: Any) -> str:
+def engine_flag(c: Config) -> str:
     """The flag that lowers the memory of an engine, with its present value."""
     facts = c.engine.engine_facts
     if facts.cache_bytes:
@@ -89,7 +89,7 @@ class Moment:
     lower: str
 
 
-def beside_engine(c: Any, e: Estimate, leaving: Collection[str], device_bytes: float) -> Iterator[Moment]:
+def beside_engine(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float) -> Iterator[Moment]:
     """Moments while the engine uses the GPU. If the bytes of its KV cache are given, it takes these bytes and the
     weights. But it does not start if less than its share is free."""
     facts = c.engine.engine_facts
@@ -116,33 +116,33 @@ def beside_engine(c: Any, e: Estimate, leaving: Collection[str], device_bytes: f
     )
 
 
-def training(c: Any, e: Estimate) -> Moment:
+def training(c: Config, e: Estimate) -> Moment:
     """The moment of a training step, while the engine on the GPU sleeps."""
     besides, whose = BESIDES_TRAINER, "its own"
-    if c.colocate and c.num_engines:
+    if c.cluster.colocate and c.num_engines:
         besides, whose = BESIDES_TRAINER + SLEEPING_ENGINE, "a sleeping engine's and its own"
     made_of = f"{amount(e.peak)} of tensors, {whose} {amount(besides)} besides"
     return Moment("while it trains", e.peak + besides, made_of, ", ".join(lowering(c)))
 
 
-def decide_residence(c: Any, e: Estimate, device_bytes: float | None) -> MemoryDecision:
+def decide_residence(c: Config, e: Estimate, device_bytes: float | None) -> MemoryDecision:
     """Decide which parts leave. `device_bytes`: memory of the GPU. If it is None (unknown), nothing is decided.
 
     While engines generate: remaining state + buckets + the engine's memory + BESIDES_GENERATING <= memory of the GPU.
     Of the sets that fulfil this, the result moves the fewest bytes. --offload-train offloads all of
     --offload-train-parts for every size of memory, and --no-offload-train offloads none.
     """
-    if c.device != "cuda":
+    if c.cluster.device != "cuda":
         device_bytes = None
-    allowed = c.offload_train_parts or PARTS
+    allowed = c.cluster.offload_train_parts or PARTS
     leaving: tuple[str, ...] = ()
-    if not c.colocate:
+    if not c.cluster.colocate:
         why = None
-    elif c.offload_train is False or _registered(c):
-        why = "--no-offload-train" if c.offload_train is False else "--nccl-ub"
-    elif c.offload_train:
+    elif c.cluster.offload_train is False or _registered(c):
+        why = "--no-offload-train" if c.cluster.offload_train is False else "--nccl-ub"
+    elif c.cluster.offload_train:
         leaving, why = tuple(part for part in PARTS if part in allowed), "--offload-train"
-    elif c.device != "cuda" or not c.num_engines:
+    elif c.cluster.device != "cuda" or not c.num_engines:
         why = None
     elif device_bytes is None:
         return MemoryDecision((), tuple(_by_size(c, e, allowed)))
@@ -152,12 +152,12 @@ def decide_residence(c: Any, e: Estimate, device_bytes: float | None) -> MemoryD
     return MemoryDecision(leaving, (*told, *_fits(c, e, leaving, device_bytes)))
 
 
-def _registered(c: Any) -> bool:
+def _registered(c: Config) -> bool:
     """Whether buffers are registered with NCCL. Such buffers stay on the device."""
     return bool(c.megatron.overrides.get("nccl_ub"))
 
 
-def _least(c: Any, e: Estimate, allowed: Collection[str], device_bytes: float) -> tuple[str, ...]:
+def _least(c: Config, e: Estimate, allowed: Collection[str], device_bytes: float) -> tuple[str, ...]:
     """The first choice that leaves room for the engine, or the last choice if none does."""
     sets = choices(e, allowed)
     for leaving in sets:
@@ -175,12 +175,12 @@ def _leaves(e: Estimate, leaving: Collection[str], why: str) -> str:
     return f"between trainings {what} ({why})"
 
 
-def _fits(c: Any, e: Estimate, leaving: Collection[str], device_bytes: float | None) -> Iterator[str]:
+def _fits(c: Config, e: Estimate, leaving: Collection[str], device_bytes: float | None) -> Iterator[str]:
     """One line per moment, and the verdict. Nothing if the size of the GPU is not known."""
     if device_bytes is None:
         return
     moments = [training(c, e)]
-    if c.colocate and c.num_engines:
+    if c.cluster.colocate and c.num_engines:
         moments = [*beside_engine(c, e, leaving, device_bytes), *moments]
     for moment in moments:
         yield f"{moment.when} {amount(moment.bytes)} of {amount(device_bytes)}: {moment.made_of}"
@@ -192,7 +192,7 @@ def _fits(c: Any, e: Estimate, leaving: Collection[str], device_bytes: float | N
     yield f"{TOO_SMALL} {gpu(device_bytes)}: {'; '.join(short)}" if short else f"fits {gpu(device_bytes)}"
 
 
-def _by_size(c: Any, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
+def _by_size(c: Config, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
     """The decision for each size of GPU: `beside_engine` <= memory, solved for the memory."""
     free, given = 1 - c.engine.engine_facts.memory_share, c.engine.engine_facts.cache_bytes
     yield "what leaves the device while engines generate is decided when its memory is known, here it is not:"
@@ -209,24 +209,24 @@ def _by_size(c: Any, e: Estimate, allowed: Collection[str]) -> Iterator[str]:
     yield f"  and training needs {amount(training(c, e).bytes)}"
 
 
-def lowering(c: Any) -> list[str]:
+def lowering(c: Config) -> list[str]:
     """Flags that lower the peak of a training step, with their current values."""
     overrides = c.megatron.overrides
     flags = []
-    if c.use_dynamic_batch_size:
-        flags.append(f"--max-tokens-per-gpu (now {c.max_tokens_per_gpu})")
-    elif c.micro_batch_size > 1:
-        flags.append(f"--micro-batch-size (now {c.micro_batch_size})")
+    if c.data.use_dynamic_batch_size:
+        flags.append(f"--max-tokens-per-gpu (now {c.data.max_tokens_per_gpu})")
+    elif c.data.micro_batch_size > 1:
+        flags.append(f"--micro-batch-size (now {c.data.micro_batch_size})")
     if overrides.get("recompute_granularity") != "full":
         flags.append(
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 (now "
             f"{overrides.get('recompute_granularity', 'none')})"
         )
     if not loss_head(c)[0].has_logits:
-        flags.append(f"--rl-kernel-workspace-mib (now {c.rl_kernel_workspace_mib})")
+        flags.append(f"--rl-kernel-workspace-mib (now {c.kernels.rl_kernel_workspace_mib})")
     else:
-        flags.append(f"--rlk-fast auto (now {c.rlk_fast})")
-    flags.append(f"--tensor-model-parallel-size (now {c.tensor_model_parallel_size})")
-    if not c.use_distributed_optimizer and c.data_parallel_size > 1:
+        flags.append(f"--rlk-fast auto (now {c.kernels.rlk_fast})")
+    flags.append(f"--tensor-model-parallel-size (now {c.megatron.tensor_model_parallel_size})")
+    if not c.megatron.use_distributed_optimizer and c.data_parallel_size > 1:
         flags.append("--use-distributed-optimizer (now off)")
     return flags

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.algo.losses import loss_of
+from slime.config import Config
 from slime.model_shape import Params, Shape
 from slime.operators import NATIVE, loss_head
 from slime.weight_sync.registry import CHANNELS
@@ -58,16 +59,16 @@ class Estimate:
         return sum(item.bytes for item in self.kept if item.part not in leaving)
 
 
-def estimate(c: Any, hf_config: dict[str, Any]) -> Estimate:
+def estimate(c: Config, hf_config: dict[str, Any]) -> Estimate:
     """Bytes on one trainer rank, of the pipeline stage with the most parameters."""
     shape = Shape.of(hf_config)
     return Estimate(shape, tuple(kept_memory(c, shape)), tuple(work_memory(c, shape)))
 
 
-def kept_memory(c: Any, shape: Shape) -> Iterator[Item]:
+def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
     """The state. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
-    size, grad = BYTES[c.params_dtype], _grad_bytes(c)
-    main = 0 if c.params_dtype == "float32" else 4
+    size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
+    main = 0 if c.megatron.params_dtype == "float32" else 4
     kinds = list(rank_params(c, shape))
     for kind, params, share, ranks, _ in kinds:
         yield Item(f"{kind}weights", params * size, f"{share} x {size} B{ranks}", "parameters")
@@ -79,19 +80,19 @@ def kept_memory(c: Any, shape: Shape) -> Iterator[Item]:
     if c.needs_reference:
         for kind, params, share, ranks, _ in kinds:
             yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
-    if CHANNELS[c.update_weight_transport].buckets and c.num_engines:
+    if CHANNELS[c.weight_update.update_weight_transport].buckets and c.num_engines:
         largest = shape.vocab * shape.hidden * size
-        bucket = max(c.update_weight_buffer_size, largest)
+        bucket = max(c.weight_update.update_weight_buffer_size, largest)
         how = "2, each --update-weight-buffer-size or the embedding"
         yield Item("update buckets", 2 * bucket, how)
 
 
-def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
+def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
     """Memory in addition to the state, at each moment of a step that may be the peak."""
-    size, tp = BYTES[c.params_dtype], c.tensor_model_parallel_size
+    size, tp = BYTES[c.megatron.params_dtype], c.megatron.tensor_model_parallel_size
     if (tokens := micro_batch_tokens(c)) is not None:
         kept, one = activation_memory(c, shape, tokens)
-        split = tp if c.sequence_parallel else 1
+        split = tp if c.megatron.sequence_parallel else 1
         # Backward of the MLP: the gradients of its two halves, of the layer, and of one weight before it is added.
         flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
         evenly = ""
@@ -112,78 +113,88 @@ def work_memory(c: Any, shape: Shape) -> Iterator[Item]:
         yield Item("optimizer step", step, f"{how}, gradients in fp32")
 
 
-def _grad_bytes(c: Any) -> int:
-    return 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else BYTES[c.params_dtype]
+def _grad_bytes(c: Config) -> int:
+    return 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else BYTES[c.megatron.params_dtype]
 
 
-def expert_tensor_parallel(c: Any) -> int:
+def expert_tensor_parallel(c: Config) -> int:
     """Number of ranks that split one expert."""
-    return c.expert_tensor_parallel_size or c.tensor_model_parallel_size
+    return c.megatron.expert_tensor_parallel_size or c.megatron.tensor_model_parallel_size
 
 
-def expert_copies(c: Any, shape: Shape) -> float:
+def expert_copies(c: Config, shape: Shape) -> float:
     """Number of (token, expert) pairs that a rank computes per token of its micro-batch, if the tokens spread evenly.
     If experts are not split, a rank sends its own part of the tokens to experts, as sequence parallelism split them.
     """
-    return shape.topk * expert_tensor_parallel(c) / c.tensor_model_parallel_size
+    return shape.topk * expert_tensor_parallel(c) / c.megatron.tensor_model_parallel_size
 
 
-def expert_flight(c: Any, shape: Shape, tokens: int) -> float:
+def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
     """Elements at the peak of the backward of a layer's experts. The peak is either the gradients of the tokens'
     copies (their weighted halves are in float32), or fewer of these gradients and the stacked weights of the first
     product or their gradient."""
     copies, etp = expert_copies(c, shape), expert_tensor_parallel(c)
-    width, split = shape.expert_ffn / etp, c.tensor_model_parallel_size if c.sequence_parallel else 1
+    width, split = (
+        shape.expert_ffn / etp,
+        c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
+    )
     weighted = copies * (4 * width + 2 * shape.hidden)
     product = copies * (2 * width + shape.hidden)
-    stack = shape.experts / c.expert_model_parallel_size * 2 * width * shape.hidden
+    stack = shape.experts / c.megatron.expert_model_parallel_size * 2 * width * shape.hidden
     return tokens * 2 * shape.hidden / split + max(tokens * weighted, tokens * product + stack)
 
 
-def rank_params(c: Any, shape: Shape) -> Iterator[tuple[str, float, str, str, int]]:
+def rank_params(c: Config, shape: Shape) -> Iterator[tuple[str, float, str, str, int]]:
     """For the stage with the most parameters on a rank, first for all but experts, then for experts: (prefix of the
     items' names, parameters on a rank, all parameters, how they are split, ranks that share their optimizer state)."""
     params, stage = stage_params(c, shape)
-    tp, ep, etp = c.tensor_model_parallel_size, c.expert_model_parallel_size, expert_tensor_parallel(c)
-    replicas = c.data_parallel_size * c.context_parallel_size
+    tp, ep, etp = (
+        c.megatron.tensor_model_parallel_size,
+        c.megatron.expert_model_parallel_size,
+        expert_tensor_parallel(c),
+    )
+    replicas = c.data_parallel_size * c.megatron.context_parallel_size
     whole = f" / TP {tp} (+ {count(params.whole)} of routers)" if params.whole else f" / TP {tp}"
-    shards = replicas if c.use_distributed_optimizer else 1
+    shards = replicas if c.megatron.use_distributed_optimizer else 1
     yield "", params.split / tp + params.whole, f"{count(params.split)}{stage}", whole, shards
     if params.experts:
-        shards = replicas * tp // (ep * etp) if c.use_distributed_optimizer else 1
+        shards = replicas * tp // (ep * etp) if c.megatron.use_distributed_optimizer else 1
         ranks = f" / EP {ep} / ETP {etp}"
         yield "expert ", params.experts / (ep * etp), f"{count(params.experts)}{stage}", ranks, shards
 
 
-def stage_layers(c: Any, shape: Shape) -> list[tuple[bool, ...]]:
+def stage_layers(c: Config, shape: Shape) -> list[tuple[bool, ...]]:
     """For each pipeline stage, whether each of its layers is sparse."""
     counts = c.megatron.layers_of_stages(shape.layers)
     ends = itertools.accumulate(counts)
     return [shape.sparse[end - n : end] for n, end in zip(counts, ends, strict=True)]
 
 
-def stage_params(c: Any, shape: Shape) -> tuple[Params, str]:
+def stage_params(c: Config, shape: Shape) -> tuple[Params, str]:
     """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage."""
     stages = stage_layers(c, shape)
     if len(stages) == 1:
         return shape.params_of(shape.sparse, 1 if shape.tied else 2), ""
-    tp, experts = c.tensor_model_parallel_size, c.expert_model_parallel_size * expert_tensor_parallel(c)
+    tp, experts = (
+        c.megatron.tensor_model_parallel_size,
+        c.megatron.expert_model_parallel_size * expert_tensor_parallel(c),
+    )
     sizes = [shape.params_of(layers, int(i in (0, len(stages) - 1))) for i, layers in enumerate(stages)]
     on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]
     largest = max(range(len(stages)), key=on_rank.__getitem__)
     return sizes[largest], f" of stage {largest}"
 
 
-def micro_batch_tokens(c: Any) -> int | None:
+def micro_batch_tokens(c: Config) -> int | None:
     """The most tokens of one micro-batch on one rank, or None if no length has a limit."""
-    if c.use_dynamic_batch_size:
-        return c.max_tokens_per_gpu
-    ends = (c.rollout_max_prompt_len, c.rollout_max_response_len)
-    longest = c.rollout_max_context_len or (None if None in ends else sum(ends))
-    return None if longest is None else longest * c.micro_batch_size // c.context_parallel_size
+    if c.data.use_dynamic_batch_size:
+        return c.data.max_tokens_per_gpu
+    ends = (c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_response_len)
+    longest = c.rollout.rollout_max_context_len or (None if None in ends else sum(ends))
+    return None if longest is None else longest * c.data.micro_batch_size // c.megatron.context_parallel_size
 
 
-def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
+def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float]:
     """Activations that the forward keeps for the backward, and bytes of the one layer that full recomputation
     rebuilds.
 
@@ -199,31 +210,38 @@ def activation_memory(c: Any, shape: Shape, tokens: int) -> tuple[Item, float]:
     P micro-batches of its layers. Each of C context-parallel ranks keeps the keys and values that its two runs of a
     sequence see: on average, all of the sequence and half a rank's share more.
     """
-    size, split = BYTES[c.params_dtype], c.tensor_model_parallel_size if c.sequence_parallel else 1
+    size, split = (
+        BYTES[c.megatron.params_dtype],
+        c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
+    )
     first = stage_layers(c, shape)[0]
     full = c.megatron.overrides.get("recompute_granularity") == "full"
     widths = [layer_width(c, shape, sparse) for sparse in first]
-    layers = len(first) * c.pipeline_model_parallel_size
+    layers = len(first) * c.megatron.pipeline_model_parallel_size
     width = shape.hidden / split if full else sum(widths) / len(widths)
     how = f"{count(tokens)} tokens x {size} B x {layers} layers x {width:.0f}"
     one = tokens * size * max(widths) if full else 0.0
     kept = Item("activations", tokens * size * layers * width, how)
-    if c.use_rollout_routing_replay:  # int16, of all layers on every stage (slime.data.routed_experts)
-        ids = tokens * shape.layers * shape.topk * 2 * c.pipeline_model_parallel_size
+    if (
+        c.off_policy.use_rollout_routing_replay
+    ):  # int16, of all layers on every stage (slime.data.routed_experts)
+        ids = tokens * shape.layers * shape.topk * 2 * c.megatron.pipeline_model_parallel_size
         kept = Item(
             "activations and experts' ids", kept.bytes + ids, f"{how} + {amount(ids)} of experts' ids"
         )
     return kept, one
 
 
-def layer_width(c: Any, shape: Shape, sparse: bool) -> float:
+def layer_width(c: Config, shape: Shape, sparse: bool) -> float:
     """Elements that a layer keeps per token of the micro-batch."""
-    tp, cp = c.tensor_model_parallel_size, c.context_parallel_size
-    split = tp if c.sequence_parallel else 1
+    tp, cp = c.megatron.tensor_model_parallel_size, c.megatron.context_parallel_size
+    split = tp if c.megatron.sequence_parallel else 1
     gathered = 2 * shape.kv * (cp + 0.5) if cp > 1 else 0
     full = c.megatron.overrides.get("recompute_granularity") == "full"
     keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
-    kernel = c.device == "cuda" and c.rlk_fast != "off" and "swiglu" in c.rl_kernel_ops
+    kernel = (
+        c.cluster.device == "cuda" and c.kernels.rlk_fast != "off" and "swiglu" in c.kernels.rl_kernel_ops
+    )
     attention = (4 * shape.q + 4 * shape.kv + gathered) / tp
     if sparse:
         shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
@@ -234,23 +252,23 @@ def layer_width(c: Any, shape: Shape, sparse: bool) -> float:
     return norms * shape.hidden / split + attention + mlp * shape.ffn / tp
 
 
-def head_memory(c: Any, shape: Shape, tokens: int) -> tuple[float, str]:
+def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
     """Bytes of the output layer and the loss if all tokens are responses: logits with their gradients, or the
     workspace limit of the linear operators and their rows of the hidden states, forward and backward."""
-    size, columns = BYTES[c.params_dtype], shape.vocab / c.tensor_model_parallel_size
+    size, columns = BYTES[c.megatron.params_dtype], shape.vocab / c.megatron.tensor_model_parallel_size
     head, _ = loss_head(c)
     if not head.has_logits:
         rows = 2 * tokens * shape.hidden * size
-        if c.device != "cuda":  # the references work in one block of float32
+        if c.cluster.device != "cuda":  # the references work in one block of float32
             how = f"{count(tokens)} tokens x {columns:.0f} columns x 8 B, references"
             return rows + tokens * columns * 8, how
-        workspace = c.rl_kernel_workspace_mib * 2**20
+        workspace = c.kernels.rl_kernel_workspace_mib * 2**20
         return workspace + rows, f"--rl-kernel-workspace-mib + {amount(rows)} of hidden states"
     each = native_logit_bytes(c) if head == NATIVE else 2 * size  # logits and their gradient
     return tokens * columns * each, f"{count(tokens)} tokens x {columns:.0f} columns x {each} B"
 
 
-def native_logit_bytes(c: Any) -> int:
+def native_logit_bytes(c: Config) -> int:
     """Bytes per logit of a response in plain PyTorch (slime.megatron_backend.native), at the peak.
 
     Conversion to float32: Megatron's logits and the responses' rows of them in the model's dtype, and the rows in
@@ -259,10 +277,10 @@ def native_logit_bytes(c: Any) -> int:
     its softmax and log-probs stay, and its gradient (the product of two temporaries) exists together with the cross
     entropy's: 2 x 4 + 3 x 4 + 4 B. The memory of a --custom-loss-function-path is not known.
     """
-    size = BYTES[c.params_dtype]
-    if not loss_of(c).entropy:
+    size = BYTES[c.megatron.params_dtype]
+    if not loss_of(c.algorithm).entropy:
         return 2 * size + (4 if size < 4 else 0)
-    return max(16 + (4 if c.rollout_temperature != 1 else 0), 24 if c.entropy_coef else 0)
+    return max(16 + (4 if c.rollout.rollout_temperature != 1 else 0), 24 if c.algorithm.entropy_coef else 0)
 
 
 def count(number: float) -> str:

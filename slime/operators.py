@@ -6,7 +6,7 @@ Owns the rule that picks how hidden states become log-probs, and the counts of w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import rl_kernel
 from rl_kernel.contract import contract_id
@@ -16,6 +16,9 @@ from rl_kernel.telemetry import set_timing
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
 from slime.config.kernels import OPERATORS
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
 """Deterministic reductions that go with group_advantage, on the list and off it."""
@@ -62,75 +65,77 @@ class Decision:
         return f"{self.contract:<28} {self.chosen:<10} {self.reason}".rstrip()
 
 
-def loss_head(config: Any) -> tuple[Head, str]:
+def loss_head(config: Config) -> tuple[Head, str]:
     """What the training loss takes its log-probs from, and why that is not the one-pass operator ("" if it is).
 
     A loss that looks at whole sequences cannot be computed block by block of tokens. With --rlk-fast off, and without
     any operator on the list, the head is NATIVE.
     """
-    if config.rlk_fast == "off":
+    if config.kernels.rlk_fast == "off":
         return NATIVE, "--rlk-fast off"
-    if loss_of(config).objective is None:
+    if loss_of(config.algorithm).objective is None:
         return NATIVE, "--custom-loss-function-path takes logits"
     reason = whole_sequences(config)
     for head in HEADS:
         if head.in_one_pass and reason:
             continue
-        if head.name in config.rl_kernel_ops:
+        if head.name in config.kernels.rl_kernel_ops:
             return head, reason
         reason = reason or f"{head.name} is not in --rl-kernel-ops"
     return NATIVE, "no operator for log-probs is in --rl-kernel-ops"
 
 
-def pass_head(config: Any) -> Head:
+def pass_head(config: Config) -> Head:
     """What log-probs without a gradient (old, reference) come from."""
-    if config.rlk_fast == "off":
+    if config.kernels.rlk_fast == "off":
         return NATIVE
-    listed = (head for head in HEADS if not head.in_one_pass and head.name in config.rl_kernel_ops)
+    listed = (head for head in HEADS if not head.in_one_pass and head.name in config.kernels.rl_kernel_ops)
     return next(listed, NATIVE)
 
 
-def whole_sequences(config: Any) -> str:
+def whole_sequences(config: Config) -> str:
     """Why the loss of a token needs more than that token's log-prob; "" if it does not."""
-    if not loss_of(config).surrogate:
+    if not loss_of(config.algorithm).surrogate:
         return ""
     asked = {
-        f"--advantage-estimator {config.advantage_estimator}": estimator_of(config).whole_sequences,
-        "--use-opsm": config.use_opsm,
-        "--custom-tis-function-path": config.custom_tis_function_path,
-        "--custom-pg-loss-reducer-function-path": config.custom_pg_loss_reducer_function_path,
+        f"--advantage-estimator {config.algorithm.advantage_estimator}": estimator_of(
+            config.algorithm
+        ).whole_sequences,
+        "--use-opsm": config.off_policy.use_opsm,
+        "--custom-tis-function-path": config.off_policy.custom_tis_function_path,
+        "--custom-pg-loss-reducer-function-path": config.algorithm.custom_pg_loss_reducer_function_path,
     }
     return next((f"{flag} looks at whole sequences" for flag, on in asked.items() if on), "")
 
 
-def needs_old_log_probs(config: Any) -> bool:
+def needs_old_log_probs(config: Config) -> bool:
     """Whether the log-probs before the first step are computed in a pass of their own.
 
     With one step a rollout the policy still is the old one when it is trained: its own detached log-probs serve. What
     needs them before that step (a KL penalty in the reward, hooks, sequence ratios) asks for the extra pass.
     """
-    loss = loss_of(config)
-    if not loss.rewarded or config.use_rollout_logprobs:
+    loss = loss_of(config.algorithm)
+    if not loss.rewarded or config.off_policy.use_rollout_logprobs:
         return False
     return bool(
-        config.num_steps_per_rollout != 1
-        or config.kl_coef != 0
-        or config.get_mismatch_metrics
-        or estimator_of(config).needs_old_log_probs
+        config.data.num_steps_per_rollout != 1
+        or config.algorithm.kl_coef != 0
+        or config.off_policy.get_mismatch_metrics
+        or estimator_of(config.algorithm).needs_old_log_probs
         or loss.needs_old_log_probs
-        or config.custom_advantage_function_path is not None
+        or config.algorithm.custom_advantage_function_path is not None
         # that pass chooses the experts; those of the engine are there without it
-        or (config.use_routing_replay and not config.use_rollout_routing_replay)
+        or (config.off_policy.use_routing_replay and not config.off_policy.use_rollout_routing_replay)
     )
 
 
-def called(config: Any) -> set[str]:
+def called(config: Config) -> set[str]:
     """The operators that this configuration calls. Hooks that make or replace calls are not looked into."""
     found: set[str] = set()
-    loss, estimator = loss_of(config), estimator_of(config)
+    loss, estimator = loss_of(config.algorithm), estimator_of(config.algorithm)
     if loss.rewarded and (_compares_rewards(config) or _filters_by_reward(config)):
         found.add("group_advantage")
-    if config.debug_rollout_only:
+    if config.debug.debug_rollout_only:
         return found
     found |= {loss_head(config)[0].name, "rotary"}
     if config.megatron.overrides.get("transformer_impl", "local") == "local":
@@ -138,29 +143,35 @@ def called(config: Any) -> set[str]:
     if needs_old_log_probs(config) or config.needs_reference:
         found.add(pass_head(config).name)
     advantages = loss.rewarded and not (
-        config.disable_compute_advantages_and_returns or config.custom_advantage_function_path
+        config.algorithm.disable_compute_advantages_and_returns
+        or config.algorithm.custom_advantage_function_path
     )
-    if (loss.surrogate and config.use_kl_loss) or (advantages and config.kl_coef != 0):
+    if (loss.surrogate and config.algorithm.use_kl_loss) or (advantages and config.algorithm.kl_coef != 0):
         found.add("ratio_kl")
-    if advantages and config.normalize_advantages:
+    if advantages and config.algorithm.normalize_advantages:
         found.add("masked_whiten")
-    hooked = config.custom_tis_function_path or config.custom_pg_loss_reducer_function_path
+    hooked = (
+        config.off_policy.custom_tis_function_path or config.algorithm.custom_pg_loss_reducer_function_path
+    )
     if loss.surrogate and estimator.surrogate.fused and not hooked:
         found.add("grpo_loss")
     return found
 
 
-def _compares_rewards(config: Any) -> bool:
-    hooked = config.custom_reward_post_process_path or config.custom_convert_samples_to_train_data_path
-    normalised = estimator_of(config).centred and not config.disable_rewards_normalization
+def _compares_rewards(config: Config) -> bool:
+    hooked = (
+        config.reward.custom_reward_post_process_path
+        or config.reward.custom_convert_samples_to_train_data_path
+    )
+    normalised = estimator_of(config.algorithm).centred and not config.algorithm.disable_rewards_normalization
     return normalised and not hooked
 
 
-def _filters_by_reward(config: Any) -> bool:
-    return (config.dynamic_sampling_filter_path or "").startswith(FILTERS)
+def _filters_by_reward(config: Config) -> bool:
+    return (config.rollout.dynamic_sampling_filter_path or "").startswith(FILTERS)
 
 
-def decide(config: Any, device_type: str) -> list[Decision]:
+def decide(config: Config, device_type: str) -> list[Decision]:
     """One decision for each operator, for tensors of `device_type`.
 
     Raises:
@@ -171,8 +182,8 @@ def decide(config: Any, device_type: str) -> list[Decision]:
         chosen, reason, fallback = _chosen(name, config, device_type)
         if fallback:
             refused[name] = reason
-        found.append(Decision(name, config.rlk_fast, chosen, reason, contract_id(name)))
-    if refused and config.rlk_fast == "strict":
+        found.append(Decision(name, config.kernels.rlk_fast, chosen, reason, contract_id(name)))
+    if refused and config.kernels.rlk_fast == "strict":
         reasons = "; ".join(dict.fromkeys(refused.values()))
         raise Refused(
             f"--rlk-fast strict must run the fast {', '.join(refused)}, but {reasons}; use --rlk-fast auto"
@@ -180,14 +191,14 @@ def decide(config: Any, device_type: str) -> list[Decision]:
     return found
 
 
-def _chosen(name: str, config: Any, device_type: str) -> tuple[str, str, bool]:
+def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool]:
     """(what runs, why, whether that is less than the mode asks for)."""
     if name not in called(config):
         return "not called", loss_head(config)[1] if name == ONE_PASS.name else "", False
-    if config.rlk_fast == "off":
+    if config.kernels.rlk_fast == "off":
         return "reference", "--rlk-fast off", False
     listed = "group_advantage" if name in REDUCTIONS else name
-    if listed not in config.rl_kernel_ops:
+    if listed not in config.kernels.rl_kernel_ops:
         return "reference", f"{listed} is not in --rl-kernel-ops", False
     if name == "group_advantage":
         return "reference", "rewards are on the host", False
@@ -197,21 +208,21 @@ def _chosen(name: str, config: Any, device_type: str) -> tuple[str, str, bool]:
     return "reference", refusal, not (device_type == "cpu" and name in HOST_OPERATORS)
 
 
-def headline(config: Any) -> str:
+def headline(config: Config) -> str:
     """What stands above the decisions."""
     head, reason = loss_head(config)
-    return f"--rlk-fast {config.rlk_fast}, the loss has its log-probs from {head.name}" + (
+    return f"--rlk-fast {config.kernels.rlk_fast}, the loss has its log-probs from {head.name}" + (
         f": {reason}" if reason else ""
     )
 
 
-def install(config: Any) -> None:
+def install(config: Config) -> None:
     """Put the switch into force in this process: mode, list of operators, and their timing."""
-    names = list(config.rl_kernel_ops)
+    names = list(config.kernels.rl_kernel_ops)
     if "group_advantage" in names:
         names += REDUCTIONS
-    rl_kernel.configure(config.rlk_fast, names)
-    set_timing(config.rlk_fast != "off")
+    rl_kernel.configure(config.kernels.rlk_fast, names)
+    set_timing(config.kernels.rlk_fast != "off")
 
 
 def step_metrics() -> dict[str, float]:

@@ -15,7 +15,7 @@ import yaml
 
 from slime.config import Config
 from slime.config.config_file import FlagGroup, YamlLoader, split_argv, with_config_files, yaml_group
-from slime.config.schema import SECTION_OF, own_flags
+from slime.config.schema import own_flags
 from vime.backends import check_each, parse_config
 
 ARRAY = "VIME_FLAGS"
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 def defaults(config: Config) -> Iterator[FlagGroup]:
     """Every flag of this project with a resolved value, except the run directory, whose name contains the time."""
     for name, spec in own_flags().items():
-        value = getattr(getattr(config, SECTION_OF[name]), name)
+        value = config.value_of(name)
         if (
             value is None
             or spec.secret

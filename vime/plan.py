@@ -38,39 +38,42 @@ def routed(shape: Shape) -> str:
 
 def topology(c: Config) -> Iterator[str]:
     """The processes of the run and their devices."""
-    trains, generates = not c.debug_rollout_only, c.num_engines > 0
+    trains, generates = not c.debug.debug_rollout_only, c.num_engines > 0
     if trains:
         sizes = {
-            "tensor parallel": c.tensor_model_parallel_size,
-            "context parallel": c.context_parallel_size,
+            "tensor parallel": c.megatron.tensor_model_parallel_size,
+            "context parallel": c.megatron.context_parallel_size,
             "data parallel": c.data_parallel_size,
-            "pipeline parallel": c.pipeline_model_parallel_size,
+            "pipeline parallel": c.megatron.pipeline_model_parallel_size,
         }
-        shared = c.expert_model_parallel_size
+        shared = c.megatron.expert_model_parallel_size
         usual = ("tensor parallel", "data parallel")
         ways = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name in usual)
         yield (
-            f"trainer   {plural(c.actor_num_nodes, 'node')} x {c.actor_num_gpus_per_node} = "
+            f"trainer   {plural(c.cluster.actor_num_nodes, 'node')} x {c.cluster.actor_num_gpus_per_node} = "
             f"{plural(c.world_size, 'rank')}: {ways}{f', experts over {shared}' if shared > 1 else ''}"
         )
     if generates:
-        each = c.rollout_num_gpus_per_engine
-        spread = (
-            f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.num_gpus_per_node}"
-        )
+        each = c.cluster.rollout_num_gpus_per_engine
+        spread = f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.cluster.num_gpus_per_node}"
         yield (
-            f"engines   {plural(c.num_engines, 'vLLM server')} x {each} {c.device}"
+            f"engines   {plural(c.num_engines, 'vLLM server')} x {each} {c.cluster.device}"
             f"{spread if c.nodes_per_engine > 1 else ''}, behind one vllm-router"
         )
     if trains and generates:
-        where = "one after the other on the same devices" if c.colocate else "side by side"
+        where = "one after the other on the same devices" if c.cluster.colocate else "side by side"
         apart = (
-            f"samples at most {plural(c.max_staleness, 'update')} old" if c.max_staleness else "synchronous"
+            f"samples at most {plural(c.rollout.max_staleness, 'update')} old"
+            if c.rollout.max_staleness
+            else "synchronous"
         )
         yield f"order     {where}, {apart}"
-    both = (c.world_size if trains else 0) + c.rollout_num_gpus
-    needed = max(c.world_size, c.rollout_num_gpus) if c.colocate and trains else both
-    yield f"needs     {plural(needed, 'GPU' if c.device == 'cuda' else 'CPU place')}; this machine has {machine()}"
+    both = (c.world_size if trains else 0) + c.cluster.rollout_num_gpus
+    needed = max(c.world_size, c.cluster.rollout_num_gpus) if c.cluster.colocate and trains else both
+    yield (
+        f"needs     {plural(needed, 'GPU' if c.cluster.device == 'cuda' else 'CPU place')}; this machine has "
+        f"{machine()}"
+    )
 
 
 def kernels(c: Config) -> Iterator[str]:
@@ -78,20 +81,23 @@ def kernels(c: Config) -> Iterator[str]:
     fails."""
     import torch
 
-    if c.device == "cuda" and not torch.cuda.is_available():
+    if c.cluster.device == "cuda" and not torch.cuda.is_available():
         yield f"{headline(c)}; this machine has no GPU: the trainers decide, and the run prints it"
         return
     yield headline(c)
-    for decision in decide(c, c.device):
+    for decision in decide(c, c.cluster.device):
         yield str(decision)
 
 
 def watched(c: Config) -> Iterator[str]:
     """The checks and traces that the flags enable."""
-    if c.rlk_consistency != "off":
-        yield f"every rollout compared with the engine, --rlk-consistency {c.rlk_consistency}: {c.run_dir}/audit.jsonl"
-    if c.profile_steps:
-        yield f"traces of the training of rollouts {c.profile_steps}: {c.run_dir}/profile"
+    if c.kernels.rlk_consistency != "off":
+        yield (
+            f"every rollout compared with the engine, --rlk-consistency {c.kernels.rlk_consistency}: "
+            f"{c.logging.run_dir}/audit.jsonl"
+        )
+    if c.debug.profile_steps:
+        yield f"traces of the training of rollouts {c.debug.profile_steps}: {c.logging.run_dir}/profile"
 
 
 def machine() -> str:
@@ -103,23 +109,23 @@ def machine() -> str:
 
 def batches(c: Config) -> Iterator[str]:
     """The batch equation and the numbers that follow from it."""
-    samples = c.rollout_batch_size * c.n_samples_per_prompt
+    samples = c.data.rollout_batch_size * c.data.n_samples_per_prompt
     yield (
-        f"--rollout-batch-size {c.rollout_batch_size} x --n-samples-per-prompt {c.n_samples_per_prompt} = "
-        f"{samples} samples = --global-batch-size {c.global_batch_size} x "
-        f"{plural(c.num_steps_per_rollout, 'optimizer step')} a rollout"
+        f"--rollout-batch-size {c.data.rollout_batch_size} x --n-samples-per-prompt {c.data.n_samples_per_prompt} = "
+        f"{samples} samples = --global-batch-size {c.data.global_batch_size} x "
+        f"{plural(c.data.num_steps_per_rollout, 'optimizer step')} a rollout"
     )
-    if c.over_sampling_batch_size > c.rollout_batch_size:
-        yield f"prompts submitted at a time: {c.over_sampling_batch_size}"
-    each = c.global_batch_size / c.data_parallel_size
+    if c.rollout.over_sampling_batch_size > c.data.rollout_batch_size:
+        yield f"prompts submitted at a time: {c.rollout.over_sampling_batch_size}"
+    each = c.data.global_batch_size / c.data_parallel_size
     how = (
-        f"packed up to {c.max_tokens_per_gpu * c.context_parallel_size} tokens a micro-batch"
-        if c.use_dynamic_batch_size
-        else f"{plural(c.micro_batch_size, 'sample')} a micro-batch"
+        f"packed up to {c.data.max_tokens_per_gpu * c.megatron.context_parallel_size} tokens a micro-batch"
+        if c.data.use_dynamic_batch_size
+        else f"{plural(c.data.micro_batch_size, 'sample')} a micro-batch"
     )
     yield f"about {each:.4g} samples a data-parallel rank and step, {how}"
-    if c.num_rollout is not None:
-        yield f"{plural(c.num_rollout, 'rollout')} = {plural(c.total_steps, 'optimizer step')}"
+    if c.data.num_rollout is not None:
+        yield f"{plural(c.data.num_rollout, 'rollout')} = {plural(c.total_steps, 'optimizer step')}"
 
 
 def prompts(c: Config) -> Iterator[str]:
@@ -127,20 +133,23 @@ def prompts(c: Config) -> Iterator[str]:
     from slime.data.prompts import Columns, load_prompts
     from slime.rollout.evaluation import resolve_eval_datasets
 
-    if c.disable_rollout_global_dataset or c.prompt_data is None:
+    if c.data.disable_rollout_global_dataset or c.data.prompt_data is None:
         return
-    columns = Columns(c.input_key, c.label_key, c.metadata_key, c.tool_key)
-    number = len(load_prompts(c.prompt_data, columns))
-    yield f"{c.prompt_data}: {plural(number, 'prompt')} = {number / c.rollout_batch_size:.4g} rollouts an epoch"
-    if c.num_rollout is None:
-        rollouts = number * c.num_epoch // c.rollout_batch_size
+    columns = Columns(c.data.input_key, c.data.label_key, c.data.metadata_key, c.data.tool_key)
+    number = len(load_prompts(c.data.prompt_data, columns))
+    yield (
+        f"{c.data.prompt_data}: {plural(number, 'prompt')} = {number / c.data.rollout_batch_size:.4g} rollouts "
+        "an epoch"
+    )
+    if c.data.num_rollout is None:
+        rollouts = number * c.data.num_epoch // c.data.rollout_batch_size
         if rollouts == 0:
             raise ValueError(
-                f"--num-epoch must give at least one rollout, got {c.num_epoch} x {number} prompts for "
-                f"--rollout-batch-size {c.rollout_batch_size}"
+                f"--num-epoch must give at least one rollout, got {c.data.num_epoch} x {number} prompts for "
+                f"--rollout-batch-size {c.data.rollout_batch_size}"
             )
-        yield f"--num-epoch {c.num_epoch} = {rollouts} rollouts"
-    for data in resolve_eval_datasets(c):
+        yield f"--num-epoch {c.data.num_epoch} = {rollouts} rollouts"
+    for data in resolve_eval_datasets(c.namespace()):
         columns = Columns(data.input_key, data.label_key, data.metadata_key, data.tool_key)
         number = len(load_prompts(data.path, columns, flag="--eval-prompt-data"))
         yield f"evaluation {data.name}: {plural(number, 'prompt')} x {data.n_samples_per_eval_prompt} responses"
@@ -154,7 +163,7 @@ def check_model(c: Config) -> str | None:
             from slime.megatron_backend.model_config import check_hf_config
     except ImportError as error:
         return f"the model family was not checked: {error}"
-    check_hf_config(read_hf_config(c.hf_checkpoint))
+    check_hf_config(read_hf_config(c.rollout.hf_checkpoint))
     return None
 
 
@@ -196,9 +205,9 @@ def memory_of_engine(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> 
 def memory_in_short(c: Config, gpu_bytes: float | None = None) -> Iterator[str]:
     """The estimates in one line, then the decisions from them, for GPUs of `gpu_bytes` each or for this machine's
     GPU."""
-    hf, gpu_bytes = read_hf_config(c.hf_checkpoint), gpu_bytes or device_memory(c)
+    hf, gpu_bytes = read_hf_config(c.rollout.hf_checkpoint), gpu_bytes or device_memory(c)
     estimates, decisions = [], list[str]()
-    if not c.debug_rollout_only:
+    if not c.debug.debug_rollout_only:
         e = estimate(c, hf)
         estimates.append(f"a trainer rank {amount(e.peak)} at its peak")
         decisions += decide_residence(c, e, gpu_bytes).lines
@@ -217,15 +226,15 @@ def device_memory(c: Config) -> int | None:
     """Bytes of this machine's GPU, or None without a GPU."""
     import torch
 
-    if c.device != "cuda" or not torch.cuda.is_available():
+    if c.cluster.device != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
 
 
 def transport(c: Config) -> str:
     """How published weights travel, and the directory of their files."""
-    where = c.weight_dir or "a new directory in shared memory"
-    name = c.update_weight_transport
+    where = c.weight_update.weight_dir or "a new directory in shared memory"
+    name = c.weight_update.update_weight_transport
     return f"{CHANNELS[name].plan.format(weight_dir=where)} ({name})"
 
 
@@ -233,11 +242,12 @@ def describe(c: Config, gpu_bytes: float | None = None) -> str:
     """The whole plan as text, for GPUs of `gpu_bytes` each or for this machine's GPU."""
     gpu_bytes = gpu_bytes or device_memory(c)
     remarks = notes(c)
-    hf = read_hf_config(c.hf_checkpoint)
+    hf = read_hf_config(c.rollout.hf_checkpoint)
     shape = Shape.of(hf)
     parts: dict[str, list[str]] = {
         "Model": [
-            f"{hf.get('model_type')}, {count(shape.params)} parameters{routed(shape)}, {c.params_dtype} on {c.device}"
+            f"{hf.get('model_type')}, {count(shape.params)} parameters{routed(shape)}, "
+            f"{c.megatron.params_dtype} on {c.cluster.device}"
         ],
         "Topology": list(topology(c)),
         "Hardware": list(hardware(c, hf)),
@@ -249,14 +259,14 @@ def describe(c: Config, gpu_bytes: float | None = None) -> str:
         "Engine flags": list(backend_of(c).command_lines(c)),
         "Records": [
             *watched(c),
-            f"run directory {c.run_dir}",
+            f"run directory {c.logging.run_dir}",
             f"weights to engines by {transport(c)}",
         ],
         "Notes": remarks,
     }
     if c.num_engines == 0:
         del parts["Memory of an engine, per GPU"], parts["Engine flags"]
-    if c.debug_rollout_only:
+    if c.debug.debug_rollout_only:
         del parts["Memory of a trainer rank"]
     return "\n".join(
         f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in parts.items() if lines
@@ -301,10 +311,10 @@ def for_gpus(flags: Sequence[str], size: float | None) -> list[str]:
 def asked_bytes(c: Config, size: float | None) -> float | None:
     """Bytes of GPUs of `size` GiB, or of the GPU of --gpu, or None without both. ValueError for a run without GPUs."""
     if size is None:
-        return None if c.gpu is None else HARDWARE[c.gpu].memory_gib * GIB
-    if c.device != "cuda":
+        return None if c.cluster.gpu is None else HARDWARE[c.cluster.gpu].memory_gib * GIB
+    if c.cluster.device != "cuda":
         raise ValueError(
-            f"{GPU_MEMORY} must go with --device cuda, got --device {c.device}; leave out one of the two"
+            f"{GPU_MEMORY} must go with --device cuda, got --device {c.cluster.device}; leave out one of the two"
         )
     return size * GIB
 

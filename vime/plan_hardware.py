@@ -15,30 +15,34 @@ from slime.weight_sync.registry import CHANNELS
 
 def hardware(c: Config, hf: dict[str, Any]) -> Iterator[str]:
     """Memory, speeds and layout of the GPU, then lower bounds. Nothing without --gpu."""
-    if c.gpu is None:
+    if c.cluster.gpu is None:
         return
-    gpu = HARDWARE[c.gpu]
-    domain = c.nvlink_domain_size or gpu.nvlink_domain
+    gpu = HARDWARE[c.cluster.gpu]
+    domain = c.cluster.nvlink_domain_size or gpu.nvlink_domain
     yield (
         f"{gpu.name}: {gpu.memory_gib:g} GiB for CUDA at {gpu.memory_bytes_s / 1e12:g} TB/s, "
         f"{gpu.bf16_flops / 1e12:g} TFLOP/s in dense bfloat16; the host's CPU is {gpu.cpu}"
     )
     yield (
         f"in each direction: NVLink {gpu.nvlink_bytes_s / 1e9:g} GB/s among {domain} GPUs, "
-        f"network {gpu.network_bytes_s / 1e9:g} GB/s a GPU; {c.num_gpus_per_node} GPUs per node"
+        f"network {gpu.network_bytes_s / 1e9:g} GB/s a GPU; {c.cluster.num_gpus_per_node} GPUs per node"
     )
     yield from _bounds(c, hf, gpu, domain)
 
 
 def _bounds(c: Config, hf: dict[str, Any], gpu: Hardware, domain: int) -> Iterator[str]:
     """Lower bounds of times from published peak speeds. A run is slower."""
-    if c.num_engines and not c.debug_rollout_only and (link := _weight_link(c, gpu, domain)) is not None:
-        size = Shape.of(hf).params * BYTES[c.params_dtype]
+    if (
+        c.num_engines
+        and not c.debug.debug_rollout_only
+        and (link := _weight_link(c, gpu, domain)) is not None
+    ):
+        size = Shape.of(hf).params * BYTES[c.megatron.params_dtype]
         name, speed = link
         yield (
             f"lower bound of a weight update: {amount(size)} / {speed / 1e9:g} GB/s ({name}) = {size / speed:.3g} s"
         )
-    if not c.debug_rollout_only and c.params_dtype == "bfloat16":
+    if not c.debug.debug_rollout_only and c.megatron.params_dtype == "bfloat16":
         flops = 3 * sample_flops(1, 0, hf)
         rate = c.world_size * gpu.bf16_flops / flops
         yield (
@@ -49,10 +53,10 @@ def _bounds(c: Config, hf: dict[str, Any], gpu: Hardware, domain: int) -> Iterat
 
 def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | None:
     """The link through which all weights reach the engines. None for files, because the table has no speed for them."""
-    gpus = CHANNELS[c.update_weight_transport].gpus
+    gpus = CHANNELS[c.weight_update.update_weight_transport].gpus
     if gpus == "shared":  # each rank packs all weights into buckets of its own GPU
         return "the GPU's memory", gpu.memory_bytes_s
     if gpus == "apart":  # rank 0 sends them to all engines
-        inside = c.world_size + c.rollout_num_gpus <= domain
+        inside = c.world_size + c.cluster.rollout_num_gpus <= domain
         return ("NVLink", gpu.nvlink_bytes_s) if inside else ("network of one GPU", gpu.network_bytes_s)
     return None

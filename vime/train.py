@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
     config = with_data(parse_config(argv))
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
-    if config.device == "cpu":  # on GPUs the trainers know what they have
-        decide(config, config.device)
+    if config.cluster.device == "cpu":  # on GPUs the trainers know what they have
+        decide(config, config.cluster.device)
     try:
         run(config, argv)
     except KeyboardInterrupt:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:  # the border of the run: recorded beside it, told in one line
         if isinstance(error, ValueError) and not isinstance(error, RayTaskError):
             raise
-        print(_told(error, Path(config.run_dir).resolve() / "logs"), file=sys.stderr)
+        print(_told(error, Path(config.logging.run_dir).resolve() / "logs"), file=sys.stderr)
         return 1
     return 0
 
@@ -88,23 +88,25 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def with_data(config: Config) -> Config:
     """Read the prompts once before anything starts: bad lines fail here, and --num-epoch becomes --num-rollout."""
-    if config.disable_rollout_global_dataset or config.load_debug_rollout_data:
+    if config.data.disable_rollout_global_dataset or config.debug.load_debug_rollout_data:
         return config
-    source = load_function(config.data_source_path, flag="--data-source-path")(config.namespace())
-    if config.num_rollout is not None:
+    source = load_function(config.data.data_source_path, flag="--data-source-path")(config.namespace())
+    if config.data.num_rollout is not None:
         return config
-    return config.with_values(num_rollout=config.num_epoch * len(source) // config.rollout_batch_size)
+    return config.with_values(
+        num_rollout=config.data.num_epoch * len(source) // config.data.rollout_batch_size
+    )
 
 
 def _inputs(config: Config) -> list[Path]:
     """The files whose content decides what a run learns, but for the weights, which are too large to read twice."""
-    data = [] if config.prompt_data is None else [prompt_file(config.prompt_data)]
-    return [*data, Path(config.hf_checkpoint) / "config.json"]
+    data = [] if config.data.prompt_data is None else [prompt_file(config.data.prompt_data)]
+    return [*data, Path(config.rollout.hf_checkpoint) / "config.json"]
 
 
 def run(config: Config, argv: Sequence[str]) -> None:
     """Start everything, train, stop everything."""
-    run_dir = Path(config.run_dir)
+    run_dir = Path(config.logging.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         private = _private_weight_dir(config)
@@ -115,7 +117,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             stack.callback(shutil.rmtree, private, ignore_errors=True)
         config.save_json(run_dir / "config.json")
         write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
-        placement.connect(allow_unauthenticated=config.allow_unauthenticated_ray)
+        placement.connect(allow_unauthenticated=config.cluster.allow_unauthenticated_ray)
         stack.callback(ray.shutdown)
         signal.signal(
             signal.SIGTERM, _interrupt
@@ -123,7 +125,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
         placed = placement.place(config)
         stack.callback(placed.release)
         trainer = None
-        if not config.debug_rollout_only:
+        if not config.debug.debug_rollout_only:
             trainer = actors.TrainerGroup(config, placed)
             stack.callback(trainer.stop)
         pool, rollout = _start_engines(config, placed, stack, trainer)
@@ -135,9 +137,11 @@ def run(config: Config, argv: Sequence[str]) -> None:
                 print(f"memory: {line}")
             for remark in trainer.remarks:
                 print(remark)
-        start = trainer.start_rollout_id if trainer is not None else config.start_rollout_id or 0
+        start = trainer.start_rollout_id if trainer is not None else config.data.start_rollout_id or 0
         rollout.load(start)
-        report = Reporter(config, make_trackers(config, run_dir, start), StepLine(total=config.num_rollout))
+        report = Reporter(
+            config, make_trackers(config, run_dir, start), StepLine(total=config.data.num_rollout)
+        )
         stack.callback(report.close)
         print(f"run directory {run_dir}: metrics.jsonl, config.json, logs/", flush=True)
         if trainer is None:
@@ -152,12 +156,12 @@ def _private_weight_dir(config: Config) -> Path | None:
     In shared memory on a single host; beside the run's records when engines may be on other hosts. Named after the run
     directory, so that a run after one that was lost finds, and does not pile up on, what that left.
     """
-    if config.weight_dir is not None:
+    if config.weight_update.weight_dir is not None:
         return None
     if SHARED_MEMORY.is_dir() and placement.on_one_host(config):
-        name = hashlib.sha256(str(Path(config.run_dir).resolve()).encode()).hexdigest()[:16]
+        name = hashlib.sha256(str(Path(config.logging.run_dir).resolve()).encode()).hexdigest()[:16]
         return SHARED_MEMORY / f"vime-{os.getuid()}-{name}"
-    return (Path(config.run_dir) / "weights").resolve()
+    return (Path(config.logging.run_dir) / "weights").resolve()
 
 
 def _start_engines(

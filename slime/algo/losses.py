@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime.algo.policy_loss import Losses, TokenColumns
+    from slime.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def _supervised(args: Any, t: TokenColumns) -> Losses:
     return sft_loss(args, t)
 
 
-def _function_given(c: Any) -> None:
-    if c.custom_loss_function_path is None:
+def _function_given(c: Config) -> None:
+    if c.algorithm.custom_loss_function_path is None:
         raise ValueError("--custom-loss-function-path must be given with --loss-type custom_loss, got none")
 
 

@@ -19,7 +19,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from slime.cluster.numa import bind, choose_cpus, format_cpus
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
-from slime.cluster.rendezvous import open_store
+from slime.cluster.rendezvous import LOOPBACK_ONLY, open_store
+from slime.config import Config
 from slime.data.transport import pack_columns, unpack_columns
 from slime.hardware import HARDWARE
 from slime.operators import Decision
@@ -27,11 +28,11 @@ from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
 
 
-def log_path(config: Any, name: str) -> Path:
-    return Path(config.run_dir).resolve() / "logs" / f"{name}.log"
+def log_path(config: Config, name: str) -> Path:
+    return Path(config.logging.run_dir).resolve() / "logs" / f"{name}.log"
 
 
-def log_to(config: Any, name: str) -> None:
+def log_to(config: Config, name: str) -> None:
     """Send everything this process prints, from any library, to `{run_dir}/logs/{name}.log`."""
     path = log_path(config, name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ class TrainerActor:
 
     def __init__(
         self,
-        config: Any,
+        config: Config,
         rank: int,
         world_size: int,
         threads: int,
@@ -95,13 +96,13 @@ class TrainerActor:
     ) -> None:
         log_to(config, f"trainer-{rank}")
         self.remarks: list[str] = []
-        if config.device == "cuda":  # before torch counts the CPUs that it may use
-            cpus, line = choose_cpus(buses, config.numa_binding)
+        if config.cluster.device == "cuda":  # before torch counts the CPUs that it may use
+            cpus, line = choose_cpus(buses, config.cluster.numa_binding)
             if cpus:
                 bind(cpus)
             self.remarks.append(f"NUMA: {line}")
         os.environ.update(visible)  # CUDA looks when it starts, which is later
-        os.environ.update({key: str(value) for key, value in config.train_env_vars.items()})
+        os.environ.update({key: str(value) for key, value in config.cluster.train_env_vars.items()})
         self.config, self.rank, self.world_size = config, rank, world_size
         if threads:
             import torch
@@ -121,7 +122,7 @@ class TrainerActor:
         self.trainer = MegatronTrainer(self.config, self.rank, self.world_size, init_method=init_method)
         trainer = self.trainer
         freeze_objects()
-        self.remarks += other_gpu(self.config.gpu)
+        self.remarks += other_gpu(self.config.cluster.gpu)
         made = trainer.info.dp_rank, trainer.start_rollout_id, trainer.decisions, trainer.memory.lines
         return *made, self.remarks
 
@@ -151,12 +152,12 @@ class TrainerGroup:
     """All trainer ranks. Implements slime.protocols.TrainerHandle: a call runs on every rank, its future holds rank
     0's answer."""
 
-    def __init__(self, config: Any, placement: Placement) -> None:
+    def __init__(self, config: Config, placement: Placement) -> None:
         world_size = len(placement.trainer_bundles)
         threads = cpu_threads(config)[0] if placement.resource == "CPU" else 0
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         if on_one_host(config):
-            env["GLOO_SOCKET_IFNAME"] = "lo"
+            env |= LOOPBACK_ONLY
         self._config = config
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainer-group")
         self._calling = threading.Lock()
@@ -223,7 +224,7 @@ class TrainerGroup:
 
 
 def first_failure_or_all(
-    config: Any,
+    config: Config,
     calls: dict[Any, str],
     lives: Mapping[Any, str] = MappingProxyType({}),
     *,
@@ -279,7 +280,7 @@ def ask_progress(actor: Any) -> tuple[int, int]:
 class RolloutActor(RolloutManager):
     """The rollout manager in its own process, which keeps its rank data in Ray's object store."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config) -> None:
         log_to(config, "rollout")
         self.config = config
 
@@ -298,7 +299,7 @@ class RolloutGroup:
     long, and who dies meanwhile is not asked for anything."""
 
     def __init__(
-        self, config: Any, engine: Any, dp_size: int, facts: dict[str, Any], lives: Mapping[Any, str]
+        self, config: Config, engine: Any, dp_size: int, facts: dict[str, Any], lives: Mapping[Any, str]
     ) -> None:
         self._config, self._lives = config, lives
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-group")
@@ -328,7 +329,7 @@ class RolloutGroup:
 
 
 def wait_built(
-    config: Any,
+    config: Config,
     trainer: TrainerGroup | None,
     rollout: RolloutGroup,
     check: Callable[[], None] | None = None,

@@ -90,9 +90,9 @@ def _read_authentication_again() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def on_one_host(config: Any) -> bool:
+def on_one_host(config: Config) -> bool:
     """Whether all processes of the run are on this host: the run joins no cluster and uses one node."""
-    return config.actor_num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
+    return config.cluster.actor_num_nodes == 1 and not os.environ.get("RAY_ADDRESS")
 
 
 @dataclass(frozen=True)
@@ -165,51 +165,56 @@ class Placement:
         remove_placement_group(self.group)
 
 
-def place(config: Any) -> Placement:
+def place(config: Config) -> Placement:
     """Reserve the devices of trainers and engines, or raise an error with the devices needed and the devices present.
 
     With colocation, engine i uses the devices of trainer ranks [i*g, (i+1)*g). Otherwise the engines' devices follow
     all trainers' devices. ValueError if an engine would span more nodes than it needs.
     """
-    trainers = 0 if config.debug_rollout_only else config.actor_num_nodes * config.actor_num_gpus_per_node
-    per_engine = config.rollout_num_gpus_per_engine
-    engine_devices = 0 if config.debug_train_only else config.rollout_num_gpus
-    first = 0 if config.colocate else trainers
-    devices = max(trainers, engine_devices) if config.colocate else trainers + engine_devices
-    resource = "GPU" if config.device == "cuda" else "CPU"
+    trainers = (
+        0
+        if config.debug.debug_rollout_only
+        else config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
+    )
+    per_engine = config.cluster.rollout_num_gpus_per_engine
+    engine_devices = 0 if config.debug.debug_train_only else config.cluster.rollout_num_gpus
+    first = 0 if config.cluster.colocate else trainers
+    devices = max(trainers, engine_devices) if config.cluster.colocate else trainers + engine_devices
+    resource = "GPU" if config.cluster.device == "cuda" else "CPU"
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
     existing = ray.cluster_resources().get(resource, 0.0)
     if devices * amount > existing:
         raise ValueError(
             f"the cluster must have {devices} devices ({devices * amount:g} {resource}s) for {trainers} trainer "
             f"ranks (--actor-num-nodes x --actor-num-gpus-per-node) and {engine_devices} rollout devices "
-            f"(--rollout-num-gpus){', shared by --colocate' if config.colocate else ''}, got {existing:g} {resource}s; "
+            f"(--rollout-num-gpus){', shared by --colocate' if config.cluster.colocate else ''}, got "
+            f"{existing:g} {resource}s; "
             "ask for fewer or join a larger cluster with RAY_ADDRESS"
         )
     group = _reserve(resource, amount, devices, existing)
     try:
         nodes = _nodes_of(group, devices)
         gpus = _gpus_of(group, devices) if resource == "GPU" else []
-        part = min(per_engine, config.num_gpus_per_node)  # an engine's GPUs on one node
+        part = min(per_engine, config.cluster.num_gpus_per_node)  # an engine's GPUs on one node
         blocks = blocks_of(
             trainers,
-            config.tensor_model_parallel_size,
+            config.megatron.tensor_model_parallel_size,
             engine_devices // part,
             part,
-            colocate=config.colocate,
+            colocate=config.cluster.colocate,
         )
         if gpus:
-            order, domains = _ordered(gpus, blocks, config.nvlink_domain_size)
+            order, domains = _ordered(gpus, blocks, config.cluster.nvlink_domain_size)
         else:
             order, domains = sorted(range(devices), key=lambda bundle: nodes[bundle].order), []
         starts = range(first, first + engine_devices, per_engine)
         engines = [order[start : start + per_engine] for start in starts]
-        share = 0.5 if config.colocate else 1.0
+        share = 0.5 if config.cluster.colocate else 1.0
         placed = Placement(group, resource, order[:trainers], engines, share, nodes, gpus)
-        _require_nodes(placed, config.num_gpus_per_node)
-        if config.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
+        _require_nodes(placed, config.cluster.num_gpus_per_node)
+        if config.cluster.nvlink_domain_size or any(gpu.facts.domain for gpu in gpus):
             _require_one_domain(
-                "--tensor-model-parallel-size", config.tensor_model_parallel_size, domains[:trainers]
+                "--tensor-model-parallel-size", config.megatron.tensor_model_parallel_size, domains[:trainers]
             )
             _require_one_domain(
                 "--rollout-num-gpus-per-engine",
@@ -305,19 +310,19 @@ def _require_nodes(placed: Placement, per_node: int) -> None:
             )
 
 
-def cpu_threads(config: Any) -> tuple[int, int]:
+def cpu_threads(config: Config) -> tuple[int, int]:
     """Compute threads of (each trainer rank, each engine) on a CPU host.
 
     With colocation, trainers and engines take turns, and each side gets all cores. Otherwise they share the cores.
     """
     cores = os.cpu_count() or 1
-    trainers = config.actor_num_nodes * config.actor_num_gpus_per_node
+    trainers = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     engines = (
-        max(config.rollout_num_gpus // config.rollout_num_gpus_per_engine, 1)
-        if not config.debug_train_only
+        max(config.cluster.rollout_num_gpus // config.cluster.rollout_num_gpus_per_engine, 1)
+        if not config.debug.debug_train_only
         else 0
     )
-    if config.colocate or not engines:
+    if config.cluster.colocate or not engines:
         return max(cores // trainers, 1), max(cores // max(engines, 1), 1)
     each = max(cores // (trainers + engines), 1)
     return each, each

@@ -1,9 +1,12 @@
-"""The store through which trainer ranks on several hosts connect."""
+"""The store through which trainer ranks on several hosts connect, and the interface of ranks on one host."""
 
 from __future__ import annotations
 
 import socket
 from typing import Any
+
+LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Environment of ranks that are all on this host. Without it, gloo and NCCL listen on another interface of the host."""
 
 
 def open_store(host: str) -> tuple[Any, str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.algo.estimators import ESTIMATORS, estimator_of
 from slime.algo.losses import LOSSES, loss_of
 from slime.config.fields import flag, spelled
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 GROUP_MAKERS = (
     "custom_generate_function_path",
@@ -60,39 +63,41 @@ class AlgorithmConfig:
     )
 
 
-def check_algorithm(c: Any) -> None:
+def check_algorithm(c: Config) -> None:
     """An estimator and a loss that this version has, with what they need."""
-    estimator = estimator_of(c)
+    estimator = estimator_of(c.algorithm)
     if estimator.needs_values:
         raise ValueError(
             f"--advantage-estimator must not be {estimator.name}, got {estimator.name}; it needs a critic, not "
             "supported yet: use grpo"
         )
-    for check in (*estimator.checks, *loss_of(c).checks):
+    for check in (*estimator.checks, *loss_of(c.algorithm).checks):
         check(c)
-    if c.eps_clip_c is not None and c.eps_clip_c <= 1:
-        raise ValueError(f"--eps-clip-c must be above 1, got {c.eps_clip_c}")
-    if c.eps_clip >= 1:
-        raise ValueError(f"--eps-clip must be below 1, got {c.eps_clip}")
+    if c.algorithm.eps_clip_c is not None and c.algorithm.eps_clip_c <= 1:
+        raise ValueError(f"--eps-clip-c must be above 1, got {c.algorithm.eps_clip_c}")
+    if c.algorithm.eps_clip >= 1:
+        raise ValueError(f"--eps-clip must be below 1, got {c.algorithm.eps_clip}")
 
 
-def compares_alone(c: Any) -> bool:
+def compares_alone(c: Config) -> bool:
     """Whether a reward is compared with its group and --n-samples-per-prompt makes groups of one: advantages of 0."""
     hooks = (
-        c.custom_reward_post_process_path,
-        c.custom_convert_samples_to_train_data_path,
-        c.custom_advantage_function_path,
+        c.reward.custom_reward_post_process_path,
+        c.reward.custom_convert_samples_to_train_data_path,
+        c.algorithm.custom_advantage_function_path,
     )
-    compares = estimator_of(c).centred and not c.disable_rewards_normalization and not any(hooks)
-    trains = loss_of(c).surrogate and not c.debug_rollout_only
-    return trains and compares and c.n_samples_per_prompt == 1
+    compares = (
+        estimator_of(c.algorithm).centred and not c.algorithm.disable_rewards_normalization and not any(hooks)
+    )
+    trains = loss_of(c.algorithm).surrogate and not c.debug.debug_rollout_only
+    return trains and compares and c.data.n_samples_per_prompt == 1
 
 
-def makes_groups(c: Any) -> str | None:
+def makes_groups(c: Config) -> str | None:
     """The flag that may give a group more samples than --n-samples-per-prompt says, as typed: a user's function that
     fans out or groups by itself, or saved samples. None when there is none."""
     for name in GROUP_MAKERS:
-        path = getattr(c, name)
+        path = c.value_of(name)
         if path and not path.startswith(
             "slime."
         ):  # ours, also under slime's own import paths, make groups as told
@@ -100,29 +105,32 @@ def makes_groups(c: Any) -> str | None:
     return None
 
 
-def check_group_size(c: Any) -> None:
+def check_group_size(c: Config) -> None:
     """Something to compare a reward with; where only the user's code can tell, `resolve` leaves a note instead."""
     if compares_alone(c) and makes_groups(c) is None:
         raise ValueError(
-            f"--n-samples-per-prompt must be above 1 with --advantage-estimator {c.advantage_estimator}, got 1; a "
+            "--n-samples-per-prompt must be above 1 with --advantage-estimator "
+            f"{c.algorithm.advantage_estimator}, got 1; a "
             "reward counts relative to its group, and alone it is 0: raise it, or use --disable-rewards-normalization"
         )
 
 
-def check_kl(c: Any) -> None:
+def check_kl(c: Config) -> None:
     """One KL, in the reward or in the loss, where the loss has one."""
     for name in ("kl_coef", "kl_loss_coef"):
-        if not loss_of(c).rewarded and getattr(c, name) != 0:
+        if not loss_of(c.algorithm).rewarded and c.value_of(name) != 0:
             raise ValueError(
-                f"{spelled(name)} must be 0 with --loss-type {c.loss_type}, got {getattr(c, name)}; supervised "
+                f"{spelled(name)} must be 0 with --loss-type {c.algorithm.loss_type}, got "
+                f"{c.value_of(name)}; supervised "
                 "training has no KL to a reference: leave it out"
             )
-    if c.kl_coef != 0 and c.kl_loss_coef != 0:
+    if c.algorithm.kl_coef != 0 and c.algorithm.kl_loss_coef != 0:
         raise ValueError(
-            f"--kl-coef and --kl-loss-coef must not both be set, got {c.kl_coef} and {c.kl_loss_coef}; "
+            f"--kl-coef and --kl-loss-coef must not both be set, got {c.algorithm.kl_coef} and "
+            f"{c.algorithm.kl_loss_coef}; "
             "the KL belongs either in the reward or in the loss"
         )
-    if c.kl_loss_coef != 0 and not c.use_kl_loss:
+    if c.algorithm.kl_loss_coef != 0 and not c.algorithm.use_kl_loss:
         raise ValueError(
-            f"--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef {c.kl_loss_coef}"
+            f"--use-kl-loss must be given with --kl-loss-coef, got only --kl-loss-coef {c.algorithm.kl_loss_coef}"
         )

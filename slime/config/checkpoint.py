@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.checkpoint_dir import (
     COMPLETE,
@@ -16,6 +16,9 @@ from slime.checkpoint_dir import (
     start_directory,
 )
 from slime.config.fields import flag
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -36,33 +39,33 @@ class CheckpointConfig:
     ref_load: str | None = flag(None, "weights of the reference model (default: --hf-checkpoint)")
 
 
-def check_directories(c: Any) -> None:
+def check_directories(c: Config) -> None:
     """The directories that the trainer reads at its start must hold readable weights. --load and --save must be
     folders.
 
     --load may be empty or missing: then a new run starts. Another check covers --hf-checkpoint.
     """
-    for flag_name, path in (("--load", c.load), ("--save", c.save)):
+    for flag_name, path in (("--load", c.checkpoint.load), ("--save", c.checkpoint.save)):
         if path and Path(path).exists() and not Path(path).is_dir():
             raise ValueError(
                 f"{flag_name} must name a directory, got the file {path}; name the folder of checkpoints"
             )
-    if c.debug_rollout_only:
+    if c.debug.debug_rollout_only:
         return
-    resumes = c.load is not None and _latest("--load", c.load) is not None
-    if c.load and not resumes and (Path(c.load) / COMPLETE).is_file():
-        folder = Path(c.load).absolute().parent
+    resumes = c.checkpoint.load is not None and _latest("--load", c.checkpoint.load) is not None
+    if c.checkpoint.load and not resumes and (Path(c.checkpoint.load) / COMPLETE).is_file():
+        folder = Path(c.checkpoint.load).absolute().parent
         raise ValueError(
-            f"--load must name the folder of all iterations, got one of them, {c.load}; use {folder}"
+            f"--load must name the folder of all iterations, got one of them, {c.checkpoint.load}; use {folder}"
         )
     start = start_directory(c)
-    if not resumes and start == c.load and not holds_hf_weights(start):
+    if not resumes and start == c.checkpoint.load and not holds_hf_weights(start):
         raise ValueError(
             f"--load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {start}; copy them"
         )
-    read = c.needs_reference or (not resumes and start == c.ref_load)
-    if read and Path(c.ref_load) != Path(c.hf_checkpoint):
-        _check_reference(c.ref_load)
+    read = c.needs_reference or (not resumes and start == c.checkpoint.ref_load)
+    if read and Path(c.checkpoint.ref_load) != Path(c.rollout.hf_checkpoint):
+        _check_reference(c.checkpoint.ref_load)
 
 
 def _check_reference(path: str) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.fields import flag
 from slime.hardware import HARDWARE
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 PARTS = ("gradients", "parameters", "optimizer")
 """The values of --offload-train-parts: gradient buffers, whose contents are not needed between two training steps;
@@ -73,37 +76,42 @@ class ClusterConfig:
     )
 
 
-def check_hardware(c: Any) -> None:
+def check_hardware(c: Config) -> None:
     """--gpu needs --device cuda, and a node must have room for its trainer ranks."""
-    if c.gpu is None:
+    if c.cluster.gpu is None:
         return
-    if c.device != "cuda":
+    if c.cluster.device != "cuda":
         raise ValueError(
-            f"--gpu must go with --device cuda, got --gpu {c.gpu} and --device {c.device}; leave out one"
+            f"--gpu must go with --device cuda, got --gpu {c.cluster.gpu} and --device {c.cluster.device}; "
+            "leave out one"
         )
-    if c.actor_num_gpus_per_node > c.num_gpus_per_node:
+    if c.cluster.actor_num_gpus_per_node > c.cluster.num_gpus_per_node:
         raise ValueError(
-            f"--actor-num-gpus-per-node must be at most --num-gpus-per-node with --gpu {c.gpu}, got "
-            f"{c.actor_num_gpus_per_node} and {c.num_gpus_per_node}; use more nodes (--actor-num-nodes)"
+            f"--actor-num-gpus-per-node must be at most --num-gpus-per-node with --gpu {c.cluster.gpu}, got "
+            f"{c.cluster.actor_num_gpus_per_node} and {c.cluster.num_gpus_per_node}; use more nodes (--actor-num-nodes)"
         )
 
 
-def engine_tensor_parallel(c: Any) -> int:
+def engine_tensor_parallel(c: Config) -> int:
     """Tensor-parallel size of an engine: its GPUs divided by its pipeline stages and data-parallel copies."""
-    other = c.engine_facts.pipeline_parallel_size * c.engine_facts.data_parallel_size
-    return c.rollout_num_gpus_per_engine // other or 1
+    other = c.engine.engine_facts.pipeline_parallel_size * c.engine.engine_facts.data_parallel_size
+    return c.cluster.rollout_num_gpus_per_engine // other or 1
 
 
-def check_domains(c: Any) -> None:
+def check_domains(c: Config) -> None:
     """If the size of an NVLink domain is known, every tensor-parallel group must fit inside one domain."""
-    if c.device != "cuda" or not (size := c.nvlink_domain_size or (c.gpu and HARDWARE[c.gpu].nvlink_domain)):
+    if c.cluster.device != "cuda" or not (
+        size := c.cluster.nvlink_domain_size or (c.cluster.gpu and HARDWARE[c.cluster.gpu].nvlink_domain)
+    ):
         return
-    trainers = 0 if c.debug_rollout_only else c.actor_num_nodes * c.actor_num_gpus_per_node
-    engines = 0 if c.debug_train_only else c.rollout_num_gpus
-    devices = max(trainers, engines) if c.colocate else trainers + engines
+    trainers = (
+        0 if c.debug.debug_rollout_only else c.cluster.actor_num_nodes * c.cluster.actor_num_gpus_per_node
+    )
+    engines = 0 if c.debug.debug_train_only else c.cluster.rollout_num_gpus
+    devices = max(trainers, engines) if c.cluster.colocate else trainers + engines
     groups = {}
     if trainers:
-        groups["--tensor-model-parallel-size"] = c.tensor_model_parallel_size
+        groups["--tensor-model-parallel-size"] = c.megatron.tensor_model_parallel_size
     if engines:
         groups["the tensor-parallel size of an engine (--rollout-num-gpus-per-engine)"] = (
             engine_tensor_parallel(c)
@@ -123,32 +131,34 @@ def check_domains(c: Any) -> None:
 _FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
 
 
-def check_offload(c: Any) -> None:
+def check_offload(c: Config) -> None:
     """Offload needs --colocate: only processes that share devices can make room for each other."""
     asked = {
-        "--offload": c.offload,
-        "--offload-train": c.offload_train,
-        "--offload-rollout": c.offload_rollout,
+        "--offload": c.cluster.offload,
+        "--offload-train": c.cluster.offload_train,
+        "--offload-rollout": c.cluster.offload_rollout,
     }
     given = [name for name, value in asked.items() if value]
-    if given and not c.colocate:
+    if given and not c.cluster.colocate:
         raise ValueError(
             f"{given[0]} must come with --colocate, got it without; trainer and engines have devices of their own"
         )
-    if c.colocate and c.offload_rollout is False:
+    if c.cluster.colocate and c.cluster.offload_rollout is False:
         raise ValueError(
             "--no-offload-rollout must be left out with --colocate, got it; engines sleep while the trainer works"
         )
-    if c.offload and c.offload_train is False:
+    if c.cluster.offload and c.cluster.offload_train is False:
         raise ValueError("--offload must not stand beside --no-offload-train; leave one out")
-    if c.offload_train_parts is not None and (not c.offload_train_parts or c.offload_train is False):
-        got = "no part" if not c.offload_train_parts else "--no-offload-train"
+    if c.cluster.offload_train_parts is not None and (
+        not c.cluster.offload_train_parts or c.cluster.offload_train is False
+    ):
+        got = "no part" if not c.cluster.offload_train_parts else "--no-offload-train"
         raise ValueError(
             f"--offload-train-parts must name parts that may leave the device, got {got}; leave the flag out"
         )
-    if c.offload_train_parts and not c.colocate:
+    if c.cluster.offload_train_parts and not c.cluster.colocate:
         raise ValueError("--offload-train-parts must come with --colocate, got it without; leave it out")
-    if c.colocate and c.offload_train and c.megatron.overrides.get("nccl_ub"):
+    if c.cluster.colocate and c.cluster.offload_train and c.megatron.overrides.get("nccl_ub"):
         raise ValueError(
             "--offload-train must not be combined with --nccl-ub, whose buffers are registered with NCCL; leave one out"
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.config.fields import flag
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,17 @@ def profiled_steps(text: str | None) -> range:
     return range(int(match[1]), int(match[2]))
 
 
-def check_profile_steps(c: Any) -> None:
+def check_profile_steps(c: Config) -> None:
     """The range of --profile-steps must contain a training step of the run."""
-    steps = profiled_steps(c.profile_steps)
-    if steps and c.debug_rollout_only:
+    steps = profiled_steps(c.debug.profile_steps)
+    if steps and c.debug.debug_rollout_only:
         raise ValueError(
-            f"--profile-steps must not be combined with --debug-rollout-only, got {c.profile_steps}; it traces training"
+            f"--profile-steps must not be combined with --debug-rollout-only, got {c.debug.profile_steps}; "
+            "it traces training"
         )
-    if steps and c.num_rollout is not None and steps.start >= c.num_rollout:
+    if steps and c.data.num_rollout is not None and steps.start >= c.data.num_rollout:
         raise ValueError(
-            f"--profile-steps must begin below --num-rollout, got {c.profile_steps} and {c.num_rollout}; rollouts "
+            f"--profile-steps must begin below --num-rollout, got {c.debug.profile_steps} and "
+            f"{c.data.num_rollout}; rollouts "
             "count from 0"
         )

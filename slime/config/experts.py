@@ -9,10 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.fields import spelled
 from slime.hf_config import expert_count, sparse_layers
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 _PADDING = "the padding of a packed row would count as tokens"
 _ROWS = "the weight table has no row for it"
@@ -47,7 +50,7 @@ ONLY = {
 """Settings with their accepted values, and why other values are errors."""
 
 
-def check_expert_flags(c: Any, hf_config: dict[str, Any]) -> None:
+def check_expert_flags(c: Config, hf_config: dict[str, Any]) -> None:
     """ValueError for flags that do not fit the model of this config.json, with experts or dense."""
     if experts := expert_count(hf_config):
         check_expert_settings(c.megatron.overrides)
@@ -56,10 +59,14 @@ def check_expert_flags(c: Any, hf_config: dict[str, Any]) -> None:
         check_expert_width(c, hf_config)
         check_expert_ranks(c, c.world_size)
         check_expert_stages(c, sparse_layers(hf_config))
-    elif c.expert_model_parallel_size != 1 or c.expert_tensor_parallel_size not in (None, 1):
+    elif c.megatron.expert_model_parallel_size != 1 or c.megatron.expert_tensor_parallel_size not in (
+        None,
+        1,
+    ):
         raise ValueError(
             "--expert-model-parallel-size and --expert-tensor-parallel-size must be left out for a dense model, got "
-            f"{c.expert_model_parallel_size} and {c.expert_tensor_parallel_size}; it has no experts to share"
+            f"{c.megatron.expert_model_parallel_size} and {c.megatron.expert_tensor_parallel_size}; it has "
+            "no experts to share"
         )
 
 
@@ -91,11 +98,11 @@ def check_untried(overrides: dict[str, Any]) -> None:
             )
 
 
-def check_expert_layout(c: Any, experts: int) -> None:
+def check_expert_layout(c: Config, experts: int) -> None:
     """ValueError if the ranks cannot share the layers of a model with `experts` routed experts per layer."""
-    tp, ep = c.tensor_model_parallel_size, c.expert_model_parallel_size
-    etp = c.expert_tensor_parallel_size or tp
-    if tp > 1 and not c.sequence_parallel:
+    tp, ep = c.megatron.tensor_model_parallel_size, c.megatron.expert_model_parallel_size
+    etp = c.megatron.expert_tensor_parallel_size or tp
+    if tp > 1 and not c.megatron.sequence_parallel:
         raise ValueError(
             "--sequence-parallel must be given for experts with --tensor-model-parallel-size above 1, got none; "
             "megatron-core trains them no other way"
@@ -122,29 +129,31 @@ def check_expert_layout(c: Any, experts: int) -> None:
         )
 
 
-def check_expert_width(c: Any, hf_config: dict[str, Any]) -> None:
+def check_expert_width(c: Config, hf_config: dict[str, Any]) -> None:
     """ValueError if the experts' rows do not start at multiples of 16 bytes. torch's grouped product needs that on
     every device."""
-    etp = c.expert_tensor_parallel_size or c.tensor_model_parallel_size
-    step, width = 4 if c.params_dtype == "float32" else 8, hf_config["moe_intermediate_size"]
+    etp = c.megatron.expert_tensor_parallel_size or c.megatron.tensor_model_parallel_size
+    step, width = 4 if c.megatron.params_dtype == "float32" else 8, hf_config["moe_intermediate_size"]
     if hf_config["hidden_size"] % step:
         raise ValueError(
-            f"hidden_size in config.json must be a multiple of {step} in {c.params_dtype} where a model has experts, "
+            f"hidden_size in config.json must be a multiple of {step} in {c.megatron.params_dtype} where a "
+            "model has experts, "
             f"got {hf_config['hidden_size']}; such a model cannot be trained here"
         )
     if width % (etp * step):
         raise ValueError(
-            f"moe_intermediate_size in config.json must be a multiple of {step} in {c.params_dtype} on each of "
+            f"moe_intermediate_size in config.json must be a multiple of {step} in "
+            f"{c.megatron.params_dtype} on each of "
             f"{etp} ranks that share an expert, got {width}; "
             + ("share it among fewer ranks" if etp > 1 else "such a model cannot be trained here")
         )
 
 
-def check_expert_stages(c: Any, sparse: Sequence[bool]) -> None:
+def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
     """ValueError if EP is above 1 and a pipeline stage has no experts: megatron-core cannot save its optimizer."""
     ends = itertools.accumulate(counts := c.megatron.layers_of_stages(len(sparse)))
     for stage, (end, count) in enumerate(zip(ends, counts, strict=True)):
-        if c.expert_model_parallel_size > 1 and not any(sparse[end - count : end]):
+        if c.megatron.expert_model_parallel_size > 1 and not any(sparse[end - count : end]):
             raise ValueError(
                 "each pipeline stage must have a layer with experts with --expert-model-parallel-size above 1, got "
                 f"none on stage {stage} of {len(counts)}; take fewer stages, or give it more layers "
@@ -152,10 +161,10 @@ def check_expert_stages(c: Any, sparse: Sequence[bool]) -> None:
             )
 
 
-def check_expert_ranks(c: Any, world_size: int) -> None:
+def check_expert_ranks(c: Config, world_size: int) -> None:
     """ValueError if the number of trainer ranks is not a multiple of the ranks that share a layer's experts."""
-    ep, pp = c.expert_model_parallel_size, c.pipeline_model_parallel_size
-    etp = c.expert_tensor_parallel_size or c.tensor_model_parallel_size
+    ep, pp = c.megatron.expert_model_parallel_size, c.megatron.pipeline_model_parallel_size
+    etp = c.megatron.expert_tensor_parallel_size or c.megatron.tensor_model_parallel_size
     if ep < 1 or (ep > 1 and world_size % (etp * ep * pp)):
         raise ValueError(
             "--expert-model-parallel-size times ETP * PP must divide the number of trainer ranks, got "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.fields import spelled
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 _SPELLED = {"fp8": "--fp8-format", "fp4": "--fp4-format", "fp4_param": "--fp4-param-gather"}
 _NEVER_RUN = (
@@ -18,7 +21,7 @@ _NEVER_RUN = (
 )
 
 
-def check_local_layers(c: Any) -> None:
+def check_local_layers(c: Config) -> None:
     """fp8 and fp4 need Transformer Engine. Without it, Megatron's fp8 context is empty and the run would silently use
     bf16."""
     overrides = c.megatron.overrides

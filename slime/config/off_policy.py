@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.algo.losses import loss_of
 from slime.config.fields import flag
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -40,41 +43,43 @@ class OffPolicyConfig:
     )
 
 
-def check_off_policy(c: Any) -> None:
+def check_off_policy(c: Config) -> None:
     """The log-probs that a correction compares must exist and come from the same distribution."""
-    if c.use_rollout_logprobs and c.use_tis:
+    if c.off_policy.use_rollout_logprobs and c.off_policy.use_tis:
         raise ValueError(
             "--use-rollout-logprobs must not be combined with --use-tis, got both; with rollout log-probs as "
             "the old policy there is nothing left to correct"
         )
-    if c.ref_update_interval is not None and c.save is not None:
+    if c.algorithm.ref_update_interval is not None and c.checkpoint.save is not None:
         raise ValueError(
             "--ref-update-interval must not be combined with --save, got both; checkpoints do not hold the moved "
             "reference model yet, so a resumed run would go on with another one"
         )
-    if c.use_rollout_logprobs and c.get_mismatch_metrics:
+    if c.off_policy.use_rollout_logprobs and c.off_policy.get_mismatch_metrics:
         raise ValueError(
             "--get-mismatch-metrics must not be combined with --use-rollout-logprobs, got both; the trainer's own old "
             "log-probs, which the metrics compare with, are not computed then"
         )
-    if c.use_rollout_logprobs and (c.rollout_top_p < 1 or c.rollout_top_k != -1):
+    if c.off_policy.use_rollout_logprobs and (c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1):
         raise ValueError(
             "--use-rollout-logprobs must be used with --rollout-top-p 1 and --rollout-top-k -1, got "
-            f"{c.rollout_top_p} and {c.rollout_top_k}; the engine's log-probs are of fewer tokens"
+            f"{c.rollout.rollout_top_p} and {c.rollout.rollout_top_k}; the engine's log-probs are of fewer tokens"
         )
-    if c.tis_clip_low > c.tis_clip:
-        raise ValueError(f"--tis-clip-low must be at most --tis-clip, got {c.tis_clip_low} and {c.tis_clip}")
+    if c.off_policy.tis_clip_low > c.off_policy.tis_clip:
+        raise ValueError(
+            f"--tis-clip-low must be at most --tis-clip, got {c.off_policy.tis_clip_low} and {c.off_policy.tis_clip}"
+        )
 
 
-def check_routing_replay(c: Any) -> None:
+def check_routing_replay(c: Config) -> None:
     """The engine or an earlier pass must have chosen experts, and each layer of the training pass must get them."""
     if (flag_ := _replays(c)) is None:
         return
-    if not loss_of(c).rewarded:
+    if not loss_of(c.algorithm).rewarded:
         raise ValueError(
-            f"{flag_} must be left out with --loss-type {c.loss_type}, got both; nobody chose experts before"
+            f"{flag_} must be left out with --loss-type {c.algorithm.loss_type}, got both; nobody chose experts before"
         )
-    if not c.use_rollout_routing_replay and c.use_rollout_logprobs:
+    if not c.off_policy.use_rollout_routing_replay and c.off_policy.use_rollout_logprobs:
         raise ValueError(
             "--use-routing-replay must not be combined with --use-rollout-logprobs, got both; no pass for "
             "old log-probs runs that could choose experts: use --use-rollout-routing-replay"
@@ -89,18 +94,18 @@ def check_routing_replay(c: Any) -> None:
         )
 
 
-def check_replayed_model(c: Any, experts: int, topk: int | None) -> None:
+def check_replayed_model(c: Config, experts: int, topk: int | None) -> None:
     """The model must have experts, and a missing record must differ from a written record."""
     if (flag_ := _replays(c)) is not None and not experts:
         raise ValueError(f"{flag_} must be left out for a dense model, got it; no layer of it has experts")
-    if c.use_rollout_routing_replay and topk == 1:
+    if c.off_policy.use_rollout_routing_replay and topk == 1:
         raise ValueError(
             "--use-rollout-routing-replay must be left out for one expert a token, got it; rows that the engine "
             "did not write could not be told from others"
         )
 
 
-def _replays(c: Any) -> str | None:
-    if c.use_rollout_routing_replay:
+def _replays(c: Config) -> str | None:
+    if c.off_policy.use_rollout_routing_replay:
         return "--use-rollout-routing-replay"
-    return "--use-routing-replay" if c.use_routing_replay else None
+    return "--use-routing-replay" if c.off_policy.use_routing_replay else None

@@ -7,20 +7,26 @@ fits their torch.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 _COMPARED_AS_MATHEMATICS = ("math", "deepscaler", "dapo")
 
 
-def check_packages(c: Any) -> None:
+def check_packages(c: Config) -> None:
     """ValueError with the flag, its missing package and the command that installs the package."""
     needed = []
-    if c.use_tensorboard:
+    if c.logging.use_tensorboard:
         needed.append(("--use-tensorboard", "tensorboard", "tensorboard"))
-    if c.use_wandb:
+    if c.logging.use_wandb:
         needed.append(("--use-wandb", "wandb", "wandb"))
-    if c.custom_rm_path is None and (c.rm_type or "").removeprefix("boxed_") in _COMPARED_AS_MATHEMATICS:
-        needed.append((f"--rm-type {c.rm_type}", "math_verify", "math-verify"))
+    if (
+        c.reward.custom_rm_path is None
+        and (c.reward.rm_type or "").removeprefix("boxed_") in _COMPARED_AS_MATHEMATICS
+    ):
+        needed.append((f"--rm-type {c.reward.rm_type}", "math_verify", "math-verify"))
     for flag, module, package in needed:
         if not _is_installed(module):
             raise ValueError(

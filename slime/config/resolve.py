@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,12 +49,11 @@ def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
     _weight_update(draft)
-    _algorithm(draft)
-    _layers(draft)
     _kernels(draft)
     _run_dir(draft)
-    remarks = tuple(vars(draft).pop("notes"))
-    return Config.from_flat(vars(draft), remarks)
+    adjusted = tuple(vars(draft).pop("notes"))
+    config = Config.from_flat(vars(draft))
+    return replace(config, notes=(*adjusted, *_remarks(config)))
 
 
 def _defaults() -> dict[str, Any]:
@@ -147,37 +148,6 @@ def _batches(c: argparse.Namespace) -> None:
         c.notes.append(f"--num-epoch {c.num_epoch} has no effect, as --num-rollout {c.num_rollout} is given")
 
 
-def _algorithm(c: argparse.Namespace) -> None:
-    if compares_alone(c) and (maker := makes_groups(c)) is not None:
-        c.notes.append(
-            f"--n-samples-per-prompt 1 with --advantage-estimator {c.advantage_estimator}: a reward counts relative to "
-            f"its group, so all advantages are 0 unless {maker} brings several samples to a group"
-        )
-    if c.use_kl_loss and not loss_of(c).rewarded:
-        c.notes.append(
-            f"--use-kl-loss has no effect with --loss-type {c.loss_type}: no reference model is loaded"
-        )
-    elif c.use_kl_loss and c.kl_loss_coef == 0:
-        c.notes.append(
-            "--use-kl-loss with --kl-loss-coef 0 only reports the KL and needs a reference pass in each rollout; "
-            "leave it out to save that pass"
-        )
-    if c.rollout_top_p < 1 or c.rollout_top_k != -1:
-        c.notes.append(
-            "--rollout-top-p below 1 and --rollout-top-k restrict the engine's distribution, the trainer's "
-            "is over the whole vocabulary: train/train_rollout_logprob_abs_diff will not be near zero"
-        )
-
-
-def _layers(c: argparse.Namespace) -> None:
-    if c.overrides.get("transformer_impl") == "transformer_engine":
-        c.notes.append(
-            "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
-            "Transformer Engine and have never been run; local was run and measured"
-        )
-    c.notes += never_run(c.overrides)
-
-
 def _kernels(c: argparse.Namespace) -> None:
     if c.rlk_fast is None:
         c.rlk_fast = "strict" if c.rl_kernel_strict else "auto"
@@ -189,3 +159,34 @@ def _run_dir(c: argparse.Namespace) -> None:
     if c.run_dir is None:
         model = Path(c.hf_checkpoint).name if c.hf_checkpoint else "run"
         c.run_dir = str(Path("runs") / f"{model}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+
+
+def _remarks(c: Config) -> Iterator[str]:
+    """Notes on what was asked for. They adjust nothing."""
+    if compares_alone(c) and (maker := makes_groups(c)) is not None:
+        yield (
+            f"--n-samples-per-prompt 1 with --advantage-estimator {c.algorithm.advantage_estimator}: a "
+            "reward counts relative to "
+            f"its group, so all advantages are 0 unless {maker} brings several samples to a group"
+        )
+    if c.algorithm.use_kl_loss and not loss_of(c.algorithm).rewarded:
+        yield (
+            f"--use-kl-loss has no effect with --loss-type {c.algorithm.loss_type}: no reference model is loaded"
+        )
+    elif c.algorithm.use_kl_loss and c.algorithm.kl_loss_coef == 0:
+        yield (
+            "--use-kl-loss with --kl-loss-coef 0 only reports the KL and needs a reference pass in each rollout; "
+            "leave it out to save that pass"
+        )
+    if c.rollout.rollout_top_p < 1 or c.rollout.rollout_top_k != -1:
+        yield (
+            "--rollout-top-p below 1 and --rollout-top-k restrict the engine's distribution, the trainer's "
+            "is over the whole vocabulary: train/train_rollout_logprob_abs_diff will not be near zero"
+        )
+
+    if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
+        yield (
+            "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
+            "Transformer Engine and have never been run; local was run and measured"
+        )
+    yield from never_run(c.megatron.overrides)

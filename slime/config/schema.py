@@ -73,7 +73,8 @@ def own_flags() -> dict[str, FlagSpec]:
 class Config:
     """A resolved and validated configuration. `notes` list the values that were adjusted, and why.
 
-    Any field of any section is also an attribute by its own name: `config.rollout_batch_size`.
+    Read a field through its section: `config.rollout.rollout_batch_size`. Only the `args` of hooks are flat, see
+    `namespace`.
     """
 
     cluster: ClusterConfig
@@ -102,13 +103,9 @@ class Config:
             given[SECTION_OF[name]][name] = value
         return cls(**{name: SECTIONS[name](**given[name]) for name in SECTIONS}, notes=notes)
 
-    def __getattr__(self, name: str) -> Any:
-        section = SECTION_OF.get(name)
-        if section is not None and section in self.__dict__:
-            return getattr(self.__dict__[section], name)
-        if name in NEGATED:
-            return not getattr(self, NEGATED[name])
-        raise AttributeError(f"the configuration has no field {name!r}")
+    def value_of(self, name: str) -> Any:
+        """The value of a field by its name alone, for code that goes through flags."""
+        return getattr(getattr(self, SECTION_OF[name]), name)
 
     @property
     def world_size(self) -> int:
@@ -153,7 +150,7 @@ class Config:
 
     def with_values(self, **values: Any) -> Config:
         """A copy with fields replaced, for values that are known only after the data are read (`num_rollout`)."""
-        flat = {name: getattr(self, name) for name in SECTION_OF}
+        flat = {name: self.value_of(name) for name in SECTION_OF}
         return Config.from_flat({**flat, **values}, self.notes)
 
     def namespace(self, **facts: Any) -> argparse.Namespace:
@@ -166,7 +163,7 @@ class Config:
         """
         flat = {name: entry.default for name, entry in UNSUPPORTED.items()}
         flat.update({name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None})
-        flat.update({name: copy.deepcopy(getattr(self, name)) for name in SECTION_OF})
+        flat.update({name: copy.deepcopy(self.value_of(name)) for name in SECTION_OF})
         flat.update({positive: not flat[negative] for positive, negative in NEGATED.items()})
         flat.update(
             {

@@ -96,17 +96,17 @@ def _required(c: Config) -> None:
         "hf_checkpoint": "a Hugging Face checkpoint directory",
         "rollout_batch_size": "prompts of a rollout",
     }
-    if not c.load_debug_rollout_data and not c.disable_rollout_global_dataset:
+    if not c.debug.load_debug_rollout_data and not c.data.disable_rollout_global_dataset:
         needed["prompt_data"] = "a prompt file, unless --disable-rollout-global-dataset"
     for name, what in needed.items():
-        if getattr(c, name) is None:
+        if c.value_of(name) is None:
             problems.add(f"{spelled(name)} must be given ({what}), got none")
-    if c.num_rollout is None and c.num_epoch is None:
+    if c.data.num_rollout is None and c.data.num_epoch is None:
         problems.add("--num-rollout must be given, got none; or give --num-epoch")
-    elif c.num_rollout is None and c.disable_rollout_global_dataset:
+    elif c.data.num_rollout is None and c.data.disable_rollout_global_dataset:
         problems.add("--num-rollout must be given with --disable-rollout-global-dataset, got none")
-    generates = c.rollout_num_gpus != 0
-    if generates and c.rollout_max_response_len is None and c.rollout_max_context_len is None:
+    generates = c.cluster.rollout_num_gpus != 0
+    if generates and c.rollout.rollout_max_response_len is None and c.rollout.rollout_max_context_len is None:
         problems.add("--rollout-max-response-len must be given, got none; or give --rollout-max-context-len")
     problems.report()
 
@@ -121,28 +121,27 @@ def _ranges(c: Config) -> None:
         (("load_debug_rollout_data_subsample",), lambda value: 0 < value <= 1, "lie in (0, 1]"),
     ):
         for name in names:
-            value, source = getattr(c, name), FALLBACKS.get(name)
-            taken_over = source is not None and value == getattr(
-                c, source
-            )  # the source's own rule reports it
+            value, source = c.value_of(name), FALLBACKS.get(name)
+            taken_over = source is not None and value == c.value_of(source)
+            # The rule of the source reports a value that was taken over.
             if value is not None and not taken_over and not holds(value):
                 problems.add(f"{spelled(name)} must {rule}, got {value}")
-    if not 0 <= c.adam_beta1 < 1 or not 0 <= c.adam_beta2 < 1:
+    if not 0 <= c.megatron.adam_beta1 < 1 or not 0 <= c.megatron.adam_beta2 < 1:
         problems.add(
-            f"--adam-beta1 and --adam-beta2 must lie in [0, 1), got {c.adam_beta1} and {c.adam_beta2}"
+            f"--adam-beta1 and --adam-beta2 must lie in [0, 1), got {c.megatron.adam_beta1} and {c.megatron.adam_beta2}"
         )
     problems.report()
 
 
 def _precision(c: Config) -> None:
-    chosen = [name for name in ("bf16", "fp16", "fp32") if getattr(c, name)]
+    chosen = [name for name in ("bf16", "fp16", "fp32") if c.value_of(name)]
     if len(chosen) > 1:
         raise ValueError(
             f"--bf16, --fp16 and --fp32 must not be combined, got {' and '.join(map(spelled, chosen))}"
         )
-    if c.device == "cuda" and c.distributed_backend != "nccl":
-        raise ValueError(f"--distributed-backend must be nccl on GPUs, got {c.distributed_backend}")
-    if c.fp16:  # there is no loss scaling, so gradients would underflow
+    if c.cluster.device == "cuda" and c.cluster.distributed_backend != "nccl":
+        raise ValueError(f"--distributed-backend must be nccl on GPUs, got {c.cluster.distributed_backend}")
+    if c.megatron.fp16:  # there is no loss scaling, so gradients would underflow
         raise ValueError("--fp16 must be left out in this version, got --fp16; use --bf16 or --fp32")
 
 
@@ -160,9 +159,9 @@ def _transformer_engine(c: Config) -> None:
     if c.megatron.overrides.get("transformer_impl") != "transformer_engine":
         return
     for flag, value, wanted in (
-        ("--device", c.device, "cuda"),
-        ("--params-dtype (--bf16, --fp32)", c.params_dtype, "bfloat16"),
-        ("--context-parallel-size", c.context_parallel_size, 1),
+        ("--device", c.cluster.device, "cuda"),
+        ("--params-dtype (--bf16, --fp32)", c.megatron.params_dtype, "bfloat16"),
+        ("--context-parallel-size", c.megatron.context_parallel_size, 1),
     ):
         if value != wanted:
             raise ValueError(
@@ -181,29 +180,34 @@ def _dropout(c: Config) -> None:
 
 
 def _parallel_sizes(c: Config) -> None:
-    model = c.tensor_model_parallel_size * c.pipeline_model_parallel_size * c.context_parallel_size
+    model = (
+        c.megatron.tensor_model_parallel_size
+        * c.megatron.pipeline_model_parallel_size
+        * c.megatron.context_parallel_size
+    )
     if c.world_size % model:
         raise ValueError(
             f"--actor-num-nodes * --actor-num-gpus-per-node must be a multiple of TP * PP * CP, got "
-            f"{c.actor_num_nodes} * {c.actor_num_gpus_per_node} = {c.world_size} and "
-            f"{c.tensor_model_parallel_size} * {c.pipeline_model_parallel_size} * {c.context_parallel_size} "
+            f"{c.cluster.actor_num_nodes} * {c.cluster.actor_num_gpus_per_node} = {c.world_size} and "
+            f"{c.megatron.tensor_model_parallel_size} * {c.megatron.pipeline_model_parallel_size} * "
+            f"{c.megatron.context_parallel_size} "
             f"= {model}"
         )
 
 
 def _engines(c: Config) -> None:
-    if c.debug_rollout_only and c.debug_train_only:
+    if c.debug.debug_rollout_only and c.debug.debug_train_only:
         raise ValueError("--debug-rollout-only must not be combined with --debug-train-only, got both")
-    if c.debug_train_only:
+    if c.debug.debug_train_only:
         return
-    if c.rollout_num_gpus is None:
+    if c.cluster.rollout_num_gpus is None:
         raise ValueError("--rollout-num-gpus must be given when --colocate is not, got none")
-    if c.rollout_num_gpus <= 0 or c.rollout_num_gpus % c.rollout_num_gpus_per_engine:
+    if c.cluster.rollout_num_gpus <= 0 or c.cluster.rollout_num_gpus % c.cluster.rollout_num_gpus_per_engine:
         raise ValueError(
             "--rollout-num-gpus must be a positive multiple of --rollout-num-gpus-per-engine, got "
-            f"{c.rollout_num_gpus} and {c.rollout_num_gpus_per_engine}"
+            f"{c.cluster.rollout_num_gpus} and {c.cluster.rollout_num_gpus_per_engine}"
         )
-    size, node = c.rollout_num_gpus_per_engine, c.num_gpus_per_node
+    size, node = c.cluster.rollout_num_gpus_per_engine, c.cluster.num_gpus_per_node
     if size > node and size % node:
         raise ValueError(
             "--rollout-num-gpus-per-engine must be a multiple of --num-gpus-per-node when it is larger, got "
@@ -212,30 +216,35 @@ def _engines(c: Config) -> None:
 
 
 def _staleness(c: Config) -> None:
-    if c.colocate and c.max_staleness > 0:
+    if c.cluster.colocate and c.rollout.max_staleness > 0:
         raise ValueError(
-            f"--max-staleness must be 0 with --colocate, got {c.max_staleness}; engines and trainer take "
+            f"--max-staleness must be 0 with --colocate, got {c.rollout.max_staleness}; engines and trainer take "
             "turns on the same GPUs, so nothing runs ahead: leave out one of the two"
         )
-    if c.update_weights_interval > c.max_staleness + 1:
+    if c.weight_update.update_weights_interval > c.rollout.max_staleness + 1:
         raise ValueError(
             "--update-weights-interval must be at most --max-staleness + 1, got "
-            f"{c.update_weights_interval} and {c.max_staleness}"
+            f"{c.weight_update.update_weights_interval} and {c.rollout.max_staleness}"
         )
-    transport, shares_gpus = c.update_weight_transport, c.colocate and c.device == "cuda"
+    transport, shares_gpus = (
+        c.weight_update.update_weight_transport,
+        c.cluster.colocate and c.cluster.device == "cuda",
+    )
     if CHANNELS[transport].gpus == "shared" and not shares_gpus:
         raise ValueError(
             f"--update-weight-transport {transport} must have trainer and engines on the same GPUs, got "
-            f"{'no --colocate' if not c.colocate else f'--device {c.device}'}; leave the flag out"
+            f"{'no --colocate' if not c.cluster.colocate else f'--device {c.cluster.device}'}; leave the flag out"
         )
-    if c.update_weight_buffer_size <= 0:
-        raise ValueError(f"--update-weight-buffer-size must be above 0, got {c.update_weight_buffer_size}")
+    if c.weight_update.update_weight_buffer_size <= 0:
+        raise ValueError(
+            f"--update-weight-buffer-size must be above 0, got {c.weight_update.update_weight_buffer_size}"
+        )
 
 
 def _batch_equation(c: Config) -> None:
-    samples = c.rollout_batch_size * c.n_samples_per_prompt
-    ours = f"{c.rollout_batch_size} * {c.n_samples_per_prompt} = {samples}"
-    size, steps = c.global_batch_size, c.num_steps_per_rollout
+    samples = c.data.rollout_batch_size * c.data.n_samples_per_prompt
+    ours = f"{c.data.rollout_batch_size} * {c.data.n_samples_per_prompt} = {samples}"
+    size, steps = c.data.global_batch_size, c.data.num_steps_per_rollout
     if size is None or steps is None:  # only one was given, and the other cannot be derived from it
         name = "--global-batch-size" if steps is None else "--num-steps-per-rollout"
         raise ValueError(
@@ -246,70 +255,79 @@ def _batch_equation(c: Config) -> None:
             "--rollout-batch-size * --n-samples-per-prompt must equal --global-batch-size * --num-steps-per-rollout, "
             f"got {ours} and {size} * {steps} = {size * steps}"
         )
-    if c.over_sampling_batch_size < c.rollout_batch_size:
+    if c.rollout.over_sampling_batch_size < c.data.rollout_batch_size:
         raise ValueError(
             "--over-sampling-batch-size must be at least --rollout-batch-size, got "
-            f"{c.over_sampling_batch_size} and {c.rollout_batch_size}"
+            f"{c.rollout.over_sampling_batch_size} and {c.data.rollout_batch_size}"
         )
 
 
 def _micro_batches(c: Config) -> None:
-    if c.debug_rollout_only:
+    if c.debug.debug_rollout_only:
         return
-    ranks, size = c.data_parallel_size, c.micro_batch_size
-    if c.use_dynamic_batch_size:
-        if c.max_tokens_per_gpu is None:
+    ranks, size = c.data_parallel_size, c.data.micro_batch_size
+    if c.data.use_dynamic_batch_size:
+        if c.data.max_tokens_per_gpu is None:
             raise ValueError("--max-tokens-per-gpu must be given with --use-dynamic-batch-size, got none")
-        if c.global_batch_size < ranks:
+        if c.data.global_batch_size < ranks:
             raise ValueError(
-                f"--global-batch-size must be at least the data-parallel size, got {c.global_batch_size} for "
+                f"--global-batch-size must be at least the data-parallel size, got {c.data.global_batch_size} for "
                 f"{ranks} ranks; every rank needs a sample in every step"
             )
-    elif c.global_batch_size % (ranks * size):
+    elif c.data.global_batch_size % (ranks * size):
         raise ValueError(
             "--global-batch-size must be a multiple of data-parallel size * --micro-batch-size, got "
-            f"{c.global_batch_size} and {ranks} * {size} = {ranks * size}; or use --use-dynamic-batch-size"
+            f"{c.data.global_batch_size} and {ranks} * {size} = {ranks * size}; or use --use-dynamic-batch-size"
         )
 
 
 def _rewards(c: Config) -> None:
-    if c.rm_type is None:
+    if c.reward.rm_type is None:
         return
     from slime.rollout.rewards import REWARD_NAMES
 
-    if c.rm_type not in REWARD_NAMES:
+    if c.reward.rm_type not in REWARD_NAMES:
         raise ValueError(
-            f"--rm-type must be one of {', '.join(REWARD_NAMES)}, got {c.rm_type}; or give --custom-rm-path"
+            f"--rm-type must be one of {', '.join(REWARD_NAMES)}, got {c.reward.rm_type}; or give --custom-rm-path"
         )
-    if c.rm_type == "remote_rm" and c.rm_url is None:
+    if c.reward.rm_type == "remote_rm" and c.reward.rm_url is None:
         raise ValueError("--rm-url must be given with --rm-type remote_rm, got none")
 
 
 def _hooks(c: Config) -> None:
     """Load every function that the user named, so that a misspelled path is an error at start-up."""
     for name, spec in own_flags().items():
-        value = getattr(c, name)
+        value = c.value_of(name)
         if name.endswith("_path") and name != "custom_config_path" and value != spec.default:
             for path in value if spec.many else [value]:
                 load_function(path, spelled(name))
 
 
 def _intervals(c: Config) -> None:
-    if c.save_interval is not None and c.save is None:
+    if c.checkpoint.save_interval is not None and c.checkpoint.save is None:
         raise ValueError(
-            f"--save must be given with --save-interval, got only --save-interval {c.save_interval}"
+            f"--save must be given with --save-interval, got only --save-interval {c.checkpoint.save_interval}"
         )
-    if c.eval_interval is not None and not c.eval_prompt_data and c.eval_config is None:
-        raise ValueError(f"--eval-prompt-data must be given with --eval-interval {c.eval_interval}, got none")
-    if len(c.eval_prompt_data or []) % 2:
+    if (
+        c.evaluation.eval_interval is not None
+        and not c.evaluation.eval_prompt_data
+        and c.evaluation.eval_config is None
+    ):
         raise ValueError(
-            f"--eval-prompt-data must be pairs of name and path, got {' '.join(c.eval_prompt_data)}"
+            f"--eval-prompt-data must be given with --eval-interval {c.evaluation.eval_interval}, got none"
+        )
+    if len(c.evaluation.eval_prompt_data or []) % 2:
+        raise ValueError(
+            f"--eval-prompt-data must be pairs of name and path, got {' '.join(c.evaluation.eval_prompt_data)}"
         )
 
 
 def _files(c: Config) -> None:
-    paths = {"--prompt-data": [c.prompt_data], "--eval-prompt-data": (c.eval_prompt_data or [])[1::2]}
-    for name, files in {**paths, "--eval-config": [c.eval_config]}.items():
+    paths = {
+        "--prompt-data": [c.data.prompt_data],
+        "--eval-prompt-data": (c.evaluation.eval_prompt_data or [])[1::2],
+    }
+    for name, files in {**paths, "--eval-config": [c.evaluation.eval_config]}.items():
         for path in files:
             # path@[start:end] names a slice of the file.
             if path is not None and not Path(re.sub(r"@\[[^\]]*\]$", "", path)).exists():
@@ -317,18 +335,18 @@ def _files(c: Config) -> None:
 
 
 def _checkpoint(c: Config) -> None:
-    hf_config = read_hf_config(c.hf_checkpoint)
+    hf_config = read_hf_config(c.rollout.hf_checkpoint)
     check_experts(hf_config)
-    check_checkpoint_shapes(c.hf_checkpoint, hf_config)
-    check_model_args(c.model_args, hf_config)
+    check_checkpoint_shapes(c.rollout.hf_checkpoint, hf_config)
+    check_model_args(c.megatron.model_args, hf_config)
     check_replayed_model(c, expert_count(hf_config), hf_config.get("num_experts_per_tok"))
     c.megatron.layers_of_stages(hf_config["num_hidden_layers"])
     check_expert_flags(c, hf_config)
-    largest, vocabulary = largest_token_id(c.hf_checkpoint), hf_config.get("vocab_size")
+    largest, vocabulary = largest_token_id(c.rollout.hf_checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:
         raise ValueError(
             "--hf-checkpoint must have a tokenizer whose ids fit the model, got token id "
-            f"{largest} and vocab_size {vocabulary} in {c.hf_checkpoint}; the two are not of the same model"
+            f"{largest} and vocab_size {vocabulary} in {c.rollout.hf_checkpoint}; the two are not of the same model"
         )
 
 

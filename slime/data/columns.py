@@ -8,6 +8,7 @@ Shapes: R_i response tokens of sample i, L_i prompt and response tokens, P rows 
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -59,9 +60,9 @@ class Column:
     to_tensor: Callable[[Any], Tensor] | None = None
     to_rows: Callable[[TrainData, list[int], TokenSlice], Tensor] | None = None
 
-    def on(self, config: Any) -> bool:
-        """Whether the configuration has this column."""
-        return not self.flag or bool(getattr(config, self.flag))
+    def on(self, args: Namespace) -> bool:
+        """Whether the flags ask for this column."""
+        return not self.flag or bool(getattr(args, self.flag))
 
     def of_samples(self, samples: list[Sample]) -> list[Any] | None:
         """The column of these samples; None where an optional one is set on none. ValueError for a part of them."""
@@ -169,12 +170,12 @@ def present(data: TrainData, kind: Kind | None = None) -> Iterator[Column]:
     return (c for c in COLUMNS.values() if kind in (None, c.kind) and c.name in data)
 
 
-def carried(data: TrainData, config: Any, *, training: bool, policy: bool) -> list[str]:
+def carried(data: TrainData, args: Namespace, *, training: bool, policy: bool) -> list[str]:
     """Names of the columns of `data` that a micro-batch of this pass carries."""
     passes = [name for name, on in (("training", training), ("policy", policy)) if on]
-    return [column.name for column in present(data) if column.carried in passes and column.on(config)]
+    return [column.name for column in present(data) if column.carried in passes and column.on(args)]
 
 
-def reported(data: TrainData, config: Any, kind: Kind) -> list[str]:
+def reported(data: TrainData, args: Namespace, kind: Kind) -> list[str]:
     """Names of the columns of `data` of this kind whose mean the trainer reports."""
-    return [column.name for column in present(data, kind) if column.mean and column.on(config)]
+    return [column.name for column in present(data, kind) if column.mean and column.on(args)]

@@ -26,6 +26,7 @@ from torch import Tensor
 from rl_kernel.contract import TRAIN_ROLLOUT
 from slime.algo.consistency import TokenSums, figures, order_statistics, percentile_ranks, token_sums
 from slime.algo.losses import loss_of
+from slime.config import Config
 from slime.data import columns, routed_experts
 from slime.data.packing import MicroBatch
 from slime.data.tokenizer import tokenizer_fingerprint
@@ -71,16 +72,16 @@ class _Part:
 class Audit:
     """One per trainer rank. Every rank calls `watch` once per rollout and `add` once per micro-batch."""
 
-    def __init__(self, config: Any, info: ParallelInfo, timers: Timers, temperature: float) -> None:
+    def __init__(self, config: Config, info: ParallelInfo, timers: Timers, temperature: float) -> None:
         self.config, self.info, self.timers = config, info, timers
-        self.on = config.rlk_consistency != "off"
+        self.on = config.kernels.rlk_consistency != "off"
         self.mine = {
             "temperature": temperature,
             "top_p": 1.0,  # the trainer's softmax is over the whole vocabulary
             "top_k": -1,
             "sampling": {},
-            "dtype": config.params_dtype,
-            "tokenizer": tokenizer_fingerprint(config.hf_checkpoint) if self.on else None,
+            "dtype": config.megatron.params_dtype,
+            "tokenizer": tokenizer_fingerprint(config.rollout.hf_checkpoint) if self.on else None,
         }
         self.found: dict[int, Tensor] = {}
 
@@ -135,7 +136,11 @@ class Audit:
     def _share(self, data: TrainData) -> None:
         """Send the last stage's log-probs to all stages of a pipeline. A loss from a hook has none."""
         first_step = data["micro_batch_indices"][: data["num_microbatches"][0]]
-        seen = [] if loss_of(self.config).objective is None else [i for batch in first_step for i in batch]
+        seen = (
+            []
+            if loss_of(self.config.algorithm).objective is None
+            else [i for batch in first_step for i in batch]
+        )
         lengths = {i: data["response_lengths"][i] for i in seen}
         self.found = tensors_from_last_stage(self.info, self.found, lengths)
 
@@ -153,7 +158,7 @@ class Audit:
             percentiles = order_statistics((trainer - rollout).abs(), at, self._add_up)
             metrics |= figures(sums, percentiles, worst.distance)
         self._write(rollout_id, metrics, reasons, worst)
-        if self.config.rlk_consistency == "strict":
+        if self.config.kernels.rlk_consistency == "strict":
             self._judge(rollout_id, data, worst, reasons)
         metrics |= {f"not_comparable/{reason}": float(tokens) for reason, tokens in reasons.items()}
         return {f"consistency/{name}": value for name, value in metrics.items()}
@@ -177,7 +182,9 @@ class Audit:
         trainer = torch.cat([self.found[i].float() for i in chosen] or none)[mask]
         rollout = torch.cat([data["rollout_log_probs"][i] for i in chosen] or none)[mask]
         config = self.config
-        sums = token_sums(trainer, rollout, eps_clip=config.eps_clip, eps_clip_high=config.eps_clip_high)
+        sums = token_sums(
+            trainer, rollout, eps_clip=config.algorithm.eps_clip, eps_clip_high=config.algorithm.eps_clip_high
+        )
         worst = None
         if chosen:
             at = int(mask.nonzero()[(trainer - rollout).abs().argmax()])
@@ -238,7 +245,7 @@ class Audit:
             )
 
     def _judge(self, rollout_id: int, data: TrainData, worst: Token | None, reasons: Counter[str]) -> None:
-        dtype = self.config.params_dtype
+        dtype = self.config.megatron.params_dtype
         bound = TRAIN_ROLLOUT[dtype].absolute
         if worst is None and reasons:
             found = ", ".join(f"{reason}: {tokens}" for reason, tokens in reasons.most_common())
@@ -263,14 +270,14 @@ class Audit:
             "worst": worst and asdict(worst),
             "not_comparable": dict(reasons),
         }
-        path = Path(self.config.run_dir) / "audit.jsonl"
+        path = Path(self.config.logging.run_dir) / "audit.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def _saved(self, rollout_id: int, data: TrainData) -> str:
         """Save the samples of all ranks and return the path. Collective. The file is complete when this returns."""
-        parts = self._gather(samples_of(data, self.config.n_samples_per_prompt))
+        parts = self._gather(samples_of(data, self.config.data.n_samples_per_prompt))
         template = rollout_facts.replay_template(self.config)
         path = template.format(rollout_id=rollout_id)
         if self.info.rank == 0:

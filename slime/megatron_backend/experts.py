@@ -28,6 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 import rl_kernel
+from slime.config import Config
 from slime.config.experts import check_expert_layout, check_expert_settings, check_expert_width
 from slime.config.fields import spelled
 from slime.hf_config import expert_count, shared_expert_width, sigmoid_scores, sparse_layers
@@ -49,7 +50,7 @@ _FREE = {"moe_token_dispatcher_type", "moe_router_load_balancing_type"}
 """Settings of `expert_fields` that a flag may change."""
 
 
-def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+def expert_fields(hf_config: dict[str, Any], config: Config, overrides: dict[str, Any]) -> dict[str, Any]:
     """Fields of TransformerConfig for the experts in config.json. `config` has the layout of the ranks, and `overrides`
     the user's settings.
 
@@ -82,9 +83,9 @@ def expert_fields(hf_config: dict[str, Any], config: Any, overrides: dict[str, A
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": config.expert_model_parallel_size,
-        "expert_tensor_parallel_size": config.expert_tensor_parallel_size
-        or config.tensor_model_parallel_size,
+        "expert_model_parallel_size": config.megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel_size
+        or config.megatron.tensor_model_parallel_size,
     }
     if sigmoid:
         fields |= _sigmoid_fields(hf_config)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slime.algo.losses import loss_of
 from slime.algo.policy_loss import Losses, TokenColumns
+from slime.config import Config
 from slime.data.packing import MicroBatch
 from slime.hooks import load_function
 from slime.megatron_backend.head import LmHead, MicroBatchLoss
@@ -22,7 +23,7 @@ from slime.types import TrainData
 class LossSetup:
     """What the losses of all micro-batches share. `args` is the flat namespace that objectives and hooks read."""
 
-    config: Any
+    config: Config
     args: Any
     head: LmHead
     timers: Timers
@@ -34,7 +35,7 @@ def micro_batch_loss(
     """Loss and metrics by --loss-type from the last stage's `output`. The denominators of the tokens turn sums into
     means."""
     config, head = setup.config, setup.head
-    kind = loss_of(config)
+    kind = loss_of(config.algorithm)
     objective = kind.objective
     if objective is None:
         return custom_loss(setup, data, batch, output, normaliser)
@@ -50,7 +51,7 @@ def micro_batch_loss(
         columns = TokenColumns(log_probs, entropy, of_rows, sample_of_row, *lengths, normaliser)
         return objective(setup.args, columns)
 
-    use: EntropyUse = "loss" if config.entropy_coef != 0 else "metric"
+    use: EntropyUse = "loss" if config.algorithm.entropy_coef != 0 else "metric"
     return head.loss(batch, output, losses, use if kind.entropy else "none", setup.timers)
 
 
@@ -73,7 +74,7 @@ def custom_loss(
     def sum_of_sample_mean(per_token: Tensor) -> Tensor:
         return (per_token * weights).sum()
 
-    hook = load_function(setup.config.custom_loss_function_path, flag="--custom-loss-function-path")
+    hook = load_function(setup.config.algorithm.custom_loss_function_path, flag="--custom-loss-function-path")
     with setup.timers.measure("forward"):
         logits = setup.head.logits(batch, output)
     with setup.timers.measure("policy_loss"):

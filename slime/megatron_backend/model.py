@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from slime.config import Config
 from slime.megatron_backend import transformer_engine
 from slime.megatron_backend.attention import PackedLayout
 from slime.megatron_backend.hf_weights.base import Sizes
@@ -83,7 +84,7 @@ def _block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def build_model(hf_config: dict[str, Any], config: Any, *, ddp: bool = True) -> nn.Module:
+def build_model(hf_config: dict[str, Any], config: Config, *, ddp: bool = True) -> nn.Module:
     """The model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
     `load_checkpoint`.
 
@@ -94,7 +95,7 @@ def build_model(hf_config: dict[str, Any], config: Any, *, ddp: bool = True) -> 
     core = transformer_config(hf_config, config)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     vocab = hf_config["vocab_size"]
-    padded = padded_vocab_size(vocab, config.make_vocab_size_divisible_by, tp)
+    padded = padded_vocab_size(vocab, config.megatron.make_vocab_size_divisible_by, tp)
     sizes = Sizes(groups=core.num_query_groups, head_dim=core.kv_channels, vocab=vocab, padded_vocab=padded)
     model = HiddenGPTModel(hf_config, core, sizes)
     if not ddp:
@@ -102,10 +103,10 @@ def build_model(hf_config: dict[str, Any], config: Any, *, ddp: bool = True) -> 
     return DistributedDataParallel(core, _ddp_config(config), model)
 
 
-def _ddp_config(config: Any) -> DistributedDataParallelConfig:
+def _ddp_config(config: Config) -> DistributedDataParallelConfig:
     fields: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": config.use_distributed_optimizer,
+        "use_distributed_optimizer": config.megatron.use_distributed_optimizer,
         "check_for_nan_in_grad": False,  # the optimizer step checks that the gradient norm is finite
     }
     fields |= config.megatron.core_overrides(DistributedDataParallelConfig)

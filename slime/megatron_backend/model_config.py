@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
+from slime.config import Config
 from slime.hf_config import check_experts, expert_count, read_hf_config
 from slime.megatron_backend.experts import expert_fields
 from slime.megatron_backend.hf_weights import family_for
@@ -97,14 +98,14 @@ def head_dim(hf_config: dict[str, Any]) -> int:
     return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
-def params_dtype(config: Any) -> torch.dtype:
+def params_dtype(config: Config) -> torch.dtype:
     """Dtype of parameters and activations, from the name in `config.params_dtype`: float32 or bfloat16."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if config.params_dtype not in dtypes:
+    if config.megatron.params_dtype not in dtypes:
         raise ValueError(
-            f"parameters must be {' or '.join(dtypes)}, got {config.params_dtype}; use --fp32 or --bf16"
+            f"parameters must be {' or '.join(dtypes)}, got {config.megatron.params_dtype}; use --fp32 or --bf16"
         )
-    return dtypes[config.params_dtype]
+    return dtypes[config.megatron.params_dtype]
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
@@ -120,7 +121,7 @@ def _said(switch: bool | str, hf_config: dict[str, Any]) -> bool:
 def _leave_as_is(weight: torch.Tensor) -> None: ...
 
 
-def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerConfig:
+def transformer_config(hf_config: dict[str, Any], config: Config) -> TransformerConfig:
     """Megatron's model description of a checkpoint, for the parallel layout and precision of `config`.
 
     The user's flags of TransformerConfig (recomputation and others) are applied last. There is no dropout, because two
@@ -149,13 +150,14 @@ def transformer_config(hf_config: dict[str, Any], config: Any) -> TransformerCon
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "tensor_model_parallel_size": config.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-        "deallocate_pipeline_outputs": config.pipeline_model_parallel_size > 1,  # frees sent outputs
+        "tensor_model_parallel_size": config.megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": config.megatron.pipeline_model_parallel_size,
+        "context_parallel_size": config.megatron.context_parallel_size,
+        "deallocate_pipeline_outputs": config.megatron.pipeline_model_parallel_size > 1,  # frees sent outputs
         "variable_seq_lengths": True,  # micro-batches differ in length, so pipeline stages send their shapes
         "moe_token_dispatcher_type": "alltoall",  # Megatron checks this setting for dense models too
-        "sequence_parallel": config.sequence_parallel and config.tensor_model_parallel_size > 1,
+        "sequence_parallel": config.megatron.sequence_parallel
+        and config.megatron.tensor_model_parallel_size > 1,
         "transformer_impl": "local",
         # Every parameter is read from a checkpoint. Initialisation cannot be switched off completely, because it also
         # marks tensor-parallel parameters, and export and the gradient norm need these marks.

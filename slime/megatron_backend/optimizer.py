@@ -14,11 +14,12 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
+from slime.config import Config
 from slime.megatron_backend.model_config import params_dtype
 
 
 def build_optimizer(
-    model: nn.Module, config: Any, *, total_steps: int
+    model: nn.Module, config: Config, *, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Optimizer of the data-parallel-wrapped `model`, and its schedule. Load the model's weights before this call.
 
@@ -29,23 +30,23 @@ def build_optimizer(
 
     ValueError for another --optimizer than adam, a warm-up as long as the schedule, or --min-lr above --lr.
     """
-    if config.optimizer != "adam":
+    if config.megatron.optimizer != "adam":
         raise ValueError(
-            f"--optimizer must be adam, got {config.optimizer}; megatron-core cannot checkpoint any other"
+            f"--optimizer must be adam, got {config.megatron.optimizer}; megatron-core cannot checkpoint any other"
         )
     dtype = params_dtype(config)
     fields: dict[str, Any] = {
         "optimizer": "adam",
-        "lr": config.lr,
-        "min_lr": config.min_lr,
-        "weight_decay": config.weight_decay,
-        "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2,
-        "adam_eps": config.adam_eps,
-        "clip_grad": config.clip_grad,
+        "lr": config.megatron.lr,
+        "min_lr": config.megatron.min_lr,
+        "weight_decay": config.megatron.weight_decay,
+        "adam_beta1": config.megatron.adam_beta1,
+        "adam_beta2": config.megatron.adam_beta2,
+        "adam_eps": config.megatron.adam_eps,
+        "clip_grad": config.megatron.clip_grad,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
-        "use_distributed_optimizer": config.use_distributed_optimizer,
+        "use_distributed_optimizer": config.megatron.use_distributed_optimizer,
     }
     fields |= config.megatron.core_overrides(OptimizerConfig)
     optimizer = get_megatron_optimizer(OptimizerConfig(**fields), [model], use_gloo_process_groups=False)
@@ -84,26 +85,26 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
                     inner.state[p]["step"] = inner.state[p]["step"].to(p.device)
 
 
-def _schedule(optimizer: MegatronOptimizer, config: Any, total_steps: int) -> OptimizerParamScheduler:
-    steps = config.lr_decay_iters or total_steps
-    if not 0 <= config.lr_warmup_iters < steps:
+def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int) -> OptimizerParamScheduler:
+    steps = config.megatron.lr_decay_iters or total_steps
+    if not 0 <= config.megatron.lr_warmup_iters < steps:
         raise ValueError(
             f"--lr-warmup-iters must lie in [0, {steps}), the optimizer steps of the schedule, "
-            f"got {config.lr_warmup_iters}; raise --lr-decay-iters or --num-rollout"
+            f"got {config.megatron.lr_warmup_iters}; raise --lr-decay-iters or --num-rollout"
         )
-    if not 0 <= config.min_lr <= config.lr:
-        raise ValueError(f"--min-lr must lie in [0, --lr {config.lr}], got {config.min_lr}")
-    samples = config.global_batch_size
+    if not 0 <= config.megatron.min_lr <= config.megatron.lr:
+        raise ValueError(f"--min-lr must lie in [0, --lr {config.megatron.lr}], got {config.megatron.min_lr}")
+    samples = config.data.global_batch_size
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=config.lr_warmup_iters * samples,
+        max_lr=config.megatron.lr,
+        min_lr=config.megatron.min_lr,
+        lr_warmup_steps=config.megatron.lr_warmup_iters * samples,
         lr_decay_steps=steps * samples,
-        lr_decay_style=config.lr_decay_style,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
+        lr_decay_style=config.megatron.lr_decay_style,
+        start_wd=config.megatron.weight_decay,
+        end_wd=config.megatron.weight_decay,
         wd_incr_steps=steps * samples,
         wd_incr_style="constant",
         # a resumed run uses its current flags; the checkpoint gives the position in the schedule

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from slime.config import Config
 from slime.memory_decision import engine_flag, lowering
 from slime.memory_estimate import Estimate
 from slime.tracking.timers import Timers
 
 
 @contextmanager
-def explained(doing: str, config: Any, estimate: Estimate, timers: Timers) -> Iterator[None]:
+def explained(doing: str, config: Config, estimate: Estimate, timers: Timers) -> Iterator[None]:
     """Add to torch.OutOfMemoryError of the block: the peaks of all phases since the last `timers.flush`, the estimate,
     and the flags that lower memory."""
     try:
@@ -24,16 +24,16 @@ def explained(doing: str, config: Any, estimate: Estimate, timers: Timers) -> It
         raise torch.OutOfMemoryError(_text(doing, config, estimate, peaks, str(error))) from error
 
 
-def _text(doing: str, config: Any, estimate: Estimate, peaks: dict[str, float], said: str) -> str:
+def _text(doing: str, config: Config, estimate: Estimate, peaks: dict[str, float], said: str) -> str:
     by_phase = sorted(
         ((name.removeprefix("perf/").removesuffix("_peak_gib"), value) for name, value in peaks.items()),
         key=lambda pair: -pair[1],
     )
     measured = ", ".join(f"{name} {value:.2f}" for name, value in by_phase) or "none measured on this device"
     flags = lowering(config)
-    if config.colocate:
+    if config.cluster.colocate:
         flags.append(engine_flag(config))
-        if not config.offload_train or config.offload_train_parts:
+        if not config.cluster.offload_train or config.cluster.offload_train_parts:
             flags.append("--offload-train with all its parts")
     lines = [
         f"out of device memory while {doing}: {said}",

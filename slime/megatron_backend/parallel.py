@@ -10,13 +10,13 @@ import math
 import random
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from slime.config import Config
 from slime.config.experts import check_expert_ranks
 from slime.megatron_backend.cpu_device import install_cpu_redirect
 
@@ -53,11 +53,11 @@ class ParallelInfo:
         return self.pp_rank == self.pp_size - 1
 
 
-def _check(rank: int, world_size: int, config: Any) -> None:
+def _check(rank: int, world_size: int, config: Config) -> None:
     sizes = [
-        config.tensor_model_parallel_size,
-        config.pipeline_model_parallel_size,
-        config.context_parallel_size,
+        config.megatron.tensor_model_parallel_size,
+        config.megatron.pipeline_model_parallel_size,
+        config.megatron.context_parallel_size,
     ]
     if min(sizes) < 1 or world_size % math.prod(sizes):
         raise ValueError(
@@ -69,7 +69,7 @@ def _check(rank: int, world_size: int, config: Any) -> None:
 
 
 def init_parallel(
-    rank: int, world_size: int, config: Any, *, init_method: str, local_rank: int = 0
+    rank: int, world_size: int, config: Config, *, init_method: str, local_rank: int = 0
 ) -> ParallelInfo:
     """Join the trainer's process group and build Megatron's groups. Every rank must call it.
 
@@ -85,23 +85,23 @@ def init_parallel(
         backend, device = "nccl", torch.device("cuda", local_rank)
     else:
         backend, device = "gloo", torch.device("cpu")
-    minutes = config.distributed_timeout_minutes
+    minutes = config.cluster.distributed_timeout_minutes
     dist.init_process_group(
         backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(minutes=minutes)
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-        context_parallel_size=config.context_parallel_size,
-        expert_model_parallel_size=config.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        tensor_model_parallel_size=config.megatron.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.megatron.pipeline_model_parallel_size,
+        context_parallel_size=config.megatron.context_parallel_size,
+        expert_model_parallel_size=config.megatron.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.megatron.expert_tensor_parallel_size,
         distributed_timeout_minutes=minutes,
         create_gloo_process_groups=False,
     )
-    random.seed(config.seed)
-    np.random.seed(config.seed)
-    torch.manual_seed(config.seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+    random.seed(config.train.seed)
+    np.random.seed(config.train.seed)
+    torch.manual_seed(config.train.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
     return ParallelInfo(
         rank=rank,
         world_size=world_size,

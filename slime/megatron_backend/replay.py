@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime import operators
+from slime.config import Config
 from slime.data import columns, routed_experts
 from slime.data.packing import MicroBatch, pack
 from slime.megatron_backend.forward import log_probs_of_data
@@ -25,7 +25,7 @@ Layout = list[list[int]]
 
 
 def replay_log_probs(
-    config: Any, weights: str, samples: list[Sample], layouts: dict[str, Layout]
+    config: Config, weights: str, samples: list[Sample], layouts: dict[str, Layout]
 ) -> dict[str, list[Tensor]]:
     """For each layout, one fp32 tensor [response length] per sample, in nats at --rollout-temperature.
 
@@ -37,7 +37,7 @@ def replay_log_probs(
         "tokens": [torch.tensor(s.tokens) for s in samples],
         "response_lengths": [s.response_length for s in samples],
     }
-    if config.use_rollout_routing_replay:
+    if config.off_policy.use_rollout_routing_replay:
         rows = {routed_experts.COLUMN: [s.rollout_routed_experts for s in samples]}
         routed_experts.check_column(data | rows, load_hf_config(weights))
         data |= {name: [routed_experts.as_tensor(x) for x in column] for name, column in rows.items()}
@@ -51,13 +51,13 @@ def replay_log_probs(
                 operators.pass_head(config),
                 model,
                 info,
-                temperature=config.rollout_temperature,
-                workspace_bytes=config.rl_kernel_workspace_mib * 2**20,
+                temperature=config.rollout.rollout_temperature,
+                workspace_bytes=config.kernels.rl_kernel_workspace_mib * 2**20,
             )
-            replay, found = Replay(config, info), {}
+            replay, found, args = Replay(config, info), {}, config.namespace()
 
             def packed(row: list[int]) -> MicroBatch:
-                carried = columns.carried(data, config, training=False, policy=True)
+                carried = columns.carried(data, args, training=False, policy=True)
                 batch = pack(data, row, carried, device=info.device)
                 replay.attach(batch, training=False)
                 return batch

@@ -13,12 +13,12 @@ Shapes: n rows of this rank (of its sequence-parallel part), L layers of the mod
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.config import Config
 from slime.data.packing import MicroBatch
 from slime.data.routed_experts import COLUMN, OPEN
 from slime.megatron_backend.parallel import ParallelInfo
@@ -88,11 +88,11 @@ class LayerRouting:
 class Replay:
     """The replay of one trainer rank. Keeps the trainer's own record from the log-prob pass to the training pass."""
 
-    def __init__(self, config: Any, info: ParallelInfo) -> None:
+    def __init__(self, config: Config, info: ParallelInfo) -> None:
         self._info = info
-        self.from_engine: bool = config.use_rollout_routing_replay
-        self.from_trainer: bool = config.use_routing_replay and not self.from_engine
-        self._cuts = config.sequence_parallel and info.tp_size > 1
+        self.from_engine: bool = config.off_policy.use_rollout_routing_replay
+        self.from_trainer: bool = config.off_policy.use_routing_replay and not self.from_engine
+        self._cuts = config.megatron.sequence_parallel and info.tp_size > 1
         self._recorded: dict[tuple[int, ...], dict[int, Tensor]] = {}
         self._step: list[tuple[dict[int, Tensor], dict[int, Tensor]]] = []
 

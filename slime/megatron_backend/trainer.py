@@ -25,6 +25,7 @@ from slime.algo.importance import sequence_mean
 from slime.algo.losses import loss_of
 from slime.algo.ppo import compute_approx_kl
 from slime.checkpoint_dir import latest, start_directory
+from slime.config import Config
 from slime.config.cluster import PARTS
 from slime.config.debug import profiled_steps
 from slime.data import columns
@@ -59,30 +60,32 @@ class MegatronTrainer:
     """Each rank builds one, in its own process. `init_method` is a torch.distributed rendezvous address."""
 
     def __init__(
-        self, config: Any, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
+        self, config: Config, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
     ) -> None:
         self.config, self.args = config, config.namespace()
-        self.loss = loss_of(config)
-        self.temperature = config.rollout_temperature if self.loss.rewarded else 1.0
+        self.loss = loss_of(config.algorithm)
+        self.temperature = config.rollout.rollout_temperature if self.loss.rewarded else 1.0
         self.info = init_parallel(rank, world_size, config, init_method=init_method, local_rank=local_rank)
         operators.install(config)
         self.decisions = operators.decide(config, self.info.device.type)
         self._hook("custom_megatron_init_path", self.args)
-        self.hf_config = load_hf_config(config.hf_checkpoint)
+        self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         self.model = build_model(self.hf_config, config)
-        resume = latest(config.load) if config.load else None
+        resume = latest(config.checkpoint.load) if config.checkpoint.load else None
         if resume is None:
             load_weights(self.model, start_directory(config))
         self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
-        self.start_rollout_id = config.start_rollout_id or 0
+        self.start_rollout_id = config.data.start_rollout_id or 0
         if resume is not None:
-            extra = checkpoint.load_checkpoint(config.load, self.model, self.optimizer, self.scheduler)
-            if config.start_rollout_id is None:
+            extra = checkpoint.load_checkpoint(
+                config.checkpoint.load, self.model, self.optimizer, self.scheduler
+            )
+            if config.data.start_rollout_id is None:
                 self.start_rollout_id = extra["rollout_id"] + 1
         self.ref_model = None
         if config.needs_reference:
             self.ref_model = build_model(self.hf_config, config, ddp=False)
-            load_weights(self.ref_model, config.ref_load or config.hf_checkpoint)
+            load_weights(self.ref_model, config.checkpoint.ref_load or config.rollout.hf_checkpoint)
         self.timers = Timers.on(self.info.device)
         self.head = self._head(operators.loss_head(config)[0], self.model)
         self.loss_setup = LossSetup(config, self.args, self.head, self.timers)
@@ -95,8 +98,8 @@ class MegatronTrainer:
         self.version = self.start_rollout_id  # how many rollouts the current weights were trained on
         self.audit = Audit(config, self.info, self.timers, self.temperature)
         self.replay = Replay(config, self.info)
-        steps = profiled_steps(config.profile_steps)
-        self.profiler = StepProfiler(steps, config.run_dir, rank, self.timers, self.info.device)
+        steps = profiled_steps(config.debug.profile_steps)
+        self.profiler = StepProfiler(steps, config.logging.run_dir, rank, self.timers, self.info.device)
         self.progress = (0, 0)  # of this rollout: micro-batches trained, micro-batches in total
 
     def train(self, rollout_id: int, data: TrainData) -> TrainResult:
@@ -107,7 +110,7 @@ class MegatronTrainer:
             steps, rollout = self._train(rollout_id, data)
             self.residence.release("gradients", "optimizer")  # `next_weights` releases the parameters
         self.version = rollout_id + 1
-        if self.config.colocate and self.info.device.type == "cuda":
+        if self.config.cluster.colocate and self.info.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator's cached blocks: the engine's keys and values come here
         perf = self.timers.flush()
         perf |= self.residence.metrics(perf) | self.estimate.compared(perf)
@@ -135,25 +138,30 @@ class MegatronTrainer:
 
     def save(self, rollout_id: int) -> None:
         """Checkpoint under --save (and --save-hf) as iteration `rollout_id`. Collective; appears only when complete."""
-        optimizer = None if self.config.no_save_optim else self.optimizer
+        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
         extra = {"rollout_id": rollout_id}
         with self._explained(f"saving rollout {rollout_id}"):
             self.residence.bring("parameters", "optimizer", timer="save_onload")
             checkpoint.save_checkpoint(
-                self.config.save, rollout_id, self.model, optimizer, self.scheduler, extra=extra
+                self.config.checkpoint.save, rollout_id, self.model, optimizer, self.scheduler, extra=extra
             )
-            if self.config.save_hf:
-                out = Path(self.config.save_hf.format(rollout_id=rollout_id))
-                save_hf(self.model, self.config.hf_checkpoint, out)
+            if self.config.checkpoint.save_hf:
+                out = Path(self.config.checkpoint.save_hf.format(rollout_id=rollout_id))
+                save_hf(self.model, self.config.rollout.hf_checkpoint, out)
             self.residence.release("parameters", "optimizer", timer="save_offload")
 
-    def _publisher(self, config: Any) -> Publisher:
+    def _publisher(self, config: Config) -> Publisher:
         # half: the error that names an engine that hangs comes before those of the other ranks, which wait for rank 0
-        timeout_s = 30.0 * config.distributed_timeout_minutes
-        directory, size = Path(config.weight_dir), config.update_weight_buffer_size
+        timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
+        directory, size = (
+            Path(config.weight_update.weight_dir),
+            config.weight_update.update_weight_buffer_size,
+        )
         place = TrainerPlace(directory, size, self.info.device, timeout_s)
-        compare = config.check_weight_update_equal
-        return Publisher.of(config.update_weight_transport, place, self._export, compare=compare)
+        compare = config.weight_update.check_weight_update_equal
+        return Publisher.of(
+            config.weight_update.update_weight_transport, place, self._export, compare=compare
+        )
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """The next part of the current weights, called `version`; None after the last (see Publisher). Collective."""
@@ -178,7 +186,7 @@ class MegatronTrainer:
         destroy_parallel()
 
     def _hook(self, flag: str, *args: Any) -> None:
-        if path := getattr(self.config, flag):
+        if path := self.config.value_of(flag):
             load_function(path, flag="--" + flag.replace("_", "-"))(*args)
 
     def _to_device(self, data: TrainData) -> None:
@@ -188,7 +196,7 @@ class MegatronTrainer:
         for name in [column.name for column in columns.present(data, "response")]:
             joined = torch.cat(data[name]).to(self.info.device)  # in one copy: each waits for the device
             data[name] = list(joined.split([len(tensor) for tensor in data[name]]))
-        per_token = self.config.calculate_per_token_loss
+        per_token = self.config.algorithm.calculate_per_token_loss
         data["normalisers"] = data["global_token_counts"] if per_token else data["global_batch_sizes"]
         step_of_micro_batch = [s for s, n in enumerate(data["num_microbatches"]) for _ in range(n)]
         data["loss_denominators"] = [None] * len(data["tokens"])
@@ -208,10 +216,10 @@ class MegatronTrainer:
         batch = pack(
             data,
             samples,
-            columns.carried(data, self.config, training=training, policy=policy),
+            columns.carried(data, self.args, training=training, policy=policy),
             device=info.device,
             # sequence parallelism cuts the packed row into equal parts
-            multiple=info.tp_size if self.config.sequence_parallel else 1,
+            multiple=info.tp_size if self.config.megatron.sequence_parallel else 1,
             cp_rank=info.cp_rank,
             cp_size=info.cp_size,
         )
@@ -220,7 +228,7 @@ class MegatronTrainer:
         return batch
 
     def _head(self, kind: operators.Head, model: Any) -> LmHead:
-        workspace_bytes = self.config.rl_kernel_workspace_mib * 2**20
+        workspace_bytes = self.config.kernels.rl_kernel_workspace_mib * 2**20
         return lm_head(kind, model, self.info, temperature=self.temperature, workspace_bytes=workspace_bytes)
 
     def _forward_log_probs(self, model: Any, data: TrainData, prefix: str) -> list[Tensor]:
@@ -246,7 +254,7 @@ class MegatronTrainer:
                 data["ref_log_probs"] = self._forward_log_probs(self.ref_model, data, "ref_")
         if not self.loss.rewarded:
             return
-        if config.use_rollout_logprobs:
+        if config.off_policy.use_rollout_logprobs:
             data["old_log_probs"] = data["rollout_log_probs"]
         elif len(data["num_microbatches"]) > 1 or operators.needs_old_log_probs(config):
             with self.timers.measure("log_probs"):
@@ -254,13 +262,13 @@ class MegatronTrainer:
             data["log_probs"] = data["old_log_probs"]  # the name that advantage hooks read
 
     def _add_advantages(self, data: TrainData) -> None:
-        if self.config.disable_compute_advantages_and_returns or not self.loss.rewarded:
+        if self.config.algorithm.disable_compute_advantages_and_returns or not self.loss.rewarded:
             return
-        if self.config.custom_advantage_function_path:
+        if self.config.algorithm.custom_advantage_function_path:
             return self._hook("custom_advantage_function_path", self.args, data)
-        if self.config.kl_coef != 0:
+        if self.config.algorithm.kl_coef != 0:
             old, ref = torch.cat(data["old_log_probs"]), torch.cat(data["ref_log_probs"])
-            kl = compute_approx_kl(old, ref, self.config.kl_loss_type)
+            kl = compute_approx_kl(old, ref, self.config.algorithm.kl_loss_type)
             data["kl"] = list(kl.split([len(x) for x in data["old_log_probs"]]))
         else:
             data["kl"] = [torch.zeros_like(mask, dtype=torch.float32) for mask in data["loss_masks"]]
@@ -333,7 +341,7 @@ class MegatronTrainer:
             yield batch
 
     def _update_reference(self, rollout_id: int) -> None:
-        interval = self.config.ref_update_interval
+        interval = self.config.algorithm.ref_update_interval
         if self.ref_model is not None and interval and (rollout_id + 1) % interval == 0:
             with self.timers.measure("ref_model_update"):
                 self.ref_model.load_state_dict(unwrap(self.model).state_dict())
@@ -347,9 +355,9 @@ class MegatronTrainer:
         sample_of_row = torch.repeat_interleave(torch.arange(count), lengths).to(device)
         sums = {
             name: sequence_mean(torch.cat(data[name]).double(), mask, sample_of_row, count).sum()
-            for name in columns.reported(data, self.config, "response")
+            for name in columns.reported(data, self.args, "response")
         }
-        plain = {name: float(sum(data[name])) for name in columns.reported(data, self.config, "sample")}
+        plain = {name: float(sum(data[name])) for name in columns.reported(data, self.args, "sample")}
         on_host = torch.tensor([*plain.values(), count], dtype=torch.float64).to(device)
         total = torch.cat([torch.stack(list(sums.values())), on_host]) if sums else on_host
         dist.all_reduce(total, group=self.info.dp_group)

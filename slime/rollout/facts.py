@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.config import Config
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.types import Sample, TrainData
 
@@ -119,9 +120,9 @@ def first_difference(rollout: Facts | None, trainer: Facts) -> str | None:
     return next((name for name in REASONS if name in trainer and rollout.get(name) != trainer[name]), None)
 
 
-def replay_template(config: Any) -> str:
+def replay_template(config: Config) -> str:
     """Where a run that stops saves its batch: a path template for --load-debug-rollout-data."""
-    folder = str(Path(config.run_dir).resolve() / "audit").replace("{", "{{").replace("}", "}}")
+    folder = str(Path(config.logging.run_dir).resolve() / "audit").replace("{", "{{").replace("}", "}}")
     return folder + "/{rollout_id}.pt"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from slime import operators
 from slime.algo.losses import loss_of
+from slime.config import Config
 from slime.data.packing import sample_flops
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
@@ -38,7 +39,7 @@ class RolloutManager:
 
     def __init__(
         self,
-        config: Any,
+        config: Config,
         engine: RolloutEngine | None,
         dp_size: int,
         facts: dict[str, Any],
@@ -47,14 +48,18 @@ class RolloutManager:
         self.config, self.dp_size, self.put = config, dp_size, put
         self.args = config.namespace(**facts)
         operators.install(config)
-        tokenizer = load_tokenizer(config.hf_checkpoint, trust_remote_code=config.trust_remote_code)
+        tokenizer = load_tokenizer(
+            config.rollout.hf_checkpoint, trust_remote_code=config.train.trust_remote_code
+        )
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
-        self.hf_config = read_hf_config(config.hf_checkpoint)
+        self.hf_config = read_hf_config(config.rollout.hf_checkpoint)
         self.facts = run_facts(self.args)
-        self.data_source = load_function(config.data_source_path, flag="--data-source-path")(self.args)
-        self.rollout_function = load_function(config.rollout_function_path, flag="--rollout-function-path")
-        self.eval_function = load_function(config.eval_function_path, flag="--eval-function-path")
-        if config.eval_config is not None or config.eval_prompt_data:
+        self.data_source = load_function(config.data.data_source_path, flag="--data-source-path")(self.args)
+        self.rollout_function = load_function(
+            config.rollout.rollout_function_path, flag="--rollout-function-path"
+        )
+        self.eval_function = load_function(config.evaluation.eval_function_path, flag="--eval-function-path")
+        if config.evaluation.eval_config is not None or config.evaluation.eval_prompt_data:
             load_eval_datasets(self.state)  # so that a bad evaluation file fails at the start
 
     def load(self, start_rollout_id: int) -> None:
@@ -72,14 +77,16 @@ class RolloutManager:
         seconds = time.perf_counter() - began
         if saves_after(self.config, rollout_id):
             self.data_source.save(rollout_id)
-        if self.config.save_debug_rollout_data:
-            save_debug_rollout_data(self.config.save_debug_rollout_data, rollout_id, groups, facts=facts)
+        if self.config.debug.save_debug_rollout_data:
+            save_debug_rollout_data(
+                self.config.debug.save_debug_rollout_data, rollout_id, groups, facts=facts
+            )
         samples = [sample for group in groups for sample in group]
-        if loss_of(self.config).rewarded:
+        if loss_of(self.config.algorithm).rewarded:
             metrics = {**rollout_metrics(self.args, groups, seconds), **metrics}
         else:
             metrics = {"perf/rollout_time": seconds, **metrics}
-        path = self.config.custom_rollout_log_function_path
+        path = self.config.rollout.custom_rollout_log_function_path
         if path and load_function(path, flag="--custom-rollout-log-function-path")(
             rollout_id, self.args, samples, metrics, seconds
         ):
@@ -98,8 +105,8 @@ class RolloutManager:
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
         """Groups, their metrics, and how they were drawn (None if a saved rollout does not record it)."""
-        if template := self.config.load_debug_rollout_data:
-            share = self.config.load_debug_rollout_data_subsample
+        if template := self.config.debug.load_debug_rollout_data:
+            share = self.config.debug.load_debug_rollout_data_subsample
             groups, facts = load_with_facts(template, rollout_id, subsample=share)
             return groups, {}, facts
         output = call_rollout_fn(
@@ -111,7 +118,7 @@ class RolloutManager:
         """Train data of each rank. With --rlk-consistency, the data contains each sample's facts, and a rollout
         that fails the border check is saved before the run ends."""
         samples = [sample for group in groups for sample in group]
-        audited = self.config.rlk_consistency != "off"
+        audited = self.config.kernels.rlk_consistency != "off"
         try:
             ranks = make_rank_data(self.args, samples, self.dp_size, self.hf_config)
         except ValueError as error:
@@ -128,11 +135,13 @@ class RolloutManager:
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """eval/* metrics of every evaluation dataset with the current weights."""
         output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)
-        if self.config.save_debug_rollout_data:
+        if self.config.debug.save_debug_rollout_data:
             groups = [result["samples"] for result in output.data.values()]
-            save_debug_rollout_data(self.config.save_debug_rollout_data, rollout_id, groups, evaluation=True)
+            save_debug_rollout_data(
+                self.config.debug.save_debug_rollout_data, rollout_id, groups, evaluation=True
+            )
         metrics = {**eval_metrics(self.args, output.data), **(output.metrics or {})}
-        path = self.config.custom_eval_rollout_log_function_path
+        path = self.config.rollout.custom_eval_rollout_log_function_path
         if path and load_function(path, flag="--custom-eval-rollout-log-function-path")(
             rollout_id, self.args, output.data, metrics
         ):

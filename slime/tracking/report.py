@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from slime.config import Config
 from slime.config.debug import profiled_steps
 from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine, progress
@@ -20,12 +20,12 @@ from slime.tracking.trackers import Trackers
 class Reporter:
     """One per run, in the driver. `timers` are the driver's own; the ranks' times arrive in their results."""
 
-    def __init__(self, config: Any, trackers: Trackers, line: StepLine) -> None:
+    def __init__(self, config: Config, trackers: Trackers, line: StepLine) -> None:
         self.config, self.trackers, self.line = config, trackers, line
         self.timers = Timers()
-        apart = 0 if config.colocate else config.rollout_num_gpus or 0
+        apart = 0 if config.cluster.colocate else config.cluster.rollout_num_gpus or 0
         self._figures = StepFigures(config.world_size + apart)
-        self._profiled = profiled_steps(config.profile_steps)
+        self._profiled = profiled_steps(config.debug.profile_steps)
 
     def step(self, rollout_id: int, batch: RolloutBatch, trained: TrainResult) -> None:
         """Log one rollout and its optimizer steps, and print its line. `timers` have measured the rollout as
@@ -44,7 +44,7 @@ class Reporter:
             perf["perf/driver_rss_gib"] = resident
         metrics = {**batch.metrics, **trained.rollout, **perf, "rollout/step": rollout_id}
         self.trackers.log(metrics, rollout_id, "rollout/step")
-        first = rollout_id * self.config.num_steps_per_rollout
+        first = rollout_id * self.config.data.num_steps_per_rollout
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
         self.line.show(rollout_id, {**metrics, **trained.steps[-1], **self._difference(trained.steps)})

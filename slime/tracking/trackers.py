@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.config import Config
 from slime.tracking.environment import mask_secrets
 from slime.tracking.metrics import STEP_KEYS, StepKey, as_floats
 
@@ -159,29 +160,31 @@ class WandbTracker:
     network.
     """
 
-    def __init__(self, config: Any, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path) -> None:
         import wandb
 
-        offline = config.wandb_mode in ("offline", "disabled")
-        if config.wandb_key is not None and not offline:
-            wandb.login(key=config.wandb_key, host=config.wandb_host)
-        group = config.wandb_group
-        if group is not None and not config.disable_wandb_random_suffix:
+        offline = config.logging.wandb_mode in ("offline", "disabled")
+        if config.logging.wandb_key is not None and not offline:
+            wandb.login(key=config.logging.wandb_key, host=config.logging.wandb_host)
+        group = config.logging.wandb_group
+        if group is not None and not config.logging.disable_wandb_random_suffix:
             group = f"{group}_{uuid.uuid4().hex[:8]}"
-        directory = Path(config.wandb_dir or run_dir)
+        directory = Path(config.logging.wandb_dir or run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            entity=config.wandb_team,
-            project=config.wandb_project,
+            entity=config.logging.wandb_team,
+            project=config.logging.wandb_project,
             group=group,
             name=group,
-            id=config.wandb_run_id,
-            resume="allow" if config.wandb_run_id else None,
-            mode=config.wandb_mode,
+            id=config.logging.wandb_run_id,
+            resume="allow" if config.logging.wandb_run_id else None,
+            mode=config.logging.wandb_mode,
             dir=str(directory),
             config=mask_secrets(config.to_dict()),
         )
-        self._train_steps = config.num_steps_per_rollout if config.wandb_always_use_train_step else None
+        self._train_steps = (
+            config.data.num_steps_per_rollout if config.logging.wandb_always_use_train_step else None
+        )
         self._defined: set[str] = set()
 
     def log(self, metrics: Mapping[str, float], step: int, step_key: StepKey) -> None:
@@ -218,7 +221,7 @@ class Trackers:
             tracker.close()
 
 
-def make_trackers(config: Any, run_dir: Path, resume_step: int) -> Trackers:
+def make_trackers(config: Config, run_dir: Path, resume_step: int) -> Trackers:
     """The trackers that `config` selects, ready to log from rollout `resume_step` on (0 for a new run).
 
     Records that an earlier process logged in this run directory for rollout `resume_step` and later are removed,
@@ -227,11 +230,11 @@ def make_trackers(config: Any, run_dir: Path, resume_step: int) -> Trackers:
     """
     run_dir = Path(run_dir)
     resume = dict.fromkeys(STEP_KEYS, resume_step)
-    resume["train/step"] = resume_step * config.num_steps_per_rollout
+    resume["train/step"] = resume_step * config.data.num_steps_per_rollout
     trackers: list[Tracker] = [JsonlTracker(run_dir / METRICS_FILE, resume)]
-    if config.use_tensorboard:
-        parts = [part for part in (config.tb_project_name, config.tb_experiment_name) if part]
+    if config.logging.use_tensorboard:
+        parts = [part for part in (config.logging.tb_project_name, config.logging.tb_experiment_name) if part]
         trackers.append(TensorBoardTracker(run_dir.joinpath("tensorboard", *parts), resume))
-    if config.use_wandb:
+    if config.logging.use_wandb:
         trackers.append(WandbTracker(config, run_dir))
     return Trackers(trackers)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rl_kernel
-from slime.config.megatron import MegatronConfig
+from slime.config import Config
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.attention import packed_layout
 from slime.megatron_backend.model import hidden_of as hidden_of_output
@@ -24,15 +22,14 @@ VOCAB = 99
 BATCH_TOKENS = 29
 
 
-def make_config(**values: Any) -> SimpleNamespace:
-    """The real Megatron section, and the few flags of other sections that this folder reads."""
-    names = {f.name for f in dataclasses.fields(MegatronConfig)}
-    section = MegatronConfig(
-        **{"params_dtype": "float32"} | {k: v for k, v in values.items() if k in names},
-    )
-    flat = {name: getattr(section, name) for name in names}
-    others = {"seed": 1234, "distributed_timeout_minutes": 1, "global_batch_size": 8}
-    return SimpleNamespace(**{**flat, **others, **values, "megatron": section})
+def make_config(**values: Any) -> Config:
+    defaults = {
+        "params_dtype": "float32",
+        "seed": 1234,
+        "distributed_timeout_minutes": 1,
+        "global_batch_size": 8,
+    }
+    return Config.from_flat({**defaults, **values})
 
 
 def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Module:

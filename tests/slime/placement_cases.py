@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+from slime.config import Config
 from slime.config.engine import EngineFacts
 
 
-def placement_config(device: str, **flags: Any) -> SimpleNamespace:
+def placement_config(device: str, **flags: Any) -> Config:
     """One trainer rank and one engine, each on its own device."""
     defaults = {
         "actor_num_nodes": 1,
@@ -25,4 +25,4 @@ def placement_config(device: str, **flags: Any) -> SimpleNamespace:
         "engine_facts": EngineFacts(),
     }
     assert set(flags) <= set(defaults)
-    return SimpleNamespace(**{**defaults, **flags})
+    return Config.from_flat({**defaults, **flags})

@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
 
 from slime.cluster.actors import ActorError, first_failure_or_all, freeze_objects
+from slime.config import Config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +54,7 @@ def ranks() -> list:
 def failure(tmp_path: Path, refs: list, lives: dict | None = None) -> ActorError:
     calls = {ref: f"trainer-{i}" for i, ref in enumerate(refs)}
     with pytest.raises(ActorError) as caught:
-        first_failure_or_all(SimpleNamespace(run_dir=str(tmp_path)), calls, lives or {})
+        first_failure_or_all(Config.from_flat({"run_dir": str(tmp_path)}), calls, lives or {})
     return caught.value
 
 
@@ -84,7 +84,7 @@ def test_a_call_is_not_waited_for_when_an_actor_that_it_will_need_has_died(
 
 def test_a_wait_ends_with_what_its_check_raises(tmp_path: Path, ranks: list) -> None:
     """The calls go on; that an answer comes ends the wait as ever."""
-    config = SimpleNamespace(run_dir=str(tmp_path))
+    config = Config.from_flat({"run_dir": str(tmp_path)})
     checks: list[float] = []
 
     def check() -> None:
@@ -101,7 +101,7 @@ def test_a_wait_ends_with_what_its_check_raises(tmp_path: Path, ranks: list) -> 
 
 
 def test_a_call_that_is_answered_does_not_wait_for_lives(tmp_path: Path, ranks: list) -> None:
-    config = SimpleNamespace(run_dir=str(tmp_path))
+    config = Config.from_flat({"run_dir": str(tmp_path)})
     began = time.monotonic()
     calls = {ranks[0].ready.remote(): "rollout"}
     assert first_failure_or_all(config, calls, {ranks[1].wait.remote(): "trainer-0"}) == [None]

@@ -1,9 +1,9 @@
-"""--load, --ref-load and --save: what the trainer could not read or write is refused with the flags."""
+"""Paths of flags: what a run could not read or write is refused with the flags."""
 
 from pathlib import Path
 
 import pytest
-from config_cases import good_argv
+from config_cases import good_argv, write_model
 
 from slime.checkpoint_dir import start_directory
 from slime.config import parse_args
@@ -80,11 +80,11 @@ def test_directories_that_the_trainer_can_read_are_taken(argv, tmp_path):
     saved = directory(tmp_path / "saved", "iter_0000004/metadata.json", record="4")
     aside = directory(tmp_path / "aside", ".iter_0000004.old/metadata.json", record="4")
     for path in (single, sharded, saved, aside):
-        assert parse_args([*argv, "--use-kl-loss", "--ref-load", path]).ref_load == path
+        assert parse_args([*argv, "--use-kl-loss", "--ref-load", path]).checkpoint.ref_load == path
     # A run that saves where it loads begins with nothing there, or with what a killed save left.
     cut_off = directory(tmp_path / "cut_off", "iter_0000001/metadata.json", ".iter_0000002.partial/common.pt")
     for path in (single, saved, cut_off, directory(tmp_path / "empty"), str(tmp_path / "absent")):
-        assert parse_args([*argv, "--load", path, "--save", path]).load == path
+        assert parse_args([*argv, "--load", path, "--save", path]).checkpoint.load == path
     # The records of a run may lie there, too: its config.json is no model's.
     records = directory(tmp_path / "records")
     (tmp_path / "records" / "config.json").write_text('{"rollout": {}}')
@@ -98,3 +98,22 @@ def test_a_file_is_no_folder_of_checkpoints(argv, tmp_path, flag):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=f"^{flag} must name a directory, got the file {tmp_path}/file; "):
         parse_args([*argv, flag, str(tmp_path / "file")])
+
+
+def test_prompt_slices_name_existing_files(argv, tmp_path):
+    assert parse_args([*argv, "--prompt-data", f"{tmp_path}/prompts.jsonl@[0:1]"]).data.prompt_data.endswith(
+        "@[0:1]"
+    )
+
+
+def test_checkpoint_of_two_models(argv, tmp_path):
+    write_model(tmp_path / "model", vocab_size=63)
+    with pytest.raises(
+        ValueError, match="tokenizer whose ids fit the model, got token id 63 and vocab_size 63"
+    ):
+        parse_args(argv)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    assert parse_args(argv).data.num_rollout == 3
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"--hf-checkpoint must hold a valid config\.json"):
+        parse_args(argv)

@@ -44,7 +44,7 @@ def test_flags_of_the_script_are_taken_and_change_nothing_but_how(argv: list[str
         "moe_aux_loss_coeff": 0.0,
         "moe_router_load_balancing_type": "none",
     }
-    assert len(c.megatron.model_args) == 5 and c.expert_model_parallel_size == 2
+    assert len(c.megatron.model_args) == 5 and c.megatron.expert_model_parallel_size == 2
     assert len([note for note in c.notes if "has no effect" in note and note.startswith("--moe-")]) == 3
 
 

@@ -28,11 +28,18 @@ def test_a_file_is_the_flags_it_holds_and_the_command_line_wins(tmp_path, argv):
         + "]\nrlk-fast: off\n",
     )
     config = parse_args(["--config", file, *argv, "--lr", "5e-6"])
-    assert (config.lr, config.rollout_temperature, config.balance_data) == (5e-6, 0.5, True)
-    assert config.offload_train is False and config.rlk_fast == "off"
-    assert config.train_env_vars == {"A": "1"} and config.eval_prompt_data == ["x", argv[3]]
-    assert parse_args([*argv, "--config", file]).lr == 3e-6, "the place of --config does not matter"
-    assert parse_args(["--config", file, *argv, "--no-balance-data"]).balance_data is False
+    assert (config.megatron.lr, config.rollout.rollout_temperature, config.data.balance_data) == (
+        5e-6,
+        0.5,
+        True,
+    )
+    assert config.cluster.offload_train is False and config.kernels.rlk_fast == "off"
+    assert config.cluster.train_env_vars == {"A": "1"} and config.evaluation.eval_prompt_data == [
+        "x",
+        argv[3],
+    ]
+    assert parse_args([*argv, "--config", file]).megatron.lr == 3e-6, "the place of --config does not matter"
+    assert parse_args(["--config", file, *argv, "--no-balance-data"]).data.balance_data is False
 
 
 def test_later_files_win_and_repeated_flags_are_replaced_not_added(tmp_path):

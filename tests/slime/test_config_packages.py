@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import SimpleNamespace
 
 import pytest
 from config_cases import good_argv
 
-from slime.config import parse_args
+from slime.config import Config, parse_args
 from slime.config.packages import check_packages
 
 
@@ -24,7 +23,7 @@ from slime.config.packages import check_packages
 def test_a_package_that_a_flag_needs(tmp_path, monkeypatch, flags, module, package):
     argv = good_argv(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)  # hides it where it is installed
-    assert parse_args([*argv, "--rm-type", "gsm8k"]).num_rollout == 3
+    assert parse_args([*argv, "--rm-type", "gsm8k"]).data.num_rollout == 3
     with pytest.raises(ValueError) as error:
         parse_args([*argv, *flags.split()])
     assert str(error.value) == (
@@ -36,7 +35,7 @@ def test_a_folder_is_no_package(tmp_path, monkeypatch):
     """wandb leaves a folder of its name where it has run, which Python would import as an empty package."""
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    asked = SimpleNamespace(use_wandb=True, use_tensorboard=False, rm_type=None, custom_rm_path=None)
+    asked = Config.from_flat({"use_wandb": True})
     (tmp_path / "wandb").mkdir()
     with pytest.raises(ValueError, match="--use-wandb must have the package wandb"):
         check_packages(asked)

@@ -22,28 +22,34 @@ def argv(tmp_path: Path) -> list[str]:
 
 def test_every_spelling_of_a_value(argv):
     c = parse_args([*argv, "--lr=1e-4", "--rollout-stop", "a b", "c", "--rollout-stop-token-ids", "7", "9"])
-    assert c.lr == 1e-4 and c.rollout_stop == ["a b", "c"] and c.rollout_stop_token_ids == [7, 9]
+    assert (
+        c.megatron.lr == 1e-4
+        and c.rollout.rollout_stop == ["a b", "c"]
+        and c.rollout.rollout_stop_token_ids == [7, 9]
+    )
     c = parse_args(
         [*argv, "--eval-prompt-data", "x", argv[3], "--apply-chat-template-kwargs", '{"think": false}']
     )
-    assert c.eval_prompt_data == ["x", argv[3]] and c.apply_chat_template_kwargs == {"think": False}
+    assert c.evaluation.eval_prompt_data == ["x", argv[3]] and c.data.apply_chat_template_kwargs == {
+        "think": False
+    }
     c = parse_args([*argv, "--rollout_seed", "5", "--rollout-top-k", "-1"])
-    assert c.rollout_seed == 5 and c.rollout_top_k == -1
+    assert c.rollout.rollout_seed == 5 and c.rollout.rollout_top_k == -1
 
 
 def test_booleans(argv):
-    assert parse_args([*argv, "--rollout-shuffle"]).rollout_shuffle is True
-    assert parse_args([*argv, "--rollout-shuffle=false"]).rollout_shuffle is False
-    assert parse_args([*argv, "--rollout-shuffle", "--no-rollout-shuffle"]).rollout_shuffle is False
-    assert parse_args(argv).use_distributed_optimizer is True
-    assert parse_args([*argv, "--no-use-distributed-optimizer"]).use_distributed_optimizer is False
-    assert parse_args([*argv, "--no-save-optim"]).no_save_optim is True
+    assert parse_args([*argv, "--rollout-shuffle"]).rollout.rollout_shuffle is True
+    assert parse_args([*argv, "--rollout-shuffle=false"]).rollout.rollout_shuffle is False
+    assert parse_args([*argv, "--rollout-shuffle", "--no-rollout-shuffle"]).rollout.rollout_shuffle is False
+    assert parse_args(argv).megatron.use_distributed_optimizer is True
+    assert parse_args([*argv, "--no-use-distributed-optimizer"]).megatron.use_distributed_optimizer is False
+    assert parse_args([*argv, "--no-save-optim"]).checkpoint.no_save_optim is True
 
 
 def test_the_last_of_a_repeated_flag_wins_and_append_collects(argv):
     hooks = ["--rollout-sample-hook-path", "json.dumps", "--rollout-sample-hook-path", "json.loads"]
     c = parse_args([*argv, "--lr", "1", "--lr", "2", *hooks])
-    assert c.lr == 2.0 and c.rollout_sample_hook_path == ["json.dumps", "json.loads"]
+    assert c.megatron.lr == 2.0 and c.rollout.rollout_sample_hook_path == ["json.dumps", "json.loads"]
 
 
 @pytest.mark.parametrize(
@@ -165,8 +171,12 @@ def test_custom_config_file_wins_over_the_command_line(argv, tmp_path):
         "train_env_vars: {A: 1}\nattention_dropout: 0.0\nsave_hf: null\n"
     )
     c = parse_args(["--custom-config-path", str(file), *argv, "--lr", "1"])
-    assert c.lr == 0.5 and c.rollout_shuffle and not c.use_distributed_optimizer
-    assert c.rollout_stop == ["x", "y"] and c.train_env_vars == {"A": 1} and c.save_hf is None
+    assert c.megatron.lr == 0.5 and c.rollout.rollout_shuffle and not c.megatron.use_distributed_optimizer
+    assert (
+        c.rollout.rollout_stop == ["x", "y"]
+        and c.cluster.train_env_vars == {"A": 1}
+        and c.checkpoint.save_hf is None
+    )
     assert c.megatron.overrides == {"attention_dropout": 0.0}
 
 
@@ -189,15 +199,16 @@ def test_custom_config_file_is_checked_the_same(argv, tmp_path, text, message):
         parse_args([*argv, "--custom-config-path", str(tmp_path / "absent")])
 
 
-def test_flat_access_and_sections(argv):
+def test_sections_and_the_flat_namespace_of_hooks(argv):
     c = parse_args(argv)
-    assert c.rollout_batch_size == c.data.rollout_batch_size == 4
-    assert c.save is None and c.load is None
-    assert c.grpo_std_normalization is True and c.rollout_global_dataset is True
-    with pytest.raises(AttributeError, match="no field 'rollout_batchsize'"):
-        _ = c.rollout_batchsize
+    args = c.namespace()
+    assert c.data.rollout_batch_size == c.value_of("rollout_batch_size") == args.rollout_batch_size == 4
+    assert c.checkpoint.save is None and c.checkpoint.load is None
+    assert args.grpo_std_normalization is True and args.rollout_global_dataset is True
     with pytest.raises(AttributeError):
-        c.lr = 1
+        _ = c.rollout_batch_size
+    with pytest.raises(AttributeError):
+        c.megatron.lr = 1
     with pytest.raises(AttributeError):
         c.data.rollout_batch_size = 1
 
@@ -212,10 +223,10 @@ def test_copies_round_trip_and_defaults_are_not_shared(argv):
     c = parse_args([*argv, "--lr", "1e-3", "--train-env-vars", '{"A": "1"}', "--num-layers", "4"])
     assert Config.from_dict(json.loads(json.dumps(c.to_dict()))) == c
     assert pickle.loads(pickle.dumps(c)) == c
-    assert c.with_values(num_rollout=7).num_rollout == 7 and c.num_rollout == 3
+    assert c.with_values(num_rollout=7).data.num_rollout == 7 and c.data.num_rollout == 3
     a, b = resolve({}), resolve({})
-    a.train_env_vars["X"] = 1
-    assert b.train_env_vars == {}
+    a.cluster.train_env_vars["X"] = 1
+    assert b.cluster.train_env_vars == {}
     with pytest.raises(ValueError, match="saved configuration must have the fields of this version"):
         Config.from_dict({**c.to_dict(), "data": {"unknown": 1}})
 
@@ -233,15 +244,15 @@ def test_namespace_is_a_flat_mutable_copy(argv):
     assert args.use_opd is False and args.update_weight_mode == "full"
     args.train_env_vars["X"] = 1
     args.lr = 5
-    assert c.train_env_vars == {} and c.lr == 1e-6
+    assert c.cluster.train_env_vars == {} and c.megatron.lr == 1e-6
 
 
 def test_saved_file_holds_no_secret(argv, tmp_path):
     c = parse_args([*argv, "--wandb-key", "s3cret"])
     c.save_json(tmp_path / "config.json")
     text = (tmp_path / "config.json").read_text()
-    assert "s3cret" not in text and Config.from_dict(json.loads(text)).wandb_key == "***"
-    assert c.wandb_key == "s3cret" and list(tmp_path.glob("*.tmp")) == []
+    assert "s3cret" not in text and Config.from_dict(json.loads(text)).logging.wandb_key == "***"
+    assert c.logging.wandb_key == "s3cret" and list(tmp_path.glob("*.tmp")) == []
 
 
 def test_parsing_imports_neither_megatron_nor_vllm(argv):

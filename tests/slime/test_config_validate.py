@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from config_cases import good_argv, write_model
+from config_cases import good_argv
 
 from slime.config import parse_args, resolve
 
@@ -20,17 +20,36 @@ def without(argv: list[str], flag: str, values: int = 1) -> list[str]:
 
 def test_what_was_left_open_is_filled_in(argv):
     c = parse_args([*argv, "--max-tokens-per-gpu", "256", "--use-dynamic-batch-size", "--eval-top-p", "0.5"])
-    assert (c.over_sampling_batch_size, c.num_steps_per_rollout) == (4, 2)
-    assert (c.eps_clip_high, c.ref_load, c.rollout_num_gpus, c.num_engines) == (0.2, c.hf_checkpoint, 2, 2)
-    assert (c.eval_top_p, c.eval_temperature, c.eval_max_response_len, c.eval_input_key) == (
+    assert (c.rollout.over_sampling_batch_size, c.data.num_steps_per_rollout) == (4, 2)
+    assert (c.algorithm.eps_clip_high, c.checkpoint.ref_load, c.cluster.rollout_num_gpus, c.num_engines) == (
+        0.2,
+        c.rollout.hf_checkpoint,
+        2,
+        2,
+    )
+    assert (
+        c.evaluation.eval_top_p,
+        c.evaluation.eval_temperature,
+        c.evaluation.eval_max_response_len,
+        c.evaluation.eval_input_key,
+    ) == (
         0.5,
         1.0,
         32,
         "input",
     )
-    assert c.distributed_backend == "gloo"
-    assert (c.params_dtype, c.world_size, c.data_parallel_size, c.total_steps) == ("float32", 2, 2, 6)
-    assert c.eval_function_path == c.rollout_function_path == "slime.rollout.vllm_rollout.generate_rollout"
+    assert c.cluster.distributed_backend == "gloo"
+    assert (c.megatron.params_dtype, c.world_size, c.data_parallel_size, c.total_steps) == (
+        "float32",
+        2,
+        2,
+        6,
+    )
+    assert (
+        c.evaluation.eval_function_path
+        == c.rollout.rollout_function_path
+        == "slime.rollout.vllm_rollout.generate_rollout"
+    )
     assert not c.needs_reference
 
 
@@ -48,7 +67,7 @@ def test_what_was_left_open_is_filled_in(argv):
 )
 def test_weights_travel_through_shared_memory_where_there_is_some(argv, flags, transport):
     c = parse_args([*argv, *flags.split()])
-    assert c.update_weight_transport == transport
+    assert c.weight_update.update_weight_transport == transport
     assert any("is ipc with --colocate" in note for note in c.notes) == (
         "nccl" in flags and transport == "ipc"
     )
@@ -65,7 +84,7 @@ def test_weights_travel_through_shared_memory_where_there_is_some(argv, flags, t
 )
 def test_batch_sizes_follow_from_each_other(flags, expected):
     c = resolve({"rollout_batch_size": 4, "n_samples_per_prompt": 8, "device": "cpu", **flags})
-    assert (c.global_batch_size, c.num_steps_per_rollout) == expected
+    assert (c.data.global_batch_size, c.data.num_steps_per_rollout) == expected
 
 
 def test_the_batch_equation_names_the_flags_that_were_typed(argv):
@@ -92,31 +111,34 @@ def test_a_hub_name_is_told_from_a_wrong_path(argv):
 
 
 def test_precision_follows_the_device():
-    assert resolve({"device": "cuda"}).params_dtype == "bfloat16"
-    assert resolve({"device": "cuda", "fp16": True}).params_dtype == "float16"
-    assert resolve({"device": "cuda", "fp32": True}).params_dtype == "float32"
-    assert resolve({"device": "cpu", "bf16": True}).params_dtype == "bfloat16"
-    assert resolve({"device": "cuda"}).distributed_backend == "nccl"
+    assert resolve({"device": "cuda"}).megatron.params_dtype == "bfloat16"
+    assert resolve({"device": "cuda", "fp16": True}).megatron.params_dtype == "float16"
+    assert resolve({"device": "cuda", "fp32": True}).megatron.params_dtype == "float32"
+    assert resolve({"device": "cpu", "bf16": True}).megatron.params_dtype == "bfloat16"
+    assert resolve({"device": "cuda"}).cluster.distributed_backend == "nccl"
 
 
 def test_directories():
     given = {"device": "cpu", "hf_checkpoint": "models/tiny"}
+    config = resolve(given)
+    assert config.logging.run_dir.startswith(str(Path("runs") / "tiny-"))
+    assert config.weight_update.weight_dir is None
+    assert resolve({**given, "update_weight_disk_dir": "w"}).weight_update.weight_dir == "w"
     assert (
-        resolve(given).run_dir.startswith(str(Path("runs") / "tiny-")) and resolve(given).weight_dir is None
+        resolve({**given, "update_weight_disk_dir": "w", "weight_dir": "v"}).weight_update.weight_dir == "v"
     )
-    assert resolve({**given, "update_weight_disk_dir": "w"}).weight_dir == "w"
-    assert resolve({**given, "update_weight_disk_dir": "w", "weight_dir": "v"}).weight_dir == "v"
 
 
 def test_debug_flags_expand():
     c = resolve({"device": "cpu", "dump_details": "out"})
-    assert c.save_debug_rollout_data == "out/rollout_data/{rollout_id}.pt"
+    assert c.debug.save_debug_rollout_data == "out/rollout_data/{rollout_id}.pt"
     assert (
-        resolve({"dump_details": "out", "save_debug_rollout_data": "mine"}).save_debug_rollout_data == "mine"
+        resolve({"dump_details": "out", "save_debug_rollout_data": "mine"}).debug.save_debug_rollout_data
+        == "mine"
     )
     given = {"device": "cpu", "n_samples_per_prompt": 2, "rollout_num_gpus": 4}
     c = resolve({**given, "load_debug_rollout_data": "x.pt"})
-    assert c.debug_train_only and c.num_engines == 0
+    assert c.debug.debug_train_only and c.num_engines == 0
     assert c.notes == ("--rollout-num-gpus 4 is taken as 0: only the trainer runs",)
 
 
@@ -124,7 +146,7 @@ def test_notes_name_what_was_adjusted(argv):
     c = parse_args(
         [*argv, "--rollout-num-gpus", "1", "--use-kl-loss", "--num-epoch", "2", "--rollout-top-p", "0.9"]
     )
-    assert c.needs_reference and c.rollout_num_gpus == 2
+    assert c.needs_reference and c.cluster.rollout_num_gpus == 2
     starts = [
         "--rollout-num-gpus 1 is taken as 2",
         "--num-epoch 2 has no effect",
@@ -151,7 +173,7 @@ def test_one_sample_a_prompt_would_train_on_nothing(argv, estimator):
         "--debug-rollout-only",
     ):
         c = parse_args([*one, *allowed.split()])
-        assert c.n_samples_per_prompt == 1 and not [n for n in c.notes if "--n-samples-per-prompt" in n]
+        assert c.data.n_samples_per_prompt == 1 and not [n for n in c.notes if "--n-samples-per-prompt" in n]
     ours = "slime.rollout.sglang_rollout.generate_rollout"
     with pytest.raises(ValueError, match="--n-samples-per-prompt must be above 1"):
         parse_args([*one, "--rollout-function-path", ours])
@@ -199,7 +221,7 @@ def test_supervised_training_needs_no_engine(argv):
             *("--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout", "--num-epoch", "1"),
         ]
     )
-    assert c.num_engines == 0 and c.rollout_num_gpus == 0
+    assert c.num_engines == 0 and c.cluster.rollout_num_gpus == 0
 
 
 @pytest.mark.parametrize(
@@ -361,25 +383,6 @@ def test_an_engine_may_fill_several_nodes(argv):
     assert nodes == {1: 4, 2: 2, 4: 1, 8: 1}
 
 
-def test_prompt_slices_name_existing_files(argv, tmp_path):
-    assert parse_args([*argv, "--prompt-data", f"{tmp_path}/prompts.jsonl@[0:1]"]).prompt_data.endswith(
-        "@[0:1]"
-    )
-
-
-def test_checkpoint_of_two_models(argv, tmp_path):
-    write_model(tmp_path / "model", vocab_size=63)
-    with pytest.raises(
-        ValueError, match="tokenizer whose ids fit the model, got token id 63 and vocab_size 63"
-    ):
-        parse_args(argv)
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    assert parse_args(argv).num_rollout == 3
-    (tmp_path / "model" / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"--hf-checkpoint must hold a valid config\.json"):
-        parse_args(argv)
-
-
 def test_asynchronous_settings_pass(argv):
     flags = [
         "--no-colocate",
@@ -391,4 +394,4 @@ def test_asynchronous_settings_pass(argv):
         "2",
     ]
     c = parse_args([*argv, *flags])
-    assert (c.num_engines, c.max_staleness) == (1, 1)
+    assert (c.num_engines, c.rollout.max_staleness) == (1, 1)

@@ -36,8 +36,10 @@ def half_reward(args: Any, reward: float, mask: torch.Tensor, kl: torch.Tensor) 
 
 
 def small_clip(c: Any) -> None:
-    if c.eps_clip > 0.5:
-        raise ValueError(f"--eps-clip must be at most 0.5 with --advantage-estimator {NEW}, got {c.eps_clip}")
+    if c.algorithm.eps_clip > 0.5:
+        raise ValueError(
+            f"--eps-clip must be at most 0.5 with --advantage-estimator {NEW}, got {c.algorithm.eps_clip}"
+        )
 
 
 @pytest.fixture

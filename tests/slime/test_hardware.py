@@ -42,17 +42,21 @@ def test_variants_with_other_figures_are_not_in_the_table(device):
 @pytest.mark.parametrize(("gpu", "node"), [("gb200", 4), ("gb300", 4), ("h200", 8)])
 def test_a_named_gpu_is_a_cuda_device_and_sets_the_size_of_a_node(argv, gpu, node):
     c = parse_args([*argv, "--gpu", gpu, "--actor-num-nodes", "2"])
-    assert (c.gpu, c.device, c.params_dtype) == (gpu, "cuda", "bfloat16")
-    assert (c.num_gpus_per_node, c.actor_num_gpus_per_node, c.world_size) == (node, node, 2 * node)
+    assert (c.cluster.gpu, c.cluster.device, c.megatron.params_dtype) == (gpu, "cuda", "bfloat16")
+    assert (c.cluster.num_gpus_per_node, c.cluster.actor_num_gpus_per_node, c.world_size) == (
+        node,
+        node,
+        2 * node,
+    )
 
 
 def test_what_is_given_wins_over_the_table(argv):
     c = parse_args([*argv, "--gpu", "gb200", "--num-gpus-per-node", "8"])
-    assert (c.num_gpus_per_node, c.actor_num_gpus_per_node) == (8, 8)
+    assert (c.cluster.num_gpus_per_node, c.cluster.actor_num_gpus_per_node) == (8, 8)
     c = parse_args([*argv, "--gpu", "gb200", "--actor-num-gpus-per-node", "2"])
-    assert (c.num_gpus_per_node, c.actor_num_gpus_per_node) == (4, 2)
+    assert (c.cluster.num_gpus_per_node, c.cluster.actor_num_gpus_per_node) == (4, 2)
     c = parse_args([*argv, "--device", "cpu"])
-    assert (c.gpu, c.num_gpus_per_node, c.actor_num_gpus_per_node) == (None, 8, 8)
+    assert (c.cluster.gpu, c.cluster.num_gpus_per_node, c.cluster.actor_num_gpus_per_node) == (None, 8, 8)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import ast
 import io
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime import loop
+from slime.config import Config
 from slime.protocols import NoEngines, RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
 from slime.tracking.report import Reporter
@@ -39,12 +39,12 @@ class Run:
             "save_interval": None,
             "start_rollout_id": None,
             "num_steps_per_rollout": 1,
-            "world_size": 1,
+            "actor_num_gpus_per_node": 1,
             "rollout_num_gpus": 1,
             "profile_steps": None,
         }
         assert set(flags) <= set(defaults)
-        self.config = SimpleNamespace(**{**defaults, **flags})
+        self.config = Config.from_flat({**defaults, **flags})
         self.start_rollout_id = start
         self.drops_weights = False
         self.calls: list[str] = []

@@ -271,4 +271,4 @@ def test_layouts_that_no_domain_has_room_for(argv, flags, error):
 )
 def test_layouts_that_fit(argv, flags):
     c = parse_args([*argv, "--global-batch-size", "16", *flags.split()])
-    assert c.tensor_model_parallel_size == 16
+    assert c.megatron.tensor_model_parallel_size == 16

@@ -4,32 +4,34 @@ fill several nodes are in tests/vime/test_engine_nodes.py."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 from slime.cluster.placement import VISIBLE_VARIABLE, place
+from slime.config import Config
 from slime.config.engine import EngineFacts
 
 QUIET = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 
 
-def engines_of_two(rollout_num_gpus: int, num_gpus_per_node: int = 8) -> SimpleNamespace:
-    return SimpleNamespace(
-        actor_num_nodes=1,
-        actor_num_gpus_per_node=1,
-        rollout_num_gpus=rollout_num_gpus,
-        rollout_num_gpus_per_engine=2,
-        num_gpus_per_node=num_gpus_per_node,
-        colocate=False,
-        device="cuda",
-        debug_train_only=False,
-        debug_rollout_only=True,
-        tensor_model_parallel_size=1,
-        nvlink_domain_size=None,
-        engine_facts=EngineFacts(),
+def engines_of_two(rollout_num_gpus: int, num_gpus_per_node: int = 8) -> Config:
+    return Config.from_flat(
+        dict(
+            actor_num_nodes=1,
+            actor_num_gpus_per_node=1,
+            rollout_num_gpus=rollout_num_gpus,
+            rollout_num_gpus_per_engine=2,
+            num_gpus_per_node=num_gpus_per_node,
+            colocate=False,
+            device="cuda",
+            debug_train_only=False,
+            debug_rollout_only=True,
+            tensor_model_parallel_size=1,
+            nvlink_domain_size=None,
+            engine_facts=EngineFacts(),
+        )
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from types import SimpleNamespace
 
 import pytest
 
+from slime.config import Config
 from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine
 from slime.tracking.report import Reporter
@@ -39,8 +39,13 @@ class Recorder:
 
 @pytest.fixture
 def parts():
-    config = SimpleNamespace(
-        num_steps_per_rollout=2, world_size=2, colocate=False, rollout_num_gpus=2, profile_steps="5:6"
+    config = Config.from_flat(
+        {
+            "num_steps_per_rollout": 2,
+            "actor_num_gpus_per_node": 2,
+            "rollout_num_gpus": 2,
+            "profile_steps": "5:6",
+        }
     )
     recorder, screen = Recorder(), io.StringIO()
     return Reporter(config, Trackers([recorder]), StepLine(total=9, stream=screen)), recorder, screen

@@ -6,11 +6,11 @@ import gzip
 import json
 import math
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from slime.config import Config
 from slime.config.debug import check_profile_steps, profiled_steps
 from slime.tracking import Timers
 from slime.tracking.memory import PeakMemory, resident_peak_gib
@@ -171,7 +171,7 @@ def test_profile_steps_are_half_open():
 
 def test_profile_steps_that_trace_nothing_are_refused():
     def check(**flags):
-        check_profile_steps(SimpleNamespace(**{"debug_rollout_only": False, "num_rollout": 4, **flags}))
+        check_profile_steps(Config.from_flat({"num_rollout": 4, **flags}))
 
     check(profile_steps=None, debug_rollout_only=True)
     check(profile_steps="3:9")

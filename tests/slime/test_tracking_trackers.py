@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from slime.config import Config
 from slime.tracking import make_trackers
 from slime.tracking.trackers import JsonlTracker
 
 
-def make_config(**changes) -> SimpleNamespace:
+def make_config(**changes) -> Config:
     """One rollout is 2 optimizer steps."""
     fields = {
         "num_steps_per_rollout": 2,
@@ -33,9 +33,7 @@ def make_config(**changes) -> SimpleNamespace:
         "disable_wandb_random_suffix": True,
         "wandb_always_use_train_step": False,
     } | changes
-    config = SimpleNamespace(**fields)
-    config.to_dict = lambda: dict(fields)
-    return config
+    return Config.from_flat(fields)
 
 
 def log_rollouts(trackers, first: int, last: int, shift: float = 0.0) -> None:

@@ -165,7 +165,7 @@ def test_hooks_get_what_the_contract_says(build):
         custom_advantage_function_path="trainer_cases.advantage_hook",
     )
     assert cases.CALLS.copy() == [("init", trainer.args)]
-    assert trainer.args.hf_checkpoint == trainer.config.hf_checkpoint
+    assert trainer.args.hf_checkpoint == trainer.config.rollout.hf_checkpoint
     _, data = train(trainer, rollout_id=3)
     model = [trainer.model]
     calls = {name: [call[1:] for call in cases.CALLS if call[0] == name] for name, *_ in cases.CALLS}

@@ -25,19 +25,19 @@ from vime.backends import parse_config
 
 def log_steps(config: Any, steps: int) -> None:
     """`steps` rollouts of config.num_steps_per_rollout optimizer steps each, step i of all taking i + 1 seconds."""
-    trackers = make_trackers(config, Path(config.run_dir), 0)
+    trackers = make_trackers(config, Path(config.logging.run_dir), 0)
     fast = {"rl_kernel/logp/fallbacks": 2.0, "rl_kernel/swiglu/fallbacks": 0.0, "rl_kernel/fast": 0.5}
     for step in range(steps):
         told = {"perf/step_time": step + 1.0, "rollout/raw_reward": 0.5, "rollout/step": step}
-        if config.save_debug_rollout_data:
-            path = Path(config.save_debug_rollout_data.format(rollout_id=step))
+        if config.debug.save_debug_rollout_data:
+            path = Path(config.debug.save_debug_rollout_data.format(rollout_id=step))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"samples")
-        trackers.log(told | (fast if config.rlk_fast != "off" else {}), step, "rollout/step")
-        if config.debug_rollout_only:
+        trackers.log(told | (fast if config.kernels.rlk_fast != "off" else {}), step, "rollout/step")
+        if config.debug.debug_rollout_only:
             continue
-        for i in range(config.num_steps_per_rollout):
-            number = step * config.num_steps_per_rollout + i
+        for i in range(config.data.num_steps_per_rollout):
+            number = step * config.data.num_steps_per_rollout + i
             loss = float("nan") if number == 3 else 0.25 * number
             trained = {
                 "train/loss": loss,
@@ -54,15 +54,15 @@ def log_steps(config: Any, steps: int) -> None:
 def main(argv: list[str]) -> int:
     config = parse_config(argv)
     orders = Path(os.environ["BENCH_DOUBLE"])
-    run_dir = Path(config.run_dir)
+    run_dir = Path(config.logging.run_dir)
     with orders.with_suffix(".started").open("a") as file:
         file.write(run_dir.name + "\n")
     order = json.loads(orders.read_text()).get(run_dir.name, {})
     run_dir.mkdir(parents=True)
     config.save_json(run_dir / "config.json")
-    files = [prompt_file(config.prompt_data), Path(config.hf_checkpoint) / "config.json"]
+    files = [prompt_file(config.data.prompt_data), Path(config.rollout.hf_checkpoint) / "config.json"]
     write_environment(run_dir, ["vime", "train", *argv], files=files)
-    log_steps(config, order.get("steps", config.num_rollout))
+    log_steps(config, order.get("steps", config.data.num_rollout))
     if order.get("hang"):
         signal.signal(signal.SIGTERM, _end)
         (run_dir / "hangs").touch()

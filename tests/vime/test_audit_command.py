@@ -84,7 +84,7 @@ def run(checkpoint, tmp_path):
         config.save_json(tmp_path / "config.json")
         samples = make_samples() if samples is None else samples
         facts = run_facts(config.namespace())
-        save_debug_rollout_data(config.save_debug_rollout_data, rollout_id, [samples], facts=facts)
+        save_debug_rollout_data(config.debug.save_debug_rollout_data, rollout_id, [samples], facts=facts)
         return config
 
     return make
@@ -119,7 +119,10 @@ def test_saved_rollouts_and_kept_batches_are_found(run, tmp_path):
     config = run(rollout_id=1)
     save_debug_rollout_data(str(tmp_path / "audit" / "{rollout_id}.pt"), 3, [make_samples()])
     assert list(saved_rollouts(tmp_path, config)) == [1, 3]
-    trained_on = {"save_debug_rollout_data": None, "load_debug_rollout_data": config.save_debug_rollout_data}
+    trained_on = {
+        "save_debug_rollout_data": None,
+        "load_debug_rollout_data": config.debug.save_debug_rollout_data,
+    }
     assert list(saved_rollouts(tmp_path, config.with_values(**trained_on))) == [1, 3]
     assert read_source(tmp_path, config, None, 99).rollout_id == 1
     with pytest.raises(ValueError, match=r"--rollout must be one of the saved \[1, 3\], got 2"):
@@ -130,7 +133,7 @@ def test_what_is_missing_is_said_with_what_to_add(run, tmp_path, capsys):
     assert main(["audit", str(tmp_path / "nothing")]) == 2
     assert "RUN_DIR must be a run directory of vime train, got no" in capsys.readouterr().err
     config = run()
-    Path(config.save_debug_rollout_data.format(rollout_id=0)).unlink()
+    Path(config.debug.save_debug_rollout_data.format(rollout_id=0)).unlink()
     assert main(["audit", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "RUN_DIR must have saved rollouts" in said

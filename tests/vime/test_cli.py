@@ -64,7 +64,7 @@ def renamed(stock: list[str]) -> list[str]:
 
 def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
     c = parse_config(stock)
-    assert c.backend_args == {"gpu_memory_utilization": 0.7}
+    assert c.engine.backend_args == {"gpu_memory_utilization": 0.7}
     settings = engine_settings(c)
     assert (settings["tensor_parallel_size"], settings["dtype"], settings["device"]) == (
         2,
@@ -74,8 +74,13 @@ def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
     assert settings["vllm_argv"] == ("--gpu-memory-utilization", "0.7")
     server = EngineServer(EngineSpec(**settings, run_key="k", log_path=""))
     assert server.command()[-2:] == ["--gpu-memory-utilization", "0.7"]
-    assert (c.num_engines, c.data_parallel_size, c.num_steps_per_rollout) == (4, 4, 1)
-    assert (c.eps_clip_high, c.adam_beta2, c.lr, c.eval_max_response_len) == (0.28, 0.98, 1e-6, 16384)
+    assert (c.num_engines, c.data_parallel_size, c.data.num_steps_per_rollout) == (4, 4, 1)
+    assert (
+        c.algorithm.eps_clip_high,
+        c.megatron.adam_beta2,
+        c.megatron.lr,
+        c.evaluation.eval_max_response_len,
+    ) == (0.28, 0.98, 1e-6, 16384)
     assert c.megatron.overrides == {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -91,17 +96,23 @@ def test_stock_script_parses_as_it_is_and_with_vllm_names(stock):
     )
     assert c.notes[-1] == "8 GPUs: runs on more than 2 of a host have not been made in this version"
     d = parse_config(renamed(stock))
-    assert len(d.notes) == 2 and d.backend_argv == c.backend_argv
+    assert len(d.notes) == 2 and d.engine.backend_argv == c.engine.backend_argv
 
 
 def test_vllm_and_router_flags_reach_their_parsers(stock):
     flags = "--vllm-enforce-eager --vllm-max-num-seqs=256 --vllm-no-enable-prefix-caching"
     router = "--router-balance_abs_threshold 10 --router-policy round_robin"
     c = parse_config([*stock, *flags.split(), "--vllm-cudagraph-capture-sizes", "1", "2", *router.split()])
-    assert c.backend_args["enforce_eager"] is True and c.backend_args["enable_prefix_caching"] is False
-    assert c.backend_args["cudagraph_capture_sizes"] == [1, 2] and c.backend_args["max_num_seqs"] == 256
-    assert c.router_args == {"balance_abs_threshold": 10, "policy": "round_robin"}
-    assert c.router_argv == ["--balance-abs-threshold", "10", "--policy", "round_robin"]
+    assert (
+        c.engine.backend_args["enforce_eager"] is True
+        and c.engine.backend_args["enable_prefix_caching"] is False
+    )
+    assert (
+        c.engine.backend_args["cudagraph_capture_sizes"] == [1, 2]
+        and c.engine.backend_args["max_num_seqs"] == 256
+    )
+    assert c.engine.router_args == {"balance_abs_threshold": 10, "policy": "round_robin"}
+    assert c.engine.router_argv == ["--balance-abs-threshold", "10", "--policy", "round_robin"]
     assert c.namespace().vllm_max_num_seqs == 256
 
 
@@ -266,9 +277,9 @@ def test_plan_finds_a_malformed_prompt_line(stock, tmp_path, capsys):
 def test_engines_that_no_broadcast_reaches_take_files(stock, axis):
     """No transport was given, so none may be refused."""
     apart = [*stock, "--no-colocate", "--rollout-num-gpus", "2"]
-    assert parse_config(apart).update_weight_transport == "nccl"
+    assert parse_config(apart).weight_update.update_weight_transport == "nccl"
     c = parse_config([*apart, f"--vllm-{axis}-parallel-size", "2"])
-    assert c.update_weight_transport == "disk"
+    assert c.weight_update.update_weight_transport == "disk"
     (note,) = [note for note in c.notes if note.startswith("--update-weight-transport is disk, not nccl: ")]
     assert f"--vllm-{axis}-parallel-size 2" in note
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,6 +16,7 @@ from process_names import command_line
 from ray.cluster_utils import Cluster
 
 from slime.cluster.placement import VISIBLE_VARIABLE, place
+from slime.config import Config
 from slime.config.engine import EngineFacts
 from vime.engine.nodes_server import NodesServer
 from vime.engine.pool import VllmEnginePool
@@ -27,20 +27,22 @@ from vime.engine.server import EngineServer, EngineSpec, pair_up
 KEY = "nodes-key"
 HOSTS = ("127.0.0.2", "127.0.0.3")
 """Not 127.0.0.1, which Ray replaces by another address of this host."""
-ENGINE_OF_TWO_NODES = SimpleNamespace(
-    device="cuda",
-    actor_num_nodes=1,
-    actor_num_gpus_per_node=1,
-    rollout_num_gpus=4,
-    rollout_num_gpus_per_engine=4,
-    num_gpus_per_node=2,
-    tensor_model_parallel_size=1,
-    nvlink_domain_size=None,
-    engine_facts=EngineFacts(),
-    backend_args={},
-    colocate=False,
-    debug_train_only=False,
-    debug_rollout_only=True,
+ENGINE_OF_TWO_NODES = Config.from_flat(
+    dict(
+        device="cuda",
+        actor_num_nodes=1,
+        actor_num_gpus_per_node=1,
+        rollout_num_gpus=4,
+        rollout_num_gpus_per_engine=4,
+        num_gpus_per_node=2,
+        tensor_model_parallel_size=1,
+        nvlink_domain_size=None,
+        engine_facts=EngineFacts(),
+        backend_args={},
+        colocate=False,
+        debug_train_only=False,
+        debug_rollout_only=True,
+    )
 )
 
 
@@ -81,6 +83,7 @@ def test_the_command_line_of_each_process(tmp_path: Path) -> None:
         assert f"--host {server.spec.host}" in flags
         assert server.environment()["VLLM_HOST_IP"] == server.spec.host
         assert server.environment()["GLOO_SOCKET_IFNAME"] == "lo"
+        assert server.environment()["NCCL_SOCKET_IFNAME"] == "lo"
     assert [server.command()[2] for server in both] == [alone.command()[2], "vime.engine.headless"]
     assert not names & {tokens[0].removeprefix("--") for tokens in pair_up(alone.command()[3:])}
 

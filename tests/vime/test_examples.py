@@ -32,15 +32,15 @@ def test_every_model_has_both_modes_and_large_ones_gb200():
 def test_all_fit_their_gpus_with_room_to_spare(plans):
     for p in plans:
         assert p.fits, (p.file, p.verdicts)
-        assert p.peak_share <= 1 - SPARE, f"{p.file}: {p.peak_share:.1%} of a {p.config.gpu}"
+        assert p.peak_share <= 1 - SPARE, f"{p.file}: {p.peak_share:.1%} of a {p.config.cluster.gpu}"
 
 
 def test_layouts_are_what_their_names_say(plans):
     for p in plans:
-        assert p.config.colocate == (not p.file.stem.startswith("disaggregated")), p.file
-        assert p.config.use_rollout_routing_replay == p.file.stem.endswith("-r3"), p.file
-        assert (p.config.gpu == "gb200") == p.file.stem.startswith("gb200"), p.file
-        assert p.config.num_gpus_per_node == (4 if p.config.gpu == "gb200" else 8), p.file
+        assert p.config.cluster.colocate == (not p.file.stem.startswith("disaggregated")), p.file
+        assert p.config.off_policy.use_rollout_routing_replay == p.file.stem.endswith("-r3"), p.file
+        assert (p.config.cluster.gpu == "gb200") == p.file.stem.startswith("gb200"), p.file
+        assert p.config.cluster.num_gpus_per_node == (4 if p.config.cluster.gpu == "gb200" else 8), p.file
 
 
 def test_a_layout_repeats_nothing_of_the_shared_flags():

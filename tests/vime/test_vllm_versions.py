@@ -162,3 +162,18 @@ def test_a_server_forks_its_engine_where_it_is_told_to(monkeypatch):
 def test_installed_one_is_found():
     version = installed()
     assert version is not None and check(version) is None
+
+
+def test_ranks_of_an_older_engine_meet_in_a_file(monkeypatch):
+    """vLLM 0.26 has no file store of its own. Its executors ask the module for the address when they start."""
+    from vllm.utils import network_utils
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    monkeypatch.delattr(network_utils, "get_file_store_init_method", raising=False)
+    for module in (multiproc_executor, uniproc_executor):
+        monkeypatch.setattr(module, "get_distributed_init_method", None, raising=False)
+    vllm_versions.meet_in_a_file()
+    first, second = (
+        m.get_distributed_init_method("0.0.0.0", 1) for m in (multiproc_executor, uniproc_executor)
+    )
+    assert first.startswith("file:///") and first != second

@@ -60,7 +60,7 @@ def audit(config: Config, source: Source, weights: str, scratch: Path) -> list[P
         return active(values, masks[: len(values)])
 
     engine = {}
-    if config.rollout_temperature == 1.0:
+    if config.rollout.rollout_temperature == 1.0:
         with PrefillEngine(config, weights, scratch) as server:
             engine[PREFILL] = row(server.log_probs(source.samples, side_by_side=True))
             engine[ALONE] = row(server.log_probs(source.samples[:MOST_ALONE], side_by_side=False))
@@ -113,25 +113,30 @@ def report(run_dir: Path, config: Config, source: Source, weights: str, pairs: l
     left_out = ", ".join(f"{reason}: {n}" for reason, n in source.left_out.most_common())
     print(
         f"rollout {source.rollout_id}, weights version {source.version} ({weights}), {len(source.samples)} samples in "
-        f"{len(source.micro_batches)} micro-batches, {config.params_dtype} on {config.device}"
+        f"{len(source.micro_batches)} micro-batches, {config.megatron.params_dtype} on {config.cluster.device}"
     )
     if left_out:
         print(f"not comparable, in no number below: {left_out} tokens")
-    if config.rollout_temperature != 1.0:
+    if config.rollout.rollout_temperature != 1.0:
         print(
-            f"--rollout-temperature is {config.rollout_temperature:g}: vLLM's prompt log-probs are at 1 only, so "
+            f"--rollout-temperature is {config.rollout.rollout_temperature:g}: vLLM's prompt log-probs are "
+            "at 1 only, so "
             "engine prefill is left out"
         )
-    if config.tensor_model_parallel_size > 1:
+    if config.megatron.tensor_model_parallel_size > 1:
         print(
-            f"the trainer ran on {config.tensor_model_parallel_size} tensor-parallel ranks, its replay on one"
+            f"the trainer ran on {config.megatron.tensor_model_parallel_size} tensor-parallel ranks, its replay on one"
         )
     print(table(pairs))
     folder = run_dir / "audit"
     folder.mkdir(exist_ok=True)
     path = folder / f"rollout_{source.rollout_id}.json"
     head = {"rollout_id": source.rollout_id, "weight_version": source.version, "weights": weights}
-    head |= {"dtype": config.params_dtype, "device": config.device, "not_comparable": dict(source.left_out)}
+    head |= {
+        "dtype": config.megatron.params_dtype,
+        "device": config.cluster.device,
+        "not_comparable": dict(source.left_out),
+    }
     path.write_text(json.dumps(as_json(pairs, **head), indent=2) + "\n")
     title = f"rollout {source.rollout_id} of {run_dir.resolve().name}: {pairs[0].tokens:,} tokens"
     draw(pairs, title, path.with_suffix(".png"))

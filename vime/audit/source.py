@@ -49,12 +49,12 @@ def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
     """Rollout -> path template of its file, for rollouts that the run saved or loaded, or that a stopped audit
     saved."""
     kept = replay_template(config.with_values(run_dir=str(run_dir)))
-    given = (kept, config.load_debug_rollout_data, config.save_debug_rollout_data)
+    given = (kept, config.debug.load_debug_rollout_data, config.debug.save_debug_rollout_data)
     templates = [template for template in given if template is not None]
     found = {
         i: template
         for template in templates
-        for i in range(config.num_rollout or 0)
+        for i in range(config.data.num_rollout or 0)
         if Path(template.format(rollout_id=i)).is_file()
     }
     if not found:
@@ -74,20 +74,20 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
     if rollout_id not in saved:
         raise ValueError(f"--rollout must be one of the saved {sorted(saved)}, got {rollout_id}")
     template = saved[rollout_id]
-    replayed = template == config.load_debug_rollout_data
-    part = config.load_debug_rollout_data_subsample if replayed else None
+    replayed = template == config.debug.load_debug_rollout_data
+    part = config.debug.load_debug_rollout_data_subsample if replayed else None
     groups, facts = load_with_facts(template, rollout_id, subsample=part)
     samples = [sample for group in groups for sample in group]
     versions = Counter(s.weight_versions[0] for s in samples if len(s.weight_versions) == 1)
     version = versions.most_common(1)[0][0] if versions else rollout_id
     mine = {
         "weight_version": [version],
-        "temperature": config.rollout_temperature,
+        "temperature": config.rollout.rollout_temperature,
         "top_p": 1.0,
         "top_k": -1,
         "sampling": {},
-        "dtype": config.params_dtype,
-        "tokenizer": tokenizer_fingerprint(config.hf_checkpoint),
+        "dtype": config.megatron.params_dtype,
+        "tokenizer": tokenizer_fingerprint(config.rollout.hf_checkpoint),
     }
     chosen: list[Sample] = []
     rows: list[list[int]] = []
@@ -117,7 +117,9 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
 def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:
     """Indices in `samples` for every micro-batch of every rank, as training packs them."""
     args: Any = config.namespace()
-    ranks = make_rank_data(args, samples, config.data_parallel_size, read_hf_config(config.hf_checkpoint))
+    ranks = make_rank_data(
+        args, samples, config.data_parallel_size, read_hf_config(config.rollout.hf_checkpoint)
+    )
     return [[data["partition"][i] for i in row] for data in ranks for row in data["micro_batch_indices"]]
 
 
@@ -129,7 +131,7 @@ def weights_of(config: Config, version: int, scratch: Path) -> str:
     from slime.megatron_backend.export import export_checkpoint
 
     if version == CHECKPOINT_VERSION:  # a run without a trainer: the weights with which its engines start
-        return str(config.hf_checkpoint)
+        return str(config.rollout.hf_checkpoint)
     if version == 0:
         start = start_directory(config)
         if (Path(start) / "config.json").is_file():
@@ -138,22 +140,23 @@ def weights_of(config: Config, version: int, scratch: Path) -> str:
             f"version 0 of the weights must be a Hugging Face directory, got {start}; export it with vime export and "
             "give --weights"
         )
-    if config.load_debug_rollout_data:
+    if config.debug.load_debug_rollout_data:
         raise ValueError(
             f"version {version} of the weights must be that of the run that drew the rollouts, got another run's files "
-            f"({config.load_debug_rollout_data}); give --weights, or audit --rollout 0"
+            f"({config.debug.load_debug_rollout_data}); give --weights, or audit --rollout 0"
         )
-    if config.save_hf:
-        written = Path(config.save_hf.format(rollout_id=version - 1))
+    if config.checkpoint.save_hf:
+        written = Path(config.checkpoint.save_hf.format(rollout_id=version - 1))
         if (written / "config.json").is_file():
             return str(written)
-    for folder in (config.save, config.load):
+    for folder in (config.checkpoint.save, config.checkpoint.load):
         if folder and (Path(folder) / f"iter_{version - 1:07d}").is_dir():
             export_checkpoint(one_rank(config).with_values(load=folder), version - 1, scratch / "weights")
             return str(scratch / "weights")
     raise ValueError(
         f"version {version} of the weights (after rollout {version - 1}) must be at hand, got no checkpoint "
-        f"{version - 1} in --save {config.save} and --save-hf {config.save_hf}; run again with --save-hf "
+        f"{version - 1} in --save {config.checkpoint.save} and --save-hf {config.checkpoint.save_hf}; run "
+        "again with --save-hf "
         "DIR/{rollout_id} and --save-interval 1, audit --rollout 0, or give --weights"
     )
 

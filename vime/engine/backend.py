@@ -162,19 +162,19 @@ class VllmBackend:
         from vime.engine.ray_server import start_actors
 
         run_key = secrets.token_hex(32)
-        logs = Path(config.run_dir).resolve() / "logs"
+        logs = Path(config.logging.run_dir).resolve() / "logs"
         # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
         joined = bool(os.environ.get("RAY_ADDRESS"))
         host = ray.util.get_node_ip_address() if joined else "127.0.0.1"
-        threads = placement.cpu_threads(config)[1] if config.device == "cpu" else None
+        threads = placement.cpu_threads(config)[1] if config.cluster.device == "cpu" else None
         settings = {
             **flags.engine_settings(config),
             "run_key": run_key,
             "host": host,
             "cpu_threads": threads,
-            "numa_binding": config.numa_binding,
+            "numa_binding": config.cluster.numa_binding,
             # An engine on a trainer's GPU measures what memory is left.
-            "waits": source is not None and config.colocate and config.device == "cuda",
+            "waits": source is not None and config.cluster.colocate and config.cluster.device == "cuda",
         }
         specs = [
             EngineSpec(**settings, index=i, log_path=str(logs / f"engine-{i}.log"))
@@ -189,15 +189,15 @@ class VllmBackend:
                 host=host,
                 port=free_port(host),
                 argv=tuple(config.engine.router_argv),
-                request_timeout_s=config.rollout_deadline_s,
+                request_timeout_s=config.rollout.rollout_deadline_s,
             ),
             spawn=lambda spec: start_actors(spec, seats[spec.index]),
             dtype=flags.engine_dtype(config),
             gives_memory=flags.gives_memory(config),
             source=source,
-            health_check_interval_s=config.rollout_health_check_interval,
-            health_check_timeout_s=config.rollout_health_check_timeout,
-            health_check_first_wait_s=config.rollout_health_check_first_wait,
+            health_check_interval_s=config.fault_tolerance.rollout_health_check_interval,
+            health_check_timeout_s=config.fault_tolerance.rollout_health_check_timeout,
+            health_check_first_wait_s=config.fault_tolerance.rollout_health_check_first_wait,
         )
 
 

@@ -180,20 +180,20 @@ def remarks(config: Config) -> Iterator[str]:
     version = vllm_versions.installed()
     if config.num_engines and version is not None and (remark := vllm_versions.check(version)):
         yield remark
-    if config.device == "cpu" and "gpu_memory_utilization" in config.engine.backend_args:
+    if config.cluster.device == "cpu" and "gpu_memory_utilization" in config.engine.backend_args:
         yield (
             "--vllm-gpu-memory-utilization has no effect on CPU engines: their KV cache is as large as "
             "--vllm-kv-cache-memory-bytes says"
         )
-    if config.actor_num_nodes > 1:
-        yield f"--actor-num-nodes {config.actor_num_nodes}: several hosts have not been run in this version"
+    if config.cluster.actor_num_nodes > 1:
+        yield f"--actor-num-nodes {config.cluster.actor_num_nodes}: several hosts have not been run in this version"
     elif config.num_engines and config.nodes_per_engine > 1:
         yield (
             f"engines of {config.nodes_per_engine} nodes: run in this version as processes of one host, on CPUs, and "
             "not yet on several hosts"
         )
-    elif config.device == "cuda":
-        gpus = config.world_size + (0 if config.colocate else config.rollout_num_gpus or 0)
+    elif config.cluster.device == "cuda":
+        gpus = config.world_size + (0 if config.cluster.colocate else config.cluster.rollout_num_gpus or 0)
         if gpus > MOST_GPUS:
             yield f"{gpus} GPUs: runs on more than {MOST_GPUS} of a host have not been made in this version"
 
@@ -208,7 +208,7 @@ def engine_tensor_parallel(config: Config) -> int:
         _given_parallel(config, "pipeline_parallel_size") or 1
     )
     return _given_parallel(config, "tensor_parallel_size") or max(
-        config.rollout_num_gpus_per_engine // other, 1
+        config.cluster.rollout_num_gpus_per_engine // other, 1
     )
 
 
@@ -217,11 +217,11 @@ def check_engine_size(config: Config) -> None:
     names = ("data_parallel_size", "pipeline_parallel_size")
     data, pipeline = (_given_parallel(config, name) or 1 for name in names)
     tensor = engine_tensor_parallel(config)
-    if data * pipeline * tensor != config.rollout_num_gpus_per_engine:
+    if data * pipeline * tensor != config.cluster.rollout_num_gpus_per_engine:
         raise ValueError(
             "--rollout-num-gpus-per-engine must equal the product of --vllm-tensor-parallel-size, "
             "--vllm-pipeline-parallel-size and --vllm-data-parallel-size, got "
-            f"{config.rollout_num_gpus_per_engine} and {tensor} * {pipeline} * {data} = "
+            f"{config.cluster.rollout_num_gpus_per_engine} and {tensor} * {pipeline} * {data} = "
             f"{tensor * pipeline * data}"
         )
 
@@ -230,7 +230,7 @@ def check_engine_nodes(config: Config) -> None:
     """An engine of several nodes runs in vLLM's multi-node mode: one model over all GPUs, started by this project."""
     if not config.num_engines or config.nodes_per_engine == 1:
         return
-    spread = f"an engine of {config.nodes_per_engine} nodes (--num-gpus-per-node {config.num_gpus_per_node})"
+    spread = f"an engine of {config.nodes_per_engine} nodes (--num-gpus-per-node {config.cluster.num_gpus_per_node})"
     if (backend := config.engine.backend_args.get("distributed_executor_backend", "mp")) != "mp":
         raise ValueError(
             f"--vllm-distributed-executor-backend must be mp with {spread}, got {backend}; leave the flag out"
@@ -246,7 +246,7 @@ def check_engine_heads(config: Config) -> None:
     """A tensor-parallel engine deals out query heads equally, and key/value heads equally or copied equally often."""
     if not config.num_engines:
         return
-    hf_config = read_hf_config(config.hf_checkpoint)
+    hf_config = read_hf_config(config.rollout.hf_checkpoint)
     heads = hf_config.get("num_attention_heads")
     if not heads:
         return
@@ -254,7 +254,7 @@ def check_engine_heads(config: Config) -> None:
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
     if size in fitting:
         return
-    engine_is_one_group = size == config.rollout_num_gpus_per_engine
+    engine_is_one_group = size == config.cluster.rollout_num_gpus_per_engine
     near = [max(n for n in fitting if n < size), *[n for n in fitting if n > size][:1]]
     flag = "--rollout-num-gpus-per-engine" if engine_is_one_group else "--vllm-tensor-parallel-size"
     raise ValueError(
@@ -272,14 +272,14 @@ def check_weight_channel(config: Config) -> None:
     pipeline stage loads the layers it has, but a comparison wants every tensor of an update live on every worker.
     """
     data, pipeline = (_given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))
-    transport = config.update_weight_transport
+    transport = config.weight_update.update_weight_transport
     if CHANNELS[transport].tensor_parallel_only and data * pipeline > 1:
         raise ValueError(
             f"--update-weight-transport {transport} must go with engines that are tensor parallel only, got "
             f"--vllm-data-parallel-size {data} and --vllm-pipeline-parallel-size {pipeline}; use disk, or more "
             "engines of fewer GPUs"
         )
-    if config.check_weight_update_equal and pipeline > 1:
+    if config.weight_update.check_weight_update_equal and pipeline > 1:
         raise ValueError(
             "--check-weight-update-equal must go with engines of one pipeline stage, got "
             f"--vllm-pipeline-parallel-size {pipeline}; leave out one of the two"
@@ -288,7 +288,7 @@ def check_weight_channel(config: Config) -> None:
 
 def check_context_length(config: Config) -> None:
     """--vllm-max-model-len, when given as a number, must hold the longest sequence of a rollout."""
-    longest = config.rollout_max_context_len or config.rollout_max_response_len
+    longest = config.rollout.rollout_max_context_len or config.rollout.rollout_max_response_len
     room = config.engine.backend_args.get("max_model_len")
     if isinstance(room, int) and room > 0 and longest is not None and room < longest:
         raise ValueError(
@@ -303,30 +303,30 @@ def engine_settings(config: Config) -> dict[str, Any]:
     `vllm_argv` replaces what is implied here.
     """
     return {
-        "model_path": config.hf_checkpoint,
-        "weight_dir": config.weight_dir,
-        "device": config.device,
-        "dtype": config.params_dtype,
+        "model_path": config.rollout.hf_checkpoint,
+        "weight_dir": config.weight_update.weight_dir,
+        "device": config.cluster.device,
+        "dtype": config.megatron.params_dtype,
         "tensor_parallel_size": engine_tensor_parallel(config),
-        "trust_remote_code": config.trust_remote_code,
+        "trust_remote_code": config.train.trust_remote_code,
         "vllm_argv": tuple(config.engine.backend_argv),
-        "start_timeout_s": config.engine_start_timeout_s,
+        "start_timeout_s": config.fault_tolerance.engine_start_timeout_s,
         "sleeps": gives_memory(config),
         "nodes": config.nodes_per_engine,
-        "tells_experts": config.use_rollout_routing_replay,
+        "tells_experts": config.off_policy.use_rollout_routing_replay,
     }
 
 
 def gives_memory(config: Config) -> bool:
     """Whether engines free the device while the trainer works on it, see VllmEnginePool."""
-    return config.colocate and config.device == "cuda"
+    return config.cluster.colocate and config.cluster.device == "cuda"
 
 
 def engine_dtype(config: Config) -> str:
     """What engines compute in, for whoever compares their log-probs: the model's dtype as torch names it, with
     "+quantization" where --vllm-quantization asks for one. "auto" is left as it is: only the engine knows.
     """
-    given = config.engine.backend_args.get("dtype") or config.params_dtype
+    given = config.engine.backend_args.get("dtype") or config.megatron.params_dtype
     quantization = config.engine.backend_args.get("quantization")
     return _DTYPE_ALIASES.get(given, given) + (f"+{quantization}" if quantization else "")
 

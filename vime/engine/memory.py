@@ -38,7 +38,7 @@ def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
     """
     shape = Shape.of(hf)
     weights, token = engine_weights(c, shape).bytes, _token(c, shape).bytes
-    more_gpus = f"--rollout-num-gpus-per-engine (now {c.rollout_num_gpus_per_engine})"
+    more_gpus = f"--rollout-num-gpus-per-engine (now {c.cluster.rollout_num_gpus_per_engine})"
     if given := c.engine.engine_facts.cache_bytes:
         besides = BESIDES_GENERATING - BESIDES_TRAINER
         room, short = float(given), weights + given + besides - device_bytes
@@ -77,18 +77,18 @@ def _at_a_time(c: Config, room: float, token: float) -> str:
 
 def _requests(c: Config) -> int:
     """Requests that one engine may run at once."""
-    share = -(-c.over_sampling_batch_size * c.n_samples_per_prompt // max(c.num_engines, 1))
+    share = -(-c.rollout.over_sampling_batch_size * c.data.n_samples_per_prompt // max(c.num_engines, 1))
     return min(c.engine.server_concurrency, share)
 
 
 def _length(c: Config) -> int | None:
     """The most tokens of a request, prompts left out where they are not bounded."""
-    return c.rollout_max_context_len or c.rollout_max_response_len
+    return c.rollout.rollout_max_context_len or c.rollout.rollout_max_response_len
 
 
 def _token(c: Config, shape: Shape) -> Item:
     """Keys and values of one token, which tensor-parallel ranks and pipeline stages share."""
-    size = BYTES.get(c.engine.engine_facts.dtype or c.params_dtype, 2)
+    size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
     tp, stages = engine_tensor_parallel(c), c.engine.engine_facts.pipeline_parallel_size
     split = f"TP {tp}" + (f" / PP {stages}" if stages > 1 else "")
     how = f"2 x {shape.layers} layers x {shape.kv} x {size} B / {split}"

@@ -7,7 +7,7 @@ import os
 
 from vime.engine import compact_log_probs, merged_log_probs, routed_experts, shared_gpu
 from vime.engine.supervise import die_with_parent, forks_die_with_parent
-from vime.engine.vllm_versions import register_backend
+from vime.engine.vllm_versions import meet_in_a_file, register_backend
 
 BACKEND = "vime"
 SUPERVISED_VARIABLE = "VIME_SUPERVISED"
@@ -25,6 +25,7 @@ def register() -> None:
         forks_die_with_parent()
         compact_log_probs.install()
         merged_log_probs.install()
+        meet_in_a_file()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ

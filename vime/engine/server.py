@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from slime.cluster.numa import children_on, choose_cpus
+from slime.cluster.rendezvous import LOOPBACK_ONLY
 from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
 from vime.engine import routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE
@@ -189,8 +190,8 @@ class EngineServer(Server[EngineSpec]):
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
         if ip_address(spec.host).is_loopback:
-            # Gloo takes the interface of the host's name, which may be another one. The user's choice is for a cluster.
-            env["GLOO_SOCKET_IFNAME"] = "lo"
+            # The user's choice of an interface is for a cluster.
+            env |= LOOPBACK_ONLY
         if spec.sleeps:
             env[shared_gpu.SLEEPS_VARIABLE] = "1"
         if spec.waits:

@@ -27,6 +27,8 @@ experts on CPUs         packed in place as they are loaded  packed at the first 
                         (read, not run)                                                         the newer one's form
 /v1/completions         all rows of them                    `routed_experts_prompt_start`       asked for; cut where it
                                                             leaves out those before it          was not heard
+ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `meet_in_a_file`
+                        all interfaces
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
                                                             and others
 
@@ -45,11 +47,13 @@ vllm.entrypoints.cli.serve.run_headless and the flags of the multi-node mode, --
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 LEAST, LAST = (0, 26), (0, 33)
 """The versions that requirements/gpu.txt lets in, by their first two numbers."""
@@ -132,6 +136,24 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, module, class_name)
+
+
+def meet_in_a_file() -> None:
+    """Let the ranks of an engine on one node meet in a file, as newer versions do. The store of 0.26 listens on all
+    interfaces and asks nobody for a key. May run more than once."""
+    from vllm.utils import network_utils
+
+    if hasattr(network_utils, "get_file_store_init_method"):
+        return
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    # An engine of several nodes takes its address elsewhere, in vllm.distributed.parallel_state.
+    for module in (multiproc_executor, uniproc_executor):
+        module.get_distributed_init_method = _file_init_method  # type: ignore[attr-defined]
+
+
+def _file_init_method(ip: str, port: int) -> str:
+    return f"file://{tempfile.gettempdir()}/vime-rendezvous-{uuid4().hex}"
 
 
 class ReceivesOnly:

@@ -9,6 +9,8 @@ from slime.algo.estimators.record import CLIPPED, Estimator
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slime.config.schema import Config
+
 
 def _discounted(args: Any, reward: float, mask: Tensor, kl: Tensor) -> Tensor:
     from slime.algo.advantage import discounted_returns
@@ -21,10 +23,10 @@ def _less_kl(args: Any, reward: float, mask: Tensor, kl: Tensor) -> Tensor:
     return reward - penalty
 
 
-def _whitened(c: Any) -> None:
-    if not c.normalize_advantages:
+def _whitened(c: Config) -> None:
+    if not c.algorithm.normalize_advantages:
         raise ValueError(
-            f"--advantage-estimator {c.advantage_estimator} must be used with --normalize-advantages"
+            f"--advantage-estimator {c.algorithm.advantage_estimator} must be used with --normalize-advantages"
         )
 
 
