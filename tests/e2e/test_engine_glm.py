@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.multiprocessing import spawn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from slime.config.megatron import MegatronConfig
+from slime.config import Config
 from slime.weight_sync.file_channel import FileChannel
 
 pytestmark = pytest.mark.e2e
@@ -62,9 +61,7 @@ def train(_: int, root: Path) -> None:
     from slime.megatron_backend.weights import export_hf, load_hf
 
     torch.set_num_threads(1)
-    section = MegatronConfig(params_dtype="float32")
-    others = {"seed": 1, "distributed_timeout_minutes": 1, "megatron": section}
-    config = SimpleNamespace(**vars(section), **others)
+    config = Config.from_flat({"params_dtype": "float32", "seed": 1, "distributed_timeout_minutes": 1})
     init_parallel(0, 1, config, init_method=f"file://{root}/store")
     tokens = torch.tensor(TOKENS)
 

@@ -10,12 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from engine_fixtures import make_checkpoint
 
+from slime.config import Config
 from vime.engine.control import EngineControl
 from vime.engine.pool import VllmEnginePool
 from vime.engine.router import Router, RouterSpec
@@ -103,7 +103,7 @@ def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Pat
             RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")),
             spawn=lambda spec: RayEngineServer(spec, {"num_cpus": 1}),
         )
-        config = SimpleNamespace(run_dir=str(tmp_path))
+        config = Config.from_flat({"run_dir": str(tmp_path)})
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"(?s)got exit status 1; the last lines of .*max_model_len"):
             pool.start(lambda check: first_failure_or_all(config, calls, check=check))
@@ -187,6 +187,7 @@ def test_an_engine_in_a_ray_actor_serves_and_ends_with_it(tmp_path: Path) -> Non
 
 _DRIVER = """
 import sys, time, json
+from slime.config import Config
 from vime.engine.control import EngineControl
 from vime.engine.pool import VllmEnginePool
 from vime.engine.router import RouterSpec

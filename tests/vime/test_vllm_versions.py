@@ -174,6 +174,6 @@ def test_ranks_of_an_older_engine_meet_in_a_file(monkeypatch):
         monkeypatch.setattr(module, "get_distributed_init_method", None, raising=False)
     vllm_versions.meet_in_a_file()
     first, second = (
-        m.get_distributed_init_method("0.0.0.0", 1) for m in (multiproc_executor, uniproc_executor)
+        m.get_distributed_init_method("127.0.0.1", 1) for m in (multiproc_executor, uniproc_executor)
     )
     assert first.startswith("file:///") and first != second
