@@ -34,7 +34,7 @@ def run(
     start, timers = trainer.start_rollout_id, report.timers
     engines.publish(start)
     loop.evaluate_at_start(start)
-    for rollout_id in range(start, config.data.num_rollout):
+    for rollout_id in range(start, _rollouts(config)):
         with timers.measure("step"):
             loop.generate_ahead(rollout_id)
             batch = loop.batch(rollout_id)
@@ -47,7 +47,7 @@ def run(
 
 def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter) -> None:
     """--debug-rollout-only: rollouts and their metrics, no training."""
-    for rollout_id in range(config.data.start_rollout_id or 0, config.data.num_rollout):
+    for rollout_id in range(config.data.start_rollout_id or 0, _rollouts(config)):
         batch = wait(rollout.generate(rollout_id), engines.check_health)
         report.rollout(rollout_id, batch.metrics)
 
@@ -67,7 +67,7 @@ class _Loop:
         """Start the rollouts that may use the present weights, up to max_staleness rollouts ahead."""
         # Between two weight updates the weights get older: generation may run ahead by that much less.
         lead = self.config.rollout.max_staleness + 1 - self.config.weight_update.update_weights_interval
-        last = min(rollout_id + lead, self.config.data.num_rollout - 1)
+        last = min(rollout_id + lead, _rollouts(self.config) - 1)
         self.ahead.extend(self.rollout.generate(i) for i in range(rollout_id + len(self.ahead), last + 1))
 
     def batch(self, rollout_id: int) -> RolloutBatch:
@@ -124,6 +124,12 @@ class _Loop:
 
     def _wait(self, future: Future[T], tick: Callable[[], None] | None = None) -> T:
         return wait(future, self.engines.check_health, tick)
+
+
+def _rollouts(config: Config) -> int:
+    """--num-rollout, which the caller of this loop computes from --num-epoch where it was not given."""
+    assert config.data.num_rollout is not None
+    return config.data.num_rollout
 
 
 def due(interval: int | None, count: int) -> bool:

@@ -65,6 +65,18 @@ class Decision:
         return f"{self.contract:<28} {self.chosen:<10} {self.reason}".rstrip()
 
 
+def _mode(config: Config) -> str:
+    """--rlk-fast, which slime.config resolves."""
+    assert config.kernels.rlk_fast is not None
+    return config.kernels.rlk_fast
+
+
+def _listed(config: Config) -> list[str]:
+    """--rl-kernel-ops, which slime.config resolves."""
+    assert config.kernels.rl_kernel_ops is not None
+    return config.kernels.rl_kernel_ops
+
+
 def loss_head(config: Config) -> tuple[Head, str]:
     """What the training loss takes its log-probs from, and why that is not the one-pass operator ("" if it is).
 
@@ -79,7 +91,7 @@ def loss_head(config: Config) -> tuple[Head, str]:
     for head in HEADS:
         if head.in_one_pass and reason:
             continue
-        if head.name in config.kernels.rl_kernel_ops:
+        if head.name in _listed(config):
             return head, reason
         reason = reason or f"{head.name} is not in --rl-kernel-ops"
     return NATIVE, "no operator for log-probs is in --rl-kernel-ops"
@@ -89,7 +101,7 @@ def pass_head(config: Config) -> Head:
     """What log-probs without a gradient (old, reference) come from."""
     if config.kernels.rlk_fast == "off":
         return NATIVE
-    listed = (head for head in HEADS if not head.in_one_pass and head.name in config.kernels.rl_kernel_ops)
+    listed = (head for head in HEADS if not head.in_one_pass and head.name in _listed(config))
     return next(listed, NATIVE)
 
 
@@ -182,7 +194,7 @@ def decide(config: Config, device_type: str) -> list[Decision]:
         chosen, reason, fallback = _chosen(name, config, device_type)
         if fallback:
             refused[name] = reason
-        found.append(Decision(name, config.kernels.rlk_fast, chosen, reason, contract_id(name)))
+        found.append(Decision(name, _mode(config), chosen, reason, contract_id(name)))
     if refused and config.kernels.rlk_fast == "strict":
         reasons = "; ".join(dict.fromkeys(refused.values()))
         raise Refused(
@@ -198,7 +210,7 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
     if config.kernels.rlk_fast == "off":
         return "reference", "--rlk-fast off", False
     listed = "group_advantage" if name in REDUCTIONS else name
-    if listed not in config.kernels.rl_kernel_ops:
+    if listed not in _listed(config):
         return "reference", f"{listed} is not in --rl-kernel-ops", False
     if name == "group_advantage":
         return "reference", "rewards are on the host", False
@@ -218,10 +230,10 @@ def headline(config: Config) -> str:
 
 def install(config: Config) -> None:
     """Put the switch into force in this process: mode, list of operators, and their timing."""
-    names = list(config.kernels.rl_kernel_ops)
+    names = list(_listed(config))
     if "group_advantage" in names:
         names += REDUCTIONS
-    rl_kernel.configure(config.kernels.rlk_fast, names)
+    rl_kernel.configure(_mode(config), names)
     set_timing(config.kernels.rlk_fast != "off")
 
 

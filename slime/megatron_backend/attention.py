@@ -13,7 +13,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,14 +27,16 @@ from rl_kernel import rotary
 from slime.data.token_slice import TokenSlice
 
 # torch 2.11 groups heads without this argument; later releases need it
-_VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_VARLEN_GQA: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 # Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
 
 
 @dataclass
-class PackedLayout(PackedSeqParams):
+class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
     """The positions of the sequences of one micro-batch, and the tokens that this rank computes. `packed_layout` makes
     it, and all layers share it.
 
@@ -51,11 +53,11 @@ class PackedLayout(PackedSeqParams):
     """
 
     own: int = 0
-    positions: Tensor | None = None
+    positions: Tensor = field(kw_only=True)
     rotary: tuple[Tensor, Tensor] | None = None
     buckets: list[tuple[int, int]] = field(default_factory=list)
-    slots: Tensor | None = None
-    query_slots: Tensor | None = None
+    slots: Tensor = field(kw_only=True)
+    query_slots: Tensor = field(kw_only=True)
     padded_tokens: int = 0
     context_group: Any = None
     gathered: Tensor | None = None
@@ -126,8 +128,10 @@ def gather_keys(
     if layout.context_group is None:
         return key, value
     both = torch.cat([key, value], dim=1)
-    everyone = gather_from_sequence_parallel_region(_padded(both, layout), group=layout.context_group)
-    return everyone.index_select(0, order).chunk(2, dim=1)
+    everyone: Tensor = gather_from_sequence_parallel_region(_padded(both, layout), group=layout.context_group)
+    assert order is not None  # `packed_layout` sets both orders with the group
+    keys, values = everyone.index_select(0, order).chunk(2, dim=1)
+    return keys, values
 
 
 def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
@@ -138,6 +142,7 @@ def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
 
 def rotated(x: Tensor, layout: PackedLayout) -> Tensor:
     """x [P, heads, D] with the first R dimensions of every head rotated by the token's position."""
+    assert layout.rotary is not None  # the model sets it before its layers run
     size = 2 * layout.rotary[0].shape[-1]
     if size == x.shape[-1]:
         return rotary(x, *layout.rotary)
@@ -175,13 +180,14 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLay
     """
     if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
         return query + (key.sum() + value.sum())
-    return varlen_attn(
+    out = varlen_attn(
         *(query, key.contiguous(), value.contiguous()),
         *(layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv),
         scale=scale,
         window_size=(-1, 0),
         **_VARLEN_GQA,
     )
+    return cast(Tensor, out)  # a pair only where `return_aux` asks for one
 
 
 class PackedAttention(nn.Module):
@@ -210,6 +216,7 @@ class PackedAttention(nn.Module):
         """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows. `packed_seq_params` must be a
         PackedLayout."""
         layout = packed_seq_params
+        assert layout is not None
         query, key = rotated(query, layout), rotated(key, layout)
         query, key, value = (x[: layout.own] for x in (query, key, value))
         flash = query.is_cuda and query.dtype != torch.float32

@@ -74,6 +74,7 @@ class Audit:
 
     def __init__(self, config: Config, info: ParallelInfo, timers: Timers, temperature: float) -> None:
         self.config, self.info, self.timers = config, info, timers
+        assert config.rollout.hf_checkpoint is not None  # slime.config requires it
         self.on = config.kernels.rlk_consistency != "off"
         self.mine = {
             "temperature": temperature,
@@ -149,7 +150,7 @@ class Audit:
         trainer, rollout, part = self._compare(rollout_id, data)
         parts = self._gather(part)
         self._stop_at_fault(rollout_id, data, [p.fault for p in parts])
-        reasons = sum((p.reasons for p in parts), Counter())
+        reasons: Counter[str] = sum((p.reasons for p in parts), Counter())
         sums = sum((p.sums for p in parts), TokenSums())
         worst = max((p.worst for p in parts if p.worst), key=lambda token: token.distance, default=None)
         metrics = {"tokens": sums.tokens, "not_comparable_tokens": float(reasons.total())}
@@ -174,17 +175,16 @@ class Audit:
             reason = self._difference(rollout_id, data, i, mask)
             if active and reason is None:
                 chosen.append(i)
-            elif active:
+            elif active and reason is not None:
                 reasons[reason] += active
         device = self.info.device
         none = [torch.empty(0, device=device)]
         mask = torch.cat([data["loss_masks"][i] for i in chosen] or none) != 0
         trainer = torch.cat([self.found[i].float() for i in chosen] or none)[mask]
         rollout = torch.cat([data["rollout_log_probs"][i] for i in chosen] or none)[mask]
-        config = self.config
-        sums = token_sums(
-            trainer, rollout, eps_clip=config.algorithm.eps_clip, eps_clip_high=config.algorithm.eps_clip_high
-        )
+        low, high = self.config.algorithm.eps_clip, self.config.algorithm.eps_clip_high
+        assert high is not None  # slime.config resolves it
+        sums = token_sums(trainer, rollout, eps_clip=low, eps_clip_high=high)
         worst = None
         if chosen:
             at = int(mask.nonzero()[(trainer - rollout).abs().argmax()])
@@ -270,7 +270,9 @@ class Audit:
             "worst": worst and asdict(worst),
             "not_comparable": dict(reasons),
         }
-        path = Path(self.config.logging.run_dir) / "audit.jsonl"
+        run_dir = self.config.logging.run_dir
+        assert run_dir is not None  # slime.config resolves it
+        path = Path(run_dir) / "audit.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -302,7 +304,7 @@ def samples_of(data: TrainData, group_size: int) -> list[tuple[int, Sample]]:
         mask = data["loss_masks"][i].tolist()
         log_probs = data["rollout_log_probs"][i].tolist() if "rollout_log_probs" in data else None
         sample = Sample(
-            index=data.get("sample_indices", data["partition"])[i],
+            index=data["sample_indices" if "sample_indices" in data else "partition"][i],
             group_index=facts.get("group_index", place // group_size),
             rollout_id=data["rollout_ids"][i],
             tokens=tokens.tolist(),
@@ -311,7 +313,7 @@ def samples_of(data: TrainData, group_size: int) -> list[tuple[int, Sample]]:
             remove_sample=not any(mask),
             rollout_log_probs=log_probs,
             weight_versions=facts.get("weight_version", []),
-            reward=data.get("raw_reward", data["rewards"])[i],
+            reward=data["raw_reward" if "raw_reward" in data else "rewards"][i],
             status=Sample.Status.TRUNCATED if truncated[i] else Sample.Status.COMPLETED,
             prompt=data["prompt"][i] if "prompt" in data else "",
             rollout_routed_experts=routed_experts.of_sample(data, i),

@@ -14,7 +14,7 @@ import random
 import shutil
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -57,14 +57,14 @@ _SHAPE = (
 )
 
 
-class _DirectSave(TorchDistSaveShardedStrategy):
+class _DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
     """Writes Megatron's torch_dist format in the calling process.
 
     Megatron's own writer starts a manager and forks a process per file, even for a synchronous save. That is not safe
     in a Ray actor with many threads. The files are the same.
     """
 
-    def save(self, sharded_state_dict: dict, checkpoint_dir: Path) -> None:
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         shards = defaultdict(list)
         for item in nested_values(sharded_state_dict):
             if is_main_replica(item.replica_id):
@@ -184,7 +184,8 @@ def load_checkpoint(
         scheduler.load_state_dict(common["scheduler"])
     if same_ranks:
         _set_rng_state(state["rng"])
-    return common["extra"]
+    extra: dict[str, Any] = common["extra"]
+    return extra
 
 
 def _sharded_state(
@@ -234,7 +235,8 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None
 def _saved_step(state: dict[Any, Any]) -> float:
     """Number of optimizer steps. All groups of a distributed optimizer's state have the same count."""
     part = state if "optimizer" in state else state[0]
-    return part["optimizer"]["param_groups"][0]["step"]
+    step: float = part["optimizer"]["param_groups"][0]["step"]
+    return step
 
 
 def _load_distributed(optimizer: DistributedOptimizer, tensors: dict[str, Any], step: float) -> None:
@@ -287,7 +289,7 @@ def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
 
 
 def _rng_state() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
     return {
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), *rest),

@@ -31,7 +31,11 @@ class _CudaRequestsToCpu(TorchFunctionMode):
     """Rewrites the arguments of torch functions that name a CUDA device or a CUDA tensor type."""
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.device:  # a torch.device object alone needs no GPU
@@ -92,7 +96,8 @@ def _with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_cuda_module() -> None:
-    cuda = torch.cuda
+    library: Any = torch  # its types do not allow replaced functions
+    cuda = library.cuda
     cuda.current_device = _answer(_CPU)
     for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
         setattr(cuda, name, _answer(None))
@@ -109,8 +114,8 @@ def _replace_cuda_module() -> None:
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
         module.manual_seed = lambda seed: torch.manual_seed(seed)
-    torch.distributed.all_to_all_single = _with_numbers(torch.distributed.all_to_all_single)
-    torch._vime_cpu_redirect = True
+    library.distributed.all_to_all_single = _with_numbers(library.distributed.all_to_all_single)
+    library._vime_cpu_redirect = True
 
 
 def install_cpu_redirect() -> None:

@@ -16,7 +16,7 @@ Shapes: T tokens, H hidden, F width of an expert, C (token, expert) pairs, sorte
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -145,14 +145,18 @@ class RouterLogits(torch.autograd.Function):
         return (upstream @ weight.float()).to(x.dtype), (upstream.T @ x.float()).to(weight.dtype)
 
 
-class Router(TopKRouter):
+class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's router without two parts that megatron-core 0.16 cannot run here. Its product calls a function of
     Transformer Engine, which may not be installed. Its count of tokens per expert, which only an update of the bias
     needs, is compiled at the first token."""
 
+    expert_bias: Tensor | None
+
     def gating(self, input: Tensor) -> Tensor:
         """[..., H] -> fp32 logits [..., E]."""
-        return RouterLogits.apply(input.flatten(0, -2), self.weight).unflatten(0, input.shape[:-1])
+        logits = RouterLogits.apply(input.flatten(0, -2), self.weight)
+        unflattened: Tensor = logits.unflatten(0, input.shape[:-1])
+        return unflattened
 
     def replay(self, routing: Any) -> None:
         """Set the `slime.megatron_backend.routing_replay.Routing` of the next micro-batch, or None."""
@@ -165,11 +169,11 @@ class Router(TopKRouter):
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
-            self.expert_bias = bias.to(self.expert_bias.device)
+            self.expert_bias = bias.to(cast(Tensor, self.expert_bias).device)
         return self
 
 
-class GatedExperts(SequentialMLP):
+class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's experts with separate weights, computed together in two grouped products.
 
     The formula is Megatron's without fusion: `fc2((swiglu(fc1(x)) * weight).to(x.dtype))`, weights in fp32. If tensor

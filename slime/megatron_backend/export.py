@@ -20,18 +20,18 @@ def export_checkpoint(config: Config, iteration: int | None, out_dir: Path) -> i
     Names, shapes and tokenizer come from `config.hf_checkpoint`, the checkpoint that training started from. `config`
     describes one rank. ValueError if the checkpoint does not exist or its shapes differ from config.json.
     """
-    iteration = latest(config.checkpoint.load) if iteration is None else iteration
+    load, source = config.checkpoint.load, config.rollout.hf_checkpoint
+    assert load is not None and source is not None  # the command requires both
+    iteration = latest(load) if iteration is None else iteration
     if iteration is None:
-        raise ValueError(
-            f"--load must hold a checkpoint, got none in {config.checkpoint.load}; check the path"
-        )
-    hf_config = load_hf_config(config.rollout.hf_checkpoint)
+        raise ValueError(f"--load must hold a checkpoint, got none in {load}; check the path")
+    hf_config = load_hf_config(source)
     with tempfile.TemporaryDirectory() as rendezvous:
         init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
         try:
             model = build_model(hf_config, config, ddp=False)
-            load_checkpoint(config.checkpoint.load, model, iteration=iteration)
-            save_hf(model, config.rollout.hf_checkpoint, out_dir)
+            load_checkpoint(load, model, iteration=iteration)
+            save_hf(model, source, out_dir)
         finally:
             destroy_parallel()
     return iteration

@@ -67,7 +67,9 @@ class GroupedProduct(torch.autograd.Function):
 
 def _add_to_main_grads(weights: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
     """Add the gradients to Megatron's buffers. Megatron's hook would add them one weight at a time."""
-    theirs = [(w, w.main_grad, g) for w, g in zip(weights, gradients, strict=True) if hasattr(w, "main_grad")]
+    theirs: list[tuple[Any, Tensor, Tensor]] = [  # Any: the attributes are Megatron's
+        (w, w.main_grad, g) for w, g in zip(weights, gradients, strict=True) if hasattr(w, "main_grad")
+    ]
     if not theirs:
         return
     torch._foreach_add_([total for _, total, _ in theirs], [gradient for _, _, gradient in theirs])

@@ -35,7 +35,8 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = self.weight  # the mark is Megatron's
+        weight.sequence_parallel = config.sequence_parallel
         self.deferred = False  # True: the next product computes this norm, see `defer`
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,19 +46,20 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x)
 
 
-class NormedLinear(ColumnParallelLinear):
+class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's column-parallel product. It also computes the norm that was deferred to it."""
 
     norm: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         if self.norm is None:
-            return super().forward(x, *args, **kwargs)
+            plain: tuple[Tensor, Tensor | None] = super().forward(x, *args, **kwargs)
+            return plain
         product = super().forward
         return without_keeping(self.norm, x, lambda normed: product(normed, *args, **kwargs))
 
 
-class GatedMLP(MLP):
+class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's MLP with rl_kernel.swiglu between its products."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -66,7 +68,8 @@ class GatedMLP(MLP):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         gate_and_up, _ = self.linear_fc1(hidden_states)
         if self.config.recompute_granularity == "full":
-            return self.linear_fc2(rl_kernel.swiglu(gate_and_up))
+            output: tuple[Tensor, Tensor | None] = self.linear_fc2(rl_kernel.swiglu(gate_and_up))
+            return output
         return without_keeping(rl_kernel.swiglu, gate_and_up, self.linear_fc2)
 
 
@@ -79,11 +82,12 @@ class SharedExpert(GatedMLP):
         narrow.ffn_hidden_size = config.moe_shared_expert_intermediate_size
         super().__init__(narrow)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    # Megatron's layer needs the tensor alone from a shared expert, and the pair from any other MLP
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(hidden_states)[0]
 
 
-class Layer(TransformerLayer):
+class Layer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's layer. With full recomputation, it keeps nothing inside and stays unchanged."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:

@@ -74,7 +74,9 @@ def custom_loss(
     def sum_of_sample_mean(per_token: Tensor) -> Tensor:
         return (per_token * weights).sum()
 
-    hook = load_function(setup.config.algorithm.custom_loss_function_path, flag="--custom-loss-function-path")
+    path = setup.config.algorithm.custom_loss_function_path
+    assert path is not None  # otherwise this loss is not chosen
+    hook = load_function(path, flag="--custom-loss-function-path")
     with setup.timers.measure("forward"):
         logits = setup.head.logits(batch, output)
     with setup.timers.measure("policy_loss"):

@@ -8,7 +8,7 @@ Shapes: P rows of packed tokens, H hidden, V_local vocabulary rows of this tenso
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -28,7 +28,7 @@ from slime.megatron_backend.layers import RMSNorm, layer_spec
 from slime.megatron_backend.model_config import padded_vocab_size, rope_theta, rotary_size, transformer_config
 
 
-class HiddenGPTModel(GPTModel):
+class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's GPTModel, but `forward` stops before the output layer: hidden states after the final norm.
 
     `build_model` builds it. `hf_config` is the checkpoint's config.json, and `sizes` are the sizes for weight layouts.
@@ -61,7 +61,10 @@ class HiddenGPTModel(GPTModel):
         """input_ids [1, P] -> hidden states [P, 1, H] of this stage, or this rank's [P / TP, 1, H] with sequence
         parallelism. Stages after the first read their input from `set_input_tensor`, not from `input_ids`."""
         packed_seq_params.rotary = self._rotary(packed_seq_params.positions)
-        return super().forward(input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params)
+        hidden: Tensor = super().forward(
+            input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params
+        )
+        return hidden
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -97,10 +100,11 @@ def build_model(hf_config: dict[str, Any], config: Config, *, ddp: bool = True) 
     vocab = hf_config["vocab_size"]
     padded = padded_vocab_size(vocab, config.megatron.make_vocab_size_divisible_by, tp)
     sizes = Sizes(groups=core.num_query_groups, head_dim=core.kv_channels, vocab=vocab, padded_vocab=padded)
-    model = HiddenGPTModel(hf_config, core, sizes)
+    model: nn.Module = HiddenGPTModel(hf_config, core, sizes)
     if not ddp:
         return model.requires_grad_(False).eval()
-    return DistributedDataParallel(core, _ddp_config(config), model)
+    wrapped: nn.Module = DistributedDataParallel(core, _ddp_config(config), model)
+    return wrapped
 
 
 def _ddp_config(config: Config) -> DistributedDataParallelConfig:
@@ -115,7 +119,7 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
 
 def unwrap(model: nn.Module) -> HiddenGPTModel:
     """The model inside its data-parallel wrapper, or the model itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    return cast(HiddenGPTModel, model.module if isinstance(model, DistributedDataParallel) else model)
 
 
 def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
@@ -135,7 +139,8 @@ def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tens
             f"packed tokens must be a multiple of --tensor-model-parallel-size {tp} with --sequence-parallel, "
             f"got {tokens.numel()}; pad the row"
         )
-    return model(tokens[None], packed_seq_params=layout)
+    output: Tensor = model(tokens[None], packed_seq_params=layout)
+    return output
 
 
 def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
@@ -155,7 +160,7 @@ def logits_of(model: nn.Module, output: Tensor) -> Tensor:
     inner = unwrap(model)
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else None
-    logits, _ = inner.output_layer(output, weight=weight)
+    logits: Tensor = inner.output_layer(output, weight=weight)[0]
     return logits.squeeze(1)
 
 
@@ -163,11 +168,12 @@ def output_weight(model: nn.Module) -> Tensor:
     """The head's weight on this rank, [V_local, H]: the output layer's weight, or the embedding if they are tied. Only
     on the last stage."""
     inner = unwrap(model)
-    return (
+    weight: Tensor = (
         inner.shared_embedding_or_output_weight()
         if inner.share_embeddings_and_output_weights
         else inner.output_layer.weight
     )
+    return weight
 
 
 def head_main_grad(model: nn.Module) -> Tensor | None:
@@ -175,10 +181,12 @@ def head_main_grad(model: nn.Module) -> Tensor | None:
 
     None if the gradient must pass through autograd: --overlap-grad-reduce counts the gradients that arrive there.
     """
-    weight, settings = output_weight(model), model.ddp_config
+    weight: Any = output_weight(model)  # the buffer is Megatron's
+    settings: DistributedDataParallelConfig = model.ddp_config
     if settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
         return None
-    return weight.main_grad
+    main_grad: Tensor = weight.main_grad
+    return main_grad
 
 
 def vocab_range(model: nn.Module) -> tuple[int, int]:

@@ -95,7 +95,8 @@ def _rope_record(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 def head_dim(hf_config: dict[str, Any]) -> int:
     """Size of one attention head: `head_dim`, else hidden size divided by the number of heads."""
-    return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    size: int = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    return size
 
 
 def params_dtype(config: Config) -> torch.dtype:

@@ -67,4 +67,5 @@ class VocabParallelEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Tensor:
         softmax, log_p, entropy = ctx.saved_tensors
-        return -upstream[:, None] * softmax * (log_p + entropy[:, None])
+        gradient: Tensor = -upstream[:, None] * softmax * (log_p + entropy[:, None])
+        return gradient

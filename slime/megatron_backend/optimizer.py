@@ -95,6 +95,7 @@ def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int) ->
     if not 0 <= config.megatron.min_lr <= config.megatron.lr:
         raise ValueError(f"--min-lr must lie in [0, --lr {config.megatron.lr}], got {config.megatron.min_lr}")
     samples = config.data.global_batch_size
+    assert samples is not None  # slime.config resolves it
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

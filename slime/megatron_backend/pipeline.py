@@ -87,7 +87,7 @@ def _schedule(
         return output, loss
 
     # with `variable_seq_lengths`, stages send their shapes; the two sizes are required arguments but not used
-    return get_forward_backward_func()(
+    results: list[T] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iter(batches),
         model=model,
@@ -96,6 +96,7 @@ def _schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    return results
 
 
 class _ScheduleTimers:

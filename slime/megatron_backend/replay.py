@@ -38,7 +38,7 @@ def replay_log_probs(
         "response_lengths": [s.response_length for s in samples],
     }
     if config.off_policy.use_rollout_routing_replay:
-        rows = {routed_experts.COLUMN: [s.rollout_routed_experts for s in samples]}
+        rows: TrainData = {routed_experts.COLUMN: [s.rollout_routed_experts for s in samples]}
         routed_experts.check_column(data | rows, load_hf_config(weights))
         data |= {name: [routed_experts.as_tensor(x) for x in column] for name, column in rows.items()}
     operators.install(config)

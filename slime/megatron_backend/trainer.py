@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,7 @@ class MegatronTrainer:
     def __init__(
         self, config: Config, rank: int, world_size: int, *, init_method: str, local_rank: int = 0
     ) -> None:
+        assert config.rollout.hf_checkpoint is not None and config.logging.run_dir is not None
         self.config, self.args = config, config.namespace()
         self.loss = loss_of(config.algorithm)
         self.temperature = config.rollout.rollout_temperature if self.loss.rewarded else 1.0
@@ -70,16 +71,15 @@ class MegatronTrainer:
         self.decisions = operators.decide(config, self.info.device.type)
         self._hook("custom_megatron_init_path", self.args)
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
-        self.model = build_model(self.hf_config, config)
-        resume = latest(config.checkpoint.load) if config.checkpoint.load else None
+        self.model: Any = build_model(self.hf_config, config)  # Megatron's wrapper has no types
+        load = config.checkpoint.load
+        resume = latest(load) if load else None
         if resume is None:
             load_weights(self.model, start_directory(config))
         self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
         self.start_rollout_id = config.data.start_rollout_id or 0
-        if resume is not None:
-            extra = checkpoint.load_checkpoint(
-                config.checkpoint.load, self.model, self.optimizer, self.scheduler
-            )
+        if load and resume is not None:
+            extra = checkpoint.load_checkpoint(load, self.model, self.optimizer, self.scheduler)
             if config.data.start_rollout_id is None:
                 self.start_rollout_id = extra["rollout_id"] + 1
         self.ref_model = None
@@ -138,30 +138,29 @@ class MegatronTrainer:
 
     def save(self, rollout_id: int) -> None:
         """Checkpoint under --save (and --save-hf) as iteration `rollout_id`. Collective; appears only when complete."""
-        optimizer = None if self.config.checkpoint.no_save_optim else self.optimizer
+        flags, source = self.config.checkpoint, self.config.rollout.hf_checkpoint
+        assert flags.save is not None and source is not None
+        optimizer = None if flags.no_save_optim else self.optimizer
         extra = {"rollout_id": rollout_id}
         with self._explained(f"saving rollout {rollout_id}"):
             self.residence.bring("parameters", "optimizer", timer="save_onload")
             checkpoint.save_checkpoint(
-                self.config.checkpoint.save, rollout_id, self.model, optimizer, self.scheduler, extra=extra
+                flags.save, rollout_id, self.model, optimizer, self.scheduler, extra=extra
             )
-            if self.config.checkpoint.save_hf:
-                out = Path(self.config.checkpoint.save_hf.format(rollout_id=rollout_id))
-                save_hf(self.model, self.config.rollout.hf_checkpoint, out)
+            if flags.save_hf:
+                out = Path(flags.save_hf.format(rollout_id=rollout_id))
+                save_hf(self.model, source, out)
             self.residence.release("parameters", "optimizer", timer="save_offload")
 
     def _publisher(self, config: Config) -> Publisher:
         # half: the error that names an engine that hangs comes before those of the other ranks, which wait for rank 0
         timeout_s = 30.0 * config.cluster.distributed_timeout_minutes
-        directory, size = (
-            Path(config.weight_update.weight_dir),
-            config.weight_update.update_weight_buffer_size,
-        )
+        flags = config.weight_update
+        assert flags.weight_dir is not None and flags.update_weight_transport is not None
+        directory, size = Path(flags.weight_dir), flags.update_weight_buffer_size
         place = TrainerPlace(directory, size, self.info.device, timeout_s)
-        compare = config.weight_update.check_weight_update_equal
-        return Publisher.of(
-            config.weight_update.update_weight_transport, place, self._export, compare=compare
-        )
+        compare = flags.check_weight_update_equal
+        return Publisher.of(flags.update_weight_transport, place, self._export, compare=compare)
 
     def next_weights(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
         """The next part of the current weights, called `version`; None after the last (see Publisher). Collective."""
@@ -373,9 +372,9 @@ class MegatronTrainer:
 def reduce_metrics(losses: list[MicroBatchLoss], group: dist.ProcessGroup) -> dict[str, float]:
     """Sums of `sums` over micro-batches and the ranks of `group`, and the largest of `maxima`. The denominators of the
     tokens turn the sums into means."""
-    sums = {name: sum(loss.sums[name] for loss in losses) for name in losses[0].sums}
+    sums = {name: cast(Tensor, sum(loss.sums[name] for loss in losses)) for name in losses[0].sums}
     maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).amax() for name in losses[0].maxima}
-    out = {}
+    out: dict[str, float] = {}
     for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
         if values:
             packed = torch.stack([value.detach().double() for value in values.values()])

@@ -46,7 +46,7 @@ def attention_class() -> type:
     """Transformer Engine's attention with our rotary embedding. A subclass, so that names in checkpoints stay the
     same."""
 
-    class PackedTransformerEngineAttention(te.TEDotProductAttention):
+    class PackedTransformerEngineAttention(te.TEDotProductAttention):  # type: ignore[misc]  # megatron-core has no types
         def forward(
             self,
             query: Tensor,
@@ -58,6 +58,7 @@ def attention_class() -> type:
             packed_seq_params: PackedLayout | None = None,
             **unused: Any,
         ) -> Tensor:
+            assert packed_seq_params is not None
             return packed_attention(super().forward, query, key, value, packed_seq_params, attn_mask_type)
 
     return PackedTransformerEngineAttention

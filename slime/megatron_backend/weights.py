@@ -266,7 +266,9 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
         return iter(())
     files = _files_of(source_dir)
     names = prediction_names(files, inner.hf_config)
-    handles = {file: safe_open(file, framework="pt") for file in {files[name] for name in names}}
+    handles: dict[Path, Any] = {
+        file: safe_open(file, framework="pt") for file in {files[name] for name in names}
+    }
     return ((name, handles[files[name]].get_tensor(name)) for name in names)
 
 
@@ -293,7 +295,7 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shar
     if len(shards) == 1:
         (out_dir / "part-00000.safetensors").rename(out_dir / HF_SINGLE)
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         (out_dir / f"part-{i:05d}.safetensors").rename(out_dir / file)
@@ -314,9 +316,12 @@ def _copy_config(inner: HiddenGPTModel, source_dir: Path, out_dir: Path) -> None
 
 def _shard_group(row: Row) -> dist.ProcessGroup:
     """The group of ranks that have the shards of a row's parameter."""
-    if row.of_expert:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if row.of_expert
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    return group
 
 
 def _rank_and_size(group: dist.ProcessGroup) -> tuple[int, int]:
