@@ -144,7 +144,7 @@ def test_strict_refuses_a_cpu_naming_operator_and_reason(configured):
     ],
 )
 def test_spellings_of_the_mode(configured, flags, mode):
-    assert configured(*flags).rlk_fast == mode
+    assert configured(*flags).kernels.rlk_fast == mode
 
 
 @pytest.mark.parametrize(
