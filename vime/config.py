@@ -82,7 +82,8 @@ def as_yaml(groups: Sequence[FlagGroup]) -> str:
         value = not off if not values else values[0] if len(values) == 1 else values
         content.pop(key, None)  # a repeated key takes the position of its last use
         content[key] = value
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
+    text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110)
+    return text
 
 
 def _plain(text: str) -> Any:

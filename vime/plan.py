@@ -68,8 +68,10 @@ def topology(c: Config) -> Iterator[str]:
             else "synchronous"
         )
         yield f"order     {where}, {apart}"
-    both = (c.world_size if trains else 0) + c.cluster.rollout_num_gpus
-    needed = max(c.world_size, c.cluster.rollout_num_gpus) if c.cluster.colocate and trains else both
+    rollout_gpus = c.cluster.rollout_num_gpus
+    assert rollout_gpus is not None
+    both = (c.world_size if trains else 0) + rollout_gpus
+    needed = max(c.world_size, rollout_gpus) if c.cluster.colocate and trains else both
     yield (
         f"needs     {plural(needed, 'GPU' if c.cluster.device == 'cuda' else 'CPU place')}; this machine has "
         f"{machine()}"
@@ -109,20 +111,23 @@ def machine() -> str:
 
 def batches(c: Config) -> Iterator[str]:
     """The batch equation and the numbers that follow from it."""
-    samples = c.data.rollout_batch_size * c.data.n_samples_per_prompt
+    batch, size, steps = c.data.rollout_batch_size, c.data.global_batch_size, c.data.num_steps_per_rollout
+    submitted = c.rollout.over_sampling_batch_size
+    assert batch is not None and size is not None and steps is not None and submitted is not None
+    samples = batch * c.data.n_samples_per_prompt
     yield (
-        f"--rollout-batch-size {c.data.rollout_batch_size} x --n-samples-per-prompt {c.data.n_samples_per_prompt} = "
-        f"{samples} samples = --global-batch-size {c.data.global_batch_size} x "
-        f"{plural(c.data.num_steps_per_rollout, 'optimizer step')} a rollout"
+        f"--rollout-batch-size {batch} x --n-samples-per-prompt {c.data.n_samples_per_prompt} = "
+        f"{samples} samples = --global-batch-size {size} x "
+        f"{plural(steps, 'optimizer step')} a rollout"
     )
-    if c.rollout.over_sampling_batch_size > c.data.rollout_batch_size:
-        yield f"prompts submitted at a time: {c.rollout.over_sampling_batch_size}"
-    each = c.data.global_batch_size / c.data_parallel_size
-    how = (
-        f"packed up to {c.data.max_tokens_per_gpu * c.megatron.context_parallel_size} tokens a micro-batch"
-        if c.data.use_dynamic_batch_size
-        else f"{plural(c.data.micro_batch_size, 'sample')} a micro-batch"
-    )
+    if submitted > batch:
+        yield f"prompts submitted at a time: {submitted}"
+    each = size / c.data_parallel_size
+    how = f"{plural(c.data.micro_batch_size, 'sample')} a micro-batch"
+    if c.data.use_dynamic_batch_size:
+        room = c.data.max_tokens_per_gpu
+        assert room is not None
+        how = f"packed up to {room * c.megatron.context_parallel_size} tokens a micro-batch"
     yield f"about {each:.4g} samples a data-parallel rank and step, {how}"
     if c.data.num_rollout is not None:
         yield f"{plural(c.data.num_rollout, 'rollout')} = {plural(c.total_steps, 'optimizer step')}"
@@ -136,23 +141,29 @@ def prompts(c: Config) -> Iterator[str]:
     if c.data.disable_rollout_global_dataset or c.data.prompt_data is None:
         return
     columns = Columns(c.data.input_key, c.data.label_key, c.data.metadata_key, c.data.tool_key)
+    batch, epochs = c.data.rollout_batch_size, c.data.num_epoch
+    assert batch is not None
     number = len(load_prompts(c.data.prompt_data, columns))
-    yield (
-        f"{c.data.prompt_data}: {plural(number, 'prompt')} = {number / c.data.rollout_batch_size:.4g} rollouts "
-        "an epoch"
-    )
+    yield f"{c.data.prompt_data}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch"
     if c.data.num_rollout is None:
-        rollouts = number * c.data.num_epoch // c.data.rollout_batch_size
+        assert epochs is not None
+        rollouts = number * epochs // batch
         if rollouts == 0:
             raise ValueError(
-                f"--num-epoch must give at least one rollout, got {c.data.num_epoch} x {number} prompts for "
-                f"--rollout-batch-size {c.data.rollout_batch_size}"
+                f"--num-epoch must give at least one rollout, got {epochs} x {number} prompts for "
+                f"--rollout-batch-size {batch}"
             )
-        yield f"--num-epoch {c.data.num_epoch} = {rollouts} rollouts"
+        yield f"--num-epoch {epochs} = {rollouts} rollouts"
     for data in resolve_eval_datasets(c.namespace()):
         columns = Columns(data.input_key, data.label_key, data.metadata_key, data.tool_key)
         number = len(load_prompts(data.path, columns, flag="--eval-prompt-data"))
         yield f"evaluation {data.name}: {plural(number, 'prompt')} x {data.n_samples_per_eval_prompt} responses"
+
+
+def hf_config_of(c: Config) -> dict[str, Any]:
+    """The description of the model of --hf-checkpoint."""
+    assert c.rollout.hf_checkpoint is not None
+    return read_hf_config(c.rollout.hf_checkpoint)
 
 
 def check_model(c: Config) -> str | None:
@@ -163,7 +174,7 @@ def check_model(c: Config) -> str | None:
             from slime.megatron_backend.model_config import check_hf_config
     except ImportError as error:
         return f"the model family was not checked: {error}"
-    check_hf_config(read_hf_config(c.rollout.hf_checkpoint))
+    check_hf_config(hf_config_of(c))
     return None
 
 
@@ -205,7 +216,7 @@ def memory_of_engine(c: Config, hf: dict[str, Any], gpu_bytes: float | None) -> 
 def memory_in_short(c: Config, gpu_bytes: float | None = None) -> Iterator[str]:
     """The estimates in one line, then the decisions from them, for GPUs of `gpu_bytes` each or for this machine's
     GPU."""
-    hf, gpu_bytes = read_hf_config(c.rollout.hf_checkpoint), gpu_bytes or device_memory(c)
+    hf, gpu_bytes = hf_config_of(c), gpu_bytes or device_memory(c)
     estimates, decisions = [], list[str]()
     if not c.debug.debug_rollout_only:
         e = estimate(c, hf)
@@ -235,6 +246,7 @@ def transport(c: Config) -> str:
     """How published weights travel, and the directory of their files."""
     where = c.weight_update.weight_dir or "a new directory in shared memory"
     name = c.weight_update.update_weight_transport
+    assert name is not None
     return f"{CHANNELS[name].plan.format(weight_dir=where)} ({name})"
 
 
@@ -242,7 +254,7 @@ def describe(c: Config, gpu_bytes: float | None = None) -> str:
     """The whole plan as text, for GPUs of `gpu_bytes` each or for this machine's GPU."""
     gpu_bytes = gpu_bytes or device_memory(c)
     remarks = notes(c)
-    hf = read_hf_config(c.rollout.hf_checkpoint)
+    hf = hf_config_of(c)
     shape = Shape.of(hf)
     parts: dict[str, list[str]] = {
         "Model": [

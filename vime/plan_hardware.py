@@ -53,10 +53,12 @@ def _bounds(c: Config, hf: dict[str, Any], gpu: Hardware, domain: int) -> Iterat
 
 def _weight_link(c: Config, gpu: Hardware, domain: int) -> tuple[str, float] | None:
     """The link through which all weights reach the engines. None for files, because the table has no speed for them."""
-    gpus = CHANNELS[c.weight_update.update_weight_transport].gpus
+    transport, rollout_gpus = c.weight_update.update_weight_transport, c.cluster.rollout_num_gpus
+    assert transport is not None and rollout_gpus is not None
+    gpus = CHANNELS[transport].gpus
     if gpus == "shared":  # each rank packs all weights into buckets of its own GPU
         return "the GPU's memory", gpu.memory_bytes_s
     if gpus == "apart":  # rank 0 sends them to all engines
-        inside = c.world_size + c.cluster.rollout_num_gpus <= domain
+        inside = c.world_size + rollout_gpus <= domain
         return ("NVLink", gpu.nvlink_bytes_s) if inside else ("network of one GPU", gpu.network_bytes_s)
     return None

@@ -347,7 +347,8 @@ def _overview(panels: Sequence[Panel], runs: Sequence[Run], notes: Sequence[str]
     )
     # Separate figures, because the legend next to the times would make every picture of the page narrower.
     drawn = [rows for rows in heights if rows]
-    parts = iter(np.atleast_1d(figure.subfigures(len(drawn), 1, height_ratios=drawn)))
+    subfigures: Any = figure.subfigures(len(drawn), 1, height_ratios=drawn)  # one figure, or an array of them
+    parts = iter(np.atleast_1d(subfigures))
     for group, columns in ((wide, 1), (pairs, 2)):
         if group:
             grid = (part := next(parts)).add_gridspec(-(-len(group) // columns), columns)

@@ -47,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     interrupted; ValueError for what the user can put right before anything runs."""
     signal.signal(signal.SIGTERM, _interrupt)
     config = with_data(parse_config(argv))
+    run_dir = config.logging.run_dir
+    assert run_dir is not None
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
     if config.cluster.device == "cpu":  # on GPUs the trainers know what they have
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:  # the border of the run: recorded beside it, told in one line
         if isinstance(error, ValueError) and not isinstance(error, RayTaskError):
             raise
-        print(_told(error, Path(config.logging.run_dir).resolve() / "logs"), file=sys.stderr)
+        print(_told(error, Path(run_dir).resolve() / "logs"), file=sys.stderr)
         return 1
     return 0
 
@@ -93,19 +95,21 @@ def with_data(config: Config) -> Config:
     source = load_function(config.data.data_source_path, flag="--data-source-path")(config.namespace())
     if config.data.num_rollout is not None:
         return config
-    return config.with_values(
-        num_rollout=config.data.num_epoch * len(source) // config.data.rollout_batch_size
-    )
+    epochs, batch = config.data.num_epoch, config.data.rollout_batch_size
+    assert epochs is not None and batch is not None
+    return config.with_values(num_rollout=epochs * len(source) // batch)
 
 
 def _inputs(config: Config) -> list[Path]:
     """The files whose content decides what a run learns, but for the weights, which are too large to read twice."""
     data = [] if config.data.prompt_data is None else [prompt_file(config.data.prompt_data)]
+    assert config.rollout.hf_checkpoint is not None
     return [*data, Path(config.rollout.hf_checkpoint) / "config.json"]
 
 
 def run(config: Config, argv: Sequence[str]) -> None:
     """Start everything, train, stop everything."""
+    assert config.logging.run_dir is not None
     run_dir = Path(config.logging.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -158,10 +162,12 @@ def _private_weight_dir(config: Config) -> Path | None:
     """
     if config.weight_update.weight_dir is not None:
         return None
+    assert config.logging.run_dir is not None
+    run_dir = Path(config.logging.run_dir)
     if SHARED_MEMORY.is_dir() and placement.on_one_host(config):
-        name = hashlib.sha256(str(Path(config.logging.run_dir).resolve()).encode()).hexdigest()[:16]
+        name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
         return SHARED_MEMORY / f"vime-{os.getuid()}-{name}"
-    return (Path(config.logging.run_dir) / "weights").resolve()
+    return (run_dir / "weights").resolve()
 
 
 def _start_engines(

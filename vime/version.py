@@ -19,7 +19,8 @@ def commit(package: Path = PACKAGE) -> str:
     """The commit of the package in the directory `package`, as text to print."""
     state = git_state(package.parent)
     if state is not None:
-        return state["commit"] + (" (with local changes)" if state["modified"] else "")
+        changed = " (with local changes)" if state["modified"] else ""
+        return f"{state['commit']}{changed}"
     recorded = package / COMMIT_FILE
     return recorded.read_text(encoding="utf-8").strip() if recorded.is_file() else "unknown"
 

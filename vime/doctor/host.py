@@ -191,7 +191,7 @@ def check_writable(machine: Machine, wanted: Wanted) -> list[Finding]:
     }
     bad = {name: place for name, place in places.items() if not _can_write(place[0])}
     if not bad:
-        return [ok("writable", words(places))]
+        return [ok("writable", words(list(places)))]
     return [
         judge(
             "writable",

@@ -28,7 +28,7 @@ STACK = {
 
 def stack_versions(machine: Machine) -> dict[str, tuple[str, str | None]]:
     """Package -> the distribution that provides it, and its version (None if it is not installed)."""
-    found = {}
+    found: dict[str, tuple[str, str | None]] = {}
     for package, names in STACK.items():
         present = [(name, installed) for name in names if (installed := machine.installed(name))]
         found[package] = present[0] if present else (names[0], None)

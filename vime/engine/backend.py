@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,10 +162,12 @@ class VllmBackend:
         from vime.engine.ray_server import start_actors
 
         run_key = secrets.token_hex(32)
+        assert config.logging.run_dir is not None
         logs = Path(config.logging.run_dir).resolve() / "logs"
         # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
         joined = bool(os.environ.get("RAY_ADDRESS"))
-        host = ray.util.get_node_ip_address() if joined else "127.0.0.1"
+        node_address: Callable[[], str] = ray.util.get_node_ip_address
+        host = node_address() if joined else "127.0.0.1"
         threads = placement.cpu_threads(config)[1] if config.cluster.device == "cpu" else None
         settings = {
             **flags.engine_settings(config),

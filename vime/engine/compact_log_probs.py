@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-REQUEST = {"logprobs": 0, "vllm_xargs": {"vime_compact_log_probs": 1}}
+REQUEST: dict[str, Any] = {"logprobs": 0, "vllm_xargs": {"vime_compact_log_probs": 1}}
 """What a /v1/completions body says: choices[0].logprobs then holds `token_logprobs`, and its other lists are empty."""
 LOWEST = -9999.0
 """What vLLM writes for minus infinity, which JSON does not have."""

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from slime.config import Config, FlagGroup
@@ -68,11 +68,15 @@ def vllm_parser() -> argparse.ArgumentParser:
         with contextlib.redirect_stdout(sys.stderr):
             from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-            class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+            class Parser(FlexibleArgumentParser):
                 def error(self, message: str) -> NoReturn:
                     raise ValueError(message)
 
-            return vllm_versions.make_arg_parser(Parser(allow_abbrev=False, add_help=False))
+            make_parser: Callable[..., argparse.ArgumentParser] = Parser
+            parser: argparse.ArgumentParser = vllm_versions.make_arg_parser(
+                make_parser(allow_abbrev=False, add_help=False)
+            )
+            return parser
     except ImportError as error:
         raise ValueError(
             f"vLLM must be installed to check --vllm-* flags, got {error}; run scripts/setup.sh"
@@ -246,6 +250,7 @@ def check_engine_heads(config: Config) -> None:
     """A tensor-parallel engine deals out query heads equally, and key/value heads equally or copied equally often."""
     if not config.num_engines:
         return
+    assert config.rollout.hf_checkpoint is not None
     hf_config = read_hf_config(config.rollout.hf_checkpoint)
     heads = hf_config.get("num_attention_heads")
     if not heads:
@@ -273,6 +278,7 @@ def check_weight_channel(config: Config) -> None:
     """
     data, pipeline = (_given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))
     transport = config.weight_update.update_weight_transport
+    assert transport is not None
     if CHANNELS[transport].tensor_parallel_only and data * pipeline > 1:
         raise ValueError(
             f"--update-weight-transport {transport} must go with engines that are tensor parallel only, got "

@@ -8,7 +8,8 @@ but its command line asks for a distribution that is called "vllm", which the CP
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str]) -> int:
@@ -18,7 +19,8 @@ def main(argv: Sequence[str]) -> int:
 
     from vime.engine.vllm_versions import make_arg_parser
 
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
+    make_parser: Callable[[], Any] = FlexibleArgumentParser
+    args = make_arg_parser(make_parser()).parse_args(list(argv))
     args.api_server_count = 0
     run_headless(args)
     return 1  # its workers run as long as the engine does

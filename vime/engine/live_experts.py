@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +70,7 @@ def _backend(module: nn.Module) -> str | None:
     return getattr(getattr(method, "unquantized_backend", None), "name", None)
 
 
-def _cpu_kernel(module: nn.Module) -> object | None:
+def _cpu_kernel(module: nn.Module) -> Any | None:
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     return kernel.fused_experts if _backend(module) == "CPU" and kernel is not None else None
 

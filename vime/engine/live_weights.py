@@ -7,7 +7,7 @@ plain parameters; that of experts is in vime.engine.live_experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def repack_tied_weights(model: nn.Module) -> None:
     vLLM's layerwise reload renews only the copy of the module that the tensor was loaded through; the others
     would go on computing with the weights before.
     """
-    owners: dict[int, list[nn.Module]] = {}
+    owners: dict[int, list[Any]] = {}  # modules of vLLM
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and weight.numel() and hasattr(module, "cpu_linear"):
@@ -108,7 +108,7 @@ def repack_tied_weights(model: nn.Module) -> None:
                 module.quant_method.process_weights_after_loading(module)
 
 
-def _packed_matrix(module: nn.Module) -> torch.Tensor:
+def _packed_matrix(module: Any) -> torch.Tensor:
     """The matrix inside `module.cpu_linear`, [out, in]: what it makes of the identity. Products with 1 and sums
     with 0 are exact, so the values are those of the packed copy to the bit (but for the sign of zeros)."""
     names = ("input_size_per_partition", "input_size", "embedding_dim")  # of a shard, a router, an embedding
@@ -116,12 +116,14 @@ def _packed_matrix(module: nn.Module) -> torch.Tensor:
     identity = torch.eye(
         size, dtype=module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype
     )
-    return module.cpu_linear(identity, module.weight, None).T
+    product: torch.Tensor = module.cpu_linear(identity, module.weight, None)
+    return product.T
 
 
-def _split(module: nn.Module, value: torch.Tensor, parts: list[str]) -> Iterable[torch.Tensor]:
+def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[torch.Tensor]:
     if hasattr(module, "shard_indices"):  # rows beyond the vocabulary are padding
         return [value[: module.shard_indices.num_org_elements]]
     if len(parts) == 1:
         return [value]
-    return value.split(module.output_partition_sizes, dim=0)
+    pieces: Sequence[torch.Tensor] = value.split(module.output_partition_sizes, dim=0)
+    return pieces

@@ -31,8 +31,8 @@ def merge(outputs: Any) -> bool:
     rows = [0 if lists is None else len(lists.logprobs) for lists in each]
     for output in outputs.outputs:
         output.new_logprobs = None
-    arrays = list(zip(*present, strict=True))[:3]
-    outputs.outputs[0].new_logprobs = LogprobsLists(*map(np.concatenate, arrays), [MERGED, *rows])
+    ids, values, ranks = map(np.concatenate, list(zip(*present, strict=True))[:3])
+    outputs.outputs[0].new_logprobs = LogprobsLists(ids, values, ranks, [MERGED, *rows])
     return True
 
 
@@ -43,11 +43,12 @@ def split(outputs: Any) -> None:
     merged = outputs.outputs[0].new_logprobs if outputs.outputs else None
     if merged is None or not merged.cu_num_generated_tokens or merged.cu_num_generated_tokens[0] != MERGED:
         return
-    *arrays, (_, *rows) = merged
+    ids, values, ranks, (_, *rows) = merged
     end = 0
     for output, count in zip(outputs.outputs, rows, strict=True):
         begin, end = end, end + count
-        output.new_logprobs = LogprobsLists(*(array[begin:end] for array in arrays), None) if count else None
+        own = slice(begin, end)
+        output.new_logprobs = LogprobsLists(ids[own], values[own], ranks[own], None) if count else None
 
 
 def install() -> None:

@@ -32,7 +32,8 @@ def free_port(host: str) -> int:
     """A TCP port that nothing listens on at `host` just now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def require_free_port(host: str, port: int, what: str) -> None:

@@ -23,13 +23,16 @@ class RayEngineServer:
     """
 
     def __init__(self, spec: EngineSpec, options: dict[str, Any]) -> None:
-        self._actor = ray.remote(EngineServer).options(max_concurrency=4, **options).remote(spec)
+        actor: Any = ray.remote(EngineServer)
+        self._actor: Any = actor.options(max_concurrency=4, **options).remote(spec)
 
     def meeting_point(self) -> str:
-        return ray.get(self._actor.meeting_point.remote())
+        address: str = ray.get(self._actor.meeting_point.remote())
+        return address
 
     def start(self, master: str = "") -> str:
-        return ray.get(self._actor.start.remote(master))
+        address: str = ray.get(self._actor.start.remote(master))
+        return address
 
     def open_gate(self) -> None:
         ray.get(self._actor.open_gate.remote())
@@ -40,13 +43,15 @@ class RayEngineServer:
     def poll(self) -> int | None:
         """Exit status, None while it runs; -1 when the actor itself is gone."""
         try:
-            return ray.get(self._actor.poll.remote())
+            status: int | None = ray.get(self._actor.poll.remote())
+            return status
         except ray.exceptions.RayActorError:
             return -1
 
     def tail_log(self) -> str:
         try:
-            return ray.get(self._actor.tail_log.remote())
+            lines: str = ray.get(self._actor.tail_log.remote())
+            return lines
         except ray.exceptions.RayActorError as error:
             return f"(the log is on the node of a lost actor: {error})"
 

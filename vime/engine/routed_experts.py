@@ -73,10 +73,13 @@ def _let_older_runner() -> None:
         return
     if not hasattr(VllmConfig, "_verify_aux_output_compatibility"):
         return  # a version whose older runner hands them on itself
-    VllmConfig._verify_aux_output_compatibility = _checking(VllmConfig._verify_aux_output_compatibility)
-    CPUModelRunner.initialize_kv_cache = _connecting(CPUModelRunner.initialize_kv_cache)
-    CPUModelRunner.execute_model = _beginning(CPUModelRunner.execute_model)
-    CPUModelRunner.sample_tokens = _handing_on(CPUModelRunner.sample_tokens)
+    verify = _checking(VllmConfig._verify_aux_output_compatibility)
+    VllmConfig._verify_aux_output_compatibility = verify  # type: ignore[method-assign]
+    connect = _connecting(CPUModelRunner.initialize_kv_cache)
+    CPUModelRunner.initialize_kv_cache = connect  # type: ignore[method-assign]
+    CPUModelRunner.execute_model = _beginning(CPUModelRunner.execute_model)  # type: ignore[method-assign]
+    sample = _handing_on(CPUModelRunner.sample_tokens)
+    CPUModelRunner.sample_tokens = sample  # type: ignore[assignment, method-assign]
 
 
 def _writing(vllms: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,4 +156,5 @@ def _step_rows(runner: Any, output: Any) -> dict[str, Any] | None:
         return None
     sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
     pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
-    return pending.process_output()
+    rows: dict[str, Any] | None = pending.process_output()
+    return rows

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from slime.config.config_file import FlagGroup
 from slime.config.fields import nearest
-from slime.config.parser import FlagGroup
 from slime.config.problems import Problems
 
 PREFIX = "sglang_"

@@ -28,7 +28,7 @@ def install(gate: str | None, *, sleeps: bool) -> None:
     more than once."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-    take_device = WorkerWrapperBase.init_device
+    take_device: Callable[..., Any] = WorkerWrapperBase.init_device
     if hasattr(take_device, "in_turn"):
         return
 

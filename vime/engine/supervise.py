@@ -93,7 +93,7 @@ def _ended_by_signal(numbers: bytes) -> bool:
     return bool({signal.SIGTERM, signal.SIGINT} & set(numbers))
 
 
-def _wait(child: subprocess.Popen, grace_s: float) -> None:
+def _wait(child: subprocess.Popen[bytes], grace_s: float) -> None:
     end = time.monotonic() + grace_s
     while child.poll() is None and time.monotonic() < end:
         time.sleep(0.02)

@@ -7,7 +7,7 @@ is loaded. Other parts are checked when the update ends; an engine that lacks so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         part.verify()
         if part.load:
             initialize_layerwise_reload(self.model)
-            self.model.load_weights((name, part.get(name)) for name in part.shapes)
+            self._load(part)
             self._put_in_place()
         if part.compare:
             self._compare(part, part.shapes)
@@ -123,12 +123,20 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         if part.load:
             if not self.loaded:
                 initialize_layerwise_reload(self.model)
-            self.model.load_weights((name, part.get(name)) for name in part.shapes)
+            self._load(part)
             self.loaded |= part.shapes
         if part.compare:
             self._finish_loading()
             self._compare(part, self.loaded)
             self.compared |= part.shapes
+
+    def _load(self, part: Part) -> None:
+        model: Any = self.model  # vLLM's models have the method, their base class does not
+        model.load_weights((name, part.get(name)) for name in part.shapes)
+
+    def _finalize(self) -> None:
+        finalize: Callable[..., None] = finalize_layerwise_reload  # untyped in vLLM
+        finalize(self.model, self.model_config)
 
     def _compare(self, part: Part, update: dict[str, list[int]]) -> None:
         """RuntimeError when live weights differ from the part; `update` has the tensors of all parts."""
@@ -142,9 +150,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         """Parts of another series, within one update, bring all weights again."""
         if self.series not in (None, series):
             if self.loaded and not self.finished:
-                finalize_layerwise_reload(
-                    self.model, self.model_config
-                )  # vLLM drops layers that came in part
+                self._finalize()  # vLLM drops layers that came in part
             self.loaded, self.compared, self.finished = {}, {}, False
         self.series = series
 
@@ -158,7 +164,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
 
     def _put_in_place(self) -> None:
         """What vLLM does once all weights are loaded, and what it leaves out."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        self._finalize()
         repack_tied_weights(self.model)
         repack_experts(self.model)
 
