@@ -20,8 +20,9 @@ import torch
 from rl_kernel.benchmarks import report
 from rl_kernel.benchmarks.contender import Contender
 from rl_kernel.benchmarks.elementwise import run_elementwise
-from rl_kernel.benchmarks.linear import Plan, build_steps, run_case
+from rl_kernel.benchmarks.linear import build_steps, run_case
 from rl_kernel.benchmarks.machine import describe, gpu_facts
+from rl_kernel.benchmarks.measuring import Plan
 from rl_kernel.benchmarks.own import own_contenders
 from rl_kernel.benchmarks.problem import select_cases
 from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders, rival_families

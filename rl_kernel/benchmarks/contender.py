@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from rl_kernel import telemetry
 from rl_kernel.benchmarks.problem import Outputs, Problem
 
 
@@ -36,14 +34,3 @@ class Contender:
     @property
     def products(self) -> int:
         return 1 if self.phase == "forward" else 3
-
-
-def what_ran() -> dict[str, Any]:
-    """Of the calls since the last look: which implementation each operator ran, and why no kernel where none did."""
-    done = telemetry(reset=True)
-    found: dict[str, Any] = {
-        "implementation": {name: ", ".join(facts["implementations"]) for name, facts in done.items()}
-    }
-    if fallbacks := sorted({reason for facts in done.values() for reason in facts["fallbacks"]}):
-        found["fallbacks"] = fallbacks
-    return found

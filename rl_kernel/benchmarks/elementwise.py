@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_kernel.benchmarks.contender import what_ran
-from rl_kernel.benchmarks.linear import Plan
+from rl_kernel.benchmarks.measuring import Entry, Plan, measure
 from rl_kernel.benchmarks.streams import CPU_SIZES, GPU_SIZES, STREAMS, Outputs, Stream
-from rl_kernel.benchmarks.timing import MIB, Clock, clock_of, heat, probe, reason_of, take_turns
 from rl_kernel.mode import using
 
 COMPILED = ("ratio_kl", "grpo_loss", "swiglu", "rotary")
@@ -38,7 +36,6 @@ def run_elementwise(
     """Results of the named operators as plain data, with the copy bandwidth of the same run. `rivals`: families of
     which "reference" and "compile" are measured beside them."""
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
-    clock = clock_of(device)
     source = torch.ones(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -46,7 +43,7 @@ def run_elementwise(
         target.copy_(source)
 
     copied_ms: list[float] = []
-    rows = []
+    rows: list[dict[str, Any]] = []
     for build in (build for name, build in STREAMS.items() if name in operators):
         # One operator at a time: the inputs of all of them together are tens of gigabytes.
         streams = [
@@ -54,59 +51,38 @@ def run_elementwise(
             for stream in with_rivals(build(device, sizes), rivals)
             if not only or any(part in stream.name for part in only)
         ]
-        found = {stream.name: _check(stream, clock) for stream in streams}
-        runnable = {stream.name: stream.call for stream in streams if "skipped" not in found[stream.name]}
 
-        def reset(streams: list[Stream] = streams) -> None:
+        def clear(streams: list[Stream] = streams) -> None:
             for stream in streams:
                 stream.clear()
 
-        heat(copy, clock, plan.heat_s / 4)
-        timings = take_turns(copy, runnable, rounds=plan.rounds, clock=clock, reset=reset)
+        entries = [_entry(stream) for stream in streams]
+        timings = measure(entries, copy, device, replace(plan, heat_s=plan.heat_s / 4), clear)
         copied_ms.append(timings.yardstick.median)
         bandwidth = 2 * sizes.copy_bytes / timings.yardstick.median / 1e6
-        for stream in streams:
-            row = found[stream.name]
-            if stream.name in timings.failed:
-                row["skipped"] = timings.failed[stream.name]
-            if stream.name in timings.contenders:
-                samples = timings.contenders[stream.name]
-                row["ms"] = samples.each_as_json()
-                reached = stream.moved_bytes / samples.median / 1e6
-                row |= {"gbs": round(reached, 1), "share": round(reached / bandwidth, 4)}
-            rows.append(row)
-        del streams, runnable
+        for entry in entries:
+            if (samples := timings.contenders.get(entry.row["name"])) is not None:
+                reached = entry.row["moved_bytes"] / samples.median / 1e6
+                entry.row["ms"] = samples.each_as_json()
+                entry.row.update({"gbs": round(reached, 1), "share": round(reached / bandwidth, 4)})
+            rows.append(entry.row)
+        del streams, entries, clear
     best = min(copied_ms) if copied_ms else None
     return {"copy_gbs": round(2 * sizes.copy_bytes / best / 1e6, 1) if best else None, "rows": rows}
 
 
-def _check(stream: Stream, clock: Clock) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "name": stream.name,
-        "operator": stream.operator,
-        "moved_bytes": stream.moved_bytes,
-    }
-    if stream.against is not None:
-        row["against"] = stream.against
-    try:
-        what_ran()
-        outputs = stream.call()
-        clock.finish()
-        row |= what_ran()
-        errors = [_largest(actual, truth) for actual, truth in stream.truth(outputs)]
-        row["error"] = max(errors) if all(map(math.isfinite, errors)) else None
-        returned = sum(
-            out.untyped_storage().nbytes() for out in {out.data_ptr(): out for out in outputs}.values()
-        )
-        del outputs
-        stream.clear()
-        extra = probe(stream.call, clock, stream.gradients)[1]
-        if extra is not None:
-            row["extra_mib"] = round(extra - returned / MIB, 1)
-    except Exception as error:  # border: an operator that cannot run is a row with the reason
-        row["skipped"] = reason_of(error)
-    stream.clear()
-    return row
+def _entry(stream: Stream) -> Entry:
+    row = {"name": stream.name, "operator": stream.operator, "moved_bytes": stream.moved_bytes}
+    row |= {"against": stream.against} if stream.against is not None else {}
+
+    def error(outputs: Outputs) -> dict[str, Any]:
+        found = [_largest(actual, truth) for actual, truth in stream.truth(outputs)]
+        return {"error": max(found) if all(map(math.isfinite, found)) else None}
+
+    def kept(outputs: Outputs) -> list[Tensor]:
+        return [*{out.data_ptr(): out for out in outputs}.values(), *stream.gradients()]
+
+    return Entry(row, lambda: stream.call, error, kept)
 
 
 def _largest(actual: Tensor, truth: Tensor) -> float:

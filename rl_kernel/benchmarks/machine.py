@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from rl_kernel.host import git_state, gpu_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPU_FACTS = ("driver_version", "clocks.max.sm", "power.limit", "clocks.sm", "power.draw", "temperature.gpu")
@@ -23,12 +24,12 @@ def describe(device: torch.device, command: Sequence[str], commit: str | None = 
     `command`: what followed `python`: the script, or -m and the module, and its arguments. `commit` is for machines
     that hold a copy of the files without their history. Arguments keep file names only, no folders of the machine.
     """
-    head, dirty = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    state = git_state(REPOSITORY) or {}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", *(word.rpartition("/")[2] for word in command)]),
-        "commit": commit or head,
-        "dirty": None if commit or dirty is None else bool(dirty),
+        "commit": commit or state.get("commit"),
+        "dirty": None if commit else state.get("modified"),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "gpu_facts": gpu_facts() if device.type == "cuda" else {},
         "cpu": platform.machine(),
@@ -41,8 +42,7 @@ def describe(device: torch.device, command: Sequence[str], commit: str | None = 
 
 def gpu_facts() -> dict[str, str]:
     """Driver, clocks, power and temperature as nvidia-smi prints them; empty where it cannot be asked."""
-    answer = _output("nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader")
-    values = [value.strip() for value in (answer or "").partition("\n")[0].split(",")]
+    values = (gpu_rows(GPU_FACTS, units=True) or [[]])[0]
     return dict(zip(GPU_FACTS, values, strict=True)) if len(values) == len(GPU_FACTS) else {}
 
 
@@ -51,15 +51,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _git(*arguments: str) -> str | None:
-    return _output("git", "-C", str(REPOSITORY), *arguments)
-
-
-def _output(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

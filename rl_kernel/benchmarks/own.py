@@ -4,11 +4,13 @@ the weight gradient goes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import rl_kernel
 from rl_kernel.benchmarks.contender import Contender
 from rl_kernel.benchmarks.problem import Outputs, Problem
 from rl_kernel.benchmarks.timing import MIB
@@ -35,24 +37,21 @@ def own_contenders(operators: Sequence[str], workspaces: Sequence[float] | None 
     """All rows of the named operators; `workspaces` (MiB) replaces the standard lists."""
     found = []
     if "linear_logp" in operators:
-        found += [_forward_row("bf16"), _forward_row("bf16", "metric"), _forward_row("fp32")]
+        found += [_logp_row(None, "bf16"), _logp_row(None, "bf16", "metric"), _logp_row(None, "fp32")]
         found += _logp_rows(workspaces or WORKSPACES_MIB["linear_logp"])
     if "linear_token_loss" in operators:
         found += _token_loss_rows(workspaces or WORKSPACES_MIB["linear_token_loss"])
     return found
 
 
-def _forward_row(rounding: str, entropy: str = "none") -> Contender:
-    name = f"linear_logp forward {rounding}{ON_TOP[entropy]}"
-    return Contender(name, "linear_logp", _forward(rounding, entropy != "none"), "forward", entropy=entropy)
-
-
-def _logp_row(mib: float, rounding: str, entropy: str = "none") -> Contender:
-    plain = f"linear_logp {workspace_label(mib)} {rounding}"
+def _logp_row(mib: float | None, rounding: str, entropy: str = "none") -> Contender:
+    """Forward and backward in a workspace of `mib`; None: the forward alone, which takes no workspace."""
+    what = "forward" if mib is None else workspace_label(mib)
     return Contender(
-        plain + ON_TOP[entropy],
+        f"linear_logp {what} {rounding}{ON_TOP[entropy]}",
         "linear_logp",
-        logp_train(mib, rounding, entropy),
+        partial(logp_step, mib=mib, rounding=rounding, entropy=entropy),
+        phase="forward" if mib is None else "train",
         upstream="entropy" if entropy == "gradient" else "plain",
         entropy=entropy,
         workspace_mib=mib,
@@ -76,7 +75,7 @@ def _token_loss_row(
     return Contender(
         plain + ON_TOP[entropy] + (" grpo_loss" if grpo else ""),
         "linear_token_loss",
-        token_loss(mib, main_grad, rounding, entropy, grpo),
+        partial(token_loss_step, mib=mib, main_grad=main_grad, rounding=rounding, entropy=entropy, grpo=grpo),
         upstream="grpo" if grpo else gradient,
         entropy=entropy,
         workspace_mib=mib,
@@ -98,76 +97,45 @@ def _detail(workspaces: Sequence[float]) -> float:
     return DETAIL_WORKSPACE_MIB if DETAIL_WORKSPACE_MIB in workspaces else workspaces[0]
 
 
-def _outputs(result: Tensor | tuple[Tensor, Tensor]) -> Outputs:
-    return Outputs(*result) if isinstance(result, tuple) else Outputs(result)
+def _options(rounding: str, entropy: str, mib: float | None) -> dict[str, Any]:
+    workspace = {} if mib is None else {"workspace_bytes": workspace_bytes(mib)}
+    return dict(logits_dtype=ROUNDING[rounding], return_entropy=entropy != "none", **workspace)
 
 
-def _forward(rounding: str, entropy: bool) -> Callable[[Problem], Callable[[], Outputs]]:
-    def build(problem: Problem) -> Callable[[], Outputs]:
-        from rl_kernel import linear_logp
+def logp_step(problem: Problem, *, mib: float | None, rounding: str, entropy: str) -> Callable[[], Outputs]:
+    options = _options(rounding, entropy, mib)
 
-        options: dict[str, Any] = dict(logits_dtype=ROUNDING[rounding], return_entropy=entropy)
-
-        def step() -> Outputs:
-            with torch.no_grad():
-                return _outputs(linear_logp(problem.hidden, problem.weight, problem.targets, **options))
-
-        return step
-
-    return build
-
-
-def logp_train(mib: float, rounding: str, entropy: str) -> Callable[[Problem], Callable[[], Outputs]]:
-    def build(problem: Problem) -> Callable[[], Outputs]:
-        from rl_kernel import linear_logp
-
-        options: dict[str, Any] = dict(
-            logits_dtype=ROUNDING[rounding],
-            return_entropy=entropy != "none",
-            workspace_bytes=workspace_bytes(mib),
-        )
-
-        def step() -> Outputs:
-            out = _outputs(linear_logp(problem.hidden, problem.weight, problem.targets, **options))
+    def step() -> Outputs:
+        with torch.set_grad_enabled(mib is not None):
+            found = rl_kernel.linear_logp(problem.hidden, problem.weight, problem.targets, **options)
+        values = found if isinstance(found, tuple) else (found,)
+        if mib is not None:
             used = 2 if entropy == "gradient" else 1
-            values = [value for value in (out.log_probs, out.entropy) if value is not None]
             torch.autograd.backward(values[:used], [problem.gain, problem.entropy_gain][:used])
-            return out
+        return Outputs(*values)
 
-        return step
-
-    return build
+    return step
 
 
-def token_loss(
-    mib: float, main_grad: bool, rounding: str, entropy: str, grpo: bool
-) -> Callable[[Problem], Callable[[], Outputs]]:
-    def build(problem: Problem) -> Callable[[], Outputs]:
-        from rl_kernel import linear_token_loss
+def token_loss_step(
+    problem: Problem, *, mib: float, main_grad: bool, rounding: str, entropy: str, grpo: bool
+) -> Callable[[], Outputs]:
+    def loss_of(log_probs: Tensor, entropies: Tensor | None, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        if grpo:
+            return problem.grpo_loss(log_probs, rows)
+        loss = (log_probs * problem.gain[rows]).sum()
+        if entropy == "gradient":
+            assert entropies is not None
+            loss = loss + (entropies * problem.entropy_gain[rows]).sum()
+        return loss, {}
 
-        def loss_of(
-            log_probs: Tensor, entropies: Tensor | None, rows: slice
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            if grpo:
-                return problem.grpo_loss(log_probs, rows)
-            loss = (log_probs * problem.gain[rows]).sum()
-            if entropy == "gradient":
-                assert entropies is not None
-                loss = loss + (entropies * problem.entropy_gain[rows]).sum()
-            return loss, {}
+    options = _options(rounding, entropy, mib) | {"weight_grad": problem.main_grad if main_grad else None}
 
-        options: dict[str, Any] = dict(
-            logits_dtype=ROUNDING[rounding],
-            return_entropy=entropy != "none",
-            workspace_bytes=workspace_bytes(mib),
-            weight_grad=problem.main_grad if main_grad else None,
+    def step() -> Outputs:
+        result = rl_kernel.linear_token_loss(
+            problem.hidden, problem.weight, problem.targets, loss_of, **options
         )
+        torch.autograd.backward(result.loss)
+        return Outputs(result.log_probs, result.entropy if entropy != "none" else None)
 
-        def step() -> Outputs:
-            result = linear_token_loss(problem.hidden, problem.weight, problem.targets, loss_of, **options)
-            torch.autograd.backward(result.loss)
-            return Outputs(result.log_probs, result.entropy if entropy != "none" else None)
-
-        return step
-
-    return build
+    return step

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import rl_kernel
 from rl_kernel.checks import invalid
 from rl_kernel.ops.linear_logp.cases import Case
 from rl_kernel.ops.logp import cases as logp_cases
@@ -105,10 +106,8 @@ class Problem:
 
     def grpo_loss(self, log_probs: Tensor, rows: slice, **terms: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """`rl_kernel.grpo_loss` of these tokens: clip-higher, mean over the counted tokens of the batch."""
-        from rl_kernel import grpo_loss
-
         old, gain, mask = self.old_log_probs[rows], self.advantages[rows], self.mask[rows]
-        return grpo_loss(log_probs, old, gain, mask, self.denominator, **CLIP, **terms)
+        return rl_kernel.grpo_loss(log_probs, old, gain, mask, self.denominator, **CLIP, **terms)
 
     def upstream(self, kind: str) -> tuple[Tensor, Tensor | None]:
         """Gradients of the log-probs and of the entropy that a call of this kind sends back, in float64."""
@@ -156,32 +155,26 @@ class Truth:
     def gradients(self, kind: str) -> tuple[Tensor, Tensor]:
         """d_hidden of `rows` and d_weight of `columns` for an upstream gradient of this kind."""
         if kind not in self._gradients:
+            hidden, weight = (t.detach().double() for t in (self.problem.hidden, self.problem.weight))
             upstream = self.problem.upstream(kind)
-            self._gradients[kind] = self._d_hidden(*upstream), self._d_weight(*upstream)
+            every_row, every_column = (torch.arange(len(t), device=t.device) for t in (hidden, weight))
+            d_hidden = self._d_logits(hidden, weight, self.rows, every_column, *upstream) @ weight
+            d_weight = self._d_logits(hidden, weight, every_row, self.columns, *upstream).t() @ hidden
+            self._gradients[kind] = d_hidden, d_weight
         return self._gradients[kind]
 
-    def _d_hidden(self, gain: Tensor, entropy_gain: Tensor | None) -> Tensor:
-        hidden, weight = (
-            self.problem.hidden.detach()[self.rows].double(),
-            self.problem.weight.detach().double(),
-        )
-        every = torch.arange(len(weight), device=self.problem.device)
-        return self._d_logits(hidden @ weight.t(), self.rows, every, gain, entropy_gain) @ weight
-
-    def _d_weight(self, gain: Tensor, entropy_gain: Tensor | None) -> Tensor:
-        hidden, weight = (
-            self.problem.hidden.detach().double(),
-            self.problem.weight.detach()[self.columns].double(),
-        )
-        every = torch.arange(len(hidden), device=self.problem.device)
-        return self._d_logits(hidden @ weight.t(), every, self.columns, gain, entropy_gain).t() @ hidden
-
     def _d_logits(
-        self, logits: Tensor, rows: Tensor, columns: Tensor, gain: Tensor, entropy_gain: Tensor | None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        gain: Tensor,
+        entropy_gain: Tensor | None,
     ) -> Tensor:
-        targets = self.problem.targets[rows]
-        picked = self.problem.hidden.detach()[rows].double() * self.problem.weight.detach()[targets].double()
-        log_p = logits - (picked.sum(1) - self.log_probs[rows])[:, None]
+        targets, some = self.problem.targets[rows], hidden[rows]
+        logits = some @ weight[columns].t()
+        log_p = logits - ((some * weight[targets]).sum(1) - self.log_probs[rows])[:, None]
         p = log_p.exp()
         grad = -p * gain[rows, None]
         if entropy_gain is not None:

@@ -8,6 +8,7 @@ out of memory, is a row that says so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_kernel.benchmarks.contender import Contender
-from rl_kernel.benchmarks.own import DETAIL_WORKSPACE_MIB, logp_train, token_loss
+from rl_kernel.benchmarks.own import DETAIL_WORKSPACE_MIB, logp_step, token_loss_step
 from rl_kernel.benchmarks.problem import Outputs, Problem
 from rl_kernel.checks import invalid
 from rl_kernel.mode import using
@@ -40,22 +41,19 @@ def rival_families(names: str) -> list[str]:
     return wanted
 
 
-def reference(operator: str) -> Callable[[Problem], Callable[[], Outputs]]:
+def reference(problem: Problem, *, operator: str) -> Callable[[], Outputs]:
     """The PyTorch reference of one of our operators, as a run without kernels calls it."""
+    variant: dict[str, Any] = dict(mib=DETAIL_WORKSPACE_MIB, rounding="bf16", entropy="none")
+    if operator == "linear_logp":
+        call = logp_step(problem, **variant)
+    else:
+        call = token_loss_step(problem, main_grad=False, grpo=False, **variant)
 
-    def build(problem: Problem) -> Callable[[], Outputs]:
-        if operator == "linear_logp":
-            call = logp_train(DETAIL_WORKSPACE_MIB, "bf16", "none")(problem)
-        else:
-            call = token_loss(DETAIL_WORKSPACE_MIB, False, "bf16", "none", False)(problem)
+    def step() -> Outputs:
+        with using("off"):
+            return call()
 
-        def step() -> Outputs:
-            with using("off"):
-                return call()
-
-        return step
-
-    return build
+    return step
 
 
 def plain_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -124,31 +122,24 @@ class _NativeEntropy(torch.autograd.Function):
         return d_logits
 
 
-def native(entropy: str) -> Callable[[Problem], Callable[[], Outputs]]:
+def native(problem: Problem, *, entropy: str = "none") -> Callable[[], Outputs]:
     """The path of common RL trainers: float32 logits, a copy of them that becomes the softmax; entropy beside it."""
 
-    def build(problem: Problem) -> Callable[[], Outputs]:
-        def step() -> Outputs:
-            logits = F.linear(problem.hidden, problem.weight).float()
-            log_probs = _NativeLogProb.apply(logits.clone(), problem.targets)  # type: ignore[no-untyped-call]
-            if entropy == "none":
-                del logits
-                log_probs.backward(problem.gain)
-                return Outputs(log_probs)
-            if entropy == "metric":
-                with torch.no_grad():
-                    entropies = _NativeEntropy.apply(logits)  # type: ignore[no-untyped-call]
-                del logits
-                log_probs.backward(problem.gain)
-                return Outputs(log_probs, entropies)
-            entropies = _NativeEntropy.apply(logits)  # type: ignore[no-untyped-call]
-            del logits
+    def step() -> Outputs:
+        logits = F.linear(problem.hidden, problem.weight).float()
+        log_probs = _NativeLogProb.apply(logits.clone(), problem.targets)  # type: ignore[no-untyped-call]
+        entropies = None
+        if entropy != "none":
+            with torch.set_grad_enabled(entropy == "gradient"):
+                entropies = _NativeEntropy.apply(logits)  # type: ignore[no-untyped-call]
+        del logits
+        if entropy == "gradient":
             torch.autograd.backward([log_probs, entropies], [problem.gain, problem.entropy_gain])
-            return Outputs(log_probs, entropies)
+        else:
+            log_probs.backward(problem.gain)
+        return Outputs(log_probs, entropies)
 
-        return step
-
-    return build
+    return step
 
 
 def liger_grpo_forward(problem: Problem) -> Callable[[], Outputs]:
@@ -203,20 +194,17 @@ def liger_fused_linear_grpo(problem: Problem) -> Callable[[], Outputs]:
     return step
 
 
-def cut_cross_entropy(**options: Any) -> Callable[[Problem], Callable[[], Outputs]]:
-    def build(problem: Problem) -> Callable[[], Outputs]:
-        from cut_cross_entropy import linear_cross_entropy
+def cut_cross_entropy(problem: Problem, **options: Any) -> Callable[[], Outputs]:
+    from cut_cross_entropy import linear_cross_entropy
 
-        def step() -> Outputs:
-            loss = linear_cross_entropy(
-                problem.hidden, problem.weight, problem.targets, reduction="none", **options
-            )
-            loss.backward(-problem.gain.to(loss.dtype))
-            return Outputs(-loss)
+    def step() -> Outputs:
+        loss = linear_cross_entropy(
+            problem.hidden, problem.weight, problem.targets, reduction="none", **options
+        )
+        loss.backward(-problem.gain.to(loss.dtype))
+        return Outputs(-loss)
 
-        return step
-
-    return build
+    return step
 
 
 def _one_more_row(hidden: Tensor) -> Tensor:
@@ -230,15 +218,20 @@ def _rival(name: str, build: Callable[[Problem], Callable[[], Outputs]], **facts
 
 RIVALS: dict[str, list[Contender]] = {
     "reference": [
-        _rival(f"{name} reference", reference(name), against=name)
+        _rival(f"{name} reference", partial(reference, operator=name), against=name)
         for name in ("linear_logp", "linear_token_loss")
     ],
     "torch": [_rival("torch fp32", torch_plain)],
     "compile": [_rival("torch compile", torch_compiled)],
     "native": [
-        _rival("native", native("none")),
-        _rival("native +entropy", native("metric"), entropy="metric"),
-        _rival("native +entropy grad", native("gradient"), entropy="gradient", upstream="entropy"),
+        _rival("native", native),
+        _rival("native +entropy", partial(native, entropy="metric"), entropy="metric"),
+        _rival(
+            "native +entropy grad",
+            partial(native, entropy="gradient"),
+            entropy="gradient",
+            upstream="entropy",
+        ),
     ],
     "liger": [
         _rival("liger grpo forward", liger_grpo_forward, phase="forward"),
@@ -246,8 +239,8 @@ RIVALS: dict[str, list[Contender]] = {
         _rival("liger fused linear grpo", liger_fused_linear_grpo),
     ],
     "cce": [
-        _rival("cce (filters gradients)", cut_cross_entropy()),
-        _rival("cce exact", cut_cross_entropy(filter_eps=None)),
+        _rival("cce (filters gradients)", cut_cross_entropy),
+        _rival("cce exact", partial(cut_cross_entropy, filter_eps=None)),
     ],
 }
 """Families of rivals, as `--rivals` names them."""

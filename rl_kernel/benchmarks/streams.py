@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+import rl_kernel
 from rl_kernel.benchmarks.problem import CLIP
 from rl_kernel.ops.group_advantage import cases as group_advantage_cases
 from rl_kernel.ops.grpo_loss import cases as grpo_loss_cases
@@ -127,8 +128,6 @@ def _normal(device: torch.device, seed: int, *shape: int) -> Tensor:
 
 
 def _logp(device: torch.device, sizes: Sizes) -> list[Stream]:
-    from rl_kernel import logp
-
     logits = _normal(device, 0, sizes.rows, sizes.columns).bfloat16().requires_grad_()
     targets = torch.randint(sizes.columns, (sizes.rows,), device=device)
     gain, entropy_gain = _normal(device, 1, sizes.rows), _normal(device, 2, sizes.rows)
@@ -138,7 +137,7 @@ def _logp(device: torch.device, sizes: Sizes) -> list[Stream]:
 
     def call(leaf: Tensor, entropy: bool, in_place: bool = False) -> Callable[[], Outputs]:
         def step() -> Outputs:
-            out = logp(leaf, targets, return_entropy=entropy, inplace_backward=in_place)
+            out = rl_kernel.logp(leaf, targets, return_entropy=entropy, inplace_backward=in_place)
             return out if isinstance(out, tuple) else (out,)
 
         return step
@@ -160,68 +159,54 @@ def _logp(device: torch.device, sizes: Sizes) -> list[Stream]:
     ]
 
 
-class _Tokens:
-    """Per-token inputs of the policy-loss operators, [N] each."""
-
-    def __init__(self, device: torch.device, elements: int) -> None:
-        log_probs = (_normal(device, 0, elements) * 0.3 - 1).requires_grad_()
-        self.upstream = _normal(device, 5, elements)
-        self.columns = {
-            "log_probs": log_probs,
-            "old_log_probs": log_probs.detach() + 0.1 * _normal(device, 2, elements),
-            "ref_log_probs": log_probs.detach() + 0.1 * _normal(device, 3, elements),
-            "advantages": _normal(device, 4, elements),
-            "mask": _normal(device, 7, elements) > -1,
-            "tis_weights": _normal(device, 6, elements).abs(),
-            "entropy": _normal(device, 1, elements).abs().requires_grad_(),
-            "denominators": torch.full_like(self.upstream, float(elements)),
-        }
-
-    def pick(self, *names: str) -> list[Tensor]:
-        return [self.columns[name] for name in names]
-
-    def checked(self) -> dict[str, Tensor]:
-        return {name: column.detach()[:CHECKED] for name, column in self.columns.items()}
+def _tokens(device: torch.device, elements: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Per-token inputs of the policy-loss operators, [N] each, and those of them that are checked."""
+    columns = grpo_loss_cases.Case("benchmark", elements).inputs(device=str(device))
+    checked = {name: column[:CHECKED].clone() for name, column in columns.items()}
+    for name in ("log_probs", "entropy"):
+        columns[name].requires_grad_()
+    return columns, checked
 
 
 def _ratio_kl(device: torch.device, sizes: Sizes) -> list[Stream]:
-    from rl_kernel import ratio_kl
-
-    tokens = _Tokens(device, sizes.elements)
-    new, old, ref, mask = tokens.pick("log_probs", "old_log_probs", "ref_log_probs", "mask")
-    checked = tokens.checked()
-    near, far = checked["old_log_probs"], checked["ref_log_probs"]
-    wanted = ratio_kl_cases.formula(checked["log_probs"], near, far, checked["mask"], "k3")
+    names = ("log_probs", "old_log_probs", "ref_log_probs", "mask")
+    columns, checked = _tokens(device, sizes.elements)
+    new, old, ref, mask = (columns[name] for name in names)
+    some_new, some_old, some_ref, some_mask = (checked[name] for name in names)
+    wanted = ratio_kl_cases.formula(some_new, some_old, some_ref, some_mask, "k3")
+    upstream = _normal(device, 5, sizes.elements)
     one = _bytes(new, old, ref, mask) + 2 * _bytes(old)
     # Saved: the derivative of the KL (that of the ratio is the ratio); read with the ratio and two upstream
     # gradients, one gradient written.
     two = one + 6 * _bytes(old)
 
     def call() -> Outputs:
-        return ratio_kl(new, old, ref, mask, "k3")
+        return rl_kernel.ratio_kl(new, old, ref, mask, "k3")
 
     truth = _first(wanted, CHECKED)
-    return _both_ways("ratio_kl", "ratio_kl", call, [tokens.upstream] * 2, [new], (one, two), truth)
+    return _both_ways("ratio_kl", "ratio_kl", call, [upstream] * 2, [new], (one, two), truth)
 
 
 def _grpo_loss(device: torch.device, sizes: Sizes) -> list[Stream]:
-    tokens = _Tokens(device, sizes.elements)
+    tokens = _tokens(device, sizes.elements)
     numbers = {"kl_coef": 0.1, "kl_type": "low_var_kl", "entropy_coef": 0.01, "eps_clip_c": 3.0}
     terms = ("tis_weights", "ref_log_probs", "entropy")
     return [
         *_grpo_streams("grpo_loss", tokens, (), float(sizes.elements), {}),
-        *_grpo_streams("grpo_loss all terms", tokens, terms, tokens.columns["denominators"], numbers),
+        *_grpo_streams("grpo_loss all terms", tokens, terms, tokens[0]["denominators"], numbers),
     ]
 
 
 def _grpo_streams(
-    name: str, tokens: _Tokens, more: Sequence[str], denominators: Tensor | float, numbers: dict[str, Any]
+    name: str,
+    tokens: tuple[dict[str, Tensor], dict[str, Tensor]],
+    more: Sequence[str],
+    denominators: Tensor | float,
+    numbers: dict[str, Any],
 ) -> list[Stream]:
-    from rl_kernel import grpo_loss
-
-    new, old, gain, mask = tokens.pick("log_probs", "old_log_probs", "advantages", "mask")
-    terms = {key: tokens.columns[key] for key in more}
-    checked = tokens.checked()
+    columns, checked = tokens[0], dict(tokens[1])
+    new, old, gain, mask = (columns[key] for key in ("log_probs", "old_log_probs", "advantages", "mask"))
+    terms = {key: columns[key] for key in more}
     if not terms:
         checked["tis_weights"] = torch.ones_like(checked["tis_weights"])
     wanted = grpo_loss_cases.formula(checked, **CLIP, **numbers)[1]
@@ -230,7 +215,7 @@ def _grpo_streams(
     names: list[str] = []
 
     def call() -> Outputs:
-        loss, metrics = grpo_loss(new, old, gain, mask, denominators, **options)
+        loss, metrics = rl_kernel.grpo_loss(new, old, gain, mask, denominators, **options)
         names[:] = metrics
         return loss, *metrics.values()
 
@@ -244,25 +229,21 @@ def _grpo_streams(
     # entropy needs only mask and denominators.
     two = one + 3 * _bytes(old)
     if terms:
-        two += _bytes(*tokens.pick("mask", "denominators", "entropy"))
+        two += _bytes(mask, columns["denominators"], columns["entropy"])
     leaves = [new, *([terms["entropy"]] if terms else [])]
     return _both_ways(name, "grpo_loss", call, [None], leaves, (one, two), truth)
 
 
 def _swiglu(device: torch.device, sizes: Sizes) -> list[Stream]:
-    from rl_kernel import swiglu
-
     x = _normal(device, 0, sizes.tokens, 2 * sizes.ffn).bfloat16().requires_grad_()
     upstream = _normal(device, 1, sizes.tokens, sizes.ffn).bfloat16()
     truth = _first([swiglu_cases.formula(x.detach()[:CHECKED_ROWS])], CHECKED_ROWS)
     # The backward reads x and the upstream gradient, and writes a gradient like x.
     moved = _bytes(x, upstream), 3 * _bytes(x) + 2 * _bytes(upstream)
-    return _both_ways("swiglu", "swiglu", lambda: (swiglu(x),), [upstream], [x], moved, truth)
+    return _both_ways("swiglu", "swiglu", lambda: (rl_kernel.swiglu(x),), [upstream], [x], moved, truth)
 
 
 def _rotary(device: torch.device, sizes: Sizes) -> list[Stream]:
-    from rl_kernel import rotary
-
     size, (queries, keys) = sizes.head_size, sizes.heads
     row = _normal(device, 0, sizes.tokens, keys, (queries // keys + 2) * size).bfloat16()
     angles = torch.arange(sizes.tokens, device=device)[:, None, None] / 1e6 ** (
@@ -278,15 +259,13 @@ def _rotary(device: torch.device, sizes: Sizes) -> list[Stream]:
         moved = 2 * _bytes(x) + _bytes(cos, sin)
 
         def call(leaf: Tensor = leaf) -> Outputs:
-            return (rotary(leaf, cos, sin),)
+            return (rl_kernel.rotary(leaf, cos, sin),)
 
         rows += _both_ways(f"rotary {name}", "rotary", call, [upstream], [leaf], (moved, 2 * moved), truth)
     return rows
 
 
 def _masked(device: torch.device, sizes: Sizes) -> list[Stream]:
-    import rl_kernel
-
     values = _normal(device, 0, sizes.elements)
     mask = _normal(device, 1, sizes.elements) > -1
     once = _bytes(values, mask)
@@ -303,17 +282,15 @@ def _masked(device: torch.device, sizes: Sizes) -> list[Stream]:
 
 
 def _group_advantage(device: torch.device, sizes: Sizes) -> list[Stream]:
-    from rl_kernel import group_advantage
-
     rewards = _normal(device, 0, sizes.samples)
     groups = torch.arange(sizes.samples, device=device) // 8
     truth = _first([group_advantage_cases.formula(rewards, groups, None).to(device)], sizes.samples)
     moved = 2 * _bytes(rewards) + _bytes(groups)
-    return [
-        Stream(
-            "group_advantage", "group_advantage", lambda: (group_advantage(rewards, groups),), moved, truth
-        )
-    ]
+
+    def call() -> Outputs:
+        return (rl_kernel.group_advantage(rewards, groups),)
+
+    return [Stream("group_advantage", "group_advantage", call, moved, truth)]
 
 
 STREAMS: dict[str, Callable[[torch.device, Sizes], list[Stream]]] = {

@@ -197,12 +197,12 @@ def heat(yardstick: Step, clock: Clock, seconds: float) -> None:
 
 
 def probe(
-    step: Step, clock: Clock, gradients: Callable[[], Iterable[Tensor | None]]
+    step: Step, clock: Clock, kept: Callable[[Any], Iterable[Tensor | None]]
 ) -> tuple[float, float | None]:
     """(ms, extra MiB) of one call; the second is None on a CPU.
 
     Extra: the largest amount of memory allocated during the call, beyond what was allocated before it and beyond
-    the gradients it leaves behind in tensors that did not exist before.
+    the tensors that it has to leave behind (`kept` of its outputs) and that did not exist before.
     """
     if isinstance(clock, HostClock):
         start = clock.mark()
@@ -212,12 +212,11 @@ def probe(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     start = clock.mark()
-    kept = step()
+    outputs = step()
     end = clock.mark()
     clock.finish()
     peak = torch.cuda.max_memory_allocated() - before
-    mandatory = sum(grad.untyped_storage().nbytes() for grad in gradients() if grad is not None)
-    del kept
+    mandatory = sum(left.untyped_storage().nbytes() for left in kept(outputs) if left is not None)
     return clock.elapsed_ms(start, end), (peak - mandatory) / MIB
 
 

@@ -1,0 +1,49 @@
+"""What a machine says of itself: git, nvidia-smi, commands. Starts no CUDA context; unknown facts are None."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 10
+
+
+def output_of(*command: str) -> str | None:
+    """Output of a command, or None if the command is not installed, fails, or takes too long."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def git_state(root: Path) -> dict[str, Any] | None:
+    """Commit, whether tracked files differ from it, and the SHA-256 of the diff. None unless `root` is the top of a
+    checkout."""
+    top = output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root:  # installed inside another repository
+        return None
+    commit = output_of("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD")
+    if commit is None:
+        return None
+    changes = output_of("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    found: dict[str, Any] = {"commit": commit, "modified": None if changes is None else bool(changes)}
+    if changes:
+        difference = output_of("git", "-C", str(root), "diff", "HEAD") or ""
+        found["difference"] = hashlib.sha256(difference.encode()).hexdigest()
+    return found
+
+
+def gpu_rows(facts: Sequence[str], *, units: bool = False) -> list[list[str]] | None:
+    """The facts of each GPU as nvidia-smi prints them, or None if nvidia-smi is missing or fails."""
+    form = "csv,noheader" if units else "csv,noheader,nounits"
+    listing = output_of("nvidia-smi", f"--query-gpu={','.join(facts)}", f"--format={form}")
+    if listing is None:
+        return None
+    return [[part.strip() for part in line.split(",")] for line in listing.splitlines() if line]
