@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -75,4 +75,4 @@ def start_directory(config: Config) -> str:
     """
     if config.checkpoint.load and is_hf_directory(config.checkpoint.load):
         return config.checkpoint.load
-    return config.checkpoint.ref_load or config.rollout.hf_checkpoint
+    return config.checkpoint.ref_load or cast("str", config.rollout.hf_checkpoint)  # a required flag

@@ -50,7 +50,8 @@ def sparse_layers(hf_config: dict[str, Any]) -> tuple[bool, ...]:
 def shared_expert_width(hf_config: dict[str, Any]) -> int:
     """Width of the shared expert of a sparse layer, or 0 without one. Every token goes through it. The
     `n_shared_experts` of a layer are one MLP that is as wide as all of them together."""
-    return (hf_config.get("n_shared_experts") or 0) * hf_config.get("moe_intermediate_size", 0)
+    width: int = (hf_config.get("n_shared_experts") or 0) * hf_config.get("moe_intermediate_size", 0)
+    return width
 
 
 def prediction_layers(hf_config: dict[str, Any]) -> range:

@@ -37,7 +37,7 @@ def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
         near = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("_")], n=1)
         hint = f"did you mean {module_name}.{near[0]}?" if near else f"{module_name} defines no such name"
         raise ValueError(f"{flag} must name a function of {module_name}, got {name!r}; {hint}")
-    function = getattr(module, name)
+    function: object = getattr(module, name)
     if not callable(function):
         kind = type(function).__name__
         raise ValueError(f"{flag} must name a function or class, got {path!r} of type {kind}")

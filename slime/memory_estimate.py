@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.algo.losses import loss_of
 from slime.config import Config
+from slime.config.problems import given
 from slime.model_shape import Params, Shape
 from slime.operators import NATIVE, loss_head
 from slime.weight_sync.registry import CHANNELS
@@ -80,7 +81,7 @@ def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
     if c.needs_reference:
         for kind, params, share, ranks, _ in kinds:
             yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
-    if CHANNELS[c.weight_update.update_weight_transport].buckets and c.num_engines:
+    if CHANNELS[given(c.weight_update.update_weight_transport)].buckets and c.num_engines:
         largest = shape.vocab * shape.hidden * size
         bucket = max(c.weight_update.update_weight_buffer_size, largest)
         how = "2, each --update-weight-buffer-size or the embedding"
@@ -189,8 +190,9 @@ def micro_batch_tokens(c: Config) -> int | None:
     """The most tokens of one micro-batch on one rank, or None if no length has a limit."""
     if c.data.use_dynamic_batch_size:
         return c.data.max_tokens_per_gpu
-    ends = (c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_response_len)
-    longest = c.rollout.rollout_max_context_len or (None if None in ends else sum(ends))
+    prompt, response = c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_response_len
+    both = None if prompt is None or response is None else prompt + response
+    longest = c.rollout.rollout_max_context_len or both
     return None if longest is None else longest * c.data.micro_batch_size // c.megatron.context_parallel_size
 
 
@@ -240,7 +242,9 @@ def layer_width(c: Config, shape: Shape, sparse: bool) -> float:
     full = c.megatron.overrides.get("recompute_granularity") == "full"
     keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
     kernel = (
-        c.cluster.device == "cuda" and c.kernels.rlk_fast != "off" and "swiglu" in c.kernels.rl_kernel_ops
+        c.cluster.device == "cuda"
+        and c.kernels.rlk_fast != "off"
+        and "swiglu" in given(c.kernels.rl_kernel_ops)
     )
     attention = (4 * shape.q + 4 * shape.kv + gathered) / tp
     if sparse:

@@ -21,6 +21,7 @@ from slime.cluster.numa import bind, choose_cpus, format_cpus
 from slime.cluster.placement import Placement, cpu_threads, on_one_host
 from slime.cluster.rendezvous import LOOPBACK_ONLY, open_store
 from slime.config import Config
+from slime.config.problems import given
 from slime.data.transport import pack_columns, unpack_columns
 from slime.hardware import HARDWARE
 from slime.operators import Decision
@@ -29,7 +30,7 @@ from slime.rollout.manager import RolloutManager
 
 
 def log_path(config: Config, name: str) -> Path:
-    return Path(config.logging.run_dir).resolve() / "logs" / f"{name}.log"
+    return Path(given(config.logging.run_dir)).resolve() / "logs" / f"{name}.log"
 
 
 def log_to(config: Config, name: str) -> None:
@@ -111,7 +112,8 @@ class TrainerActor:
 
     def open_port(self) -> str:
         """A torch.distributed address on this node. It stays open from here on, so that its port is nobody else's."""
-        self.store, init_method = open_store(ray.util.get_node_ip_address())
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self.store, init_method = open_store(address)
         return init_method
 
     def build(self, init_method: str) -> tuple[int, int, list[Decision], tuple[str, ...], list[str]]:
@@ -162,7 +164,7 @@ class TrainerGroup:
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainer-group")
         self._calling = threading.Lock()
         self._actors = [
-            ray.remote(concurrency_groups=PROGRESS | LIFE)(TrainerActor)
+            ray.remote(concurrency_groups=PROGRESS | LIFE)(TrainerActor)  # type: ignore[call-overload]
             .options(name=f"trainer-{rank}", runtime_env={"env_vars": env}, **placement.options(bundle))
             .remote(config, rank, world_size, threads, placement.visible([bundle]), placement.buses([bundle]))
             for rank, bundle in enumerate(placement.trainer_bundles)
@@ -236,7 +238,8 @@ def first_failure_or_all(
     that one does: what others say of a broken collective comes of it, and may come first. `check` is called in every
     second without an answer, and what it raises ends the wait.
     """
-    waiting, results, names = [*calls, *lives], {}, {**lives, **calls}
+    waiting, names = [*calls, *lives], {**lives, **calls}
+    results: dict[Any, Any] = {}
     while len(results) < len(calls):
         every_s = None if check is None else _CHECK_S
         ended, waiting = ray.wait(waiting, timeout=every_s)  # ok: the call of an actor that dies ends, too
@@ -272,7 +275,8 @@ def _death_among(waiting: list[Any]) -> tuple[Any, RayActorError] | None:
 def ask_progress(actor: Any) -> tuple[int, int]:
     """How far an actor is; (0, 0) from one that is gone, whose call itself will tell why."""
     try:
-        return ray.get(actor.progress.remote(), timeout=5)
+        done: tuple[int, int] = ray.get(actor.progress.remote(), timeout=5)
+        return done
     except (RayError, GetTimeoutError):
         return 0, 0
 
@@ -303,7 +307,8 @@ class RolloutGroup:
     ) -> None:
         self._config, self._lives = config, lives
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-group")
-        actor = ray.remote(concurrency_groups=PROGRESS)(RolloutActor).options(num_cpus=0)
+        remote = ray.remote(concurrency_groups=PROGRESS)  # type: ignore[call-overload]
+        actor = remote(RolloutActor).options(num_cpus=0)
         self._actor = actor.remote(config)
         self.building = {self._actor.build.remote(engine, dp_size, facts): "rollout"}
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants, services
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # Ray's stub has too few names
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -35,7 +36,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.cluster import ray_token
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
+from slime.config import Config
 from slime.config.cluster import engine_tensor_parallel
+from slime.config.problems import given
 
 CORES_PER_CPU_DEVICE = 0.5
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -53,7 +56,7 @@ def connect(*, allow_unauthenticated: bool = False) -> None:
     """
     # Otherwise Ray logs at each start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     joined = os.environ.get("RAY_ADDRESS")
     if not joined:
         ray_token.use_own_token(os.environ)
@@ -86,7 +89,7 @@ def connect(*, allow_unauthenticated: bool = False) -> None:
 
 def _read_authentication_again() -> None:
     """Make Ray read its authentication variables again: it read them when it was imported, before they were set."""
-    Config.initialize("")
+    RayConfig.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
@@ -177,12 +180,12 @@ def place(config: Config) -> Placement:
         else config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     )
     per_engine = config.cluster.rollout_num_gpus_per_engine
-    engine_devices = 0 if config.debug.debug_train_only else config.cluster.rollout_num_gpus
+    engine_devices = 0 if config.debug.debug_train_only else given(config.cluster.rollout_num_gpus)
     first = 0 if config.cluster.colocate else trainers
     devices = max(trainers, engine_devices) if config.cluster.colocate else trainers + engine_devices
     resource = "GPU" if config.cluster.device == "cuda" else "CPU"
     amount = 1.0 if resource == "GPU" else CORES_PER_CPU_DEVICE
-    existing = ray.cluster_resources().get(resource, 0.0)
+    existing: float = ray.cluster_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
     if devices * amount > existing:
         raise ValueError(
             f"the cluster must have {devices} devices ({devices * amount:g} {resource}s) for {trainers} trainer "
@@ -229,19 +232,21 @@ def place(config: Config) -> Placement:
 
 def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:
     """A group of `devices` bundles with `amount` each. RuntimeError if the devices are not free in time."""
-    group = placement_group([{resource: amount}] * devices, strategy="PACK")
+    group: PlacementGroup = placement_group([{resource: amount}] * devices, strategy="PACK")
     if not group.wait(_PLACEMENT_TIMEOUT_S):
         remove_placement_group(group)
+        free = ray.available_resources().get(resource, 0.0)  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            f"{devices} devices must be free within {_PLACEMENT_TIMEOUT_S} s, got only "
-            f"{ray.available_resources().get(resource, 0.0):g} of {existing:g} {resource}s; another job holds the rest"
+            f"{devices} devices must be free within {_PLACEMENT_TIMEOUT_S} s, got only {free:g} of {existing:g} "
+            f"{resource}s; another job holds the rest"
         )
     return group
 
 
 def _nodes_of(group: PlacementGroup, devices: int) -> list[Node]:
     """The node of each bundle."""
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    known = ray.nodes()  # type: ignore[no-untyped-call]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in known}
     names = placement_group_table(group)["bundles_to_node_id"]
     return [Node(names[bundle], addresses[names[bundle]]) for bundle in range(devices)]
 
@@ -250,7 +255,8 @@ def _nodes_of(group: PlacementGroup, devices: int) -> list[Node]:
 def _own_gpu() -> Gpu:
     """The one GPU of this task's bundle. The task takes the whole bundle."""
     (name,) = ray.get_gpu_ids()
-    node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    node = ray.get_runtime_context().get_node_id()
+    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return Gpu(node, address, str(name), read_gpu_facts(str(name)))
 
 
@@ -318,7 +324,7 @@ def cpu_threads(config: Config) -> tuple[int, int]:
     cores = os.cpu_count() or 1
     trainers = config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     engines = (
-        max(config.cluster.rollout_num_gpus // config.cluster.rollout_num_gpus_per_engine, 1)
+        max(given(config.cluster.rollout_num_gpus) // config.cluster.rollout_num_gpus_per_engine, 1)
         if not config.debug.debug_train_only
         else 0
     )

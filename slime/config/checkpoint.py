@@ -16,6 +16,7 @@ from slime.checkpoint_dir import (
     start_directory,
 )
 from slime.config.fields import flag
+from slime.config.problems import given
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -64,8 +65,8 @@ def check_directories(c: Config) -> None:
             f"--load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {start}; copy them"
         )
     read = c.needs_reference or (not resumes and start == c.checkpoint.ref_load)
-    if read and Path(c.checkpoint.ref_load) != Path(c.rollout.hf_checkpoint):
-        _check_reference(c.checkpoint.ref_load)
+    if read and Path(reference := given(c.checkpoint.ref_load)) != Path(given(c.rollout.hf_checkpoint)):
+        _check_reference(reference)
 
 
 def _check_reference(path: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.fields import flag
+from slime.config.problems import given
 from slime.hardware import HARDWARE
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def check_domains(c: Config) -> None:
     trainers = (
         0 if c.debug.debug_rollout_only else c.cluster.actor_num_nodes * c.cluster.actor_num_gpus_per_node
     )
-    engines = 0 if c.debug.debug_train_only else c.cluster.rollout_num_gpus
+    engines = 0 if c.debug.debug_train_only else given(c.cluster.rollout_num_gpus)
     devices = max(trainers, engines) if c.cluster.colocate else trainers + engines
     groups = {}
     if trainers:

@@ -27,7 +27,7 @@ from slime.config.fields import spelled
 CONFIG = "config"
 
 
-class YamlLoader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """Plain data, with the booleans of YAML 1.2."""
 
     yaml_implicit_resolvers = {

@@ -61,7 +61,7 @@ class FlagSpec:
     """One flag. `kind` converts a string to one value. With `many`, the flag has a list of values."""
 
     name: str
-    kind: Callable[[str], Any]
+    kind: type[Any] | Callable[[str], Any]
     default: Any
     help: str
     many: bool = False

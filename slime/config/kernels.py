@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.algo.losses import loss_of
 from slime.config.fields import flag, nearest
+from slime.config.problems import given
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -57,7 +58,7 @@ class KernelsConfig:
 
 def check_kernels(c: Config) -> None:
     """Operators must be known, and flags must not contradict each other."""
-    unknown = [name for name in c.kernels.rl_kernel_ops if name not in OPERATORS]
+    unknown = [name for name in given(c.kernels.rl_kernel_ops) if name not in OPERATORS]
     if unknown:
         raise ValueError(
             f"--rl-kernel-ops must name operators of {', '.join(OPERATORS)}, got {unknown[0]}"

@@ -22,7 +22,8 @@ def _rotary(key: str, default: Any) -> Reader:
 
 
 def _has_qkv_bias(hf: dict[str, Any]) -> bool:
-    return hf.get("attention_bias", hf.get("model_type") in ("qwen2", "qwen2_moe"))
+    biased: bool = hf.get("attention_bias", hf.get("model_type") in ("qwen2", "qwen2_moe"))
+    return biased
 
 
 def _scores(hf: dict[str, Any]) -> str | None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _FLAG = re.compile(r"--[a-z][\w-]*")
+
+
+def given(value: T | None) -> T:
+    """The value of a flag that an earlier rule requires. TypeError without one; see `Problems.check`."""
+    if value is None:
+        raise TypeError("a rule must find the value that an earlier rule requires, got none")
+    return value
 
 
 class Problems:

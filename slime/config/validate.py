@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.checkpoint import check_directories
@@ -21,7 +22,7 @@ from slime.config.megatron_rules import check_local_layers
 from slime.config.model_args import check_model_args
 from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
 from slime.config.packages import check_packages
-from slime.config.problems import Problems
+from slime.config.problems import Problems, given
 from slime.config.resolve import FALLBACKS
 from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
@@ -113,13 +114,14 @@ def _required(c: Config) -> None:
 
 def _ranges(c: Config) -> None:
     problems = Problems()
-    for names, holds, rule in (
+    rules: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
         (POSITIVE, lambda value: value > 0, "be above 0"),
         (NOT_NEGATIVE, lambda value: value >= 0, "be 0 or more"),
         (("rollout_top_p", "eval_top_p"), lambda value: 0 < value <= 1, "lie in (0, 1]"),
         (("rollout_top_k", "eval_top_k"), lambda value: value == -1 or value >= 1, "be -1 (off) or above 0"),
         (("load_debug_rollout_data_subsample",), lambda value: 0 < value <= 1, "lie in (0, 1]"),
-    ):
+    )
+    for names, holds, rule in rules:
         for name in names:
             value, source = c.value_of(name), FALLBACKS.get(name)
             taken_over = source is not None and value == c.value_of(source)
@@ -226,10 +228,8 @@ def _staleness(c: Config) -> None:
             "--update-weights-interval must be at most --max-staleness + 1, got "
             f"{c.weight_update.update_weights_interval} and {c.rollout.max_staleness}"
         )
-    transport, shares_gpus = (
-        c.weight_update.update_weight_transport,
-        c.cluster.colocate and c.cluster.device == "cuda",
-    )
+    transport = given(c.weight_update.update_weight_transport)
+    shares_gpus = c.cluster.colocate and c.cluster.device == "cuda"
     if CHANNELS[transport].gpus == "shared" and not shares_gpus:
         raise ValueError(
             f"--update-weight-transport {transport} must have trainer and engines on the same GPUs, got "
@@ -242,8 +242,9 @@ def _staleness(c: Config) -> None:
 
 
 def _batch_equation(c: Config) -> None:
-    samples = c.data.rollout_batch_size * c.data.n_samples_per_prompt
-    ours = f"{c.data.rollout_batch_size} * {c.data.n_samples_per_prompt} = {samples}"
+    prompts = given(c.data.rollout_batch_size)
+    samples = prompts * c.data.n_samples_per_prompt
+    ours = f"{prompts} * {c.data.n_samples_per_prompt} = {samples}"
     size, steps = c.data.global_batch_size, c.data.num_steps_per_rollout
     if size is None or steps is None:  # only one was given, and the other cannot be derived from it
         name = "--global-batch-size" if steps is None else "--num-steps-per-rollout"
@@ -255,10 +256,10 @@ def _batch_equation(c: Config) -> None:
             "--rollout-batch-size * --n-samples-per-prompt must equal --global-batch-size * --num-steps-per-rollout, "
             f"got {ours} and {size} * {steps} = {size * steps}"
         )
-    if c.rollout.over_sampling_batch_size < c.data.rollout_batch_size:
+    if given(c.rollout.over_sampling_batch_size) < prompts:
         raise ValueError(
             "--over-sampling-batch-size must be at least --rollout-batch-size, got "
-            f"{c.rollout.over_sampling_batch_size} and {c.data.rollout_batch_size}"
+            f"{c.rollout.over_sampling_batch_size} and {prompts}"
         )
 
 
@@ -269,12 +270,12 @@ def _micro_batches(c: Config) -> None:
     if c.data.use_dynamic_batch_size:
         if c.data.max_tokens_per_gpu is None:
             raise ValueError("--max-tokens-per-gpu must be given with --use-dynamic-batch-size, got none")
-        if c.data.global_batch_size < ranks:
+        if given(c.data.global_batch_size) < ranks:
             raise ValueError(
                 f"--global-batch-size must be at least the data-parallel size, got {c.data.global_batch_size} for "
                 f"{ranks} ranks; every rank needs a sample in every step"
             )
-    elif c.data.global_batch_size % (ranks * size):
+    elif given(c.data.global_batch_size) % (ranks * size):
         raise ValueError(
             "--global-batch-size must be a multiple of data-parallel size * --micro-batch-size, got "
             f"{c.data.global_batch_size} and {ranks} * {size} = {ranks * size}; or use --use-dynamic-batch-size"
@@ -299,7 +300,8 @@ def _hooks(c: Config) -> None:
     for name, spec in own_flags().items():
         value = c.value_of(name)
         if name.endswith("_path") and name != "custom_config_path" and value != spec.default:
-            for path in value if spec.many else [value]:
+            paths: list[str] = value if spec.many else [value]
+            for path in paths:
                 load_function(path, spelled(name))
 
 
@@ -316,14 +318,13 @@ def _intervals(c: Config) -> None:
         raise ValueError(
             f"--eval-prompt-data must be given with --eval-interval {c.evaluation.eval_interval}, got none"
         )
-    if len(c.evaluation.eval_prompt_data or []) % 2:
-        raise ValueError(
-            f"--eval-prompt-data must be pairs of name and path, got {' '.join(c.evaluation.eval_prompt_data)}"
-        )
+    pairs = c.evaluation.eval_prompt_data or []
+    if len(pairs) % 2:
+        raise ValueError(f"--eval-prompt-data must be pairs of name and path, got {' '.join(pairs)}")
 
 
 def _files(c: Config) -> None:
-    paths = {
+    paths: dict[str, Sequence[str | None]] = {
         "--prompt-data": [c.data.prompt_data],
         "--eval-prompt-data": (c.evaluation.eval_prompt_data or [])[1::2],
     }
@@ -335,18 +336,19 @@ def _files(c: Config) -> None:
 
 
 def _checkpoint(c: Config) -> None:
-    hf_config = read_hf_config(c.rollout.hf_checkpoint)
+    checkpoint = given(c.rollout.hf_checkpoint)
+    hf_config = read_hf_config(checkpoint)
     check_experts(hf_config)
-    check_checkpoint_shapes(c.rollout.hf_checkpoint, hf_config)
+    check_checkpoint_shapes(checkpoint, hf_config)
     check_model_args(c.megatron.model_args, hf_config)
     check_replayed_model(c, expert_count(hf_config), hf_config.get("num_experts_per_tok"))
     c.megatron.layers_of_stages(hf_config["num_hidden_layers"])
     check_expert_flags(c, hf_config)
-    largest, vocabulary = largest_token_id(c.rollout.hf_checkpoint), hf_config.get("vocab_size")
+    largest, vocabulary = largest_token_id(checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:
         raise ValueError(
             "--hf-checkpoint must have a tokenizer whose ids fit the model, got token id "
-            f"{largest} and vocab_size {vocabulary} in {c.rollout.hf_checkpoint}; the two are not of the same model"
+            f"{largest} and vocab_size {vocabulary} in {checkpoint}; the two are not of the same model"
         )
 
 

@@ -71,7 +71,7 @@ def of_sample(data: TrainData, i: int) -> np.ndarray | None:
     """The record of sample i as the engine gave it, unsigned: the inverse of `as_tensor`. None without a record."""
     if COLUMN not in data:
         return None
-    rows = data[COLUMN][i].numpy()
+    rows: np.ndarray = data[COLUMN][i].numpy()
     return rows if rows.dtype == np.uint8 else rows.astype(np.uint16)
 
 

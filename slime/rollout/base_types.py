@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 from slime.types import SampleGroup
 
@@ -23,6 +23,18 @@ class RolloutFnEvalOutput:
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
+
+
+@overload
+def call_rollout_fn(
+    fn: Callable[..., Any], *args: Any, evaluation: Literal[False], **kwargs: Any
+) -> RolloutFnTrainOutput: ...
+
+
+@overload
+def call_rollout_fn(
+    fn: Callable[..., Any], *args: Any, evaluation: Literal[True], **kwargs: Any
+) -> RolloutFnEvalOutput: ...
 
 
 def call_rollout_fn(

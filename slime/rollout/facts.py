@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config import Config
+from slime.config.problems import given
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.types import Sample, TrainData
 
@@ -122,7 +123,8 @@ def first_difference(rollout: Facts | None, trainer: Facts) -> str | None:
 
 def replay_template(config: Config) -> str:
     """Where a run that stops saves its batch: a path template for --load-debug-rollout-data."""
-    folder = str(Path(config.logging.run_dir).resolve() / "audit").replace("{", "{{").replace("}", "}}")
+    run_dir = Path(given(config.logging.run_dir)).resolve()
+    folder = str(run_dir / "audit").replace("{", "{{").replace("}", "}}")
     return folder + "/{rollout_id}.pt"
 
 

@@ -111,7 +111,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def _token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> int:
-    limits = []
+    limits: list[int] = []
     if sampling_params.get("max_new_tokens") is not None:
         limits.append(sampling_params["max_new_tokens"] - sample.response_length)
     context = sampling_params.get("max_context_len", args.rollout_max_context_len)
@@ -246,7 +246,8 @@ async def _generate_one(
                 sibling.rollout_id = index if rollout_id is None else rollout_id
         elif not isinstance(result, Sample):
             raise ValueError(f"must return a Sample or a list of them, got {type(result).__name__}")
-    return result
+    made: Sample | list[Sample] = result
+    return made
 
 
 def _wants_reward(sample: Sample) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from slime import operators
 from slime.algo.losses import loss_of
 from slime.config import Config
+from slime.config.problems import given
 from slime.data.packing import sample_flops
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
@@ -48,17 +49,18 @@ class RolloutManager:
         self.config, self.dp_size, self.put = config, dp_size, put
         self.args = config.namespace(**facts)
         operators.install(config)
-        tokenizer = load_tokenizer(
-            config.rollout.hf_checkpoint, trust_remote_code=config.train.trust_remote_code
-        )
+        checkpoint = given(config.rollout.hf_checkpoint)
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=config.train.trust_remote_code)
         self.args.rollout_state = self.state = GenerateState(self.args, engine, tokenizer)
-        self.hf_config = read_hf_config(config.rollout.hf_checkpoint)
+        self.hf_config = read_hf_config(checkpoint)
         self.facts = run_facts(self.args)
         self.data_source = load_function(config.data.data_source_path, flag="--data-source-path")(self.args)
         self.rollout_function = load_function(
             config.rollout.rollout_function_path, flag="--rollout-function-path"
         )
-        self.eval_function = load_function(config.evaluation.eval_function_path, flag="--eval-function-path")
+        self.eval_function = load_function(
+            given(config.evaluation.eval_function_path), flag="--eval-function-path"
+        )
         if config.evaluation.eval_config is not None or config.evaluation.eval_prompt_data:
             load_eval_datasets(self.state)  # so that a bad evaluation file fails at the start
 

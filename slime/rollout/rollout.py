@@ -108,10 +108,13 @@ class _Rollout:
         --partial-rollout needs a staleness of one rollout. A group with an unfinished sample is never stale, because
         it continues with the current weights.
         """
-        started = [s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata]
+        started: list[int] = [
+            s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata
+        ]
         if not started or any(s.status not in FINISHED for s in group):
             return False
-        return self.rollout_id - min(started) > max(self.args.max_staleness, 1)
+        allowed: int = max(self.args.max_staleness, 1)
+        return self.rollout_id - min(started) > allowed
 
     def take(self, given: SampleGroup, group: SampleGroup) -> None:
         """Keep or drop a finished group, or add it to the surplus. `given` is the group as it was drawn."""

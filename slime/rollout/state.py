@@ -50,7 +50,7 @@ class GenerateState:
         # The samples of a group share their prompt, so each prompt is tokenised once.
         self._encode = functools.lru_cache(_PROMPTS_REMEMBERED)(self._encode_uncached)
 
-    def __deepcopy__(self, memo: dict) -> GenerateState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> GenerateState:
         """Returns this object: hooks deep-copy `args`, and the engine and the loop must stay the same."""
         return self
 

@@ -135,7 +135,8 @@ def collect_environment(
         "files": {str(path): _digest(Path(path)) for path in files if Path(path).is_file()},
     }
     secrets = [value for name, value in environ.items() if is_secret(name) and len(value) >= 8]
-    return _without(facts, secrets)
+    masked: dict[str, Any] = _without(facts, secrets)
+    return masked
 
 
 def write_environment(

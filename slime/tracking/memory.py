@@ -53,7 +53,8 @@ class PeakMemory:
 
         def read() -> int:
             # max_memory_allocated builds and sorts a dictionary of hundreds of values for the same number
-            return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
+            peak: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
+            return peak
 
         return cls(read, lambda: torch.cuda.reset_peak_memory_stats(device))
 

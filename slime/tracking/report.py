@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from slime.config import Config
 from slime.config.debug import profiled_steps
+from slime.config.problems import given
 from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine, progress
 from slime.tracking.memory import resident_peak_gib
@@ -44,7 +45,7 @@ class Reporter:
             perf["perf/driver_rss_gib"] = resident
         metrics = {**batch.metrics, **trained.rollout, **perf, "rollout/step": rollout_id}
         self.trackers.log(metrics, rollout_id, "rollout/step")
-        first = rollout_id * self.config.data.num_steps_per_rollout
+        first = rollout_id * given(self.config.data.num_steps_per_rollout)
         for offset, step in enumerate(trained.steps):
             self.trackers.log({**step, "train/step": first + offset}, first + offset, "train/step")
         self.line.show(rollout_id, {**metrics, **trained.steps[-1], **self._difference(trained.steps)})

@@ -112,4 +112,5 @@ def cuda_event() -> torch.cuda.Event:
 
 def cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    seconds: float = start.elapsed_time(end) / 1e3
+    return seconds

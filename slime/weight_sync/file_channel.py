@@ -27,7 +27,8 @@ from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """sha256 hex digest of the tensor's bytes in row-major order; equal exactly when dtype, order and bits are."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(octets.data).hexdigest()
 
 
 class FileChannel(WeightChannel):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,12 @@ class _Work(Protocol):
     def is_completed(self) -> bool: ...
 
     def wait(self) -> object: ...
+
+
+class _Connected(Protocol):
+    """What is used of torch's groups. In torch's stub their base class has no broadcast."""
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> _Work: ...
 
 
 class GivenUp(RuntimeError):
@@ -85,7 +91,7 @@ class Group:
 
     def __init__(self, info: GroupInfo, rank: int, device: torch.device) -> None:
         self._info = info
-        self._group: dist.ProcessGroup | None = None
+        self._group: _Connected | None = None
         self._under_way: deque[tuple[_Work, Tensor]] = deque()
         try:
             self._wait(lambda: True)
@@ -94,7 +100,7 @@ class Group:
             ranks = [f"here-{other}" for other in range(info["world"])]
             self._wait(lambda: store.check(ranks))
             # Connecting cannot be cancelled: if a rank dies meanwhile, the thread is left behind.
-            joining: Future[dist.ProcessGroup] = Future()
+            joining: Future[_Connected] = Future()
             threading.Thread(target=_join, args=(joining, store, info, rank, device), daemon=True).start()
             try:
                 self._wait(joining.done)
@@ -152,7 +158,7 @@ class Group:
 
 
 def _join(
-    joining: Future[dist.ProcessGroup],
+    joining: Future[_Connected],
     store: dist.FileStore,
     info: GroupInfo,
     rank: int,
@@ -164,7 +170,7 @@ def _join(
         if device.type == "cuda":
             group = _nccl(store, rank, info["world"], timeout)
         else:
-            group = dist.ProcessGroupGloo(store, rank, info["world"], timeout)
+            group = cast(_Connected, dist.ProcessGroupGloo(store, rank, info["world"], timeout))
         group.broadcast(torch.zeros(1, device=device), 0).wait()
     except BaseException as error:  # the border of this thread: `joining.result()` raises it
         if joining.set_running_or_notify_cancel():
@@ -176,7 +182,7 @@ def _join(
             _dispose([group])
 
 
-def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> dist.ProcessGroup:
+def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> _Connected:
     """A group without torch's watchdog, which would end the process when a peer is lost. With blocking waits torch
     starts no watchdog (it reads the variable when it makes a group); here `wait` is called on finished work only."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
@@ -185,7 +191,7 @@ def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> d
     try:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world, options)
+        return cast(_Connected, dist.ProcessGroupNCCL(store, rank, world, options))
     finally:
         del os.environ[name]
         if before is not None:

@@ -118,5 +118,5 @@ class IpcReceiver:
             decoded = [base64.b64decode(x) if isinstance(x, str) else x for x in handles[uuid]]
             storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *decoded)
             whole = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._open[key] = whole.set_(storage)  # type: ignore[call-overload]
+            self._open[key] = whole.set_(storage)
         return self._open[key]

@@ -43,7 +43,7 @@ def chosen_letter(response: str, valid_letters: Collection[str]) -> str | None:
     if boxed in valid_letters:
         return boxed
     for pattern in (*_STATED, _ALONE):
-        letters = [letter for letter in pattern.findall(text) if letter in valid_letters]
+        letters: list[str] = [letter for letter in pattern.findall(text) if letter in valid_letters]
         if letters:
             return letters[-1]
     return None

@@ -35,8 +35,10 @@ def main(cpu_limit_s: int) -> None:
     _limit(resource.RLIMIT_CORE, 0)
     how = [LatexExtractionConfig(boxed_match_priority=0)]
 
-    def read(answer: str) -> list:
-        return parse(f"\\boxed{{{answer}}}", how, parsing_timeout=None)  # ok: bounded by RLIMIT_CPU
+    def read(answer: str) -> list[object]:
+        boxed = f"\\boxed{{{answer}}}"
+        forms: list[object] = parse(boxed, how, parsing_timeout=None)  # ok: bounded by RLIMIT_CPU
+        return forms
 
     print("ready", file=replies, flush=True)
     for line in sys.stdin:

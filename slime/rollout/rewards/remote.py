@@ -62,7 +62,7 @@ async def remote_reward(args: Any, sample: Sample) -> float | dict[str, Any]:
 
 async def _post(
     session: aiohttp.ClientSession, url: URL, shown: URL, body: dict[str, Any], timeout_s: float
-) -> Any:
+) -> float | dict[str, Any]:
     async with session.post(url, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
         text = await response.text()
         if response.status >= 500 or response.status in _TRANSIENT_STATUS:
@@ -70,6 +70,7 @@ async def _post(
         if response.status != 200:
             raise ValueError(f"--rm-url {shown} must answer 200, got {response.status}: {text[:200]}")
     try:
-        return json.loads(text)
+        reply: float | dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"--rm-url {shown} must answer in JSON, got {text[:200]!r}") from error
+    return reply
