@@ -68,7 +68,6 @@ class Sample:
     rollout_routed_experts: np.ndarray | None = field(default=None, compare=False)
     remove_sample: bool = False
     teacher_log_probs: list[float] | None = None
-    columns: dict[str, list[float | None]] = field(default_factory=dict)
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
@@ -78,6 +77,7 @@ class Sample:
     non_generation_time: float = 0.0
     spec_info: dict[str, int] = field(default_factory=dict)
     prefix_cache_info: dict[str, int] = field(default_factory=dict)
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only (the status as text), so that JSON or torch can save the record."""

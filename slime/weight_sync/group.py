@@ -51,6 +51,7 @@ class _Connected(Protocol):
     """What is used of torch's groups. In torch's stub their base class has no broadcast."""
 
     def broadcast(self, tensor: Tensor, root: int, /) -> _Work: ...
+    def abort(self) -> None: ...
 
 
 class GivenUp(RuntimeError):
@@ -200,7 +201,8 @@ def _nccl(store: dist.FileStore, rank: int, world: int, timeout: timedelta) -> _
 
 def _dispose(left: list[object]) -> None:
     """End the kernels of an NCCL group that wait for dead ranks, then free the memory that they use."""
-    if isinstance(group := left[0], dist.ProcessGroup):
+    group = cast(_Connected | None, left[0])
+    if group is not None:
         with contextlib.suppress(RuntimeError):  # in some versions of torch gloo has no abort
             group.abort()
     left.clear()
