@@ -8,8 +8,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from rl_kernel.host import git_state
-from slime.tracking.environment import installed_packages
+from slime.tracking.environment import git_state, installed_packages
 from vime.doctor.packages import STACK
 
 PACKAGE = Path(__file__).resolve().parent

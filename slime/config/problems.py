@@ -13,7 +13,9 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 def given(value: T | None) -> T:
     """The value of a flag that an earlier rule requires. TypeError without one; see `Problems.check`."""
     if value is None:
-        raise TypeError("a rule must find the value that an earlier rule requires, got none")
+        raise TypeError(
+            "a rule must find the value that an earlier rule requires, got none; report this as a bug"
+        )
     return value
 
 
