@@ -100,7 +100,10 @@ def test_engines_load_weights_through_an_added_channel(added: None, tmp_path: Pa
 
 def test_flags_help_and_plan_know_an_added_channel() -> None:
     code = """
-import added_channel
+from slime.weight_sync.registry import CHANNELS, Channel
+CHANNELS["second"] = Channel(
+    "added_channel:SecondFiles", help="through files of another name", plan="second files in {weight_dir}"
+)
 from slime.config import resolve
 from slime.config.schema import own_flags
 from vime.plan import transport
