@@ -65,7 +65,8 @@ class RoutedStack(Stack):
             tells_experts=True,
         )
         router = RouterSpec(run_key=self.key, log_path=str(root / "router.log"))
-        self.pool = VllmEnginePool([spec], router, health_check_interval_s=5)
+        self.pool = VllmEnginePool([spec], router, source=self, health_check_interval_s=5)
+        self.parts = []
         self.version = -1
 
     def routed(self, prompts: list[list[int]], *, start: int | None = 0, **params: object) -> list:

@@ -261,7 +261,7 @@ def test_killed_driver_leaves_nothing_and_the_same_command_continues_the_curve(
     newest = run_dir / "checkpoint" / "latest_checkpointed_iteration.txt"
     with launched(command, world.root / "killed.out") as launch:
         saved = lambda: newest.exists() and newest.read_text().strip() == "1"  # noqa: E731
-        launch.wait_for(saved, "checkpoint after rollout 1", 180)
+        launch.wait_for(saved, "checkpoint after rollout 1", 300)
         assert_on_loopback(launch.sockets())
         os.kill(launch.process.pid, signal.SIGKILL)
         launch.process.wait(5)

@@ -179,7 +179,7 @@ def test_out_of_memory_names_peaks_and_flags(build):
         "peaks so far, GiB: none measured on this device; the estimate of a step was 0.0",
         "--max-tokens-per-gpu (now 32); --recompute-granularity full",
         "--rl-kernel-workspace-mib (now 1536)",
-        "--vllm-gpu-memory-utilization (now 0.92); --offload-train with all its parts",
+        "memory_share (now 0.9); --offload-train with all its parts",
     ):
         assert words in text, text
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,15 +26,23 @@ from vime.engine.control import answers
 from vime.engine.middleware import KEY_VARIABLE
 
 TAIL_LINES = 30
+FREE_PORTS = range(20000, 32768)
+"""Above the ports of Ray's workers, and below those that Linux gives to sockets by itself (ip_local_port_range)."""
 _GRACE_S = 10.0
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nothing listens on at `host` just now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of FREE_PORTS that nothing listens on at `host` now. A server binds it many seconds later, so the
+    port is none that the kernel gives to other sockets meanwhile. RuntimeError if 100 tries find none."""
+    for _ in range(100):
+        port = random.SystemRandom().choice(FREE_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise RuntimeError(
+        f"a server must have a free port at {host}, got none in 100 tries from {FREE_PORTS.start} to "
+        f"{FREE_PORTS.stop - 1}; check that {host} is an address of this machine"
+    )
 
 
 def require_free_port(host: str, port: int, what: str) -> None:
