@@ -67,11 +67,16 @@ begin() { # GROUP...
         running[$group]="$! $log"
     done
 }
+# Bash runs a trap only when its foreground command ends, and `wait` alone can miss a signal that comes just before it.
+await() { # PID
+    while kill -0 "$1" 2>/dev/null; do sleep 0.2; done
+    wait "$1"
+}
 end() { # GROUP...
     local group pid log
     for group in "$@"; do
         read -r pid log <<<"${running[$group]}"
-        wait "$pid" || failed+=("$group")
+        await "$pid" || failed+=("$group")
         step "$group"
         tail -n 40 "$log"
     done
@@ -105,7 +110,7 @@ if wants tests; then
     begin "${short[@]}" "${long[@]}"
     end "${short[@]}"
 fi
-[[ -z "${making:-}" ]] || wait "$making" || failed+=(model)
+[[ -z "${making:-}" ]] || await "$making" || failed+=(model)
 rm -f "$OUT/smoke-ended"
 if wants smoke; then
     step "the Qwen3-4B starts, $MODE"
@@ -128,7 +133,7 @@ if [[ -n "${smoking:-}" ]]; then
         >"$OUT/$MODE/gpu_memory.csv" &
     memory=$!
     date +%s >"$OUT/$MODE/alone_from"
-    wait "$smoking" || failed+=("$MODE")
+    await "$smoking" || failed+=("$MODE")
     kill "$memory" || true
     step "$MODE"
     tail -n 30 "$OUT/smoke.log"
@@ -136,7 +141,7 @@ fi
 if wants rollout; then
     touch "$OUT/smoke-ended"
     [[ -n "${rolling:-}" ]] || start_rollout
-    wait "$rolling" || failed+=(rollout)
+    await "$rolling" || failed+=(rollout)
     step "rollout compared with plain vLLM"
     tail -n 8 "$OUT/rollout_speed.log"
 fi

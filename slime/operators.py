@@ -1,6 +1,7 @@
-"""Which operators of rl_kernel training runs: one decision each, made at start-up from the configuration.
+"""Decides which operators of rl_kernel the training runs: one decision per operator, at start-up.
 
-Owns the rule that picks how hidden states become log-probs, and the counts of what ran. Imports no Megatron.
+Owns the rule that chooses how log-probs are computed from hidden states, and the metrics of the operators. Imports no
+Megatron.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 REDUCTIONS = ("masked_sum", "masked_mean", "masked_whiten")
-"""Deterministic reductions that go with group_advantage, on the list and off it."""
+"""Deterministic reductions. --rl-kernel-ops switches them together with group_advantage."""
 
 FILTERS = "slime.rollout.filter_hub."
-"""Where the dynamic-sampling filters lie that compare the rewards of a group."""
+"""Path prefix of the dynamic-sampling filters that compare the rewards of a group."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """One way to compute log-probs from hidden states. `name` is that of the operator, as --rl-kernel-ops spells it.
+    """One way to compute log-probs from hidden states. `name` is the operator's name in --rl-kernel-ops.
 
-    `in_one_pass`: the operator computes the loss too, block by block of tokens, and so cannot serve a loss that looks
-    at whole sequences. `has_logits`: the logits of all response tokens of a micro-batch are in memory at once.
+    `in_one_pass`: the operator also computes the loss, block by block of tokens. Such an operator cannot compute a loss
+    that needs whole sequences. `has_logits`: the logits of all response tokens of a micro-batch are in memory at once.
     """
 
     name: str
@@ -44,16 +45,16 @@ ONE_PASS = Head("linear_token_loss", in_one_pass=True, has_logits=False)
 LINEAR = Head("linear_logp", has_logits=False)
 LOGITS = Head("logp")
 NATIVE = Head("native")
-"""Megatron's logits and plain PyTorch: no operator."""
+"""Megatron's logits and plain PyTorch, with no operator."""
 
 HEADS = (ONE_PASS, LINEAR, LOGITS)
-"""The heads that are operators, the first choice first."""
+"""The heads that are operators, in order of preference."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one operator. `chosen`: triton, reference (the operator in plain PyTorch) or not called;
-    `contract` names the numeric contract that a fast run is held to. `str` is the line that people see."""
+    """The decision about one operator. `chosen`: triton, reference (the operator in plain PyTorch) or not called.
+    `contract` names the numeric contract that a fast run must meet. `str` is the line that the run prints."""
 
     operator: str
     requested: str
@@ -66,22 +67,22 @@ class Decision:
 
 
 def _mode(config: Config) -> str:
-    """--rlk-fast, which slime.config resolves."""
+    """The value of --rlk-fast. slime.config has replaced an unset value."""
     assert config.kernels.rlk_fast is not None
     return config.kernels.rlk_fast
 
 
 def _listed(config: Config) -> list[str]:
-    """--rl-kernel-ops, which slime.config resolves."""
+    """The value of --rl-kernel-ops. slime.config has replaced an unset value."""
     assert config.kernels.rl_kernel_ops is not None
     return config.kernels.rl_kernel_ops
 
 
 def loss_head(config: Config) -> tuple[Head, str]:
-    """What the training loss takes its log-probs from, and why that is not the one-pass operator ("" if it is).
+    """The head of the training loss, and why the head is not the one-pass operator ("" if the head is).
 
-    A loss that looks at whole sequences cannot be computed block by block of tokens. With --rlk-fast off, and without
-    any operator on the list, the head is NATIVE.
+    A loss that needs whole sequences cannot be computed block by block of tokens. The head is NATIVE with --rlk-fast
+    off, for a custom loss, and when --rl-kernel-ops has no operator for log-probs.
     """
     if config.kernels.rlk_fast == "off":
         return NATIVE, "--rlk-fast off"
@@ -98,7 +99,7 @@ def loss_head(config: Config) -> tuple[Head, str]:
 
 
 def pass_head(config: Config) -> Head:
-    """What log-probs without a gradient (old, reference) come from."""
+    """The head for log-probs without a gradient, of the old policy and of the reference model."""
     if config.kernels.rlk_fast == "off":
         return NATIVE
     listed = (head for head in HEADS if not head.in_one_pass and head.name in _listed(config))
@@ -106,7 +107,7 @@ def pass_head(config: Config) -> Head:
 
 
 def whole_sequences(config: Config) -> str:
-    """Why the loss of a token needs more than that token's log-prob; "" if it does not."""
+    """Why the loss of a token needs more than that token's log-prob; "" if the log-prob is enough."""
     if not loss_of(config.algorithm).surrogate:
         return ""
     asked = {
@@ -121,10 +122,11 @@ def whole_sequences(config: Config) -> str:
 
 
 def needs_old_log_probs(config: Config) -> bool:
-    """Whether the log-probs before the first step are computed in a pass of their own.
+    """Whether an extra pass computes the log-probs of the old policy before the first step.
 
-    With one step a rollout the policy still is the old one when it is trained: its own detached log-probs serve. What
-    needs them before that step (a KL penalty in the reward, hooks, sequence ratios) asks for the extra pass.
+    With one step per rollout, the trained policy is still the old policy in that step, so its detached log-probs are
+    enough. The extra pass runs if something needs the log-probs before the step: a KL penalty in the reward, hooks,
+    sequence ratios.
     """
     loss = loss_of(config.algorithm)
     if not loss.rewarded or config.off_policy.use_rollout_logprobs:
@@ -136,13 +138,13 @@ def needs_old_log_probs(config: Config) -> bool:
         or estimator_of(config.algorithm).needs_old_log_probs
         or loss.needs_old_log_probs
         or config.algorithm.custom_advantage_function_path is not None
-        # that pass chooses the experts; those of the engine are there without it
+        # Routing replay repeats the experts of the extra pass, unless it repeats the experts of the engine.
         or (config.off_policy.use_routing_replay and not config.off_policy.use_rollout_routing_replay)
     )
 
 
 def called(config: Config) -> set[str]:
-    """The operators that this configuration calls. Hooks that make or replace calls are not looked into."""
+    """The operators that this configuration calls. Calls that a hook adds or replaces are not considered."""
     found: set[str] = set()
     loss, estimator = loss_of(config.algorithm), estimator_of(config.algorithm)
     if loss.rewarded and (_compares_rewards(config) or _filters_by_reward(config)):
@@ -151,7 +153,7 @@ def called(config: Config) -> set[str]:
         return found
     found |= {loss_head(config)[0].name, "rotary"}
     if config.megatron.overrides.get("transformer_impl", "local") == "local":
-        found.add("swiglu")  # between Transformer Engine's products stands Megatron's own activation
+        found.add("swiglu")  # with Transformer Engine, Megatron's own activation runs instead
     if needs_old_log_probs(config) or config.needs_reference:
         found.add(pass_head(config).name)
     advantages = loss.rewarded and not (
@@ -184,10 +186,10 @@ def _filters_by_reward(config: Config) -> bool:
 
 
 def decide(config: Config, device_type: str) -> list[Decision]:
-    """One decision for each operator, for tensors of `device_type`.
+    """One decision per operator, for tensors of `device_type`.
 
     Raises:
-        Refused: with --rlk-fast strict, an operator that the configuration calls cannot run its fast implementation.
+        Refused: with --rlk-fast strict, if an operator that the configuration calls cannot run fast.
     """
     found, refused = [], {}
     for name in (*OPERATORS, "masked_whiten"):
@@ -204,7 +206,7 @@ def decide(config: Config, device_type: str) -> list[Decision]:
 
 
 def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool]:
-    """(what runs, why, whether that is less than the mode asks for)."""
+    """(implementation, reason, whether the implementation is a fallback in spite of --rlk-fast)."""
     if name not in called(config):
         return "not called", loss_head(config)[1] if name == ONE_PASS.name else "", False
     if config.kernels.rlk_fast == "off":
@@ -221,7 +223,7 @@ def _chosen(name: str, config: Config, device_type: str) -> tuple[str, str, bool
 
 
 def headline(config: Config) -> str:
-    """What stands above the decisions."""
+    """The line above the decisions."""
     head, reason = loss_head(config)
     return f"--rlk-fast {config.kernels.rlk_fast}, the loss has its log-probs from {head.name}" + (
         f": {reason}" if reason else ""
@@ -229,7 +231,7 @@ def headline(config: Config) -> str:
 
 
 def install(config: Config) -> None:
-    """Put the switch into force in this process: mode, list of operators, and their timing."""
+    """Apply --rlk-fast and --rl-kernel-ops in this process, and set the timing of operators."""
     names = list(_listed(config))
     if "group_advantage" in names:
         names += REDUCTIONS
@@ -238,13 +240,15 @@ def install(config: Config) -> None:
 
 
 def step_metrics() -> dict[str, float]:
-    """`rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` of this process since the last call, and
-    `rl_kernel/fast`, the share of fast runs among the calls that the mode wants to be fast, as the mean over operators:
-    a layer calls its operators hundreds of times a step, the head once a micro-batch, and either would show. Neither
-    operators of the host nor those off the list nor the native path count.
+    """Metrics of the operators in this process since the last call of this function; empty with --rlk-fast off.
 
-    Empty with --rlk-fast off. Reads the timing events of the device: for the end of a step, where its metrics have been
-    waited for.
+    `rl_kernel/{op}/calls`, `/tokens`, `/fallbacks` and `/ms` are per operator. `rl_kernel/fast` is the share of fast
+    runs among the calls that the mode wants to be fast. The share is the mean over operators, so that a fallback of any
+    operator shows: a layer calls its operators hundreds of times per step, and the head is called once per micro-batch.
+    Operators of the host, operators outside --rl-kernel-ops and the native path do not count.
+
+    The function reads timing events of the device. Call the function at the end of a step, when the step's metrics have
+    arrived.
     """
     counted = rl_kernel.telemetry(reset=True)
     if settings().mode == "off":

@@ -1,4 +1,4 @@
-"""Ray actors around the rollout manager and the trainer ranks, and the handles through which the loop calls them."""
+"""Ray actors of the rollout manager and the trainer ranks, and the handles with which the loop calls the actors."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def log_to(config: Config, name: str) -> None:
 
 
 class ActorError(RuntimeError):
-    """A call of an actor failed. The text says which actor, and its own error; `log` is its log file, `details` the
-    remote traceback, or what Ray has to say of a process that died."""
+    """A call of an actor failed. The message has the actor's name and the actor's error. `log` is the actor's log
+    file. `details` is the remote traceback, or Ray's report on a process that died."""
 
     def __init__(self, name: str, error: RayTaskError | RayActorError, log: Path) -> None:
         self.log, self.details = log, str(error)
@@ -59,22 +59,24 @@ class ActorError(RuntimeError):
         super().__init__(f"{name} failed: {said}")
 
 
-_DEATH_S = 3.0  # from the first complaint of a peer to Ray's word that a process is gone
+_DEATH_S = 3.0  # after a first failure, the time for Ray to report a dead process
 _CHECK_S = 1.0
 PROGRESS = {"progress": 1}
-"""A concurrency group of its own, so that asking how far an actor is does not wait until it is done."""
+"""A separate concurrency group, so that a `progress` call does not wait for the actor's other calls."""
 LIFE = {"life": 1}
 
 
 def freeze_objects() -> None:
-    """Have the garbage collector leave out all that exists now, once a process is built: modules and models live as
-    long as it does. Full collections, which a rollout's samples set off, took 0.2 s for half a million of them."""
+    """Exclude the objects that exist now from garbage collection: modules and models live as long as the process.
+
+    The samples of a rollout trigger full collections, which took 0.2 s with half a million objects.
+    """
     gc.collect()
     gc.freeze()
 
 
 def other_gpu(named: str | None) -> list[str]:
-    """A remark where this process's GPU is not the one that --gpu names."""
+    """A remark if this process's GPU is not the GPU that --gpu names."""
     import torch
 
     if named is None or not torch.cuda.is_available():
@@ -102,7 +104,7 @@ class TrainerActor:
             if cpus:
                 bind(cpus)
             self.remarks.append(f"NUMA: {line}")
-        os.environ.update(visible)  # CUDA looks when it starts, which is later
+        os.environ.update(visible)  # CUDA reads these variables when it starts, which is later
         os.environ.update({key: str(value) for key, value in config.cluster.train_env_vars.items()})
         self.config, self.rank, self.world_size = config, rank, world_size
         if threads:
@@ -111,14 +113,14 @@ class TrainerActor:
             torch.set_num_threads(threads)
 
     def open_port(self) -> str:
-        """A torch.distributed address on this node. It stays open from here on, so that its port is nobody else's."""
+        """A torch.distributed address on this node. The port stays open, so that no other process takes the port."""
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self.store, init_method = open_store(address)
         return init_method
 
     def build(self, init_method: str) -> tuple[int, int, list[Decision], tuple[str, ...], list[str]]:
-        """Build the model; returns (data-parallel rank, first rollout to train, what its operators will run, what of
-        its state leaves its device and why, remarks on its GPU and CPUs)."""
+        """Build the model. Return the data-parallel rank, the first rollout to train, the decisions on operators, the
+        lines on the state that leaves the device and why, and the remarks on the rank's GPU and CPUs."""
         from slime.megatron_backend.trainer import MegatronTrainer
 
         self.trainer = MegatronTrainer(self.config, self.rank, self.world_size, init_method=init_method)
@@ -137,7 +139,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:
-        """Never returns: whoever waits for it learns that this process died."""
+        """Never returns. The call fails when this process dies, so a caller that waits for the call learns of it."""
         threading.Event().wait()
 
     def save(self, rollout_id: int) -> None:
@@ -151,8 +153,8 @@ class TrainerActor:
 
 
 class TrainerGroup:
-    """All trainer ranks. Implements slime.protocols.TrainerHandle: a call runs on every rank, its future holds rank
-    0's answer."""
+    """All trainer ranks. Implements slime.protocols.TrainerHandle. A call runs on every rank, and its future holds
+    the answer of rank 0."""
 
     def __init__(self, config: Config, placement: Placement) -> None:
         world_size = len(placement.trainer_bundles)
@@ -170,7 +172,7 @@ class TrainerGroup:
             for rank, bundle in enumerate(placement.trainer_bundles)
         ]
         self.lives = {actor.live.remote(): f"trainer-{rank}" for rank, actor in enumerate(self._actors)}
-        # Of ranks on this host a private file, because torch's store asks nobody for a key.
+        # Ranks on one host meet through a private file, because torch's network store checks no key.
         self._private = None
         if on_one_host(config):
             self._private = tempfile.TemporaryDirectory(prefix="vime-rendezvous-", ignore_cleanup_errors=True)
@@ -182,7 +184,7 @@ class TrainerGroup:
         }
 
     def take_built(self, built: list[Any]) -> None:
-        """The answers of `building`; see `wait_built`."""
+        """Store the answers of `building`; see `wait_built`."""
         self._dp_ranks = [dp_rank for dp_rank, *_ in built]
         _, self.start_rollout_id, self.decisions, self.memory, _ = built[0]
         ranks: dict[str, list[int]] = {}
@@ -205,11 +207,11 @@ class TrainerGroup:
         return self._on_all(lambda actor, rank: actor.next_weights.remote(version, receivers))
 
     def weights_file(self) -> Future[WeightUpdate]:
-        """The weights as they are once the ranks have done what they do now. From any thread."""
+        """The weights after the calls that the ranks run now. Any thread may call this method."""
         return self._on_all(lambda actor, rank: actor.weights_file.remote())
 
     def _on_all(self, call: Callable[[Any, int], Any]) -> Future[Any]:
-        """One call on every rank. The ranks get calls of several threads in the same order: each is a collective."""
+        """Call every rank. A call is a collective, so all ranks must get the calls of several threads in one order."""
         with self._calling:
             refs = [call(actor, rank) for rank, actor in enumerate(self._actors)]
         return self._threads.submit(lambda: self._results(refs)[0])
@@ -232,17 +234,18 @@ def first_failure_or_all(
     *,
     check: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Results of the calls (reference -> name of the actor), in order. `lives`: calls that end with their actor only.
+    """Results of the calls (reference -> name of the actor), in order. `lives`: calls that end only with their actor.
 
-    The first one that fails raises ActorError, while its peers still wait for it in a collective; and if a peer died,
-    that one does: what others say of a broken collective comes of it, and may come first. `check` is called in every
-    second without an answer, and what it raises ends the wait.
+    The first call that fails raises ActorError at once, because its peers may still wait for it in a collective. If a
+    peer died, the ActorError names that peer. Its death breaks the collective, and the other ranks may report the
+    broken collective first. `check` is called after each second without a result. An exception of `check` ends the
+    wait.
     """
     waiting, names = [*calls, *lives], {**lives, **calls}
     results: dict[Any, Any] = {}
     while len(results) < len(calls):
         every_s = None if check is None else _CHECK_S
-        ended, waiting = ray.wait(waiting, timeout=every_s)  # ok: the call of an actor that dies ends, too
+        ended, waiting = ray.wait(waiting, timeout=every_s)  # ok: the call also ends if its actor dies
         if not ended and check is not None:
             check()
             continue
@@ -258,7 +261,7 @@ def first_failure_or_all(
 
 
 def _death_among(waiting: list[Any]) -> tuple[Any, RayActorError] | None:
-    """The first of the calls whose actor's process is found dead within _DEATH_S."""
+    """The first call whose actor Ray reports as dead within _DEATH_S seconds, and Ray's error."""
     end = time.monotonic() + _DEATH_S
     while waiting and (left_s := end - time.monotonic()) > 0:
         ended, waiting = ray.wait(waiting, num_returns=1, timeout=left_s)
@@ -268,12 +271,12 @@ def _death_among(waiting: list[Any]) -> tuple[Any, RayActorError] | None:
             except RayActorError as error:
                 return ref, error
             except RayTaskError:
-                pass  # one more that lost its peer
+                pass  # this actor lives, and also lost its peer
     return None
 
 
 def ask_progress(actor: Any) -> tuple[int, int]:
-    """How far an actor is; (0, 0) from one that is gone, whose call itself will tell why."""
+    """How far an actor is. (0, 0) for an actor that died: the call that the actor ran reports why."""
     try:
         done: tuple[int, int] = ray.get(actor.progress.remote(), timeout=5)
         return done
@@ -282,14 +285,14 @@ def ask_progress(actor: Any) -> tuple[int, int]:
 
 
 class RolloutActor(RolloutManager):
-    """The rollout manager in its own process, which keeps its rank data in Ray's object store."""
+    """The rollout manager in its own process. The manager keeps the data of each rank in Ray's object store."""
 
     def __init__(self, config: Config) -> None:
         log_to(config, "rollout")
         self.config = config
 
     def build(self, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:
-        """Not in the constructor: of one that raises Ray says that the process died."""
+        """Build the manager. If the constructor did this and raised, Ray would only report that the process died."""
         super().__init__(self.config, engine, dp_size, facts, lambda data: ray.put(pack_columns(data)))
         freeze_objects()
 
@@ -299,8 +302,11 @@ class RolloutActor(RolloutManager):
 
 
 class RolloutGroup:
-    """The rollout manager's actor. Implements slime.protocols.RolloutHandle. `lives` of the trainer: a rollout may take
-    long, and who dies meanwhile is not asked for anything."""
+    """The rollout manager's actor. Implements slime.protocols.RolloutHandle.
+
+    `lives` comes from the trainer. A rollout may take long and calls no trainer rank, so only `lives` shows that a rank
+    died.
+    """
 
     def __init__(
         self, config: Config, engine: Any, dp_size: int, facts: dict[str, Any], lives: Mapping[Any, str]
@@ -313,7 +319,7 @@ class RolloutGroup:
         self.building = {self._actor.build.remote(engine, dp_size, facts): "rollout"}
 
     def load(self, start_rollout_id: int) -> None:
-        """Bring the data source to where it stood before rollout `start_rollout_id`."""
+        """Set the data source to its position before rollout `start_rollout_id`."""
         self._result(self._actor.load.remote(start_rollout_id))
 
     def progress(self) -> tuple[int, int]:
@@ -339,7 +345,7 @@ def wait_built(
     rollout: RolloutGroup,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Returns when every rank has its model and the rollout manager its data; whoever fails first ends the wait.
+    """Return when every rank has its model and the rollout manager has its data. The first failure ends the wait.
     `check`: see `first_failure_or_all`."""
     ranks = {} if trainer is None else trainer.building
     answers = first_failure_or_all(config, {**ranks, **rollout.building}, check=check)

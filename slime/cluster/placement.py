@@ -52,7 +52,9 @@ def connect(*, allow_unauthenticated: bool = False) -> None:
     too, unless `allow_unauthenticated`.
 
     The new cluster has a small object store, because the store only holds rollout data; Ray's default is 30% of
-    memory. The cluster starts no idle workers. The output of actors goes to the run directory (actors.log_to).
+    memory. The cluster starts no idle workers. Its actors have the niceness of this process: with Ray's default of 15,
+    one busy process beside the run takes a core from the threads of the trainer and the engine, which wait for each
+    other. The output of actors goes to the run directory (actors.log_to).
     """
     # Otherwise Ray logs at each start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -80,7 +82,7 @@ def connect(*, allow_unauthenticated: bool = False) -> None:
                 address="local",
                 include_dashboard=False,
                 object_store_memory=512 * 2**20,
-                _system_config={"prestart_worker_first_driver": False},
+                _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
                 **quiet,
             )
     finally:

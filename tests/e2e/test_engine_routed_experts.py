@@ -21,7 +21,7 @@ from vime.engine.routed_experts import START_FIELD, decode
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineSpec
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LAYERS, EXPERTS, TOPK = 2, 8, 2
 PROMPT = [4 + i * 7 % 40 for i in range(40)]

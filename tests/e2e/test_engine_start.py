@@ -201,6 +201,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_nothing_survives_a_kill_9_of_the_driver(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     driver = subprocess.Popen(

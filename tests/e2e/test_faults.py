@@ -37,6 +37,7 @@ def fail(world: World, name: str, flags: list[str], *, timeout_s: float = 180) -
         return code, launch.output
 
 
+@pytest.mark.slow
 def test_killed_engines_are_replaced(world: World) -> None:
     engines_killed(FaultyRun(world, "engines"))
 
@@ -48,6 +49,7 @@ def test_a_run_whose_trainer_was_killed_is_resumed(world: World) -> None:
     resumed_with_a_slow_engine_then_interrupted(run)
 
 
+@pytest.mark.slow
 def test_engine_killed_in_a_broadcast_leaves_the_update_to_the_other(world: World) -> None:
     """In the first update: the engine that is left gets all of the weights, whatever it has had."""
     flags = [
@@ -100,7 +102,7 @@ def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: Wor
 def test_sigterm_ends_a_run_as_ctrl_c_does(world: World) -> None:
     """Of the command alone, as a scheduler or a container sends it; Ray has a handler of its own for it."""
     with launched(vime("train", *world.sft("ended", rollouts=10_000)), world.root / "ended.out") as launch:
-        launch.wait_for(lambda: rows(world.root / "ended", "train/step"), "a step", 120)
+        launch.wait_for(lambda: rows(world.root / "ended", "train/step"), "a step", 240)
         launch.process.terminate()
         assert launch.finish(30) == 130
         assert "interrupted" in launch.output.splitlines()[-1]

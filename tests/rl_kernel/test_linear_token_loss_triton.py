@@ -118,7 +118,7 @@ def by_autograd(op, loss, layer, targets, dtype=None, **options):
 
 @pytest.mark.parametrize("where", ["autograd", "weight_grad"])
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow), FP32], ids=str)
 def test_blocks_of_tokens(recorder, dtype, blocks, where):
     """Without `weight_grad` the gradient of several blocks is summed in float32, which the workspace must hold."""
     layer, targets = layer_of(BLOCKS, dtype)
@@ -218,7 +218,7 @@ def test_the_same_as_linear_logp_and_autograd(recorder, entropy):
     assert all(torch.equal(one_pass[name], two_passes[name]) for name in two_passes)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP32, marks=pytest.mark.slow)], ids=str)
 def test_same_bits_every_time(recorder, dtype):
     layer, targets = layer_of(BLOCKS, dtype)
     results = []

@@ -93,15 +93,16 @@ def collected(arguments: list[str]) -> Counter[str]:
     return Counter(line for line in done.stdout.splitlines() if "::" in line)
 
 
-def sleeping(script: psutil.Process) -> list[psutil.Process]:
+def sleeping(script: psutil.Process, seconds: str) -> list[psutil.Process]:
     found = []
     for child in script.children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a helper of the script, gone meanwhile
-            if child.name() == "sleep":
+            if child.cmdline() == ["sleep", seconds]:
                 found.append(child)
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_every_test_of_its_kind_is_in_one_group(environment, gpus):
     asked = re.findall(
@@ -160,7 +161,7 @@ def test_an_interrupt_ends_all_tests(environment, number):
     environment = {**environment, "GPUS": "1", "SECONDS_OF_TESTS": "300"}
     started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
     script, end = psutil.Process(started.pid), time.monotonic() + 30
-    while len(children := sleeping(script)) < 4:
+    while len(children := sleeping(script, "300")) < 4:
         assert time.monotonic() < end, "four groups should run"
         time.sleep(0.1)
     os.killpg(started.pid, number)

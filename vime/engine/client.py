@@ -1,7 +1,7 @@
-"""Asks for completions through the router: slime's RolloutEngine over vLLM's /v1/completions.
+"""Requests completions through the router: slime's RolloutEngine over vLLM's /v1/completions.
 
-Owns the translation of sampling parameters, retries up to a deadline, and the check that every token came with its
-log-prob. Picklable; the HTTP session is made where the first request is.
+Owns the translation of sampling parameters, the retries until a deadline, and the check that every token has a
+log-prob. The client can be pickled, because it opens its HTTP session only at the first request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vime.engine import compact_log_probs, routed_experts
 from vime.engine.middleware import VERSIONS_HEADER
 from vime.engine.server import SERVED_MODEL_NAME
 
-# slime's name -> vLLM's. A parameter in neither form is an error, never dropped.
+# slime's name -> vLLM's name. Any other parameter is an error, because dropping it would change the sampling.
 _NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -43,7 +43,7 @@ _FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class _Transient(Exception):
-    """A fault that may be gone at the next attempt."""
+    """A fault that a retry may fix."""
 
 
 class VllmEngineClient:
@@ -68,11 +68,13 @@ class VllmEngineClient:
     ) -> GenerateResult:
         """Sample one completion of `token_ids`.
 
-        Log-probs are nats under the distribution sampled from: after temperature, and after top-k/top-p/min-p and
-        penalties where they are set. Equal seeds give equal samples on equal weights where the engine's numbers do
-        not depend on its batch. The text keeps the stop string unless `no_stop_trim` is False. Connection faults, 5xx,
-        408 and 429 are retried, then TimeoutError after `deadline_s` seconds (--rollout-deadline-s); any other refusal
-        is a ValueError with what the engine said.
+        The log-probs are in nats. They belong to the distribution that the tokens were sampled from: after temperature,
+        and after top-k, top-p, min-p and penalties if these are set. The same seed gives the same sample on the same
+        weights, if the engine's numbers do not depend on its batch. The text keeps the stop string unless
+        `no_stop_trim` is False.
+
+        Connection faults and HTTP 5xx, 408, 425 and 429 are retried. TimeoutError when `deadline_s` seconds
+        (--rollout-deadline-s) end without a completion. ValueError, with the engine's answer, for any other status.
         """
         body = request_body(token_ids, sampling_params, seed)
         if experts_from is not None:
@@ -93,19 +95,19 @@ class VllmEngineClient:
         )
 
     async def abort_all(self) -> None:
-        """End every request that is running on any engine of the router; each returns what it has."""
+        """Abort every running request on every engine of the router. Each request returns the tokens that it has."""
         listed = await self._json("GET", "/workers")
         urls = [worker["url"] for worker in listed["workers"]]
         results = await asyncio.gather(
             *(self._json("POST", f"{url}/abort_requests", {}) for url in urls), return_exceptions=True
         )
         for result in results:
-            # An engine that is gone has nothing to abort: its requests fail by themselves and are retried or given up.
+            # A dead engine has nothing to abort: its requests fail, and `generate` retries them until their deadline.
             if isinstance(result, BaseException) and not isinstance(result, aiohttp.ClientError | OSError):
                 raise result
 
     async def close(self) -> None:
-        """Close the connections. The client can be used again afterwards."""
+        """Close the connections. The next request opens new ones."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -114,7 +116,7 @@ class VllmEngineClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers={"Authorization": f"Bearer {self._run_key}"},
-                # The callers bound how many requests run; a second bound here would only hide requests from the engine.
+                # The callers limit how many requests run. A second limit would only keep requests from the engine.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
                 timeout=aiohttp.ClientTimeout(total=None),
                 trust_env=False,
@@ -142,7 +144,7 @@ class VllmEngineClient:
             answer = _decoded(await response.read(), url)
         result = parse_completion(answer, versions)
         start = body.get(routed_experts.START_FIELD)
-        if start is None or not result.token_ids:  # one that was aborted while it waited has nothing
+        if start is None or not result.token_ids:  # no tokens: the request was aborted in the queue
             return result
         tokens = len(body["prompt"]) + len(result.token_ids)
         rows = routed_experts.decode(answer["choices"][0].get("routed_experts"), tokens=tokens, start=start)
@@ -150,7 +152,7 @@ class VllmEngineClient:
 
 
 def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The /v1/completions request; parameters that are None are left to the engine's neutral defaults."""
+    """The body of a /v1/completions request. For a parameter that is None, the engine uses its neutral default."""
     unknown = sampling_params.keys() - _NAMES.keys()
     if unknown:
         raise ValueError(f"sampling parameters must be among {sorted(_NAMES)}, got {sorted(unknown)}")
@@ -167,7 +169,7 @@ def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: in
 
 
 def _decoded(answer: bytes, url: str) -> Any:
-    """The JSON of an answer; what is none comes from something between, and may be gone at the next attempt."""
+    """Parse an answer. Text that is not JSON comes from a server in between, so a retry may fix the fault."""
     try:
         return msgspec.json.decode(answer)
     except msgspec.DecodeError as error:
@@ -175,7 +177,7 @@ def _decoded(answer: bytes, url: str) -> Any:
 
 
 def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:
-    """vLLM's answer as a record. ValueError when a token lacks its log-prob or the finish reason is unknown."""
+    """Convert vLLM's answer. ValueError when a token has no log-prob, or when the finish reason is unknown."""
     choice = answer["choices"][0]
     token_ids = choice["token_ids"]
     log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
@@ -187,7 +189,7 @@ def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:
     if choice["finish_reason"] not in _FINISH:
         raise ValueError(f"finish_reason must be one of {sorted(_FINISH)}, got {choice['finish_reason']!r}")
     usage = answer.get("usage") or {}
-    timing = answer.get("metrics") or {}  # of --enable-per-request-metrics; entries may be None
+    timing = answer.get("metrics") or {}  # present with --enable-per-request-metrics; entries may be None
     queue_ms, between_tokens_ms = timing.get("queue_time_ms"), timing.get("mean_itl_ms")
     return GenerateResult(
         token_ids=token_ids,

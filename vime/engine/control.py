@@ -1,7 +1,7 @@
-"""Plain blocking requests with the run's key and a timeout on each, and over them the control routes of one engine.
+"""HTTP client of the engine servers: blocking requests with the run's key, and the control routes of one engine.
 
-Standard library only; proxies of the environment are never used. `python -m vllm...` must run with
-VLLM_SERVER_DEV_MODE=1, which serves these routes.
+Each request has a timeout. The module uses the standard library only, and ignores the proxies of the environment. vLLM
+serves the control routes only with VLLM_SERVER_DEV_MODE=1 in its environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class ControlError(RuntimeError):
-    """A route answered with an error; the message names server, route and what it said."""
+    """A server answered with an error. The message names the server, the request and the answer."""
 
 
 def request(
@@ -39,8 +39,11 @@ def request(
     headers: dict[str, str] | None = None,
     timeout_s: float,
 ) -> tuple[http.client.HTTPResponse, bytes]:
-    """One request to the server at `url`. ControlError for any answer but 200, OSError when none comes in time or none
-    can come any more: a vLLM whose engine process died stops listening, but waits for the requests it has, for ever."""
+    """Send one request to the server at `url`. Return the response and its body.
+
+    ControlError when the status is not 200. OSError when no answer comes within `timeout_s`, or when the server stops
+    listening: a vLLM server whose engine process died stops listening, and never answers the requests that it has.
+    """
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
     sent = {"Authorization": f"Bearer {run_key}", "Content-Type": "application/json", **(headers or {})}
@@ -53,19 +56,19 @@ def request(
         connection.close()
     if response.status != 200:
         said = content.decode(errors="replace")[:2000]
-        route = path.partition("?")[0]  # a query may hold the secret health path of an engine
+        route = path.partition("?")[0]  # the query may hold an engine's secret health path
         raise ControlError(f"{url} must accept {method} {route}, got HTTP {response.status}: {said}")
     return response, content
 
 
 def _await_answer(connection: http.client.HTTPConnection, timeout_s: float) -> None:
-    """Return once there is something to read. OSError when time is up, or when nobody listens there any more."""
+    """Return when an answer can be read. OSError after `timeout_s`, or when the server stops listening."""
     end, waiting = time.monotonic() + timeout_s, select.poll()
     waiting.register(connection.sock, select.POLLIN)
     while (left_s := end - time.monotonic()) > 0:
         if waiting.poll(1000 * min(left_s, _LOOK_EVERY_S)):
             return
-        # A busy server may be slow to accept: only a refusal says that nobody listens.
+        # A refused connection shows that the server stopped. A timeout does not: a busy server accepts slowly.
         with (
             contextlib.suppress(TimeoutError),
             socket.create_connection((connection.host, connection.port), timeout=_LOOK_EVERY_S),
@@ -84,9 +87,10 @@ def answers(url: str, run_key: str, path: str, *, timeout_s: float) -> bool:
 
 
 class EngineControl:
-    """Control client of the engine at `url`, e.g. "http://127.0.0.1:8000". Thread-safe: one connection a call.
+    """Control client of the engine at `url`, e.g. "http://127.0.0.1:8000". Thread-safe: one connection per call.
 
-    Every method raises ControlError for a refusal and OSError when the engine cannot be reached in time.
+    Every method but `is_healthy` raises ControlError when the engine answers with an error, and OSError when the engine
+    does not answer in time.
     """
 
     def __init__(self, url: str, run_key: str) -> None:
@@ -94,8 +98,8 @@ class EngineControl:
         self._run_key = run_key
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop generating. Running requests are frozen until `resume` (keep), ended with what they have (abort), or
-        finished first (wait)."""
+        """Stop generating. `mode` says what happens to running requests: they are frozen until `resume` (keep), ended
+        with the tokens that they have (abort), or finished first (wait)."""
         self._post("/pause", query={"mode": mode}, timeout_s=_SLOW_S)
 
     def resume(self) -> None:
@@ -108,12 +112,12 @@ class EngineControl:
         self._post("/update_weights", {"update_info": update_info}, timeout_s=_SLOW_S)
 
     def finish_weight_update(self, version: int) -> None:
-        """Close the update and make `version` the live one: answers carry it from here on."""
+        """End the update and make `version` the live version. Later answers carry `version`."""
         headers = {NEW_VERSION_HEADER: str(version)}
         self._post("/finish_weight_update", finish_body(version), headers=headers, timeout_s=_SLOW_S)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached keys and values, of running requests too: those compute theirs anew when they go on."""
+        """Drop all cached keys and values. Running requests compute theirs again when they continue."""
         answer = self._post(
             "/reset_prefix_cache", query={"reset_running_requests": "true"}, timeout_s=_SLOW_S
         )
@@ -121,17 +125,17 @@ class EngineControl:
             raise ControlError(f"engine {self.url} must drop its prefix cache, got {answer.decode()}")
 
     def sleep(self, level: int, mode: PauseMode = "keep") -> None:
-        """Free device memory (vLLM's sleep mode): keys and values are dropped, weights are moved to the host (level 1)
-        or dropped too (2)."""
+        """Free device memory with vLLM's sleep mode. Keys and values are dropped. Level 1 moves the weights to host
+        memory, and level 2 drops the weights."""
         self._post("/sleep", query={"level": str(level), "mode": mode}, timeout_s=_SLOW_S)
 
     def wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None:
-        """Take device memory again, for what `tags` name or for everything. Weights dropped by level 2 are undefined
-        until an update brings them."""
+        """Allocate device memory again, for the parts in `tags` or for all parts. After level 2 the weights are
+        undefined until an update loads them."""
         self._post("/wake_up", query=[("tags", tag) for tag in tags], timeout_s=_SLOW_S)
 
     def weight_version(self) -> int:
-        """Version of the live weights; -1: those of the checkpoint."""
+        """Version of the live weights; -1 means the weights of the checkpoint."""
         response, _ = request(self.url, self._run_key, "GET", "/health", timeout_s=_QUICK_S)
         return int(response.headers[VERSIONS_HEADER].split(",")[-1])
 

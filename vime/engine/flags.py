@@ -1,7 +1,7 @@
-"""The owners of `--vllm-*` and `--router-*`: the parsers of vLLM and vllm-router themselves check these flags.
+"""Checks the `--vllm-*` and `--router-*` flags with the parsers of vLLM and vllm-router.
 
-Importing vLLM takes seconds, and happens only when a `--vllm-*` flag is given. Refuses what this project sets itself
-(address, key, model, log-probs).
+The import of vLLM takes seconds, so vLLM is imported only when a `--vllm-*` flag is given. A flag for a setting that
+this project makes itself is an error (address, key, model, log-probs).
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ ROUTER_RESERVED = {
     "service_discovery": "the engine pool adds and removes workers itself",
 }
 MOST_GPUS = 2
-"""Of a run on a host that was made and measured: benchmarks/results."""
+"""The most GPUs of one host in a measured run; see benchmarks/results."""
 
 
 @functools.cache
 def vllm_parser() -> argparse.ArgumentParser:
-    """vLLM's server parser (imports vLLM: seconds). ValueError when vLLM is missing."""
+    """vLLM's server parser. The import of vLLM takes seconds. ValueError when vLLM is not installed."""
     try:
-        # Whatever the import prints must not mix with our own output (`vime flags --json`).
+        # What the import prints must not mix with our own output, such as that of `vime flags --json`.
         with contextlib.redirect_stdout(sys.stderr):
             from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -85,7 +85,7 @@ def vllm_parser() -> argparse.ArgumentParser:
 
 @functools.cache
 def router_parser() -> argparse.ArgumentParser:
-    """vllm-router's own parser, without address and workers. ValueError when it is missing."""
+    """vllm-router's parser without address and workers. ValueError when vllm-router is not installed."""
     try:
         from vllm_router.router_args import RouterArgs
     except ImportError as error:
@@ -101,7 +101,7 @@ def router_parser() -> argparse.ArgumentParser:
 
 
 class _PrefixOwner:
-    """Flags with a prefix, checked by the parser of the project they are for."""
+    """The flags with one prefix. The parser of the project that owns them checks them."""
 
     def __init__(self, prefix: str, project: str, fields: str, reserved: dict[str, str]) -> None:
         self.prefix, self.project, self.reserved = prefix, project, reserved
@@ -111,12 +111,12 @@ class _PrefixOwner:
         return vllm_parser() if self.prefix == "vllm_" else router_parser()
 
     def options(self) -> dict[str, argparse.Action]:
-        """Long option without dashes, with underscores -> the action behind it."""
+        """Name of each long option, with underscores and without its first dashes -> its argparse action."""
         actions = self.parser()._actions
         return {o[2:].replace("-", "_"): a for a in actions for o in a.option_strings if o.startswith("--")}
 
     def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
-        """Check every flag; return `*_args` (typed values) and `*_argv` (the project's flags)."""
+        """Check every flag. Return `*_args` (typed values) and `*_argv` (the flags as the project spells them)."""
         argv: dict[int | str, list[str]] = {}
         given: dict[str, Any] = {}
         problems = Problems()
@@ -145,11 +145,12 @@ class _PrefixOwner:
         typed = self._typed(tokens, group.typed)
         collects = isinstance(options[name], argparse._AppendAction)
         given.update({dest: given.get(dest, []) + typed[dest]} if collects else typed)
-        # vLLM warns of what is given twice. Values that are collected, and entries of JSON, add up.
+        # vLLM warns about a flag that is given twice, so only the last is kept. Collected values and entries of a
+        # JSON flag are all kept.
         argv[number if dot or collects else dest] = tokens
 
     def _typed(self, tokens: list[str], typed: str) -> dict[str, Any]:
-        """What the project's parser makes of one flag, where that is a plain JSON value."""
+        """The value that the project's parser gives to one flag, if JSON can represent the value."""
         unset = object()
         parser = self.parser()
         collecting = {a.dest for a in parser._actions if isinstance(a, argparse._AppendAction)}
@@ -168,7 +169,7 @@ class _PrefixOwner:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON gives it back; None for objects that JSON cannot hold (engine config classes)."""
+    """The value as JSON stores it. None for objects that JSON cannot represent, such as config classes."""
     try:
         return json.loads(json.dumps(sorted(value) if isinstance(value, set) else value))
     except TypeError:
@@ -180,7 +181,7 @@ ROUTER = _PrefixOwner("router_", "vllm-router", "router", ROUTER_RESERVED)
 
 
 def remarks(config: Config) -> Iterator[str]:
-    """Notes on engines. ValueError for a vLLM that is too old."""
+    """Notes on the engines, for the user. ValueError when the installed vLLM is too old."""
     version = vllm_versions.installed()
     if config.num_engines and version is not None and (remark := vllm_versions.check(version)):
         yield remark
@@ -207,7 +208,8 @@ def _given_parallel(config: Config, name: str) -> int | None:
 
 
 def engine_tensor_parallel(config: Config) -> int:
-    """GPUs of an engine over which each layer is split: what data and pipeline parallelism leave."""
+    """GPUs over which an engine splits each layer. The default is the engine's GPUs divided by the data and pipeline
+    parallel sizes."""
     other = (_given_parallel(config, "data_parallel_size") or 1) * (
         _given_parallel(config, "pipeline_parallel_size") or 1
     )
@@ -231,7 +233,7 @@ def check_engine_size(config: Config) -> None:
 
 
 def check_engine_nodes(config: Config) -> None:
-    """An engine of several nodes runs in vLLM's multi-node mode: one model over all GPUs, started by this project."""
+    """Check an engine of several nodes. The engine runs in vLLM's multi-node mode, with one model over all its GPUs."""
     if not config.num_engines or config.nodes_per_engine == 1:
         return
     spread = f"an engine of {config.nodes_per_engine} nodes (--num-gpus-per-node {config.cluster.num_gpus_per_node})"
@@ -247,7 +249,10 @@ def check_engine_nodes(config: Config) -> None:
 
 
 def check_engine_heads(config: Config) -> None:
-    """A tensor-parallel engine deals out query heads equally, and key/value heads equally or copied equally often."""
+    """Check that every GPU of a tensor-parallel engine gets the same number of heads.
+
+    Query heads are divided equally. Key/value heads are divided equally, or each is copied to equally many GPUs.
+    """
     if not config.num_engines:
         return
     assert config.rollout.hf_checkpoint is not None
@@ -270,11 +275,12 @@ def check_engine_heads(config: Config) -> None:
 
 
 def check_weight_channel(config: Config) -> None:
-    """Refuses what the channels of weights cannot reach or compare in engines that are more than tensor parallel.
+    """Check that the weight channel and --check-weight-update-equal work with the engine's parallel sizes.
 
-    A broadcast numbers the workers of an engine by their place in the tensor-parallel group, which data-parallel
-    replicas and pipeline stages share. Files and the memory of shared GPUs are found by every worker by itself. A
-    pipeline stage loads the layers it has, but a comparison wants every tensor of an update live on every worker.
+    A broadcast numbers the workers of an engine by their tensor-parallel rank. Data-parallel replicas and pipeline
+    stages repeat these ranks, so a broadcast needs engines that are tensor parallel only. With the other channels each
+    worker finds the files or the shared GPU memory by itself. A pipeline stage loads only its own layers, but
+    --check-weight-update-equal compares every tensor of an update on every worker.
     """
     data, pipeline = (_given_parallel(config, f"{name}_parallel_size") or 1 for name in ("data", "pipeline"))
     transport = config.weight_update.update_weight_transport
@@ -304,9 +310,9 @@ def check_context_length(config: Config) -> None:
 
 
 def engine_settings(config: Config) -> dict[str, Any]:
-    """What the configuration says about every engine server: keyword arguments of `vime.engine.server.EngineSpec`.
+    """The settings of every engine server: keyword arguments of `vime.engine.server.EngineSpec`.
 
-    `vllm_argv` replaces what is implied here.
+    The flags in `vllm_argv` override the other settings.
     """
     return {
         "model_path": config.rollout.hf_checkpoint,
@@ -324,13 +330,15 @@ def engine_settings(config: Config) -> dict[str, Any]:
 
 
 def gives_memory(config: Config) -> bool:
-    """Whether engines free the device while the trainer works on it, see VllmEnginePool."""
+    """Whether the engines free their device memory while the trainer uses the device; see VllmEnginePool."""
     return config.cluster.colocate and config.cluster.device == "cuda"
 
 
 def engine_dtype(config: Config) -> str:
-    """What engines compute in, for whoever compares their log-probs: the model's dtype as torch names it, with
-    "+quantization" where --vllm-quantization asks for one. "auto" is left as it is: only the engine knows.
+    """The dtype that engines compute in, by torch's name. Code that compares log-probs needs this name.
+
+    With --vllm-quantization the name ends in "+" and the quantization. "auto" stays "auto", because only the engine
+    knows its dtype then.
     """
     given = config.engine.backend_args.get("dtype") or config.megatron.params_dtype
     quantization = config.engine.backend_args.get("quantization")
@@ -341,7 +349,7 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 def list_flags() -> Iterator[dict[str, Any]]:
-    """One row a flag that vLLM or vllm-router owns (imports both)."""
+    """One row per flag that vLLM or vllm-router owns. Imports vLLM and vllm-router."""
     for owner in (VLLM, ROUTER):
         for name, action in owner.options().items():
             if action.dest in owner.reserved:

@@ -60,6 +60,7 @@ def install() -> None:
 
     write = OpenAIServingCompletion.request_output_to_completion_response
     if not hasattr(write, "wraps"):
+        # This replaces a method of vLLM on purpose: only requests with START_FIELD get experts.
         OpenAIServingCompletion.request_output_to_completion_response = _writing(write)  # type: ignore[method-assign]
     if current_platform.is_cpu():
         _let_older_runner()
@@ -74,11 +75,15 @@ def _let_older_runner() -> None:
     if not hasattr(VllmConfig, "_verify_aux_output_compatibility"):
         return  # a version whose older runner hands them on itself
     verify = _checking(VllmConfig._verify_aux_output_compatibility)
+    # This replaces a method of vLLM on purpose: vLLM's own check rejects the older runner.
     VllmConfig._verify_aux_output_compatibility = verify  # type: ignore[method-assign]
     connect = _connecting(CPUModelRunner.initialize_kv_cache)
+    # This replaces a method of vLLM on purpose: the older runner needs the collector.
     CPUModelRunner.initialize_kv_cache = connect  # type: ignore[method-assign]
+    # This replaces a method of vLLM on purpose: the collector must know when a step begins.
     CPUModelRunner.execute_model = _beginning(CPUModelRunner.execute_model)  # type: ignore[method-assign]
     sample = _handing_on(CPUModelRunner.sample_tokens)
+    # This replaces a method of vLLM on purpose: the output of a step must contain the experts.
     CPUModelRunner.sample_tokens = sample  # type: ignore[assignment, method-assign]
 
 
@@ -89,6 +94,7 @@ def _writing(vllms: Callable[..., Any]) -> Callable[..., Any]:
                 completion.routed_experts = None
         return vllms(self, outputs, request, *others)
 
+    # `install` finds this attribute and does not wrap the method twice. Function types declare no such attribute.
     request_output_to_completion_response.wraps = vllms  # type: ignore[attr-defined]
     return request_output_to_completion_response
 
@@ -127,6 +133,7 @@ def _beginning(vllms: Callable[..., Any]) -> Callable[..., Any]:
             self.routed_step = scheduler_output.num_scheduled_tokens
         return vllms(self, scheduler_output, *others, **more)
 
+    # `_let_older_runner` finds this attribute and does not wrap twice. Function types declare no such attribute.
     execute_model.wraps = vllms  # type: ignore[attr-defined]
     return execute_model
 

@@ -1,7 +1,7 @@
-"""One engine server: vLLM's OpenAI API server as a supervised subprocess, with the run's key on every route.
+"""One engine server: vLLM's OpenAI API server as a supervised subprocess. Every route needs the run's key.
 
-Owns its command line and environment. Light on purpose (no torch, no vLLM, no Ray): as a Ray actor, or in the driver,
-it is only the one who starts and watches. The key travels by environment, never on a command line.
+Owns the server's command line and environment. The module imports no torch, vLLM or Ray, because its process only
+starts and watches the server, as a Ray actor or in the driver. The environment passes the key, never a command line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vime.engine.vllm_versions import request_times, server_module
 SERVED_MODEL_NAME = "policy"
 _CPU_ARGV = (
     "--enforce-eager",
-    # A prompt cut in two would make vLLM step back a random generator, which those of the CPU cannot: it dies.
+    # For a prompt in two chunks vLLM sets a random generator back. The CPU's generators cannot, and vLLM crashes.
     "--no-enable-chunked-prefill",
     "--max-num-seqs=512",
     f"--kv-cache-memory-bytes={1 << 30}",
@@ -34,12 +34,12 @@ _CPU_ARGV = (
 
 
 def option(tokens: Sequence[str]) -> str:
-    """What a flag sets: ["--no-enable-x"] and ["--enable-x=1"] -> "enable-x"."""
+    """The name of the option that a flag sets: ["--no-enable-x"] and ["--enable-x=1"] -> "enable-x"."""
     return tokens[0].partition("=")[0].removeprefix("--").removeprefix("no-")
 
 
 def pair_up(argv: Sequence[str]) -> list[list[str]]:
-    """["--a", "1", "--b"] -> [["--a", "1"], ["--b"]]."""
+    """Group each flag with its values: ["--a", "1", "--b"] -> [["--a", "1"], ["--b"]]."""
     out: list[list[str]] = []
     for token in argv:
         if token.startswith("--"):
@@ -51,12 +51,12 @@ def pair_up(argv: Sequence[str]) -> list[list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(ServerSpec):
-    """What one engine server is to be.
+    """Settings of one engine server.
 
-    `vllm_argv` are flags of vLLM's server and replace the defaults here; `env` is added to this process's
-    environment. `weight_dir` is the only directory weight updates may come from. `cpu_threads`: OpenMP threads of
-    the engine on CPU; 0: half of the cores, which leaves the others to the API server (measured best on 2 cores).
-    `index` is the engine's place in the pool, for whoever places it; it stays when the engine restarts.
+    `vllm_argv` are flags of vLLM's server, and override the flags that this module sets. `env` is added to the
+    environment of this process. Weight updates may come only from `weight_dir`. `cpu_threads`: OpenMP threads of an
+    engine on CPU. 0 means half of the cores, which leaves the other half to the API server (fastest in measurements
+    on 2 cores). `index`: the engine's place in the pool, which decides its devices. A restarted engine keeps `index`.
     """
 
     model_path: str
@@ -71,18 +71,18 @@ class EngineSpec(ServerSpec):
     start_timeout_s: float = 600.0
     index: int = 0
     sleeps: bool = False
-    """Whether it must be able to give its device memory away and take it again."""
+    """Whether the engine must be able to free its device memory and allocate the memory again."""
     gpu_buses: tuple[str, ...] = ()
-    """PCI addresses of its GPUs, for the CPUs that it runs on; empty: any CPUs."""
+    """PCI addresses of the engine's GPUs. The engine runs on the CPUs near them; empty: on any CPUs."""
     numa_binding: str = "auto"
     tells_experts: bool = False
-    """Whether its answers must say which experts each token went to."""
+    """Whether the answers must contain the experts of each token."""
     waits: bool = False
-    """Whether it takes its device only after `open_gate`; `start_timeout_s` counts from `wait_ready`."""
+    """Whether the engine takes its device only after `open_gate`; `start_timeout_s` counts from `wait_ready`."""
     nodes: int = 1
-    """Nodes of the engine, each with a server process of its own."""
+    """Number of nodes of the engine. Each node has its own server process."""
     node: int = 0
-    """Which of them this process is on. The first serves HTTP, the others have workers only."""
+    """Index of this process's node. Node 0 serves HTTP, the other nodes have workers only."""
 
 
 class EngineServer(Server[EngineSpec]):
@@ -95,15 +95,15 @@ class EngineServer(Server[EngineSpec]):
 
     @property
     def _gate(self) -> Path:
-        """On this node, beside the log: no file system needs to be shared."""
+        """The engine may take its device when this file exists. The file needs no shared file system."""
         return Path(f"{self.spec.log_path}.gate").absolute()
 
     def meeting_point(self) -> str:
-        """HOST:PORT on this node where the processes of an engine of several nodes meet."""
+        """HOST:PORT on this node, where the processes of an engine of several nodes connect to each other."""
         return f"{self.spec.host}:{free_port(self.spec.host)}"
 
     def start(self, master: str = "") -> str:
-        """`master`: the `meeting_point` of the first process, for an engine of several nodes."""
+        """Start the server. `master`: the `meeting_point` of the first process, for an engine of several nodes."""
         self._master = master
         self._gate.unlink(missing_ok=True)
         cpus: set[int] = set()
@@ -120,7 +120,7 @@ class EngineServer(Server[EngineSpec]):
         return super().is_ready() if self.spec.node == 0 else self.poll() is None
 
     def open_gate(self) -> None:
-        """Let it take its device, where it waits for that."""
+        """Let an engine with `EngineSpec.waits` take its device."""
         if self.spec.waits:
             self._gate.touch()
 
@@ -137,9 +137,9 @@ class EngineServer(Server[EngineSpec]):
             "port": str(spec.port),
             "dtype": spec.dtype,
             "tensor-parallel-size": str(spec.tensor_parallel_size),
-            # The log-probs of the distribution that is sampled from, temperature included: what a trainer recomputes.
+            # Log-probs of the distribution that is sampled from, after temperature: the trainer recomputes these.
             "logprobs-mode": "processed_logprobs",
-            # Sampling is the rollout's business; the checkpoint's generation_config.json must not change it.
+            # The rollout sets the sampling parameters. The checkpoint's generation_config.json must not change them.
             "generation-config": "vllm",
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
             "middleware": "vime.engine.middleware.RunKeyMiddleware",
@@ -164,48 +164,48 @@ class EngineServer(Server[EngineSpec]):
         return [sys.executable, "-m", module, *ours, *spec.vllm_argv]
 
     def _multi_node(self) -> list[str]:
-        """Flags of vLLM's multi-node mode; none for an engine of one node."""
+        """Flags of vLLM's multi-node mode; empty for an engine of one node."""
         spec = self.spec
         if spec.nodes == 1:
             return []
         host, _, port = self._master.rpartition(":")
         flags = ["--nnodes", str(spec.nodes), "--node-rank", str(spec.node)]
-        if self._master:  # vime plan starts nothing, and has none
+        if self._master:  # empty in `vime plan`, which starts no engine
             flags += ["--master-addr", host, "--master-port", port]
         return [*flags, "--distributed-executor-backend", "mp", *(["--headless"] if spec.node else [])]
 
     def environment(self) -> dict[str, str]:
-        """What every server gets, what vLLM needs, and `spec.env` last."""
+        """Variables of every server, then those of vLLM, then `spec.env`, which overrides the others."""
         spec = self.spec
         env = {
             **super().environment(),
             SUPERVISED_VARIABLE: "1",
             WEIGHT_DIR_VARIABLE: spec.weight_dir,
-            "VLLM_SERVER_DEV_MODE": "1",  # the control routes
+            "VLLM_SERVER_DEV_MODE": "1",  # serves the control routes
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
-            "VLLM_HOST_IP": spec.host,  # what its processes meet each other at
+            "VLLM_HOST_IP": spec.host,  # the engine's processes connect at this address
         }
         if spec.tells_experts:
             env[routed_experts.VARIABLE] = "1"
         if ip_address(spec.host).is_loopback:
-            # The user's choice of an interface is for a cluster.
+            # A network interface that the user chose for a cluster does not reach loopback addresses.
             env |= LOOPBACK_ONLY
         if spec.sleeps:
             env[shared_gpu.SLEEPS_VARIABLE] = "1"
         if spec.waits:
-            # vLLM's own limit would count the wait, too; ours is start_timeout_s.
+            # vLLM's own time limit includes the wait for the gate, so a day is set. start_timeout_s is the limit.
             env |= {shared_gpu.GATE_VARIABLE: str(self._gate), "VLLM_ENGINE_READY_TIMEOUT_S": str(24 * 3600)}
         if spec.device == "cuda":
-            # The engine's process begins as a copy of the server's, with everything imported. vLLM takes another one
-            # where it cannot fork.
+            # A forked engine process starts faster, because the server's imports are in it already. vLLM uses another
+            # start method where it cannot fork.
             env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if spec.device == "cpu":
             env |= {
                 "OMP_NUM_THREADS": str(spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # The worker lives in the engine's process: on 2 cores a third process costs more than it brings.
+                # The worker runs in the engine's process: on 2 cores a third process costs more time than it saves.
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             }
         return env | dict(spec.env)
