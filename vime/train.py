@@ -37,6 +37,7 @@ from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from vime.backends import backend_of, parse_config
 from vime.engine.process import tail
+from vime.run_lock import lock_all
 
 SHARED_MEMORY = Path("/dev/shm")
 LOG_LINES = 15
@@ -78,9 +79,12 @@ def _told(error: Exception, logs: Path) -> str:
         log, details, said = logs / "driver.log", "".join(traceback.format_exception(error)), str(cause)
         if not isinstance(cause, ValueError | RuntimeError):  # the text of others may mean little by itself
             said = f"{type(cause).__name__}: {said}"
-    log.parent.mkdir(exist_ok=True)
-    with open(log, "a", encoding="utf-8") as file:
-        file.write(details + "\n")
+    try:
+        log.parent.mkdir(exist_ok=True)
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(details + "\n")
+    except OSError as full:  # a full disk may be what ended the run
+        return f"{shown}{details}\nvime train: {said}\n{log} cannot be written: {full.strerror}"
     return f"{shown}vime train: {said}\nmore in {log}"
 
 
@@ -111,8 +115,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
     """Start everything, train, stop everything."""
     assert config.logging.run_dir is not None
     run_dir = Path(config.logging.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
+        lock_all({"--run-dir": config.logging.run_dir, "--save": config.checkpoint.save}, stack)
         private = _private_weight_dir(config)
         guard = Guard([] if private is None else [str(private)])
         stack.callback(guard.dismiss)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from slime.algo.estimators import ESTIMATORS, estimator_of
 from slime.algo.losses import LOSSES, loss_of
 from slime.config.fields import flag, spelled
+from slime.config.ranges import BOUND, COEFFICIENT, COUNT, UNIT
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -33,23 +34,23 @@ class AlgorithmConfig:
     custom_pg_loss_reducer_function_path: str | None = flag(
         None, "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> callable"
     )
-    eps_clip: float = flag(0.2, "lower clip range: the ratio is clipped at 1 - this")
+    eps_clip: float = flag(0.2, "lower clip range: the ratio is clipped at 1 - this", range=BOUND)
     eps_clip_high: float | None = flag(
-        None, "upper clip range: the ratio is clipped at 1 + this (default: --eps-clip)"
+        None, "upper clip range: the ratio is clipped at 1 + this (default: --eps-clip)", range=BOUND
     )
     eps_clip_c: float | None = flag(
-        None, "dual clip for negative advantages: upper bound of the ratio, above 1"
+        None, "dual clip for negative advantages: upper bound of the ratio, above 1", range=BOUND
     )
-    kl_coef: float = flag(0.0, "weight of the KL penalty in the reward")
+    kl_coef: float = flag(0.0, "weight of the KL penalty in the reward", range=COEFFICIENT)
     use_kl_loss: bool = flag(False, "report the KL to the reference model and add it to the loss")
-    kl_loss_coef: float = flag(0.0, "weight of the KL in the loss")
+    kl_loss_coef: float = flag(0.0, "weight of the KL in the loss", range=COEFFICIENT)
     kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
     use_unbiased_kl: bool = flag(False, "multiply the KL estimate by exp(log_probs - old_log_probs)")
     ref_update_interval: int | None = flag(
-        None, "number of rollouts between two copies of the policy into the reference model"
+        None, "number of rollouts between two copies of the policy into the reference model", range=COUNT
     )
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    gamma: float = flag(1.0, "discount factor")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus", range=COEFFICIENT)
+    gamma: float = flag(1.0, "discount factor", range=UNIT)
     normalize_advantages: bool = flag(False, "whiten the advantages over all data parallel ranks")
     disable_grpo_std_normalization: bool = flag(
         False, "do not divide the advantages of a group by their standard deviation"

@@ -17,6 +17,7 @@ from slime.checkpoint_dir import (
 )
 from slime.config.fields import flag
 from slime.config.problems import given
+from slime.config.ranges import COUNT
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -29,7 +30,7 @@ class CheckpointConfig:
     load: str | None = flag(None, "folder of checkpoints to resume from; if it holds none, a new run starts")
     save: str | None = flag(None, "folder for checkpoints")
     save_interval: int | None = flag(
-        None, "number of rollouts between two checkpoints; the last rollout is always saved"
+        None, "number of rollouts between two checkpoints; the last rollout is always saved", range=COUNT
     )
     no_save_optim: bool = flag(
         False, "do not save the optimizer; such a checkpoint cannot be resumed exactly"

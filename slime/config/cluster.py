@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.fields import flag
 from slime.config.problems import given
+from slime.config.ranges import COUNT, COUNT_OR_ZERO
 from slime.hardware import HARDWARE
 
 if TYPE_CHECKING:
@@ -26,13 +27,17 @@ class ClusterConfig:
         "device of the trainer; auto selects cuda if this machine has it",
         choices=("auto", "cpu", "cuda"),
     )
-    actor_num_nodes: int = flag(1, "number of nodes that train")
-    actor_num_gpus_per_node: int = flag(8, "number of trainer ranks per node")
+    actor_num_nodes: int = flag(1, "number of nodes that train", range=COUNT)
+    actor_num_gpus_per_node: int = flag(8, "number of trainer ranks per node", range=COUNT)
     rollout_num_gpus: int | None = flag(
-        None, "number of GPUs of all rollout engines together; with --colocate, all GPUs of the trainer"
+        None,
+        "number of GPUs of all rollout engines together; with --colocate, all GPUs of the trainer",
+        range=COUNT_OR_ZERO,
     )
-    rollout_num_gpus_per_engine: int = flag(1, "number of GPUs per rollout engine")
-    num_gpus_per_node: int = flag(8, "number of GPUs per node (default with --gpu: as in its usual system)")
+    rollout_num_gpus_per_engine: int = flag(1, "number of GPUs per rollout engine", range=COUNT)
+    num_gpus_per_node: int = flag(
+        8, "number of GPUs per node (default with --gpu: as in its usual system)", range=COUNT
+    )
     gpu: str | None = flag(
         None,
         "GPU that the layout is for; sets --device cuda and the number of GPUs per node if they are not given; vime "
@@ -43,6 +48,7 @@ class ClusterConfig:
         None,
         "number of GPUs that NVLink connects; a tensor-parallel group stays inside such a domain (default: what the "
         "GPU driver reports, or else the GPUs of a node)",
+        range=COUNT,
     )
     numa_binding: str = flag(
         "auto",
@@ -71,7 +77,9 @@ class ClusterConfig:
     distributed_backend: str = flag(
         "nccl", "torch.distributed backend of the trainer; gloo on a CPU host", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(10, "minutes until a collective that does not finish is an error")
+    distributed_timeout_minutes: int = flag(
+        10, "minutes until a collective that does not finish is an error", range=COUNT
+    )
     train_env_vars: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "environment variables of the trainer processes, as a JSON object"
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.config.fields import flag
+from slime.config.ranges import COUNT, COUNT_OR_ZERO
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "keyword arguments of the chat template, as a JSON object"
     )
-    num_rollout: int | None = flag(None, "number of rollouts to run")
+    num_rollout: int | None = flag(None, "number of rollouts to run", range=COUNT)
     num_epoch: int | None = flag(
-        None, "number of passes over the prompts; used if --num-rollout is not given"
+        None, "number of passes over the prompts; used if --num-rollout is not given", range=COUNT
     )
     disable_rollout_global_dataset: bool = flag(
         False, "no prompt file; the rollout function supplies its own prompts"
@@ -34,21 +35,24 @@ class DataConfig:
         "slime.rollout.data_source.RolloutDataSourceWithBuffer", "class of the data source"
     )
     start_rollout_id: int | None = flag(
-        None, "number of the first rollout (default: the one after the loaded checkpoint)"
+        None,
+        "number of the first rollout (default: the one after the loaded checkpoint)",
+        range=COUNT_OR_ZERO,
     )
-    rollout_batch_size: int | None = flag(None, "number of prompts per rollout")
-    n_samples_per_prompt: int = flag(1, "number of responses per prompt")
+    rollout_batch_size: int | None = flag(None, "number of prompts per rollout", range=COUNT)
+    n_samples_per_prompt: int = flag(1, "number of responses per prompt", range=COUNT)
     global_batch_size: int | None = flag(
-        None, "number of samples per optimizer step (default: all samples of a rollout)"
+        None, "number of samples per optimizer step (default: all samples of a rollout)", range=COUNT
     )
-    num_steps_per_rollout: int | None = flag(None, "number of optimizer steps per rollout")
-    micro_batch_size: int = flag(1, "number of samples per micro-batch without --use-dynamic-batch-size")
+    num_steps_per_rollout: int | None = flag(None, "number of optimizer steps per rollout", range=COUNT)
+    micro_batch_size: int = flag(
+        1, "number of samples per micro-batch without --use-dynamic-batch-size", range=COUNT
+    )
     use_dynamic_batch_size: bool = flag(
         False, "pack samples into micro-batches of at most --max-tokens-per-gpu tokens"
     )
     max_tokens_per_gpu: int | None = flag(
-        None,
-        "maximum number of tokens of a packed micro-batch, per context parallel rank",
+        None, "maximum number of tokens of a packed micro-batch, per context parallel rank", range=COUNT
     )
     balance_data: bool = flag(False, "balance the cost of micro-batches between data parallel ranks")
     balance_by_flops: bool = flag(False, "pack by estimated FLOPs; --max-tokens-per-gpu is then not a limit")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.config.fields import flag
+from slime.config.ranges import FRACTION
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -23,7 +24,7 @@ class DebugConfig:
     )
     load_debug_rollout_data: str | None = flag(None, "train on saved samples; implies --debug-train-only")
     load_debug_rollout_data_subsample: float | None = flag(
-        None, "use only this fraction of the loaded samples"
+        None, "use only this fraction of the loaded samples", range=FRACTION
     )
     dump_details: str | None = flag(None, "directory for the samples of each rollout")
     profile_steps: str | None = flag(

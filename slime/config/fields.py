@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from slime.config.ranges import Range
+
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
 NEAR = 0.8
@@ -30,9 +32,19 @@ def flag(
     choices: Iterable[Any] | None = None,
     append: bool = False,
     secret: bool = False,
+    range: Range | None = None,
 ) -> Any:
-    """A dataclass field that is a flag. `append` collects repeated uses. A saved file masks a `secret` value."""
-    meta = {"help": help, "choices": tuple(choices) if choices else None, "append": append, "secret": secret}
+    """A dataclass field that is a flag. `append` collects repeated uses. A saved file masks a `secret` value.
+
+    A number without `choices` must have a `range`.
+    """
+    meta = {
+        "help": help,
+        "choices": tuple(choices) if choices else None,
+        "append": append,
+        "secret": secret,
+        "range": range,
+    }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=meta)
     return dataclasses.field(default=default, metadata=meta)
@@ -68,6 +80,7 @@ class FlagSpec:
     append: bool = False
     choices: tuple[Any, ...] | None = None
     secret: bool = False
+    range: Range | None = None
 
     def parse(self, values: list[str], typed: str) -> Any:
         """The typed value of the strings after the flag. `typed` is the flag as the user spelled it."""
@@ -111,6 +124,10 @@ def specs_of(section: type) -> dict[str, FlagSpec]:
         if "help" not in f.metadata:
             continue
         kind, many = _kind_of(hints[f.name])
+        if kind in (int, float) and not (f.metadata["range"] or f.metadata["choices"]):
+            raise TypeError(
+                f"{section.__name__}.{f.name} is a number without a range of slime/config/ranges.py"
+            )
         default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
         specs[f.name] = FlagSpec(f.name, kind, default, many=many, **f.metadata)
     return specs

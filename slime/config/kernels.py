@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from slime.algo.losses import loss_of
 from slime.config.fields import flag, nearest
 from slime.config.problems import given
+from slime.config.ranges import COUNT
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -47,6 +48,7 @@ class KernelsConfig:
         1536,
         "memory per GPU, in MiB, for intermediate results of linear_logp and linear_token_loss; less is "
         "slower",
+        range=COUNT,
     )
     rlk_consistency: str = flag(
         "off",

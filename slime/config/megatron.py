@@ -14,17 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.fields import flag
+from slime.config.ranges import BOUND, COUNT, COUNT_OR_ZERO, DECAY, RATE, SMALL
 
 
 @dataclass(frozen=True)
 class MegatronConfig:
     """`params_dtype` is the name of a torch dtype. --bf16, --fp16, --fp32 and the device decide it."""
 
-    tensor_model_parallel_size: int = flag(1, "number of GPUs that share each layer")
-    pipeline_model_parallel_size: int = flag(1, "number of pipeline stages: each holds a part of the layers")
-    context_parallel_size: int = flag(1, "number of GPUs that share each sequence")
-    expert_model_parallel_size: int = flag(1, "number of GPUs that share the experts of a layer")
-    expert_tensor_parallel_size: int | None = flag(None, "number of GPUs that share each expert")
+    tensor_model_parallel_size: int = flag(1, "number of GPUs that share each layer", range=COUNT)
+    pipeline_model_parallel_size: int = flag(
+        1, "number of pipeline stages: each holds a part of the layers", range=COUNT
+    )
+    context_parallel_size: int = flag(1, "number of GPUs that share each sequence", range=COUNT)
+    expert_model_parallel_size: int = flag(1, "number of GPUs that share the experts of a layer", range=COUNT)
+    expert_tensor_parallel_size: int | None = flag(None, "number of GPUs that share each expert", range=COUNT)
     sequence_parallel: bool = flag(
         False, "split activations over the tensor parallel ranks between their regions"
     )
@@ -32,24 +35,24 @@ class MegatronConfig:
     fp16: bool = flag(False, "float16 parameters")
     fp32: bool = flag(False, "float32 parameters (the default on a CPU)")
     make_vocab_size_divisible_by: int = flag(
-        128, "pad the vocabulary to a multiple of this number times the tensor parallel size"
+        128, "pad the vocabulary to a multiple of this number times the tensor parallel size", range=COUNT
     )
     optimizer: str = flag("adam", "optimizer", choices=("adam",))
     use_distributed_optimizer: bool = flag(True, "divide the optimizer's state among the data parallel ranks")
-    lr: float = flag(1e-6, "learning rate")
-    min_lr: float = flag(0.0, "lowest learning rate of the schedule")
+    lr: float = flag(1e-6, "learning rate", range=RATE)
+    min_lr: float = flag(0.0, "lowest learning rate of the schedule", range=RATE)
     lr_decay_style: str = flag(
         "constant", "schedule of the learning rate", choices=("constant", "linear", "cosine")
     )
-    lr_warmup_iters: int = flag(0, "number of optimizer steps of linear warm-up")
+    lr_warmup_iters: int = flag(0, "number of optimizer steps of linear warm-up", range=COUNT_OR_ZERO)
     lr_decay_iters: int | None = flag(
-        None, "number of optimizer steps until --min-lr (default: all steps of the run)"
+        None, "number of optimizer steps until --min-lr (default: all steps of the run)", range=COUNT
     )
-    weight_decay: float = flag(0.01, "decoupled weight decay")
-    adam_beta1: float = flag(0.9, "Adam beta1")
-    adam_beta2: float = flag(0.999, "Adam beta2")
-    adam_eps: float = flag(1e-8, "Adam epsilon")
-    clip_grad: float = flag(1.0, "maximum gradient norm; 0 switches clipping off")
+    weight_decay: float = flag(0.01, "decoupled weight decay", range=RATE)
+    adam_beta1: float = flag(0.9, "Adam beta1", range=DECAY)
+    adam_beta2: float = flag(0.999, "Adam beta2", range=DECAY)
+    adam_eps: float = flag(1e-8, "Adam epsilon", range=SMALL)
+    clip_grad: float = flag(1.0, "maximum gradient norm; 0 switches clipping off", range=BOUND)
     params_dtype: str = "bfloat16"
     overrides: dict[str, Any] = field(default_factory=dict)
     model_args: dict[str, Any] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.algo.losses import loss_of
 from slime.config.fields import flag
+from slime.config.ranges import BOUND
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -24,8 +25,8 @@ class OffPolicyConfig:
         "truncated importance sampling: weight the loss of a token by trainer probability divided by engine "
         "probability, clipped",
     )
-    tis_clip: float = flag(2.0, "upper bound of the importance weight")
-    tis_clip_low: float = flag(0.0, "lower bound of the importance weight")
+    tis_clip: float = flag(2.0, "upper bound of the importance weight", range=BOUND)
+    tis_clip_low: float = flag(0.0, "lower bound of the importance weight", range=BOUND)
     custom_tis_function_path: str | None = flag(
         None,
         "fn(args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths)",
@@ -34,7 +35,7 @@ class OffPolicyConfig:
     use_opsm: bool = flag(
         False, "drop samples with negative advantage whose sequence KL is above --opsm-delta"
     )
-    opsm_delta: float = flag(1e-4, "bound of the sequence KL for --use-opsm")
+    opsm_delta: float = flag(1e-4, "bound of the sequence KL for --use-opsm", range=BOUND)
     use_routing_replay: bool = flag(
         False, "train with the experts that the trainer's pass for old log-probs chose (models with experts)"
     )

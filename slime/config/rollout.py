@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
+from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, SECONDS, SEED, TEMPERATURE, TOP_K
 
 
 @dataclass(frozen=True)
@@ -19,26 +20,32 @@ class RolloutConfig:
         "slime.rollout.vllm_rollout.generate_rollout", "fn(args, rollout_id, data_source, evaluation=False)"
     )
     rollout_temperature: float = flag(
-        1.0, "sampling temperature, above 0; the trainer divides its logits by the same number"
+        1.0,
+        "sampling temperature, above 0; the trainer divides its logits by the same number",
+        range=TEMPERATURE,
     )
-    rollout_top_p: float = flag(1.0, "nucleus sampling, above 0 and at most 1")
-    rollout_top_k: int = flag(-1, "top-k sampling; -1 switches it off")
-    rollout_max_response_len: int | None = flag(None, "maximum number of tokens of a response")
+    rollout_top_p: float = flag(1.0, "nucleus sampling, above 0 and at most 1", range=FRACTION)
+    rollout_top_k: int = flag(-1, "top-k sampling; -1 switches it off", range=TOP_K)
+    rollout_max_response_len: int | None = flag(None, "maximum number of tokens of a response", range=COUNT)
     rollout_max_context_len: int | None = flag(
-        None, "maximum number of tokens of prompt and response together"
+        None, "maximum number of tokens of prompt and response together", range=COUNT
     )
     rollout_max_prompt_len: int | None = flag(
-        None, "maximum number of tokens of a prompt; longer prompts are dropped, counted and reported"
+        None,
+        "maximum number of tokens of a prompt; longer prompts are dropped, counted and reported",
+        range=COUNT,
     )
     rollout_skip_special_tokens: bool = flag(False, "remove special tokens from the text of a response")
     rollout_stop: list[str] | None = flag(None, "strings that end a response")  # noqa: RUF009
-    rollout_stop_token_ids: list[int] | None = flag(None, "token ids that end a response")  # noqa: RUF009
+    rollout_stop_token_ids: list[int] | None = flag(  # noqa: RUF009
+        None, "token ids that end a response", range=COUNT_OR_ZERO
+    )
     rollout_shuffle: bool = flag(
         False, "shuffle the prompts in each epoch; --rollout-seed and the epoch decide the order"
     )
-    rollout_seed: int = flag(42, "random seed of sampling and of the prompt order")
+    rollout_seed: int = flag(42, "random seed of sampling and of the prompt order", range=SEED)
     over_sampling_batch_size: int | None = flag(
-        None, "number of prompts submitted at a time (default: --rollout-batch-size)"
+        None, "number of prompts submitted at a time (default: --rollout-batch-size)", range=COUNT
     )
     dynamic_sampling_filter_path: str | None = flag(None, "fn(args, samples) -> DynamicFilterOutput | bool")
     partial_rollout: bool = flag(False, "keep unfinished groups and their tokens for the next rollout")
@@ -60,6 +67,8 @@ class RolloutConfig:
     rollout_sample_filter_path: str | None = flag(None, "fn(args, groups), sets remove_sample")
     rollout_all_samples_process_path: str | None = flag(None, "fn(args, all_samples, data_source)")
     max_staleness: int = flag(
-        0, "maximum number of weight updates by which a sample may be behind; 0 is synchronous training"
+        0,
+        "maximum number of weight updates by which a sample may be behind; 0 is synchronous training",
+        range=COUNT_OR_ZERO,
     )
-    rollout_deadline_s: float = flag(600.0, "maximum seconds per request, retries included")
+    rollout_deadline_s: float = flag(600.0, "maximum seconds per request, retries included", range=SECONDS)

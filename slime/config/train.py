@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
+from slime.config.ranges import SEED
 
 
 @dataclass(frozen=True)
@@ -23,4 +24,4 @@ class TrainConfig:
     custom_megatron_before_train_step_hook_path: str | None = flag(
         None, "fn(args, rollout_id, step_id, model, optimizer, scheduler)"
     )
-    seed: int = flag(1234, "random seed of the trainer")
+    seed: int = flag(1234, "random seed of the trainer", range=SEED)

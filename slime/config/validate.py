@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.checkpoint import check_directories
@@ -28,57 +27,6 @@ from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
 from slime.hooks import load_function
 from slime.weight_sync.registry import CHANNELS
-
-POSITIVE = (
-    "actor_num_nodes",
-    "actor_num_gpus_per_node",
-    "rollout_num_gpus_per_engine",
-    "num_gpus_per_node",
-    "nvlink_domain_size",
-    "distributed_timeout_minutes",
-    "update_weights_interval",
-    "rollout_batch_size",
-    "over_sampling_batch_size",
-    "n_samples_per_prompt",
-    "global_batch_size",
-    "num_steps_per_rollout",
-    "micro_batch_size",
-    "max_tokens_per_gpu",
-    "ref_update_interval",
-    "num_rollout",
-    "num_epoch",
-    "eval_interval",
-    "save_interval",
-    "n_samples_per_eval_prompt",
-    "rollout_max_response_len",
-    "rollout_max_context_len",
-    "rollout_max_prompt_len",
-    "eval_max_response_len",
-    "rollout_temperature",
-    "rollout_deadline_s",
-    "engine_start_timeout_s",
-    "rollout_health_check_interval",
-    "rollout_health_check_timeout",
-    "tensor_model_parallel_size",
-    "make_vocab_size_divisible_by",
-    "rl_kernel_workspace_mib",
-    "adam_eps",
-)
-NOT_NEGATIVE = (
-    "max_staleness",
-    "lr",
-    "min_lr",
-    "lr_warmup_iters",
-    "weight_decay",
-    "clip_grad",
-    "eps_clip",
-    "eps_clip_high",
-    "tis_clip_low",
-    "opsm_delta",
-    "rollout_health_check_first_wait",
-    "eval_temperature",
-)
-
 
 Rule = Callable[[Config], None]
 
@@ -114,24 +62,14 @@ def _required(c: Config) -> None:
 
 def _ranges(c: Config) -> None:
     problems = Problems()
-    rules: tuple[tuple[Sequence[str], Callable[[Any], bool], str], ...] = (
-        (POSITIVE, lambda value: value > 0, "be above 0"),
-        (NOT_NEGATIVE, lambda value: value >= 0, "be 0 or more"),
-        (("rollout_top_p", "eval_top_p"), lambda value: 0 < value <= 1, "lie in (0, 1]"),
-        (("rollout_top_k", "eval_top_k"), lambda value: value == -1 or value >= 1, "be -1 (off) or above 0"),
-        (("load_debug_rollout_data_subsample",), lambda value: 0 < value <= 1, "lie in (0, 1]"),
-    )
-    for names, holds, rule in rules:
-        for name in names:
-            value, source = c.value_of(name), FALLBACKS.get(name)
-            taken_over = source is not None and value == c.value_of(source)
-            # The rule of the source reports a value that was taken over.
-            if value is not None and not taken_over and not holds(value):
-                problems.add(f"{spelled(name)} must {rule}, got {value}")
-    if not 0 <= c.megatron.adam_beta1 < 1 or not 0 <= c.megatron.adam_beta2 < 1:
-        problems.add(
-            f"--adam-beta1 and --adam-beta2 must lie in [0, 1), got {c.megatron.adam_beta1} and {c.megatron.adam_beta2}"
-        )
+    for name, spec in own_flags().items():
+        value, source = c.value_of(name), FALLBACKS.get(name)
+        # The rule of the source reports a value that was taken over.
+        if spec.range is None or value is None or (source is not None and value == c.value_of(source)):
+            continue
+        for number in value if spec.many else [value]:
+            if rule := spec.range.problem(number):
+                problems.add(f"{spelled(name)} must {rule}, got {number}")
     problems.report()
 
 
@@ -234,10 +172,6 @@ def _staleness(c: Config) -> None:
         raise ValueError(
             f"--update-weight-transport {transport} must have trainer and engines on the same GPUs, got "
             f"{'no --colocate' if not c.cluster.colocate else f'--device {c.cluster.device}'}; leave the flag out"
-        )
-    if c.weight_update.update_weight_buffer_size <= 0:
-        raise ValueError(
-            f"--update-weight-buffer-size must be above 0, got {c.weight_update.update_weight_buffer_size}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
+from slime.config.ranges import BYTES, COUNT
 from slime.weight_sync.registry import CHANNELS
 
 
@@ -20,9 +21,10 @@ class WeightUpdateConfig:
     update_weight_buffer_size: int = flag(
         512 * 2**20,
         f"size in bytes of a bucket of weights, for {' and '.join(n for n in CHANNELS if CHANNELS[n].buckets)}",
+        range=BYTES,
     )
     update_weights_interval: int = flag(
-        1, "number of rollouts between two weight updates (more than 1 needs --max-staleness)"
+        1, "number of rollouts between two weight updates (more than 1 needs --max-staleness)", range=COUNT
     )
     update_weight_disk_dir: str | None = flag(None, "older name of --weight-dir")
     weight_dir: str | None = flag(

@@ -328,7 +328,7 @@ RULES = [
         "--use-rollout-logprobs must be used with --rollout-top-p 1",
     ),
     ("--tis-clip-low 3", "--tis-clip-low must be at most --tis-clip, got 3.0 and 2.0"),
-    ("--adam-beta2 1", "--adam-beta1 and --adam-beta2 must lie in [0, 1), got 0.9 and 1.0"),
+    ("--adam-beta2 1", "--adam-beta2 must lie in [0, 1), got 1.0"),
     ("--lr -1", "--lr must be 0 or more, got -1.0"),
     # rewards, files, hooks
     ("--rm-type mth", "--rm-type must be one of math, deepscaler"),

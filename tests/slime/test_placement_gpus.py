@@ -42,7 +42,11 @@ class Process:
 
 @pytest.fixture(
     scope="module",
-    params=[(None, list("0123")), ("7,5,4,2", list("2457")), (",".join(UUIDS), sorted(UUIDS))],
+    params=[
+        (None, list("0123")),
+        pytest.param(("7,5,4,2", list("2457")), marks=pytest.mark.slow),
+        (",".join(UUIDS), sorted(UUIDS)),
+    ],
     ids=["all", "numbers", "uuids"],
 )
 def names(request) -> Iterator[list[str]]:

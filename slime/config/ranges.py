@@ -1,0 +1,67 @@
+"""The ranges of numeric flags. Every flag with a number names one of them, see `slime.config.fields.flag`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+LARGEST_INT = 2**31 - 1
+"""Sizes and counts travel through int32 tensors, JSON and C++."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`. `open_low` and `open_high`: without the end itself. `off` is allowed in addition.
+
+    `high_rule`: whether the rule in messages names `high`, too. It does not where `high` only excludes absurd values.
+    """
+
+    low: float
+    high: float
+    open_low: bool = False
+    open_high: bool = False
+    off: int | None = None
+    high_rule: bool = False
+
+    def problem(self, value: float) -> str | None:
+        """The rule that `value` breaks, as the words after "must". None if it breaks none."""
+        if value == self.off:
+            return None
+        if isinstance(value, float) and not math.isfinite(value):
+            return "be a finite number"
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        if above and below:
+            return None
+        if self.high_rule:
+            left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
+            return f"lie in {left}{self.low:g}, {self.high:g}{right}"
+        if above:
+            return (
+                f"be at most {self.high:g}" if self.high != int(self.high) else f"be at most {int(self.high)}"
+            )
+        if self.off is not None:
+            return f"be {self.off} (off) or above {self.low - 1:g}"
+        return f"be above {self.low:g}" if self.open_low else f"be {self.low:g} or more"
+
+
+COUNT = Range(0, LARGEST_INT, open_low=True)
+COUNT_OR_ZERO = Range(0, LARGEST_INT)
+BYTES = Range(0, 2**63 - 1, open_low=True)
+TOP_K = Range(1, LARGEST_INT, off=-1)
+SEED = Range(0, 2**32 - 1)
+"""What NumPy, torch and vLLM accept."""
+SECONDS = Range(0, 1e9, open_low=True)
+SECONDS_OR_ZERO = Range(0, 1e9)
+FRACTION = Range(0, 1, open_low=True, high_rule=True)
+UNIT = Range(0, 1, high_rule=True)
+DECAY = Range(0, 1, open_high=True, high_rule=True)
+"""The decay of a moving average: a 1 would never forget."""
+RATE = Range(0, 1000)
+"""Learning rates and weight decay."""
+TEMPERATURE = Range(0, 100, open_low=True)
+TEMPERATURE_OR_GREEDY = Range(0, 100)
+BOUND = Range(0, 1e9)
+"""Bounds of ratios and norms. Scripts switch a bound off with a large value."""
+SMALL = Range(0, 1, open_low=True)
+COEFFICIENT = Range(-1e6, 1e6)
