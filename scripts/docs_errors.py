@@ -34,7 +34,15 @@ AREAS = {
         "vime/plan.py",
         "vime/cli.py",
     ),
-    "Checkpoints": ("slime/hf_config.py", "slime/checkpoint_dir.py", "slime/megatron_backend/hf_weights"),
+    "Checkpoints": (
+        "slime/hf_config.py",
+        "slime/checkpoint_dir.py",
+        "slime/checkpoint_files.py",
+        "slime/megatron_backend/checkpoint_io.py",
+        "slime/megatron_backend/hf_weights",
+        "slime/room.py",
+        "vime/checkpoint.py",
+    ),
     "Prompt files and training data": ("slime/data",),
     "Flags of vLLM, the router and SGLang": (
         "vime/engine/flags.py",

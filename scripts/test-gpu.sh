@@ -67,7 +67,7 @@ begin() { # GROUP...
         running[$group]="$! $log"
     done
 }
-# Bash runs a trap only when its foreground command ends, and `wait` alone can miss a signal that comes just before it.
+# Waits for a process in steps of 0.2 s, so that Ctrl-C ends the script within that time. In `wait` alone it once did not.
 await() { # PID
     while kill -0 "$1" 2>/dev/null; do sleep 0.2; done
     wait "$1"

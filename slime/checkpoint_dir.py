@@ -55,6 +55,13 @@ def latest(directory: str | Path) -> int | None:
     return int(text)
 
 
+def resumed_iteration(config: Config) -> int | None:
+    """The iteration of --load that a run resumes from: --ckpt-step, or the newest. None if a new run starts."""
+    if config.checkpoint.load is None or config.checkpoint.ckpt_step is not None:
+        return config.checkpoint.ckpt_step
+    return latest(config.checkpoint.load)
+
+
 def holds_hf_weights(directory: str | Path) -> bool:
     """Whether the directory has safetensors files to load: one file, or several files with their index."""
     return any((Path(directory) / name).is_file() for name in (HF_SINGLE, HF_INDEX))

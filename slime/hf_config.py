@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from slime.checkpoint_dir import HF_INDEX
+
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face checkpoint directory. ValueError if it is missing or not a JSON object."""
@@ -93,15 +95,40 @@ def check_experts(hf_config: dict[str, Any]) -> None:
         )
 
 
+def open_weights(file: Path, framework: str) -> Any:
+    """`safetensors.safe_open`. ValueError with the file if it is missing, cut off or not a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework=framework)
+    except (SafetensorError, OSError) as error:
+        got = f"{file.stat().st_size} bytes: {error}" if file.is_file() else "no such file"
+        raise ValueError(
+            f"{file} must be a whole safetensors file, got {got}; download or copy the checkpoint again"
+        ) from error
+
+
+def read_index(checkpoint: Path) -> dict[str, str] | None:
+    """HF tensor name -> name of its file, from the index of a checkpoint in several files. None without an index."""
+    if not (index := checkpoint / HF_INDEX).is_file():
+        return None
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{index} must hold a valid weight_map, got {error!r}; download or copy the checkpoint again"
+        ) from error
+    return weight_map
+
+
 def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -> None:
-    """ValueError for the first tensor whose shape does not match config.json, or for missing layers.
+    """ValueError for the first file that is missing or cut off, for the first tensor whose shape does not match
+    config.json, or for missing layers.
 
     Reads safetensors headers only. Checks the parts that every dense decoder has (embedding, MLP, number of layers).
     The trainer and the engine compare all tensors when they load them. A checkpoint without safetensors files is not
     checked here.
     """
-    from safetensors import safe_open
-
     hidden, ffn = hf_config.get("hidden_size"), hf_config.get("intermediate_size")
     expected = {
         "embed_tokens.weight": [hf_config.get("vocab_size"), hidden],
@@ -109,9 +136,12 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -
         "mlp.down_proj.weight": [hidden, ffn],
     }
     layers = set()
-    files = sorted(Path(checkpoint).glob("*.safetensors"))
-    for file in files:
-        with safe_open(file, framework="np") as tensors:
+    folder = Path(checkpoint)
+    files = set(folder.glob("*.safetensors"))
+    if files:  # `vime plan` also works with the JSON files alone
+        files |= {folder / name for name in (read_index(folder) or {}).values()}
+    for file in sorted(files):
+        with open_weights(file, "np") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 layers |= set(re.findall(r"\blayers\.(\d+)\.", name))
                 for suffix, shape in expected.items():

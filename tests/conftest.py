@@ -44,8 +44,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Set environment and priority before the item's fixtures, because engines and trainers inherit them.
 
-    With several workers, whole runs come first: their threads wait for each other, so a busy worker beside them would
-    slow a run down by more than the worker gains.
+    A worker that runs no whole run has a lower priority. The threads of an engine and a trainer wait for each other, so
+    one thread without a core stops them all.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         with contextlib.suppress(PermissionError):  # only root may raise a priority again

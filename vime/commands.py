@@ -5,6 +5,7 @@ COMMANDS = {
     "plan": "check the same flags and show what they mean; starts nothing",
     "config": "print the flags of --config files as YAML or as a shell array",
     "doctor": "check whether this machine has what a run needs; --json",
+    "checkpoint": "verify DIR: compare the files of checkpoints with their checksums",
     "export": "write a checkpoint as a Hugging Face directory",
     "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
     "plot": "draw the curves of run directories",

@@ -16,11 +16,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--load", required=True, help="checkpoint directory (--save of the training run)")
     parser.add_argument("--hf-checkpoint", required=True, help="the checkpoint training started from")
     parser.add_argument("--output-dir", required=True, help="new Hugging Face directory")
-    parser.add_argument("--iteration", type=int, help="which checkpoint (default: the newest)")
+    parser.add_argument("--iteration", "--ckpt-step", type=int, help="which checkpoint (default: the newest)")
     given = parser.parse_args(argv)
     # One rank without data or engines: the smallest complete configuration.
+    step = () if given.iteration is None else ("--ckpt-step", str(given.iteration))
     config = parse_config(
         [
+            *step,
             *("--load", given.load, "--hf-checkpoint", given.hf_checkpoint),
             *("--actor-num-gpus-per-node", "1", "--rollout-batch-size", "1", "--num-rollout", "1"),
             *("--debug-train-only", "--disable-rollout-global-dataset", "--loss-type", "sft_loss"),

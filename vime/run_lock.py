@@ -17,24 +17,26 @@ LOCK_FILE = ".vime-lock"
 
 
 def lock(flag: str, directory: str | Path, stack: ExitStack) -> None:
-    """Make the directory and hold its lock until `stack` ends. ValueError if another run holds the lock, or if the
-    directory cannot be written."""
+    """Make the directory and hold its lock until `stack` ends.
+
+    ValueError if another run holds the lock, or if the directory cannot be written or locked.
+    """
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
         # Not inherited by the processes that a run starts (O_CLOEXEC), so the lock ends with the driver.
         file = stack.enter_context((path / LOCK_FILE).open("a+", encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"{flag} must be a directory that this user can write to, got {path}: {error.strerror}; name another one"
-        ) from error
-    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(
             f"{flag} must not be in use by another run, got {path}, which is in use by {_owner(path / LOCK_FILE)}; "
             "end that run or name another directory"
         ) from None
+    except OSError as error:
+        raise ValueError(
+            f"{flag} must be a directory that this user can write to and lock, got {path}: {error.strerror}; "
+            "name another one"
+        ) from error
     file.truncate(0)
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file)
     file.flush()

@@ -5,11 +5,12 @@
     trainer ranks              Megatron                                          one Ray actor each
     engine servers             the rollout backend's, behind a router            one subprocess each
 
-Whatever was started ends with the driver, in reverse order, also on Ctrl-C and SIGTERM.
+Whatever was started ends with the driver, in reverse order, also on Ctrl-C, SIGTERM and SIGHUP (which nohup ignores).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -22,22 +23,25 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-import ray
 from ray.exceptions import RayTaskError
 
 from slime import loop
 from slime.cluster import actors, placement
 from slime.cluster.guard import Guard
+from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.config import Config
 from slime.data.prompts import prompt_file
 from slime.hooks import load_function
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
+from slime.room import Room
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from vime.backends import backend_of, parse_config
 from vime.engine.process import tail
+from vime.room import require_room_to_run
 from vime.run_lock import lock_all
+from vime.temporary import keep_ray_logs, make_folder, use_folder
 
 SHARED_MEMORY = Path("/dev/shm")
 LOG_LINES = 15
@@ -46,7 +50,7 @@ LOG_LINES = 15
 def main(argv: Sequence[str]) -> int:
     """Run one training job. Exit code 0, 1 for a failure, whose last line says what happened, or 130 when it was
     interrupted; ValueError for what the user can put right before anything runs."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    _catch_signals()
     config = with_data(parse_config(argv))
     run_dir = config.logging.run_dir
     assert run_dir is not None
@@ -56,15 +60,19 @@ def main(argv: Sequence[str]) -> int:
         decide(config, config.cluster.device)
     try:
         run(config, argv)
-    except KeyboardInterrupt:
-        print("interrupted: everything that was started has been stopped", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        by = f" by {interrupt}" if interrupt.args else ""
+        line = f"interrupted{by}: everything that was started has been stopped"
+        with contextlib.suppress(OSError):  # after SIGHUP no terminal is there
+            _record(line, Path(run_dir).resolve() / "logs" / "driver.log")
+        print(line, file=sys.stderr)
+        return leave(130)
     except Exception as error:  # the border of the run: recorded beside it, told in one line
         if isinstance(error, ValueError) and not isinstance(error, RayTaskError):
             raise
         print(_told(error, Path(run_dir).resolve() / "logs"), file=sys.stderr)
-        return 1
-    return 0
+        return leave(1)
+    return leave(0)
 
 
 def _told(error: Exception, logs: Path) -> str:
@@ -80,16 +88,38 @@ def _told(error: Exception, logs: Path) -> str:
         if not isinstance(cause, ValueError | RuntimeError):  # the text of others may mean little by itself
             said = f"{type(cause).__name__}: {said}"
     try:
-        log.parent.mkdir(exist_ok=True)
-        with open(log, "a", encoding="utf-8") as file:
-            file.write(details + "\n")
+        _record(details, log)
     except OSError as full:  # a full disk may be what ended the run
         return f"{shown}{details}\nvime train: {said}\n{log} cannot be written: {full.strerror}"
     return f"{shown}vime train: {said}\nmore in {log}"
 
 
+def _record(text: str, log: Path) -> None:
+    log.parent.mkdir(exist_ok=True)
+    with open(log, "a", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def _catch_signals() -> None:
+    """SIGTERM and SIGHUP become Ctrl-C. nohup has SIGHUP ignored, and it stays so."""
+    for number in _signals():
+        signal.signal(number, _interrupt)
+
+
+def _signals() -> list[signal.Signals]:
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGHUP]
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    """Once: `timeout` and Slurm send the signal twice, and the second one must not interrupt the end."""
+    for each in _signals():
+        signal.signal(each, signal.SIG_IGN)
+    if number == signal.SIGHUP and sys.stderr.isatty():
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # the terminal is gone: printing would fail
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def with_data(config: Config) -> Config:
@@ -117,26 +147,33 @@ def run(config: Config, argv: Sequence[str]) -> None:
     run_dir = Path(config.logging.run_dir)
     with ExitStack() as stack:
         lock_all({"--run-dir": config.logging.run_dir, "--save": config.checkpoint.save}, stack)
-        private = _private_weight_dir(config)
-        guard = Guard([] if private is None else [str(private)])
+        temporary, private = make_folder(), _private_weight_dir(config)
+        guard = Guard([str(directory) for directory in (temporary, private) if directory is not None])
         stack.callback(guard.dismiss)
+        use_folder(temporary, stack)
         if private is not None:
             config = config.with_values(weight_dir=str(private))
             stack.callback(shutil.rmtree, private, ignore_errors=True)
-        config.save_json(run_dir / "config.json")
-        write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
-        placement.connect(allow_unauthenticated=config.cluster.allow_unauthenticated_ray)
-        stack.callback(ray.shutdown)
-        signal.signal(
-            signal.SIGTERM, _interrupt
-        )  # Ray has put a handler of its own there, which ends the process
+        require_room_to_run(config)
+        with Room("--run-dir", run_dir, "the records of a run"):
+            config.save_json(run_dir / "config.json")
+            write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
+        logs = run_dir.resolve() / "logs"
+        stack.push(functools.partial(_keep_ray_logs, temporary, logs / "ray"))
+        placement.connect(allow_unauthenticated=config.cluster.allow_unauthenticated_ray, temporary=temporary)
+        _catch_signals()  # Ray has put a handler of its own there, which ends the process
+        watch = stack.enter_context(
+            RayWatch(guard, lambda lost: print(_told(lost, logs), file=sys.stderr, flush=True))
+        )
+        watch.watch(parts())
         placed = placement.place(config)
-        stack.callback(placed.release)
+        watch.watch(parts(node.name for node in placed.nodes))
+        watch.callback(placed.release)
         trainer = None
         if not config.debug.debug_rollout_only:
             trainer = actors.TrainerGroup(config, placed)
-            stack.callback(trainer.stop)
-        pool, rollout = _start_engines(config, placed, stack, trainer)
+            watch.callback(trainer.stop)
+        pool, rollout = _start_engines(config, placed, watch, trainer)
         if trainer is not None:
             print(f"operators: {headline(config)}")
             for decision in trainer.decisions:
@@ -158,6 +195,15 @@ def run(config: Config, argv: Sequence[str]) -> None:
             loop.run(config, rollout, trainer, pool, report)
 
 
+def _keep_ray_logs(
+    temporary: Path, to: Path, kind: type[BaseException] | None, error: object, trace: object
+) -> None:
+    """For an end that Ray's logs may explain: they are in the folder that the run removes."""
+    if kind is not None and issubclass(kind, Exception) and not issubclass(kind, ValueError):
+        with contextlib.suppress(OSError):  # a full disk may be what ended the run
+            keep_ray_logs(temporary, to)
+
+
 def _private_weight_dir(config: Config) -> Path | None:
     """Where weights are published when --weight-dir says nothing: a directory of this run, removed at the end.
 
@@ -175,16 +221,16 @@ def _private_weight_dir(config: Config) -> Path | None:
 
 
 def _start_engines(
-    config: Config, placed: placement.Placement, stack: ExitStack, trainer: actors.TrainerGroup | None
+    config: Config, placed: placement.Placement, watch: RayWatch, trainer: actors.TrainerGroup | None
 ) -> tuple[EnginePool, actors.RolloutGroup]:
     """The engines, and the rollout manager that sends them requests. It reads its data while they start."""
     pool: EnginePool = NoEngines()
     if placed.engine_bundles:
         pool = backend_of(config).pool(config, placed, trainer)
-    stack.callback(pool.stop)
+    watch.callback(pool.stop)
     lives = {} if trainer is None else trainer.lives
     facts = dict(pool.facts)
     rollout = actors.RolloutGroup(config, pool.client(), config.data_parallel_size, facts, lives)
-    stack.callback(rollout.stop)
+    watch.callback(rollout.stop)
     pool.start(functools.partial(actors.wait_built, config, trainer, rollout))
     return pool, rollout

@@ -19,7 +19,8 @@ import time
 from collections.abc import Sequence
 
 _EVERY_S = 0.5
-_DONE = b"done"
+_DONE, _KILL = b"done", b"kill"
+_TRACKER_S = 2.0
 
 
 class Guard:
@@ -31,29 +32,67 @@ class Guard:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def dismiss(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate(_DONE)
+        self._order(_DONE)
+
+    def kill_all(self, *, remove: bool = False) -> None:
+        """Kill what the driver has started, and return when nothing is left. `remove`: its directories, too."""
+        self._order(b"" if remove else _KILL)
+
+    def _order(self, order: bytes) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate(order)
 
 
 def main(argv: Sequence[str]) -> None:
     """`argv`: pid of the driver, directories to remove. Standard input is a pipe that the driver holds open."""
     driver, directories = int(argv[0]), argv[1:]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # systemd and Slurm signal every process of a job
     seen: dict[int, str] = {}
     while True:
         table = processes()
         seen = alive(seen, table) | descendants({driver}, table)
         if select.select([sys.stdin], [], [], _EVERY_S)[0]:
             break
-    if os.read(sys.stdin.fileno(), len(_DONE)) == _DONE:
+    order = os.read(sys.stdin.fileno(), len(_DONE))
+    if order == _DONE:
         return
+    began = time.monotonic()
     while seen := alive(seen, table := processes()):
         seen |= descendants(set(seen), table)
         for pid in seen:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if time.monotonic() - began > _TRACKER_S or not is_tracker(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+    if order != _KILL:
+        remove(directories)
+
+
+def remove(directories: Sequence[str]) -> None:
+    """Remove the directories. A process that ends may still write into one, so try three times."""
     for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+        for _ in range(3):
+            shutil.rmtree(directory, ignore_errors=True)
+            if not os.path.exists(directory):
+                break
+            time.sleep(0.1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process (SIGSTOP)."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether it is Python's resource tracker. It removes the semaphores and the shared memory of processes that were
+    killed, and ends by itself when all of them have ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return b"multiprocessing.resource_tracker" in file.read()
+    return False
 
 
 def processes() -> dict[int, tuple[int, str]]:

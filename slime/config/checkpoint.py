@@ -11,13 +11,15 @@ from slime.checkpoint_dir import (
     HF_INDEX,
     HF_SINGLE,
     LATEST,
+    existing,
     holds_hf_weights,
     latest,
     start_directory,
 )
+from slime.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
 from slime.config.fields import flag
 from slime.config.problems import given
-from slime.config.ranges import COUNT
+from slime.config.ranges import COUNT, COUNT_OR_ZERO
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -28,6 +30,11 @@ class CheckpointConfig:
     """Directories are Megatron distributed checkpoints, unless the help text names another kind."""
 
     load: str | None = flag(None, "folder of checkpoints to resume from; if it holds none, a new run starts")
+    ckpt_step: int | None = flag(
+        None,
+        "the iteration of --load to resume from (default: the newest); later iterations are replaced as the run saves",
+        range=COUNT_OR_ZERO,
+    )
     save: str | None = flag(None, "folder for checkpoints")
     save_interval: int | None = flag(
         None, "number of rollouts between two checkpoints; the last rollout is always saved", range=COUNT
@@ -45,7 +52,8 @@ def check_directories(c: Config) -> None:
     """The directories that the trainer reads at its start must hold readable weights. --load and --save must be
     folders.
 
-    --load may be empty or missing: then a new run starts. Another check covers --hf-checkpoint.
+    --load may be empty or missing: then a new run starts. Of the files of a checkpoint, sizes are checked here. The
+    trainer checks their content. Another check covers --hf-checkpoint.
     """
     for flag_name, path in (("--load", c.checkpoint.load), ("--save", c.checkpoint.save)):
         if path and Path(path).exists() and not Path(path).is_dir():
@@ -54,7 +62,7 @@ def check_directories(c: Config) -> None:
             )
     if c.debug.debug_rollout_only:
         return
-    resumes = c.checkpoint.load is not None and _latest("--load", c.checkpoint.load) is not None
+    resumes = _resumes(c)
     if c.checkpoint.load and not resumes and (Path(c.checkpoint.load) / COMPLETE).is_file():
         folder = Path(c.checkpoint.load).absolute().parent
         raise ValueError(
@@ -70,6 +78,28 @@ def check_directories(c: Config) -> None:
         _check_reference(reference)
 
 
+def _resumes(c: Config) -> bool:
+    """Whether the run resumes. ValueError if the iteration to resume from is missing or damaged."""
+    load, step = c.checkpoint.load, c.checkpoint.ckpt_step
+    if step is None:
+        iteration = None if load is None else _latest("--load", load)
+    elif load is None:
+        raise ValueError(
+            f"--load must be given with --ckpt-step, got only --ckpt-step {step}; name the folder"
+        )
+    elif step not in (saved := iterations(Path(load))):
+        listed = ", ".join(map(str, saved)) or "none"
+        raise ValueError(f"--ckpt-step must name an iteration in {load}, got {step}; it has {listed}")
+    else:
+        iteration = step
+    if load is None or iteration is None:
+        return False
+    if found := damaged_size(existing(Path(load), iteration)):
+        text = f"{found}; {advice(Path(load), iteration, '--ckpt-step {}')}"
+        raise ValueError(text)
+    return True
+
+
 def _check_reference(path: str) -> None:
     if _latest("--ref-load", path) is None and not holds_hf_weights(path):
         got = "which holds neither" if Path(path).is_dir() else "which is no directory"
@@ -83,6 +113,8 @@ def _latest(flag_name: str, path: str) -> int | None:
     try:
         return latest(path)
     except ValueError as error:
+        choose = "--ckpt-step {}" if flag_name == "--load" else WRITE_LATEST
+        remedy = advice(Path(path), None, choose)
         raise ValueError(
-            f"{flag_name} must hold a checkpoint that can be read, got {path}: {error}"
+            f"{flag_name} must hold a checkpoint that can be read, got {path}: {error}; {remedy}"
         ) from error

@@ -81,6 +81,7 @@ def _collect(
     """The values of all flags, each from its owner, and the backend. Adds the problems to `problems`."""
     given = _Given()
     typed = split_argv(argv)
+    given.notes += _repeated(typed)
     groups = problems.check(with_config_files, typed)
     if groups is None:
         groups = [group for group in typed if group.name != CONFIG]
@@ -100,6 +101,19 @@ def _collect(
     given.values.update(overrides=given.overrides, model_args=given.model_args)
     problems.next_stage()
     return given, backend
+
+
+def _repeated(typed: list[FlagGroup]) -> list[str]:
+    """A note for each flag that the command line gives again with other values. The last one counts."""
+    seen: dict[str, FlagGroup] = {}
+    notes = []
+    for group in typed:
+        before = seen.get(group.positive)
+        collects = group.name == CONFIG or (group.name in own_flags() and own_flags()[group.name].append)
+        if before is not None and not collects and (before.name, before.values) != (group.name, group.values):
+            notes.append(f"{' '.join(group.tokens)} replaces the earlier {' '.join(before.tokens)}")
+        seen[group.positive] = group
+    return notes
 
 
 def _picked(
@@ -122,7 +136,8 @@ def _translated(
     """All groups as the backend spells them. Each group that cannot be translated is a separate problem."""
     whole = problems.check(backend.translate, groups)
     if whole is not None:
-        groups, given.notes = whole
+        groups, notes = whole
+        given.notes += notes
         return groups
     return [group for group in groups if not group.name.startswith(backend.foreign)]
 

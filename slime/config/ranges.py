@@ -11,9 +11,10 @@ LARGEST_INT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`. `open_low` and `open_high`: without the end itself. `off` is allowed in addition.
+    """Numbers from `low` to `high`.
 
-    `high_rule`: whether the rule in messages names `high`, too. It does not where `high` only excludes absurd values.
+    `open_low`, `open_high`: `low` or `high` itself is outside. `off` is allowed, too. `interval`: messages state both
+    ends. Other ranges have a `high` that only excludes absurd values, so messages state the end that was passed.
     """
 
     low: float
@@ -21,7 +22,7 @@ class Range:
     open_low: bool = False
     open_high: bool = False
     off: int | None = None
-    high_rule: bool = False
+    interval: bool = False
 
     def problem(self, value: float) -> str | None:
         """The rule that `value` breaks, as the words after "must". None if it breaks none."""
@@ -33,30 +34,28 @@ class Range:
         below = value < self.high if self.open_high else value <= self.high
         if above and below:
             return None
-        if self.high_rule:
+        if self.interval:
             left, right = "(" if self.open_low else "[", ")" if self.open_high else "]"
             return f"lie in {left}{self.low:g}, {self.high:g}{right}"
         if above:
-            return (
-                f"be at most {self.high:g}" if self.high != int(self.high) else f"be at most {int(self.high)}"
-            )
+            return f"be at most {int(self.high)}"
         if self.off is not None:
-            return f"be {self.off} (off) or above {self.low - 1:g}"
+            return f"be {self.off} (off) or above {self.low:g}"
         return f"be above {self.low:g}" if self.open_low else f"be {self.low:g} or more"
 
 
 COUNT = Range(0, LARGEST_INT, open_low=True)
 COUNT_OR_ZERO = Range(0, LARGEST_INT)
 BYTES = Range(0, 2**63 - 1, open_low=True)
-TOP_K = Range(1, LARGEST_INT, off=-1)
+TOP_K = Range(0, LARGEST_INT, open_low=True, off=-1)
 SEED = Range(0, 2**32 - 1)
-"""What NumPy, torch and vLLM accept."""
+"""What NumPy accepts. torch and vLLM accept more."""
 SECONDS = Range(0, 1e9, open_low=True)
 SECONDS_OR_ZERO = Range(0, 1e9)
-FRACTION = Range(0, 1, open_low=True, high_rule=True)
-UNIT = Range(0, 1, high_rule=True)
-DECAY = Range(0, 1, open_high=True, high_rule=True)
-"""The decay of a moving average: a 1 would never forget."""
+FRACTION = Range(0, 1, open_low=True, interval=True)
+UNIT = Range(0, 1, interval=True)
+DECAY = Range(0, 1, open_high=True, interval=True)
+"""The decay of a moving average. With 1, the average would never change."""
 RATE = Range(0, 1000)
 """Learning rates and weight decay."""
 TEMPERATURE = Range(0, 100, open_low=True)

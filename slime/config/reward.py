@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime.config.fields import flag
+from slime.config.ranges import SECONDS
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class RewardConfig:
     )
     group_rm: bool = flag(False, "score all responses of a prompt in one call")
     rm_url: str | None = flag(None, "address of the reward server for --rm-type remote_rm")
+    reward_deadline_s: float = flag(600.0, "maximum seconds per call of a reward", range=SECONDS)
     custom_rm_path: str | None = flag(None, "async fn(args, sample) -> float | dict")
     custom_reward_post_process_path: str | None = flag(None, "fn(args, samples) -> (raw_rewards, rewards)")
     custom_convert_samples_to_train_data_path: str | None = flag(None, "fn(args, samples) -> dict")

@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _ROWS_AT_A_TIME = 1024
+_TEMPLATE_BYTES = 4096
+"""More than a chat template adds to a prompt."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,14 @@ class Columns:
     tool_key: str | None = "tools"
     apply_chat_template: bool = False
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The longest sequence of a model, and what loads its tokenizer, which few files need."""
+
+    tokens: int
+    tokenizer: Callable[[], PreTrainedTokenizerBase]
 
 
 def read_file(path: str, flag: str = "--prompt-data") -> Iterator[dict[str, Any]]:
@@ -66,6 +76,7 @@ def load_prompts(
     max_prompt_len: int | None = None,
     flag: str = "--prompt-data",
     limit_flag: str = "--rollout-max-prompt-len",
+    context: Context | None = None,
 ) -> list[Prompt]:
     """All prompts of a file.
 
@@ -73,18 +84,25 @@ def load_prompts(
     string becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
     `metadata["tools"]`. Prompts with more than `max_prompt_len` tokens are left out with a warning.
 
-    ValueError with file and line for a missing column or a wrong type. ValueError if no prompt remains.
+    ValueError with file and line for a missing column or a wrong type. ValueError if no prompt remains, or if a prompt
+    leaves no room in `context`. No engine of the model accepts such a prompt.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(
             f"tokenizer must be given for the chat template and the length limit of {path}, got None"
         )
-    prompts = [_to_prompt(row, where, columns, tokenizer) for where, row in _read_rows(path, flag)]
+    places: list[str] = []
+    prompts = []
+    for where, row in _read_rows(path, flag):
+        places.append(where)
+        prompts.append(_to_prompt(row, where, columns, tokenizer))
     if not prompts:
         raise ValueError(
             f"{flag} must hold at least one prompt, got none in {path}; check the file and its slice"
         )
     if max_prompt_len is None:
+        if context is not None:
+            _require_room(prompts, places, context, columns.apply_chat_template_kwargs, limit_flag)
         return prompts
     assert tokenizer is not None
     lengths = prompt_lengths([p.text for p in prompts], tokenizer, columns.apply_chat_template_kwargs)
@@ -100,6 +118,41 @@ def load_prompts(
             f"{len(prompts)} prompts in {path} has {min(lengths)} tokens; raise the limit"
         )
     return kept
+
+
+def _require_room(
+    prompts: list[Prompt],
+    places: list[str],
+    context: Context,
+    template_kwargs: dict[str, Any],
+    limit_flag: str,
+) -> None:
+    """ValueError if a prompt has `context.tokens` tokens or more. Tokenises only prompts that may be that long."""
+    sizes = [len(p.text if isinstance(p.text, str) else json.dumps(p.text)) for p in prompts]
+    # A token is at least one byte and a character at most four, so a shorter text has fewer tokens.
+    doubtful = [i for i, size in enumerate(sizes) if 4 * size + _TEMPLATE_BYTES >= context.tokens]
+    if not doubtful:
+        return
+    tokenizer = context.tokenizer()
+    # A text with more than this many characters is too long whatever its tokens are; tokenising it may take minutes.
+    certain = context.tokens * max(map(len, tokenizer.get_vocab()))
+    unclear = [i for i in doubtful if sizes[i] <= certain]
+    lengths = dict(
+        zip(
+            unclear,
+            prompt_lengths([prompts[i].text for i in unclear], tokenizer, template_kwargs),
+            strict=True,
+        )
+    )
+    too_long = [i for i in doubtful if i not in lengths or lengths[i] >= context.tokens]
+    if too_long:
+        worst = max(too_long, key=lambda i: sizes[i])
+        size = f"{lengths[worst]} tokens" if worst in lengths else f"{sizes[worst]} characters"
+        raise ValueError(
+            f"prompts must be shorter than the model's context of {context.tokens} tokens (max_position_embeddings), "
+            f"got {len(too_long)} of {len(prompts)} that are not; the longest has {size} at {places[worst]}; "
+            f"shorten them, or leave them out with {limit_flag}"
+        )
 
 
 def filter_long_prompt(
@@ -245,11 +298,12 @@ def _read_rows(spec: str, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            line = _decoded(raw, where)
             if not line.strip():
                 continue
-            where = f"{path}:{number}"
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
@@ -261,7 +315,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads("".join(_lines(path)))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}:{error.lineno}: file must be JSON ({error}); fix it, or name it .jsonl"
@@ -291,16 +345,31 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        for row in reader:
-            where = f"{path}:{reader.line_num}"
-            if None in row or None in row.values():
-                raise ValueError(
-                    f"{where}: line must have {len(reader.fieldnames or [])} fields as the header does; "
-                    "fix the line"
-                )
-            yield where, row
+    reader = csv.DictReader(_lines(path))
+    for row in reader:
+        where = f"{path}:{reader.line_num}"
+        if None in row or None in row.values():
+            raise ValueError(
+                f"{where}: line must have {len(reader.fieldnames or [])} fields as the header does; "
+                "fix the line"
+            )
+        yield where, row
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            yield _decoded(raw, f"{path}:{number}")
+
+
+def _decoded(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where}: line must be UTF-8, got byte 0x{line[error.start]:02x} at position {error.start}; "
+            "save the file as UTF-8"
+        ) from error
 
 
 def _object(row: Any, where: str) -> dict[str, Any]:

@@ -6,16 +6,23 @@ Owns the position in the data and the numbering of groups and samples, and saves
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime.data.prompts import Columns, load_prompts
+from slime.algo.losses import loss_of
+from slime.data.prompts import Columns, Context, load_prompts
 from slime.data.tokenizer import load_tokenizer
+from slime.hf_config import read_hf_config
 from slime.hooks import load_function
+from slime.room import Room
 from slime.types import Prompt, Sample, SampleGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _VERSION = 1
 
@@ -112,13 +119,14 @@ class PromptDataSource:
             return
         path = _state_path(self.args.save, rollout_id)
         text = json.dumps(self.state_dict(), default=_refuse)
-        path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}.tmp")
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+        with Room("--save", path.parent, "the data position"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with scratch.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, path)
 
     def load(self, rollout_id: int) -> None:
         """Continue after rollout `rollout_id` of the checkpoint at --load. With -1 or no --load, start at the
@@ -177,9 +185,17 @@ def _load(args: Any) -> list[Prompt]:
     limit = args.rollout_max_prompt_len
     if limit is None and args.rollout_max_context_len is not None:
         limit = args.rollout_max_context_len - 1  # a longer prompt leaves no room for a response token
-    tokenizer = None
-    if args.apply_chat_template or limit is not None:
-        tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+
+    @functools.cache
+    def tokenizer() -> PreTrainedTokenizerBase:
+        return load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+
+    context = None
+    longest = (
+        read_hf_config(args.hf_checkpoint).get("max_position_embeddings") if args.hf_checkpoint else None
+    )
+    if longest and loss_of(args).rewarded:  # an engine continues the prompts
+        context = Context(longest, tokenizer)
     columns = Columns(
         input_key=args.input_key,
         label_key=args.label_key,
@@ -188,7 +204,13 @@ def _load(args: Any) -> list[Prompt]:
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=dict(args.apply_chat_template_kwargs),
     )
-    return load_prompts(args.prompt_data, columns, tokenizer=tokenizer, max_prompt_len=limit)
+    return load_prompts(
+        args.prompt_data,
+        columns,
+        tokenizer=tokenizer() if args.apply_chat_template or limit is not None else None,
+        max_prompt_len=limit,
+        context=context,
+    )
 
 
 def _fifo(

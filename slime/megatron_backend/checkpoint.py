@@ -12,32 +12,24 @@ import logging
 import os
 import random
 import shutil
-from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import is_main_replica
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from slime.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
+from slime.megatron_backend.checkpoint_io import DirectSave, explained_reading, verify
 from slime.megatron_backend.model import HiddenGPTModel, unwrap
 from slime.megatron_backend.optimizer import fuse_adam
+from slime.room import Room
 
 logger = logging.getLogger(__name__)
 
@@ -57,25 +49,6 @@ _SHAPE = (
 )
 
 
-class _DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
-    """Writes Megatron's torch_dist format in the calling process.
-
-    Megatron's own writer starts a manager and forks a process per file, even for a synchronous save. That is not safe
-    in a Ray actor with many threads. The files are the same.
-    """
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        shards = defaultdict(list)
-        for item in nested_values(sharded_state_dict):
-            if is_main_replica(item.replica_id):
-                shards[item.unique_key if isinstance(item, ShardedObject) else item.key].append(item)
-        dcp.save(
-            mcore_to_pyt_state_dict(shards),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
 def save_checkpoint(
     directory: str | Path,
     iteration: int,
@@ -88,31 +61,45 @@ def save_checkpoint(
     """Write one checkpoint, make it the latest and return its path. Collective over all ranks.
 
     Without `optimizer` (--no-save-optim), the next run starts with new moments and main weights. `extra` is a record
-    of plain values that `load_checkpoint` returns. Rank 0's record is saved.
+    of plain values that `load_checkpoint` returns. Rank 0's record is saved. ValueError if the disk has no room. The
+    checkpoints before are untouched then, and what was written is removed.
     """
     path = iteration_path(Path(directory), iteration)
     partial = hidden(path, "partial")
+    inner = unwrap(model)
+    try:
+        with Room("--save", directory, f"checkpoint {iteration}"):
+            _make(partial)
+            state = _sharded_state(inner, optimizer, is_loading=False)
+            state |= {
+                "iteration": iteration,
+                "extra": extra or {},
+                "shape": _shape(inner),
+                "ranks": _ranks(),
+                "scheduler": scheduler.state_dict() if scheduler else None,
+                "has_optimizer": optimizer is not None,
+                "rng": _rng_object(_rng_state()),
+            }
+            writer = DirectSave()
+            dist_checkpointing.save(state, str(partial), sharded_strategy=writer)
+            writer.write_checksums(partial)
+            if dist.get_rank() == 0:
+                _publish(partial, path)
+                _write_text(path.parent / LATEST, str(iteration))
+            dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # what a save that failed has left
+    return path
+
+
+def _make(partial: Path) -> None:
+    """The folder of a new checkpoint. What saves that were killed have left is removed. Collective."""
     if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in partial.parent.glob(hidden(Path("iter_*"), "partial").name):
+            shutil.rmtree(left)
         partial.mkdir(parents=True)
     dist.barrier()
-    inner = unwrap(model)
-    state = _sharded_state(inner, optimizer, is_loading=False)
-    state |= {
-        "iteration": iteration,
-        "extra": extra or {},
-        "shape": _shape(inner),
-        "ranks": _ranks(),
-        "scheduler": scheduler.state_dict() if scheduler else None,
-        "has_optimizer": optimizer is not None,
-        "rng": _rng_object(_rng_state()),
-    }
-    dist_checkpointing.save(state, str(partial), sharded_strategy=_DirectSave("torch_dist", 1))
-    if dist.get_rank() == 0:
-        _publish(partial, path)
-        _write_text(path.parent / LATEST, str(iteration))
-    dist.barrier()
-    return path
 
 
 def _publish(partial: Path, path: Path) -> None:
@@ -137,13 +124,15 @@ def load_checkpoint(
     scheduler: OptimizerParamScheduler | None = None,
     *,
     iteration: int | None = None,
+    choose: str = "--ckpt-step {}",
 ) -> dict[str, Any]:
     """Load the latest checkpoint under `directory`, or checkpoint `iteration`, in place. Returns its `extra`.
 
     Collective over all ranks. Settings such as learning rate and decay stay as the optimizer and scheduler were built.
     The checkpoint supplies moments, step counts and the position in the schedule. On the same layout of ranks, training
     continues bitwise, with the random generators. On another layout, the generators keep their seeds. ValueError if the
-    checkpoint does not exist or belongs to a model of another shape.
+    checkpoint does not exist, is damaged, or belongs to a model of another shape. `choose` says how the user names an
+    iteration: the error for a damaged one names an older one that is whole.
     """
     directory = Path(directory)
     iteration = latest(directory) if iteration is None else iteration
@@ -154,8 +143,10 @@ def load_checkpoint(
     path = existing(directory, iteration)
     if not (path / COMPLETE).is_file():
         raise ValueError(f"iteration {iteration} must be a complete checkpoint, but {path} is not one")
+    verify(directory, iteration, choose)
     inner = unwrap(model)
-    common = dist_checkpointing.load_common_state_dict(str(path))
+    with explained_reading(directory, iteration, choose):
+        common = dist_checkpointing.load_common_state_dict(str(path))
     if "shape" not in common:
         raise ValueError(
             f"{path} must be a checkpoint that --save wrote, got one of slime or Megatron itself; name a Hugging Face "
@@ -171,10 +162,8 @@ def load_checkpoint(
     wanted = _sharded_state(inner, optimizer if loads_optimizer else None, is_loading=True)
     if same_ranks:
         wanted["rng"] = _rng_object(None)
-    try:
+    with explained_reading(directory, iteration, choose):
         state = dist_checkpointing.load(wanted, str(path))
-    except (CheckpointingException, KeyError) as error:
-        raise ValueError(f"{path} must hold the tensors of this model and optimizer: {error}") from error
     inner.load_state_dict(state["model"])
     if loads_optimizer:
         _load_optimizer(optimizer, state["optimizer"])

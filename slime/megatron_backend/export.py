@@ -30,8 +30,8 @@ def export_checkpoint(config: Config, iteration: int | None, out_dir: Path) -> i
         init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
         try:
             model = build_model(hf_config, config, ddp=False)
-            load_checkpoint(load, model, iteration=iteration)
-            save_hf(model, source, out_dir)
+            load_checkpoint(load, model, iteration=iteration, choose="vime export --iteration {}")
+            save_hf(model, source, out_dir, flag="--output-dir")
         finally:
             destroy_parallel()
     return iteration

@@ -24,15 +24,17 @@ from slime.algo.advantage import compute_advantages
 from slime.algo.importance import sequence_mean
 from slime.algo.losses import loss_of
 from slime.algo.ppo import compute_approx_kl
-from slime.checkpoint_dir import latest, start_directory
+from slime.checkpoint_dir import resumed_iteration, start_directory
 from slime.config import Config
 from slime.config.cluster import PARTS
 from slime.config.debug import profiled_steps
 from slime.data import columns
 from slime.data.packing import MicroBatch, pack
+from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.megatron_backend import checkpoint
 from slime.megatron_backend.audit import Audit
+from slime.megatron_backend.finite import require_finite_log_probs, require_finite_weights
 from slime.megatron_backend.forward import log_probs_of_data
 from slime.megatron_backend.head import LmHead, MicroBatchLoss, lm_head
 from slime.megatron_backend.loss import LossSetup, micro_batch_loss
@@ -73,13 +75,14 @@ class MegatronTrainer:
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         self.model: Any = build_model(self.hf_config, config)  # Megatron's wrapper has no types
         load = config.checkpoint.load
-        resume = latest(load) if load else None
+        resume = resumed_iteration(config)
         if resume is None:
             load_weights(self.model, start_directory(config))
         self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
         self.start_rollout_id = config.data.start_rollout_id or 0
         if load and resume is not None:
-            extra = checkpoint.load_checkpoint(load, self.model, self.optimizer, self.scheduler)
+            parts = (self.model, self.optimizer, self.scheduler)
+            extra = checkpoint.load_checkpoint(load, *parts, iteration=resume)
             if config.data.start_rollout_id is None:
                 self.start_rollout_id = extra["rollout_id"] + 1
         self.ref_model = None
@@ -107,7 +110,10 @@ class MegatronTrainer:
         doing = self._explained(f"training rollout {rollout_id}")
         with doing, self.profiler.around(rollout_id), self.timers.measure("trainer"):
             self.residence.bring(*PARTS)
-            steps, rollout = self._train(rollout_id, data)
+            try:
+                steps, rollout = self._train(rollout_id, data)
+            except DivergedError as error:
+                raise error.with_checkpoint(self.config.checkpoint.save) from None
             self.residence.release("gradients", "optimizer")  # `next_weights` releases the parameters
         self.version = rollout_id + 1
         if self.config.cluster.colocate and self.info.device.type == "cuda":
@@ -130,6 +136,7 @@ class MegatronTrainer:
         self.progress = (0, len(data["micro_batch_indices"]))
         audited: dict[str, float] = {}
         with self.audit.watch(rollout_id, data, audited), self.timers.measure("actor_train"):
+            require_finite_log_probs(rollout_id, data)
             steps = self._optimizer_steps(rollout_id, data)
         self.replay.forget()
         self._update_reference(rollout_id)
@@ -283,12 +290,13 @@ class MegatronTrainer:
                 *(self.args, rollout_id, step_id, [self.model], self.optimizer, self.scheduler),
             )
             micro_batches = data["micro_batch_indices"][first : first + count]
-            steps.append(self._optimizer_step(data, micro_batches, step_id))
+            steps.append(self._optimizer_step(rollout_id, data, micro_batches, step_id))
             first += count
+        require_finite_weights(rollout_id, self.model.parameters())
         return steps
 
     def _optimizer_step(
-        self, data: TrainData, micro_batches: list[list[int]], step_id: int
+        self, rollout_id: int, data: TrainData, micro_batches: list[list[int]], step_id: int
     ) -> dict[str, float]:
         global_batch_size = data["global_batch_sizes"][step_id]
         with self.timers.measure("optimizer"):
@@ -312,8 +320,9 @@ class MegatronTrainer:
         with self.timers.measure("optimizer"):
             updated, grad_norm, _ = self.optimizer.step()
         if not (updated and math.isfinite(grad_norm)):
-            raise FloatingPointError(
-                f"gradients must be finite, got norm {grad_norm}; inspect the batch with --save-debug-rollout-data"
+            raise DivergedError(
+                f"gradients must be finite, got norm {grad_norm} in step {step_id} of rollout {rollout_id}",
+                rollout_id,
             )
         rates = {
             f"train/lr-pg_{i}": group["lr"] for i, group in enumerate(self.optimizer.param_groups)

@@ -18,16 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slime.checkpoint_dir import HF_INDEX, HF_SINGLE, latest
-from slime.hf_config import prediction_layers, prediction_names
+from slime.checkpoint_files import WRITE_LATEST
+from slime.hf_config import open_weights, prediction_layers, prediction_names, read_index
 from slime.megatron_backend.checkpoint import load_checkpoint
 from slime.megatron_backend.hf_weights import family_for
 from slime.megatron_backend.hf_weights.base import Row
 from slime.megatron_backend.model import HiddenGPTModel, unwrap
+from slime.room import Room
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
@@ -78,15 +79,14 @@ def _parameters(
 
 def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
     """HF tensor name -> the safetensors file that holds it."""
-    index = checkpoint_dir / HF_INDEX
-    if index.is_file():
-        return {k: checkpoint_dir / v for k, v in json.loads(index.read_text())["weight_map"].items()}
+    if (index := read_index(checkpoint_dir)) is not None:
+        return {name: checkpoint_dir / file for name, file in index.items()}
     single = checkpoint_dir / HF_SINGLE
     if not single.is_file():
         raise ValueError(
             f"--hf-checkpoint must hold {HF_SINGLE} or {HF_INDEX}, got neither in {checkpoint_dir}"
         )
-    with safe_open(single, framework="pt") as file:
+    with open_weights(single, "pt") as file:
         return dict.fromkeys(file.keys(), single)
 
 
@@ -133,7 +133,7 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
         parts = []
         for name in names:
             if files[name] not in handles:
-                handles[files[name]] = safe_open(files[name], framework="pt")
+                handles[files[name]] = open_weights(files[name], "pt")
             parts.append(handles[files[name]].get_tensor(name))
         for name, part, want in zip(names, parts, _hf_parts(parameter, row, inner), strict=True):
             if part.shape != want.shape:
@@ -147,7 +147,7 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
 def load_weights(model: Any, directory: str) -> None:
     """Load weights from an HF directory or a Megatron checkpoint. The files in the directory decide which."""
     if latest(directory) is not None:
-        load_checkpoint(directory, model)
+        load_checkpoint(directory, model, choose=WRITE_LATEST)
     else:
         load_hf(model, directory)
 
@@ -236,14 +236,19 @@ def _hf_parts(parameter: Tensor, row: Row, inner: HiddenGPTModel) -> list[Tensor
 
 
 def save_hf(
-    model: nn.Module, source_dir: str | Path, out_dir: str | Path, *, max_shard_bytes: int = 5 * 2**30
+    model: nn.Module,
+    source_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    max_shard_bytes: int = 5 * 2**30,
+    flag: str = "--save-hf",
 ) -> None:
     """Write an HF directory that transformers loads with the same logits. Collective. Rank 0 writes.
 
     The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
     safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). The layers of multi-token
     prediction in `source_dir` are copied unchanged. config.json is written last, so a directory with a config.json is
-    complete.
+    complete. ValueError that names `flag` if the disk has no room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
     tensors = export_hf(model)
@@ -251,11 +256,12 @@ def save_hf(
         for _ in tensors:
             pass
     else:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        (out_dir / "config.json").unlink(missing_ok=True)
-        carried = _prediction_tensors(unwrap(model), source_dir)
-        _write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
-        _copy_config(unwrap(model), source_dir, out_dir)
+        with Room(flag, out_dir, "a Hugging Face checkpoint"):
+            out_dir.mkdir(parents=True, exist_ok=True)
+            (out_dir / "config.json").unlink(missing_ok=True)
+            carried = _prediction_tensors(unwrap(model), source_dir)
+            _write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
+            _copy_config(unwrap(model), source_dir, out_dir)
     dist.barrier()
 
 
@@ -266,9 +272,7 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
         return iter(())
     files = _files_of(source_dir)
     names = prediction_names(files, inner.hf_config)
-    handles: dict[Path, Any] = {
-        file: safe_open(file, framework="pt") for file in {files[name] for name in names}
-    }
+    handles = {file: open_weights(file, "pt") for file in {files[name] for name in names}}
     return ((name, handles[files[name]].get_tensor(name)) for name in names)
 
 

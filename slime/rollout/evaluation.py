@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from slime.data.prompts import Columns, load_prompts
+from slime.data.prompts import Columns, Context, load_prompts
+from slime.hf_config import read_hf_config
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.generate import generate_and_rm_group, run_together
 from slime.rollout.metrics import eval_reward_args
@@ -144,6 +145,8 @@ def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, li
         raise ValueError(
             "--eval-prompt-data or --eval-config must name a dataset for --eval-interval, got none"
         )
+    checkpoint = state.args.hf_checkpoint
+    longest = read_hf_config(checkpoint).get("max_position_embeddings") if checkpoint else None
     for config in configs:
         if config.name in state.eval_prompts:
             continue
@@ -156,6 +159,7 @@ def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, li
             max_prompt_len=next((limit for limit in limits if limit is not None), None),
             flag="--eval-prompt-data",
             limit_flag="--eval-max-prompt-len",
+            context=Context(longest, lambda: state.tokenizer) if longest else None,
         )
     return [(config, state.eval_prompts[config.name]) for config in configs]
 

@@ -20,6 +20,7 @@ from slime.rollout.facts import note_sampling
 from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
 from slime.rollout.state import GenerateState
+from slime.rollout.user_code import is_cancelled
 from slime.types import Sample, SampleGroup
 
 T = TypeVar("T")
@@ -235,7 +236,8 @@ async def _generate_one(
     flag = "--custom-generate-function-path"
     function = load_function(path, flag=flag)
     rollout_id, index = sample.rollout_id, sample.index
-    with _blame(f"{flag} {path}", sample):
+    border = f"{flag} {path}"  # see user_code.watch_loop
+    with _blame(border, sample):
         result = function(args, sample, sampling_params, **accepted(function, evaluation=evaluation))
         if inspect.isawaitable(result):
             result = await result
@@ -266,7 +268,9 @@ def _blame(what: str, sample: Sample) -> Iterator[None]:
     """Border with a user's function: adds the function's name and the sample to any error."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if is_cancelled(error):
+            raise
         raise RuntimeError(
             f"{what} failed on sample {sample.index} of group {sample.group_index}: "
             f"{type(error).__name__}: {error}"

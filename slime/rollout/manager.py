@@ -7,7 +7,8 @@ protocol's methods. Ray is only the `put` function, which stores a rank's data f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from slime import operators
@@ -17,6 +18,7 @@ from slime.config.problems import given
 from slime.data.packing import sample_flops
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
+from slime.divergence import DivergedError
 from slime.hf_config import read_hf_config
 from slime.hooks import load_function
 from slime.loop import saves_after
@@ -111,10 +113,18 @@ class RolloutManager:
             share = self.config.debug.load_debug_rollout_data_subsample
             groups, facts = load_with_facts(template, rollout_id, subsample=share)
             return groups, {}, facts
-        output = call_rollout_fn(
-            self.rollout_function, self.args, rollout_id, self.data_source, evaluation=False
-        )
+        with self._naming_checkpoint():
+            output = call_rollout_fn(
+                self.rollout_function, self.args, rollout_id, self.data_source, evaluation=False
+            )
         return output.samples, output.metrics or {}, self.facts
+
+    @contextmanager
+    def _naming_checkpoint(self) -> Iterator[None]:
+        try:
+            yield
+        except DivergedError as error:
+            raise error.with_checkpoint(self.config.checkpoint.save) from None
 
     def _rank_data(self, rollout_id: int, groups: list[SampleGroup], facts: Facts | None) -> list[TrainData]:
         """Train data of each rank. With --rlk-consistency, the data contains each sample's facts, and a rollout
@@ -136,7 +146,10 @@ class RolloutManager:
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """eval/* metrics of every evaluation dataset with the current weights."""
-        output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)
+        with self._naming_checkpoint():
+            output = call_rollout_fn(
+                self.eval_function, self.args, rollout_id, self.data_source, evaluation=True
+            )
         if self.config.debug.save_debug_rollout_data:
             groups = [result["samples"] for result in output.data.values()]
             save_debug_rollout_data(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.data.prompts import render_chat
 from slime.protocols import GenerateResult, RolloutEngine
+from slime.rollout.user_code import watch_loop
 from slime.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -62,7 +63,9 @@ class GenerateState:
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True).start()
+            thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+            thread.start()
+            watch_loop(self._loop, thread)
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()

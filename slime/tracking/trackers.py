@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from slime.config import Config
 from slime.config.problems import given
+from slime.room import Room
 from slime.tracking.environment import mask_secrets
 from slime.tracking.metrics import STEP_KEYS, StepKey, as_floats
 
@@ -63,11 +64,13 @@ class JsonlTracker:
         nonfinite = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
         if nonfinite:
             line["nonfinite"] = nonfinite
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with Room("--run-dir", self._path.parent, self._path.name):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with Room("--run-dir", self._path.parent, self._path.name):
+            self._file.close()
 
     def _drop_replayed(self, resume: Mapping[str, int]) -> None:
         text = self._path.read_text(encoding="utf-8", errors="replace")

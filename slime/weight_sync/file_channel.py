@@ -21,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slime.protocols import WeightUpdate
+from slime.room import Room, require_room
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
 from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
 
@@ -80,8 +81,14 @@ class FileChannel(WeightChannel):
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
         path = self._path(version)
         partial = path.with_suffix(".partial")
-        save_file(state, partial)
-        os.replace(partial, path)
+        what = f"version {version} of the weights"
+        require_room("--weight-dir", self.directory, sum(tensor.nbytes for tensor in state.values()), what)
+        try:
+            with Room("--weight-dir", self.directory, what):
+                save_file(state, partial)
+                os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
         versions = {
             int(file.stem.removeprefix(f"{self.stem}-")): file
             for file in self.directory.glob(f"{self.stem}-*.safetensors")

@@ -26,7 +26,8 @@ class Channel:
     `path`: its class, "module:name". `help`: its part of the flag's help. `plan`: what `vime plan` prints, where
     {weight_dir} is the directory of published files. `gpus`: "shared" if trainer and engines must share GPUs, "apart"
     if they must not; on such GPUs the channel is the default. None: it works everywhere. `buckets`: the trainer keeps
-    two buckets on its device. `tensor_parallel_only`: it reaches no data-parallel copies and pipeline stages.
+    two buckets on its device. `tensor_parallel_only`: it reaches no data-parallel copies and pipeline stages. `copies`:
+    the most versions of all weights that are in {weight_dir} at one moment.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Channel:
     gpus: Literal["shared", "apart"] | None = None
     buckets: bool = False
     tensor_parallel_only: bool = False
+    copies: int = 0
 
     def load(self) -> type[WeightChannel]:
         """The channel's class (imports torch)."""
@@ -63,6 +65,7 @@ CHANNELS = {
         _HERE + "file_channel:FileChannel",
         help="through files that trainer and engines can read (default otherwise)",
         plan="files in {weight_dir}",
+        copies=3,
     ),
 }
 

@@ -167,6 +167,10 @@ def resumed_with_a_slow_engine_then_interrupted(run: FaultyRun) -> None:
         assert launch.finish(30) == 130
         assert time.monotonic() - interrupted < 30
         assert "interrupted" in launch.output.splitlines()[-1]
+        assert re.search(
+            rf"engine engine-0-1 at \S+ has not answered for [12]\d s: .*stopped {slow}", launch.output
+        )
+        assert launch.output.count("the run waits") == launch.output.count("works again after") == 1
         assert "died" not in launch.output
         assert "Traceback" not in launch.output, launch.output[-3000:]
     assert not published_weights(run.run_dir).exists()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from fault_cases import (
@@ -16,7 +20,7 @@ from fault_cases import (
     resumed_with_a_slow_engine_then_interrupted,
     trainer_killed,
 )
-from train_fixtures import World, launched, make_world, published_weights, rows, samples, vime
+from train_fixtures import Launch, World, launched, make_world, published_weights, rows, samples, vime
 
 pytestmark = pytest.mark.e2e
 
@@ -99,13 +103,89 @@ def test_trainer_rank_that_dies_is_named_though_its_peers_wait_for_it(world: Wor
     rank_killed(world, "dead", ranks=2)
 
 
-def test_sigterm_ends_a_run_as_ctrl_c_does(world: World) -> None:
-    """Of the command alone, as a scheduler or a container sends it; Ray has a handler of its own for it."""
-    with launched(vime("train", *world.sft("ended", rollouts=10_000)), world.root / "ended.out") as launch:
-        launch.wait_for(lambda: rows(world.root / "ended", "train/step"), "a step", 240)
+@contextmanager
+def training(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    """A run after its first step. It must end within 15 s of the block, and leave nothing where temporary files go."""
+    temporary = Path(
+        tempfile.mkdtemp(prefix="vt-", dir=world.root.parent)
+    )  # unix sockets have short paths only
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    semaphores = set(Path("/dev/shm").glob("sem.*"))
+    with launched(vime("train", *world.sft(name, rollouts=10_000)), world.root / f"{name}.out") as launch:
+        launch.wait_for(lambda: rows(world.root / name, "train/step"), "a step", 240)
+        assert list(temporary.glob("vime-*/session_latest"))  # Ray's files are there, too
+        yield launch
+        began = time.monotonic()
+        launch.process.wait(15)
+        print(f"ended after {time.monotonic() - began:.1f} s")
+        launch.await_gone(10)
+    assert [path.name for path in temporary.iterdir() if "torchinductor" not in path.name] == []
+    assert set(Path("/dev/shm").glob("sem.*")) <= semaphores
+    shutil.rmtree(temporary)
+
+
+def test_sigterm_of_the_group_ends_a_run_as_ctrl_c_does(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`timeout` sends it to the command and then to the group. Ray has a handler of its own for it."""
+    with training(world, "ended", monkeypatch) as launch:
         launch.process.terminate()
-        assert launch.finish(30) == 130
-        assert "interrupted" in launch.output.splitlines()[-1]
+        os.killpg(launch.process.pid, signal.SIGTERM)
+    assert launch.process.returncode == 130
+    assert launch.output.splitlines()[-1].startswith("interrupted by SIGTERM: everything"), launch.output
+
+
+@pytest.mark.slow
+def test_sigterm_of_every_process_ends_a_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As systemd and Slurm send it: Ray's servers get it, too, and no call may wait for them."""
+    with training(world, "unit", monkeypatch) as launch:
+        for pid in launch.left():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+    assert launch.process.returncode == 130
+    assert launch.output.splitlines()[-1].startswith("interrupted by SIGTERM: everything"), launch.output
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_ends_a_run_and_nohup_does_not(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with training(world, "closed", monkeypatch) as launch:
+        os.killpg(launch.process.pid, signal.SIGHUP)
+    assert launch.process.returncode == 130
+    line = "interrupted by SIGHUP: everything that was started has been stopped"
+    assert launch.output.splitlines()[-1] == line
+    assert line in (world.root / "closed" / "logs" / "driver.log").read_text()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    try:
+        with training(world, "nohup", monkeypatch) as launch:
+            os.killpg(launch.process.pid, signal.SIGHUP)
+            step = max(rows(world.root / "nohup", "train/step"))
+            launch.wait_for(lambda: max(rows(world.root / "nohup", "train/step")) > step, "a later step", 60)
+            launch.process.terminate()
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert launch.process.returncode == 130
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
+def test_a_killed_process_of_ray_is_named(
+    world: World, process: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with training(world, process, monkeypatch) as launch:
+        (pid,) = launch.find(
+            rf"^\S+/{process}/{process} " if process == "raylet" else r"^\S+/gcs/gcs_server "
+        )
+        os.kill(pid, signal.SIGKILL)
+    assert launch.process.returncode == 1
+    *_, last, more = launch.output.splitlines()
+    assert last.startswith("vime train: Ray's ") and f"{process} " in last and "--load" in last, (
+        launch.output[-3000:]
+    )
+    assert more == f"more in {world.root / process / 'logs' / 'driver.log'}"
+    assert list((world.root / process / "logs" / "ray").glob("raylet*"))
+    assert "Traceback" not in launch.output, launch.output[-3000:]
 
 
 def test_too_many_devices_are_refused_before_anything_is_placed(world: World) -> None:

@@ -384,4 +384,4 @@ def test_sft_lowers_the_loss(world: World, monkeypatch) -> None:
     assert loss[0] == pytest.approx(5.57, abs=0.2)  # log(262): the untrained model is nearly uniform
     assert loss[-1] < 0.6 * loss[0]
     assert time.monotonic() - began < 120
-    assert list(temporary.glob("*vime*")) == []
+    assert [path.name for path in temporary.iterdir() if "torchinductor" not in path.name] == []

@@ -56,6 +56,7 @@ def trained(world: World, name: str, *flags: str, rollouts: int = 1) -> dict[int
     return rows(world.root / name, "train/step")
 
 
+@pytest.mark.slow
 def test_in_fp32_both_choose_the_same_experts(world: World) -> None:
     """Over an update of the weights, for every token and layer."""
     steps = trained(world, "fp32", REPLAY, rollouts=2)

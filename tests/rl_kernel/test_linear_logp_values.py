@@ -112,6 +112,7 @@ def test_temperatures_that_stretch_the_logits(flags, temperature):
     assert not contract_violations(actual, truth, BF16, FP32)
 
 
+@pytest.mark.slow
 def test_repairing_some_rows_changes_no_bit_of_the_others(flags):
     case = Case("some", 140, 24, 200)
     hidden, weight, targets = case.inputs(BF16, DEVICE)

@@ -117,7 +117,7 @@ def by_autograd(op, loss, layer, targets, dtype=None, **options):
 
 
 @pytest.mark.parametrize("where", ["autograd", "weight_grad"])
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("blocks", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow), FP32], ids=str)
 def test_blocks_of_tokens(recorder, dtype, blocks, where):
     """Without `weight_grad` the gradient of several blocks is summed in float32, which the workspace must hold."""
@@ -146,6 +146,7 @@ def test_blocks_of_tokens(recorder, dtype, blocks, where):
     assert result.loss.item() == pytest.approx(whole.item(), abs={BF16: 0.2, FP16: 0.02, FP32: 1e-3}[dtype])
 
 
+@pytest.mark.slow
 def test_blocks_and_one_block_give_the_same_numbers(recorder):
     layer, targets = layer_of(BLOCKS, FP32)
     results = []
@@ -157,6 +158,7 @@ def test_blocks_and_one_block_give_the_same_numbers(recorder):
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_tiles_are_computed_again_where_a_sum_would_not_fit(recorder, dtype):
     """All tokens at once: no second block, which would need the float32 sum."""
@@ -218,7 +220,8 @@ def test_the_same_as_linear_logp_and_autograd(recorder, entropy):
     assert all(torch.equal(one_pass[name], two_passes[name]) for name in two_passes)
 
 
-@pytest.mark.parametrize("dtype", [BF16, pytest.param(FP32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_same_bits_every_time(recorder, dtype):
     layer, targets = layer_of(BLOCKS, dtype)
     results = []

@@ -80,6 +80,8 @@ def make_args(**overrides: Any) -> SimpleNamespace:
         "rollout_num_gpus_per_engine": 1,
         "server_concurrency": 512,
         "rollout_deadline_s": 5.0,
+        "reward_deadline_s": 60.0,
+        "loss_type": "policy_loss",
         "max_staleness": 0,
         "loss_mask_type": "qwen",
     }

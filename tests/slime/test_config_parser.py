@@ -113,6 +113,16 @@ def test_unsupported_flags_pass_at_their_default_only(argv):
         assert str(error.value).startswith(message)
 
 
+def test_a_flag_given_again_wins_and_leaves_a_note(argv):
+    given = "--lr 1e-5 --rollout-shuffle --max-tokens-per-gpu 64 --lr=1e-6 --no-rollout-shuffle --max-tokens-per-gpu 64"
+    c = parse_args([*argv, *given.split()])
+    assert (c.megatron.lr, c.rollout.rollout_shuffle) == (1e-6, False)
+    assert [note for note in c.notes if "replaces" in note] == [
+        "--lr 1e-6 replaces the earlier --lr 1e-5",
+        "--no-rollout-shuffle replaces the earlier --rollout-shuffle",
+    ]
+
+
 def test_flags_without_effect_leave_a_note(argv):
     c = parse_args([*argv, "--log-probs-chunk-size", "1024", "--recompute-loss-function"])
     assert [n.split(" has no effect")[0] for n in c.notes] == [

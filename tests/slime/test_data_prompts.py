@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from rollout_double import make_tokenizer, write_lines
 
-from slime.data.prompts import Columns, filter_long_prompt, load_prompts, read_file
+from slime.data.prompts import Columns, Context, filter_long_prompt, load_prompts, read_file
 from slime.data.tokenizer import load_tokenizer
 from slime.types import Sample
 
@@ -104,6 +105,50 @@ def test_long_prompts_are_left_out_and_reported(tmp_path, caplog):
         ValueError, match=r"--rollout-max-prompt-len must leave at least one prompt.* has 3 tokens"
     ):
         load_prompts(path, Columns("prompt"), tokenizer=make_tokenizer(), max_prompt_len=2)
+
+
+def test_a_prompt_that_fills_the_context_is_found_in_the_file(tmp_path):
+    """Without a limit. An engine refused it minutes later."""
+    rows = [{"prompt": "x" * n} for n in (3, 9, 8, 7)]
+    path = write_lines(tmp_path / "d.jsonl", rows)
+    loaded = []
+
+    def tokenizer():
+        loaded.append(True)
+        return make_tokenizer()
+
+    def load(tokens: int, name: str = path):
+        return load_prompts(name, Columns("prompt"), context=Context(tokens, tokenizer))
+
+    with pytest.raises(ValueError) as error:
+        load(8)
+    assert str(error.value) == (
+        "prompts must be shorter than the model's context of 8 tokens (max_position_embeddings), got 2 of 4 that are "
+        f"not; the longest has 9 tokens at {path}:2; shorten them, or leave them out with --rollout-max-prompt-len"
+    )
+    assert len(load(10)) == 4 and len(loaded) == 2
+    assert len(load(10_000)) == 4 and len(loaded) == 2, "short texts are not tokenised"
+    huge = write_lines(tmp_path / "huge.jsonl", [{"prompt": "a"}, {"prompt": "ab " * 7_000_000}])
+    began = time.monotonic()
+    with pytest.raises(
+        ValueError, match=r"got 1 of 2 that are not; the longest has 21000000 characters at .*:2"
+    ):
+        load(40_960, huge)
+    assert time.monotonic() - began < 10, "not tokenised"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_a_byte_that_is_not_utf8_is_named(tmp_path, suffix):
+    path = tmp_path / f"d.{suffix}"
+    rows = {
+        "jsonl": b'{"prompt": "a"}\n{"prompt": "\xff"}\n',
+        "json": b'[{"prompt": "a"},\n{"prompt": "\xff"}]',
+    }
+    path.write_bytes(rows.get(suffix, b"prompt\n\xff\n"))
+    with pytest.raises(
+        ValueError, match=rf"d\.{suffix}:2: line must be UTF-8, got byte 0xff at position \d+; save"
+    ):
+        load_prompts(str(path), Columns("prompt"))
 
 
 def test_filter_long_prompt_counts_messages_as_rendered():

@@ -170,13 +170,18 @@ def test_no_dataset():
 
 def test_limits_and_template_come_from_the_flags(tmp_path):
     make_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text('{"max_position_embeddings": 99}')
     data = write_lines(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": "a" * 9}])
     flags = {"hf_checkpoint": str(tmp_path / "model")}
     assert len(PromptDataSource(make_args(prompt_data=data, rollout_max_prompt_len=5, **flags))) == 1
     # A context of 9 tokens has room for a prompt of 8.
     assert len(PromptDataSource(make_args(prompt_data=data, rollout_max_context_len=9, **flags))) == 1
     assert len(PromptDataSource(make_args(prompt_data=data, rollout_max_context_len=10, **flags))) == 2
+    assert len(PromptDataSource(make_args(prompt_data=data, **flags))) == 2
     source = PromptDataSource(make_args(prompt_data=data, apply_chat_template=True, **flags))
+    (tmp_path / "model/config.json").write_text('{"max_position_embeddings": 9}')
+    with pytest.raises(ValueError, match="must be shorter than the model's context of 9 tokens"):
+        PromptDataSource(make_args(prompt_data=data, **flags))
     assert source.get_samples(1)[0][0].prompt == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -1,6 +1,7 @@
 """config.json and the headers of the weights beside it."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -34,6 +35,31 @@ def test_a_shape_that_does_not_fit_is_named(tmp_path):
     write(tmp_path)
     with pytest.raises(ValueError, match=r"embed_tokens\.weight .* shape \[7, 4\], .* got \[6, 4\]"):
         check_checkpoint_shapes(tmp_path, {**CONFIG, "vocab_size": 7})
+
+
+@pytest.mark.parametrize("size", [0, 4, 20, 500, -1])
+def test_a_file_that_was_cut_off_is_named(tmp_path, size):
+    write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    size = size if size >= 0 else file.stat().st_size - 1
+    os.truncate(file, size)
+    with pytest.raises(ValueError) as error:
+        check_checkpoint_shapes(tmp_path, CONFIG)
+    assert str(error.value).startswith(f"{file} must be a whole safetensors file, got {size} bytes: ")
+    assert str(error.value).endswith("; download or copy the checkpoint again")
+
+
+def test_a_file_that_the_index_names_must_be_there(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}))
+    check_checkpoint_shapes(tmp_path, CONFIG)  # JSON files alone
+    write(tmp_path)
+    with pytest.raises(ValueError, match=r"/more.safetensors must be a whole safetensors file, got no such"):
+        check_checkpoint_shapes(tmp_path, CONFIG)
+    for text in ("{", "[1]", "{}"):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json must hold a valid weight_map, got .*; download"):
+            check_checkpoint_shapes(tmp_path, CONFIG)
 
 
 def test_a_wrong_number_of_layers(tmp_path):

@@ -154,6 +154,7 @@ def test_wrong_model_and_broken_directories_are_refused(hf_dir, tmp_path):
     saved = torch.load(common, weights_only=False)
     del saved["shape"]  # Megatron's own checkpoints have none
     torch.save(saved, common)
+    common.with_name("checksums.json").unlink()
     with pytest.raises(
         ValueError, match=r"iter_0000001 must be a checkpoint that --save wrote, got one of slime"
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -38,6 +39,15 @@ def loaded(directory, **config):
     model = build_model(load_hf_config(directory), make_config(**config))
     load_hf(model, directory)
     return model
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path):
+    """Also --load and --ref-load, which only the trainer reads."""
+    tiny_checkpoint(tmp_path / "hf")
+    model = build_model(load_hf_config(tmp_path / "hf"), make_config())
+    os.truncate(file := tmp_path / "hf/model.safetensors", 9999)
+    with pytest.raises(ValueError, match=f"^{file} must be a whole safetensors file, got 9999 bytes: "):
+        load_hf(model, tmp_path / "hf")
 
 
 def test_logits_equal_hf_on_a_packed_row(checkpoint):

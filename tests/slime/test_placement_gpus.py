@@ -45,7 +45,7 @@ class Process:
     params=[
         (None, list("0123")),
         pytest.param(("7,5,4,2", list("2457")), marks=pytest.mark.slow),
-        (",".join(UUIDS), sorted(UUIDS)),
+        pytest.param((",".join(UUIDS), sorted(UUIDS)), marks=pytest.mark.slow),
     ],
     ids=["all", "numbers", "uuids"],
 )

@@ -47,6 +47,7 @@ def two_nodes(monkeypatch) -> Iterator[None]:
     cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_an_engine_on_two_nodes_is_refused(two_nodes):
     with pytest.raises(ValueError) as caught:
         place(engines_of_two(4))

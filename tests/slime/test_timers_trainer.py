@@ -49,7 +49,7 @@ def test_parts_of_training_add_up_to_it(tmp_path, operators):
 
     # The best of three: a process that is put off the core between two parts for a millisecond is not a wrong part.
     assert 0 <= min(missing(times, INSIDE, "trainer") for times in perf[:3]) < 0.02
-    assert 0 <= min(missing(times, STEPS, "actor_train") for times in perf[:3]) < 0.02
+    assert 0 <= min(missing(times, STEPS, "actor_train") for times in perf[:3]) < 0.03
     assert not any(name.endswith("_peak_gib") for name in perf[0])  # a GPU's
     assert 0.1 < perf[0]["perf/trainer_rss_gib"] < 24
     assert ["perf/profile_time" in times for times in perf] == [False, False, False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -204,6 +205,8 @@ def test_resume_continues_bitwise(build, tmp_path):
     for name, tensor in exported(resumed).items():
         assert torch.equal(tensor, weights[name]), name
     resumed.save(2)
+    assert build(**flags, load=str(tmp_path / "ckpt")).start_rollout_id == 3
+    assert build(**flags, load=str(tmp_path / "ckpt"), ckpt_step=1).start_rollout_id == 2
 
 
 def test_load_without_a_checkpoint_starts_afresh(root, build, tmp_path):
@@ -254,5 +257,28 @@ def test_a_gradient_that_is_not_finite_ends_the_run(build):
     trainer = build()
     data = rank_data(trainer.config, make_samples())
     data["rewards"] = [math.inf] * len(data["rewards"])
-    with pytest.raises(FloatingPointError, match="gradients must be finite, got norm (nan|inf)"):
+    rule = (
+        r"gradients must be finite, got norm (nan|inf) in step 0 of rollout 0; start again with a lower --lr"
+    )
+    with pytest.raises(FloatingPointError, match=rule):
         trainer.train(0, data)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_weights_that_are_not_finite_end_the_run_where_they_arise(build, when):
+    """Not in the engine, which would get them with the next update."""
+    trainer = build()
+    data = rank_data(trainer.config, make_samples())
+    *_, last = trainer.model.parameters()
+
+    def spoil(*_: Any, **__: Any) -> None:
+        last.data.view(-1)[0] = math.nan
+
+    rule = "gradients must be finite, got norm nan in step 0 of rollout 3"
+    if when == "before":
+        spoil()
+    else:
+        rule = "weights must be finite, got nan after training rollout 3"
+        trainer.scheduler.step = spoil
+    with pytest.raises(FloatingPointError, match=rule):
+        trainer.train(3, data)

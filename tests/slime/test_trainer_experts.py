@@ -45,7 +45,17 @@ FOUR: dict[str, dict[str, Any]] = {
     "ep-sp-dp": EXPERTS | SEQUENCE | {"expert_tensor_parallel_size": 1},
     "ep-pp": EXPERTS | {"pipeline_model_parallel_size": 2},
 }
-LAYOUTS = dict.fromkeys(TWO, 2) | dict.fromkeys(FOUR, 4)
+SHORT = {"ep", "ep-plain", "ep-sp", "ep-pp"}
+"""The layouts of the short suite; the others run with --all."""
+
+
+def layouts(*without: str) -> list[Any]:
+    """Parameters of the layouts whose names contain none of these words."""
+    return [
+        pytest.param(name, marks=() if name in SHORT else pytest.mark.slow, id=name)
+        for name in (*TWO, *FOUR)
+        if not any(word in name for word in without)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +111,11 @@ def resumed(root: Path, name: str, saved: str, rank: int, ranks: int) -> dict[st
     return weights
 
 
-def work(rank: int, root: Path, ranks: int) -> None:
+def work(rank: int, root: Path, ranks: int, chosen: set[str]) -> None:
     torch.set_num_threads(1)
-    layouts = {2: TWO, 4: FOUR}[ranks]
-    out = {name: whole(root, name, rank, ranks, flags) for name, flags in layouts.items()}
-    for name in layouts:
+    cases = {name: flags for name, flags in {2: TWO, 4: FOUR}[ranks].items() if name in chosen}
+    out = {name: whole(root, name, rank, ranks, flags) for name, flags in cases.items()}
+    for name in cases:
         if "plain" not in name:
             out[name]["resumed"] = resumed(root, name, "one", rank, ranks)
     torch.save(out, root / f"rank{rank}-of-{ranks}.pt")
@@ -117,16 +127,20 @@ def one(root: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def several(root: Path, one: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def several(
+    request: pytest.FixtureRequest, root: Path, one: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    everything = any(item.get_closest_marker("slow") for item in request.session.items)
+    chosen = {*TWO, *FOUR} if everything else SHORT
     found: dict[str, list[dict[str, Any]]] = {}
     for ranks in (2, 4):
-        torch.multiprocessing.spawn(work, args=(root, ranks), nprocs=ranks)
+        torch.multiprocessing.spawn(work, args=(root, ranks, chosen), nprocs=ranks)
         parts = [torch.load(root / f"rank{rank}-of-{ranks}.pt") for rank in range(ranks)]
         found |= {layout: [part[layout] for part in parts] for layout in parts[0]}
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts())
 def test_ranks_train_as_one(root, one, several, layout):
     """Metrics, the clipped norm among them, weights, and what rank 0 publishes."""
     for got in several[layout]:
@@ -151,7 +165,7 @@ def test_the_steps_moved_the_weights(one):
     assert min(moved.values()) > 1e-4, moved
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "plain" not in name])
+@pytest.mark.parametrize("layout", layouts("plain"))
 def test_checkpoints_fit_other_layouts(root, one, several, layout):
     """One rank's checkpoint continued by several, and theirs by one: all as one rank that was never stopped."""
     by_one = resumed(root, "one", layout, 0, 1)
@@ -167,7 +181,7 @@ def test_an_optimizer_that_is_not_distributed_needs_the_same_experts(root, sever
     destroy_parallel()  # which a trainer that came to be would have done
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "pp" not in name])
+@pytest.mark.parametrize("layout", layouts("pp"))
 def test_estimate_counts_what_ranks_have(one, several, layout):
     """Matrices to the number, of experts and of all else; the table pads no vocabulary, and has no norms."""
     for got in (one, *several[layout]):

@@ -221,7 +221,7 @@ def test_a_module_draws_its_rollouts_once(bench):
         bench.run("module", repeats=1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
     bench.order(rl_kernel_0={"steps": 2, "hang": True})
     code = (

@@ -119,8 +119,8 @@ def digests(version: int) -> dict[str, str]:
     "doom",
     [
         {"part": BUCKETS + 1, "when": "stall"},  # the next update's first: in the group, and does not take it
-        {"part": BUCKETS + 2, "when": "reach"},
-        {"part": BUCKETS + 3, "when": "leave"},  # between two buckets
+        pytest.param({"part": BUCKETS + 2, "when": "reach"}, marks=pytest.mark.slow),
+        pytest.param({"part": BUCKETS + 3, "when": "leave"}, marks=pytest.mark.slow),  # between two buckets
         {"part": 2 * BUCKETS, "when": "stall"},  # the last one
     ],
 )

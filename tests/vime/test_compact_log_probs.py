@@ -54,8 +54,9 @@ def test_numbers_alone_are_collected_and_written():
     assert collected.tokenizer is None and isinstance(collected.logprobs, FlatLogprobs)
     collected.logprobs.append_fast([7], [-0.5], iter([3]), iter([None]))
     collected.logprobs.append_fast([9], [float("-inf")], iter([5]), iter([None]))
+    collected.logprobs.append_fast([9], [float("nan")], iter([5]), iter([None]))  # which JSON does not have
     written = write(collected.logprobs, 0)
-    assert written.token_logprobs == [-0.5, compact_log_probs.LOWEST]
+    assert written.token_logprobs == [-0.5, compact_log_probs.LOWEST, compact_log_probs.NOT_A_NUMBER]
     assert (written.tokens, written.top_logprobs, written.text_offset) == ([], [], [])
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from slime.divergence import DivergedError
 from slime.protocols import GenerateResult
+from vime.engine import compact_log_probs
 from vime.engine.client import VllmEngineClient, parse_completion, request_body
 from vime.engine.process import free_port
 from vime.engine.server import EngineServer, EngineSpec
@@ -95,6 +97,17 @@ def test_an_answer_becomes_a_record() -> None:
         prompt_tokens=5,
         cached_tokens=4,
     )
+
+
+def test_a_log_prob_that_is_nan_names_the_weights() -> None:
+    choice = ANSWER["choices"][0]
+    spoiled = {**choice, "logprobs": {"token_logprobs": [-0.5, compact_log_probs.NOT_A_NUMBER, 0.0]}}
+    rule = "log-probs of the engine must be finite, got nan at token 1 of a response with the weights after rollout 3"
+    with pytest.raises(DivergedError, match=rule) as error:
+        parse_completion({**ANSWER, "choices": [spoiled]}, "3,4")
+    assert error.value.rollout_id == 3
+    with pytest.raises(DivergedError, match="with the first weights"):
+        parse_completion({**ANSWER, "choices": [spoiled]}, "0")
 
 
 def test_what_the_engine_says_of_a_request_comes_in_seconds() -> None:

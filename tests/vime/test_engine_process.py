@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from vime.engine import process
 from vime.engine.process import SupervisedProcess, free_port, require_free_port, tail, wait_ready
+from vime.engine.router import Router, RouterSpec
 
 # A process with a child of its own that ignores SIGTERM and a grandchild in another session.
 _STUBBORN = """
@@ -183,3 +185,44 @@ def test_ports() -> None:
             require_free_port("127.0.0.1", port, "it")
     with pytest.raises(ValueError, match=r"it must be able to listen at 192\.0\.2\.1"):
         require_free_port("192.0.2.1", port, "it")
+
+
+def test_a_routers_port_is_its_own_from_the_choice_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address is handed out seconds before it binds. Here every run would choose from two ports."""
+    first = free_port("127.0.0.1")
+    second = free_port("127.0.0.1")
+    monkeypatch.setattr(process, "FREE_PORTS", [first, second])
+    one, two = (Router(RouterSpec(run_key="k", log_path=str(tmp_path / name))) for name in "ab")
+    assert {one.spec.port, two.spec.port} == {first, second}
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", one.spec.port))
+    for router in (one, two):
+        try:
+            router.start()
+            router.wait_ready()
+            assert router.engines() == []
+        finally:
+            router.stop()
+
+
+_LEAVES_A_SEMAPHORE = """
+import multiprocessing, os, signal, sys
+lock = multiprocessing.get_context("spawn").Lock()
+print(lock._semlock.name, flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_server_leaves_no_semaphore(tmp_path: Path) -> None:
+    """Python's resource tracker, a process of the server's, removes it after the server."""
+    script = _LEAVES_A_SEMAPHORE
+    server = SupervisedProcess([sys.executable, "-c", script], os.environ, str(tmp_path / "log"))
+    processes_below(server.pid, 2)
+    while not (name := server.tail_log()):
+        time.sleep(0.02)
+    semaphore = Path("/dev/shm") / f"sem.{name.removeprefix('/')}"
+    assert semaphore.exists()
+    server.stop()
+    assert not semaphore.exists()

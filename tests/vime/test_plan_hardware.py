@@ -101,6 +101,7 @@ def test_the_link_of_a_weight_update(flags, capsys, layout, link, speed):
     assert len(bounds) == 1 and bounds[0].endswith(f"GB/s ({link}) = {seconds:.3g} s")
 
 
+@pytest.mark.slow
 def test_a_benchmark_is_planned_for_a_named_gpu(capfd, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     line = ["bench", "plan", str(ROOT / "examples/bench/qwen3-4b-gsm8k.yaml"), "--preset", "smoke"]

@@ -110,6 +110,7 @@ def test_without_a_model_it_is_loudly_a_smoke_run(tmp_path):
     assert not list(made.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_plan_for_gpus_that_are_not_here(tmp_path):
     """The script hands the option on; of an engine flag that it sets, too, the one that was given is left."""
     flags = ("--gpu-memory-gib", "80", "--vllm-gpu-memory-utilization", "0.3")
@@ -122,6 +123,7 @@ def test_a_plan_for_gpus_that_are_not_here(tmp_path):
     assert "  does not fit a GPU of 80 GiB: 41.53 GiB too much while it trains, lower it with" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_smoke_run_and_a_real_one_share_no_folder(tiny, tmp_path):
     """Without OUT; seen from a folder of links, as the default is one beside the scripts."""
     for entry in ("scripts", "examples", "rl_kernel", "slime", "vime"):

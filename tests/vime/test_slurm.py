@@ -103,6 +103,7 @@ def test_the_launcher_runs_on_all_nodes_and_its_status_is_the_jobs(job, tmp_path
     assert not (job_dir(tmp_path) / "token").exists()
 
 
+@pytest.mark.slow
 def test_a_node_that_never_joins_is_named_and_the_job_ends(job, tmp_path: Path) -> None:
     done = job(HANGING_NODES="node-b", JOIN_TIMEOUT_S="5", END_TIMEOUT_S="1")
     assert done.returncode == 1, done.stdout + done.stderr

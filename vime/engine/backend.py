@@ -18,7 +18,6 @@ from slime.config.listing import Row
 from slime.config.unsupported import EXTERNAL, Unsupported
 from slime.protocols import WeightSource
 from vime.engine import flags
-from vime.engine.process import free_port
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.engine.sglang_flags import PREFIX, targets, translate_sglang
@@ -189,7 +188,6 @@ class VllmBackend:
                 run_key=run_key,
                 log_path=str(logs / "router.log"),
                 host=host,
-                port=free_port(host),
                 argv=tuple(config.engine.router_argv),
                 request_timeout_s=config.rollout.rollout_deadline_s,
             ),

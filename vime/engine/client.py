@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from slime.divergence import DivergedError
 from slime.protocols import GenerateResult
 from vime.engine import compact_log_probs, routed_experts
 from vime.engine.middleware import VERSIONS_HEADER
@@ -177,7 +178,8 @@ def _decoded(answer: bytes, url: str) -> Any:
 
 
 def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:
-    """Convert vLLM's answer. ValueError when a token has no log-prob, or when the finish reason is unknown."""
+    """Convert vLLM's answer. ValueError when a token has no log-prob, or when the finish reason is unknown.
+    DivergedError when a log-prob is NaN."""
     choice = answer["choices"][0]
     token_ids = choice["token_ids"]
     log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
@@ -185,6 +187,14 @@ def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:
         raise ValueError(
             f"the engine must give one log-prob per token, got {len(log_probs)} for {len(token_ids)} tokens; "
             f"check that it runs with --logprobs-mode processed_logprobs"
+        )
+    live = [int(version) for version in versions.split(",")]
+    if compact_log_probs.NOT_A_NUMBER in log_probs:
+        position = log_probs.index(compact_log_probs.NOT_A_NUMBER)
+        trained = "the first weights" if live[-1] < 1 else f"the weights after rollout {live[-1] - 1}"
+        raise DivergedError(
+            f"log-probs of the engine must be finite, got nan at token {position} of a response with {trained}",
+            live[-1] - 1,
         )
     if choice["finish_reason"] not in _FINISH:
         raise ValueError(f"finish_reason must be one of {sorted(_FINISH)}, got {choice['finish_reason']!r}")
@@ -196,7 +206,7 @@ def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:
         log_probs=log_probs,
         text=choice["text"],
         finish_reason=choice["finish_reason"],
-        weight_versions=[int(version) for version in versions.split(",")],
+        weight_versions=live,
         prompt_tokens=usage.get("prompt_tokens", 0),
         cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
         queue_s=None if queue_ms is None else queue_ms / 1e3,

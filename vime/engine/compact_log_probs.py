@@ -16,6 +16,8 @@ REQUEST: dict[str, Any] = {"logprobs": 0, "vllm_xargs": {"vime_compact_log_probs
 """What a /v1/completions body says: choices[0].logprobs then holds `token_logprobs`, and its other lists are empty."""
 LOWEST = -9999.0
 """What vLLM writes for minus infinity, which JSON does not have."""
+NOT_A_NUMBER = 9999.0
+"""What we write for NaN. A log-prob is never positive."""
 
 
 def install() -> None:
@@ -54,7 +56,10 @@ def _writing(vllms: Callable[..., Any]) -> Callable[..., Any]:
 
     def create_completion_logprobs(self: Any, *, top_logprobs: Any, **others: Any) -> Any:
         if isinstance(top_logprobs, FlatLogprobs):  # one entry a position: that of the sampled token
-            return CompletionLogProbs(token_logprobs=[max(value, LOWEST) for value in top_logprobs.logprobs])
+            values = top_logprobs.logprobs
+            return CompletionLogProbs(
+                token_logprobs=[NOT_A_NUMBER if value != value else max(value, LOWEST) for value in values]
+            )
         return vllms(self, top_logprobs=top_logprobs, **others)
 
     return create_completion_logprobs

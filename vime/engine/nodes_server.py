@@ -23,6 +23,7 @@ class NodeServer(Protocol):
     def open_gate(self) -> None: ...
     def wait_ready(self) -> None: ...
     def poll(self) -> int | None: ...
+    def whereabouts(self) -> tuple[str, bool]: ...
     def tail_log(self) -> str: ...
     def stop(self) -> None: ...
 
@@ -65,6 +66,12 @@ class NodesServer:
     def poll(self) -> int | None:
         """Exit status of the first process that has ended; None while all run."""
         return next((status for _, status in self._statuses()), None)
+
+    def whereabouts(self) -> tuple[str, bool]:
+        """Of the nodes with a stopped process, or else of the first node."""
+        found = [member.whereabouts() for member in self._members]
+        stopped = [text for text, is_stopped in found if is_stopped]
+        return "; ".join(stopped) or found[0][0], bool(stopped)
 
     def tail_log(self) -> str:
         """The last log lines of the processes that have ended, or else of the first one."""

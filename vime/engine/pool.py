@@ -24,6 +24,7 @@ from vime.engine.member import Member, Spawn
 from vime.engine.process import Started, require_running
 from vime.engine.router import Router, RouterSpec
 from vime.engine.server import EngineServer, EngineSpec
+from vime.engine.silence import Silence
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.25
@@ -68,6 +69,9 @@ class VllmEnginePool:
         )  # its lock guards membership, too
         self._lost: str | None = None
         self._stopping = threading.Event()
+        self._silence = Silence(
+            self._members, self._stopping, health_check_interval_s + health_check_timeout_s
+        )
         self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
 
     @property
@@ -121,6 +125,7 @@ class VllmEnginePool:
             self.stop()
             raise
         self._monitor.start()
+        self._silence.start()
 
     def publish(self, version: int) -> None:
         """Load the trainer's weights as `version` on every serving engine, see slime.weight_sync.transfer.

@@ -22,6 +22,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import vime
+from slime.cluster.guard import descendants, is_stopped, processes
 from vime.engine.control import answers
 from vime.engine.middleware import KEY_VARIABLE
 
@@ -31,18 +32,34 @@ FREE_PORTS = range(20000, 32768)
 _GRACE_S = 10.0
 
 
-def free_port(host: str) -> int:
-    """A TCP port of FREE_PORTS that nothing listens on at `host` now. A server binds it many seconds later, so the
-    port is none that the kernel gives to other sockets meanwhile. RuntimeError if 100 tries find none."""
+def hold_port(host: str) -> socket.socket:
+    """A socket bound to a port of FREE_PORTS that no other socket has. It does not listen.
+
+    While it is open, no other run gets the port from this function. A server that sets SO_REUSEADDR (vLLM, vllm-router
+    and most others do) can bind the port and listen. RuntimeError if 100 tries find no port.
+    """
     for _ in range(100):
-        port = random.SystemRandom().choice(FREE_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
+        held = socket.socket()
+        try:
+            held.bind((host, random.SystemRandom().choice(FREE_PORTS)))
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # after the bind, which must share with nobody
+        return held
     raise RuntimeError(
         f"a server must have a free port at {host}, got none in 100 tries from {FREE_PORTS.start} to "
         f"{FREE_PORTS.stop - 1}; check that {host} is an address of this machine"
     )
+
+
+def free_port(host: str) -> int:
+    """A port of FREE_PORTS that nothing has at `host` now. Nothing keeps it free."""
+    with hold_port(host) as held:
+        port: int = held.getsockname()[1]
+    return port
 
 
 def require_free_port(host: str, port: int, what: str) -> None:
@@ -103,6 +120,20 @@ class SupervisedProcess:
     def poll(self) -> int | None:
         """Exit status, or None while it runs."""
         return self._process.poll()
+
+    def whereabouts(self) -> tuple[str, bool]:
+        """Its process and host in words, and whether a signal has stopped a process of it."""
+        table = processes()
+        below = descendants({self.pid}, table)
+        server = [pid for pid in below if table[pid][0] == self.pid] or [self.pid]
+        text, stopped = (
+            f"process {server[0]} on {socket.gethostname()}",
+            [pid for pid in below if is_stopped(pid)],
+        )
+        if stopped:
+            pids = " ".join(map(str, stopped))
+            text += f", where a signal (SIGSTOP) has stopped {pids}: `kill -CONT {pids}` continues it"
+        return text, bool(stopped)
 
     def tail_log(self, lines: int = TAIL_LINES) -> str:
         """The last lines of the log."""
@@ -190,6 +221,7 @@ class Server(Generic[S]):
     def __init__(self, spec: S) -> None:
         self.spec = spec
         self._process: SupervisedProcess | None = None
+        self._held: list[socket.socket] = []
 
     def command(self) -> list[str]:
         """The command line; holds no secret."""
@@ -201,13 +233,23 @@ class Server(Generic[S]):
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         return {**os.environ, "PYTHONPATH": path, KEY_VARIABLE: self.spec.run_key}
 
+    def choose_port(self) -> None:
+        """Hold a free port for it, if it has none yet. Others may learn the address before it listens."""
+        if self.spec.port == 0:
+            self.spec = replace(self.spec, port=self._hold())
+
+    def _hold(self) -> int:
+        """A port that is this server's until `stop`."""
+        self._held.append(hold_port(self.spec.host))
+        port: int = self._held[-1].getsockname()[1]
+        return port
+
     def start(self) -> str:
         """Start it and return its URL, before it is ready; a second start keeps the URL.
 
         ValueError when the port is taken or the host cannot be listened at.
         """
-        if self.spec.port == 0:
-            self.spec = replace(self.spec, port=free_port(self.spec.host))
+        self.choose_port()
         require_free_port(self.spec.host, self.spec.port, self.name)
         self._process = SupervisedProcess(self.command(), self.environment(), self.spec.log_path)
         return self.spec.url
@@ -229,6 +271,10 @@ class Server(Generic[S]):
     def poll(self) -> int | None:
         """Exit status, or None while it runs."""
         return self._started().poll()
+
+    def whereabouts(self) -> tuple[str, bool]:
+        """Its process and host in words, and whether a signal has stopped a process of it."""
+        return self._started().whereabouts()
 
     def tail_log(self) -> str:
         """The last lines of its log."""

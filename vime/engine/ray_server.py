@@ -15,6 +15,8 @@ import ray
 from vime.engine.nodes_server import NodesServer
 from vime.engine.server import EngineServer, EngineSpec
 
+_QUICK_S = 5.0
+
 
 class RayEngineServer:
     """EngineServer inside a Ray actor, with EngineServer's interface. `options` go to the actor (resources, placement).
@@ -47,6 +49,14 @@ class RayEngineServer:
             return status
         except ray.exceptions.RayActorError:
             return -1
+
+    def whereabouts(self) -> tuple[str, bool]:
+        """See EngineServer. An actor that is lost or does not answer knows nothing of its processes."""
+        try:
+            found: tuple[str, bool] = ray.get(self._actor.whereabouts.remote(), timeout=_QUICK_S)
+            return found
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return "the Ray actor of its server does not answer", False
 
     def tail_log(self) -> str:
         try:

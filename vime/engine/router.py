@@ -33,6 +33,11 @@ class Router(Server[RouterSpec]):
     ready_path = "/workers"
     timeout_flag = "a start-up time of"
 
+    def __init__(self, spec: RouterSpec) -> None:
+        """Its address is known from now on. It keeps the port while this object lives, and starts there again."""
+        super().__init__(spec)
+        self.choose_port()
+
     def command(self) -> list[str]:
         spec = self.spec
         flags = {

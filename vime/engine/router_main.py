@@ -23,7 +23,7 @@ from vllm_router.router import policy_from_str
 from vllm_router.router_args import RouterArgs
 
 from vime.engine.middleware import KEY_VARIABLE
-from vime.engine.process import free_port
+from vime.engine.process import hold_port
 from vime.engine.supervise import die_with_parent
 
 
@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> None:
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     args = RouterArgs.from_cli_args(parser.parse_args(argv), use_router_prefix=False)
     args._validate_router_args()
+    prometheus = hold_port("127.0.0.1")
     settings = {
         **vars(args),
         "policy": policy_from_str(args.policy),
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
         "prefill_urls": None,
         "decode_urls": None,
         "prometheus_host": "127.0.0.1",
-        "prometheus_port": free_port("127.0.0.1"),
+        "prometheus_port": prometheus.getsockname()[1],
         "api_key": None,
         "api_key_validation_urls": [start_key_server(run_key)],
     }

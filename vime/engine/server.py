@@ -20,7 +20,7 @@ from slime.cluster.rendezvous import LOOPBACK_ONLY
 from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
 from vime.engine import routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE
-from vime.engine.process import Server, ServerSpec, free_port
+from vime.engine.process import Server, ServerSpec
 from vime.engine.vllm_versions import request_times, server_module
 
 SERVED_MODEL_NAME = "policy"
@@ -100,7 +100,7 @@ class EngineServer(Server[EngineSpec]):
 
     def meeting_point(self) -> str:
         """HOST:PORT on this node, where the processes of an engine of several nodes connect to each other."""
-        return f"{self.spec.host}:{free_port(self.spec.host)}"
+        return f"{self.spec.host}:{self._hold()}"
 
     def start(self, master: str = "") -> str:
         """Start the server. `master`: the `meeting_point` of the first process, for an engine of several nodes."""

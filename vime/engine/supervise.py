@@ -21,6 +21,9 @@ import threading
 import time
 from collections.abc import Sequence
 
+from slime.cluster.guard import is_tracker
+
+_TRACKER_S = 2.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -100,14 +103,21 @@ def _wait(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _end_descendants() -> None:
-    """SIGKILL every process below this one, until none is left: what is killed hands its children up to here."""
+    """SIGKILL every process below this one, until none is left: what is killed hands its children up to here.
+
+    Python's resource trackers get time to end by themselves, because they remove semaphores from /dev/shm.
+    """
+    began = time.monotonic()
     while below := _children(os.getpid()):
+        patient = time.monotonic() - began < _TRACKER_S
+        spared = {pid for pid in below if patient and is_tracker(pid)}
         for pid in below:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in below:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if pid not in spared:
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG if pid in spared else 0)
+        if spared:
+            time.sleep(0.02)
 
 
 def _children(pid: int) -> list[int]:

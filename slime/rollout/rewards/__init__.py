@@ -12,7 +12,7 @@ import difflib
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from slime.hooks import load_function
@@ -25,6 +25,7 @@ from slime.rollout.rewards.math_boxed import math_reward
 from slime.rollout.rewards.random_uniform import random_reward
 from slime.rollout.rewards.remote import remote_reward
 from slime.rollout.rewards.text import extract_answer
+from slime.rollout.user_code import is_cancelled, slow_is_logged
 from slime.types import Sample
 
 Reward = float | dict[str, Any]
@@ -53,19 +54,20 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
     The first of these that is set computes the reward: `sample.custom_rm_path`, `--custom-rm-path` (each
     `(args, sample, **kwargs) -> float | dict`, async or plain; a plain function runs in a thread),
     `sample.metadata["rm_type"]`, `--rm-type`. ValueError for wrong settings, labels and reward values.
-    RuntimeError, chained, for any other error of the reward. Both name the sample.
+    ValueError after --reward-deadline-s, too. RuntimeError, chained, for any other error of the reward, SystemExit
+    among them. All name the sample.
     """
     path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
     if path:
         flag = "custom_rm_path of the sample" if sample.custom_rm_path else "--custom-rm-path"
         function = load_function(path, flag)
-        with _naming(sample, path):
-            return _checked(args, await _call(function, args, sample, **kwargs))
+        async with _scoring(args, sample, path):
+            return _checked(args, await _call(f"{flag} {path}", function, args, sample, **kwargs))
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     name, flag = metadata.get("rm_type"), "metadata rm_type"
     if not name:
         name, flag = getattr(args, "rm_type", None), "--rm-type"
-    with _naming(sample, name):
+    async with _scoring(args, sample, name):
         if name in SAMPLE_REWARDS:
             return _checked(args, await SAMPLE_REWARDS[name](args, sample))
         if name not in REWARD_NAMES:
@@ -89,8 +91,8 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
     rewards: dict[int, Reward] = {}
     if batch:
         function = load_function(path, "--custom-rm-path")
-        with _naming(batch[0], path, of=f"the {len(batch)} samples from "):
-            values = await _call(function, args, batch, **kwargs)
+        async with _scoring(args, batch[0], path, of=f"the {len(batch)} samples from "):
+            values = await _call(f"--custom-rm-path {path}", function, args, batch, **kwargs)
             if not isinstance(values, list | tuple) or len(values) != len(batch):
                 got = f"{len(values)}" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
                 raise ValueError(f"a batched reward must return a list of {len(batch)} rewards, got {got}")
@@ -102,8 +104,11 @@ async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> l
     return [rewards[id(sample)] for sample in samples]
 
 
-async def _call(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
-    """Run an async function on this loop, and a plain function in a thread so that it cannot block generation."""
+async def _call(border: str, function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
+    """Run an async function on this loop, and a plain function in a thread so that it cannot block generation.
+
+    `border`: its flag and path, see user_code.watch_loop.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **kwargs)
     result = await asyncio.to_thread(function, *arguments, **kwargs)
@@ -119,12 +124,33 @@ def _checked(args: Any, reward: Any) -> Reward:
     return reward if isinstance(reward, dict) else float(reward)
 
 
+@contextlib.asynccontextmanager
+async def _scoring(args: Any, sample: Sample, name: Any, of: str = "") -> AsyncIterator[None]:
+    """Keeps --reward-deadline-s, logs slow rewards, and names the sample in each error."""
+    where = f"{of}sample {sample.index} of group {sample.group_index}"
+    limit: float | None = getattr(args, "reward_deadline_s", None)
+    clock = asyncio.timeout(limit)
+    with _naming(sample, name, of):
+        try:
+            with slow_is_logged(f"reward {name} for {where}", limit):
+                async with clock:
+                    yield
+        except TimeoutError as error:
+            if not clock.expired():
+                raise
+            raise ValueError(
+                f"it must return within --reward-deadline-s, got no reward in {limit:g} s; mend it or raise the limit"
+            ) from error
+
+
 @contextlib.contextmanager
 def _naming(sample: Sample, name: Any, of: str = "") -> Iterator[None]:
     """Border with reward code, which may raise any error: adds the sample and the reward's name to the error."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if is_cancelled(error):
+            raise
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         what = str(error) if kind is ValueError else f"{type(error).__name__}: {error}"
         where = f"{of}sample {sample.index} of group {sample.group_index}"

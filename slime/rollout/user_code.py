@@ -1,0 +1,104 @@
+"""The border with a user's functions in the event loop: errors of any kind, slow rewards, and calls that block.
+
+All samples share one event loop. An error that ends the loop, or a call that blocks it, stops every sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+SLOW_REWARD_S = 30.0
+"""A reward that has run for this long is logged, at most one per such interval."""
+BLOCKED_S = 1.0
+"""A call that blocks the event loop for this long is logged, once per function."""
+
+_running: dict[object, str] = {}
+_last_warning_s = float("-inf")
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Whether `error` is the cancellation of the current task, which no border may turn into an error.
+
+    A user's function may raise any other BaseException: SystemExit would end the event loop and hang the run.
+    """
+    if isinstance(error, GeneratorExit):
+        return True
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+@contextlib.contextmanager
+def slow_is_logged(what: str, limit_s: float | None) -> Iterator[None]:
+    """Log a warning if the body is not done after SLOW_REWARD_S. `limit_s`: --reward-deadline-s."""
+    key = object()
+    _running[key] = what
+    timer = asyncio.get_running_loop().call_later(SLOW_REWARD_S, _warn, what, limit_s)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        del _running[key]
+
+
+def _warn(what: str, limit_s: float | None) -> None:
+    global _last_warning_s
+    if time.monotonic() - _last_warning_s < SLOW_REWARD_S:
+        return
+    _last_warning_s = time.monotonic()
+    logger.warning(
+        "%s has not returned for %g s; rewards that run: %d; the run ends after --reward-deadline-s %s",
+        *(what, SLOW_REWARD_S, len(_running), limit_s),
+    )
+
+
+def watch_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Start a daemon thread that logs each function of the user that blocks `loop`, which `thread` runs.
+
+    A frame of ours that calls a user's function has a local `border`: the flag and the path of the function.
+    """
+    beat = [time.monotonic()]
+
+    def tick() -> None:
+        beat[0] = time.monotonic()
+        loop.call_later(BLOCKED_S / 4, tick)
+
+    def watch() -> None:
+        known: set[str] = set()
+        while True:
+            time.sleep(BLOCKED_S / 4)
+            if not thread.is_alive() or loop.is_closed():
+                return
+            if time.monotonic() - beat[0] < BLOCKED_S:
+                continue
+            found = _blocking(sys._current_frames().get(thread.ident or 0))
+            if found is not None and found[0] not in known:
+                known.add(found[0])
+                logger.warning(
+                    "%s blocks all other samples for over %g s at %s; use await or asyncio.to_thread there",
+                    *(found[0], BLOCKED_S, found[1]),
+                )
+
+    loop.call_soon_threadsafe(tick)
+    threading.Thread(target=watch, name="rollout-watch", daemon=True).start()
+
+
+def _blocking(frame: FrameType | None) -> tuple[str, str] | None:
+    """(the user's function, the line that it is at), if the frame was called by it."""
+    inner: FrameType | None = None
+    while frame is not None:
+        if "border" in frame.f_code.co_varnames and frame.f_globals.get("__name__", "").startswith("slime."):
+            name = frame.f_locals.get("border")
+            if name is None or inner is None:
+                return None
+            return str(name), f"{inner.f_code.co_filename}:{inner.f_lineno}"
+        inner, frame = frame, frame.f_back
+    return None
