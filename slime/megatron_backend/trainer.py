@@ -132,11 +132,11 @@ class MegatronTrainer:
             self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
         self._add_log_probs(data)
         with self.timers.measure("advantages"):
+            require_finite_log_probs(rollout_id, data)
             self._add_advantages(data)
         self.progress = (0, len(data["micro_batch_indices"]))
         audited: dict[str, float] = {}
         with self.audit.watch(rollout_id, data, audited), self.timers.measure("actor_train"):
-            require_finite_log_probs(rollout_id, data)
             steps = self._optimizer_steps(rollout_id, data)
         self.replay.forget()
         self._update_reference(rollout_id)
@@ -292,7 +292,8 @@ class MegatronTrainer:
             micro_batches = data["micro_batch_indices"][first : first + count]
             steps.append(self._optimizer_step(rollout_id, data, micro_batches, step_id))
             first += count
-        require_finite_weights(rollout_id, self.model.parameters())
+        with self.timers.measure("optimizer"):
+            require_finite_weights(rollout_id, self.model.parameters())
         return steps
 
     def _optimizer_step(

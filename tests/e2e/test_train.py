@@ -157,14 +157,16 @@ def test_colocated_run_logs_every_step_under_the_contract_names(whole: Path) -> 
 
 
 def assert_adds_up(steps: list[dict[str, float]], names: tuple[str, ...], whole: str) -> None:
-    """The times `names` make up `whole` within 2 % in the median step: a process that is put off its core between two
-    parts is not a wrong part, but may cost a short step more; within 10 % it is every step."""
-    shares = []
+    """The times `names` make up `whole` in the median step, within 2 % or 5 ms; in every step within 10 % or 50 ms.
+    A process that is put off its core between two parts is not a wrong part: it costs milliseconds, whatever the step.
+    """
+    missing, wholes = [], []
     for row in steps:
         parts = {name: row[f"perf/{name}_time"] for name in names if f"perf/{name}_time" in row}
-        shares.append(sum(parts.values()) / row[f"perf/{whole}_time"])
-        assert shares[-1] == pytest.approx(1, rel=0.1), (parts, row)
-    assert statistics.median(shares) == pytest.approx(1, rel=0.02), shares
+        wholes.append(row[f"perf/{whole}_time"])
+        missing.append(wholes[-1] - sum(parts.values()))
+        assert abs(missing[-1]) < max(0.1 * wholes[-1], 0.05), (parts, row)
+    assert abs(statistics.median(missing)) < max(0.02 * statistics.median(wholes), 0.005), (missing, wholes)
 
 
 def test_parts_of_a_step_add_up_to_it(whole: Path) -> None:
