@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from audit_cases import moved, truthful_samples, with_facts
+from rank_processes import on_ranks
 from trainer_cases import make_checkpoints, make_config
 
 from slime.megatron_backend.trainer import MegatronTrainer
@@ -80,7 +81,7 @@ def one(root):
 
 @pytest.fixture(scope="module")
 def two(root, one):
-    torch.multiprocessing.spawn(work, args=(root,), nprocs=2)
+    on_ranks(work, root, ranks=2)
     return [torch.load(root / f"rank{rank}.pt") for rank in (0, 1)]
 
 

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from config_cases import good_argv
 from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
+from rank_processes import on_ranks
 
 from slime.checkpoint_files import CHECKSUMS, SummedFile, read_sums, sum_of
 from slime.config import parse_args
@@ -135,7 +135,7 @@ def verify_on_rank(rank: int, folder: Path) -> None:
 
 def test_all_ranks_get_the_error_of_the_rank_that_read_the_file(folder):
     flip(folder / "iter_0000003" / "common.pt")
-    torch.multiprocessing.spawn(verify_on_rank, args=(folder,), nprocs=2)
+    on_ranks(verify_on_rank, folder, ranks=2)
     first, second = ((folder / f"rank{rank}.txt").read_text() for rank in (0, 1))
     assert first == second and f"{folder}/iter_0000003/common.pt must have the checksum" in first
     assert first.endswith("2 is whole: take it with --ckpt-step 2")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
+from rank_processes import on_ranks
 from torch import Tensor
 
 from slime.hf_config import read_hf_config
@@ -107,7 +108,7 @@ def one(root):
 
 @pytest.fixture(scope="module")
 def two(root, one):
-    torch.multiprocessing.spawn(work, args=(root,), nprocs=2)
+    on_ranks(work, root, ranks=2)
     return [torch.load(root / f"rank{rank}.pt") for rank in (0, 1)]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron_cases import hidden_of, make_config, sequences, tiny_checkpoint, train_step
+from rank_processes import on_ranks
 from torch import Tensor
 
 import rl_kernel
@@ -126,7 +127,7 @@ def one(root):
 
 @pytest.fixture(scope="module")
 def two(root, one):
-    torch.multiprocessing.spawn(work, args=(root,), nprocs=2)
+    on_ranks(work, root, ranks=2)
     return [torch.load(root / f"rank{rank}.pt") for rank in (0, 1)]
 
 

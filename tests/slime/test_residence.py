@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import exported, make_config, make_samples, rank_data, train
@@ -217,7 +218,7 @@ LAYOUTS = {
 
 def test_two_ranks(root):
     """Sharded moments, gathered shards of a tensor-parallel export, stages: as without, and files from the host."""
-    torch.multiprocessing.spawn(work, args=(root,), nprocs=2)
+    on_ranks(work, root, ranks=2)
     found = [torch.load(root / f"offload-rank{rank}.pt") for rank in range(2)]
     for layout in LAYOUTS:
         for rank in range(2):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
@@ -134,7 +135,7 @@ def several(
     chosen = {*TWO, *FOUR} if everything else SHORT
     found: dict[str, list[dict[str, Any]]] = {}
     for ranks in (2, 4):
-        torch.multiprocessing.spawn(work, args=(root, ranks, chosen), nprocs=ranks)
+        on_ranks(work, root, ranks, chosen, ranks=ranks)
         parts = [torch.load(root / f"rank{rank}-of-{ranks}.pt") for rank in range(ranks)]
         found |= {layout: [part[layout] for part in parts] for layout in parts[0]}
     return found

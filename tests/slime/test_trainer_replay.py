@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from megatron_cases import tiny_checkpoint
+from rank_processes import on_ranks
 from trainer_cases import exported, make_config, make_samples, rank_data
 
 from slime import operators
@@ -137,7 +138,7 @@ def one(root):
 
 @pytest.fixture(scope="module")
 def two(root, one):
-    torch.multiprocessing.spawn(work, args=(root,), nprocs=2)
+    on_ranks(work, root, ranks=2)
     return [torch.load(root / f"rank{rank}.pt") for rank in (0, 1)]
 
 
