@@ -6,6 +6,7 @@
 #   OUT=runs/apart MODE=disaggregated bash scripts/run-tiny-grpo.sh    each runs on its own half of the cores
 #   OUT=runs/async MODE=async bash scripts/run-tiny-grpo.sh            generation runs one rollout ahead of training
 #   bash scripts/run-tiny-grpo.sh --num-rollout 100     any flag of `vime train` (see `vime flags`)
+#   WARM_UP=8 bash scripts/run-tiny-grpo.sh             warm up in a third of the time, to a model that makes more errors
 #
 # OUT=DIR names the folder for model, checkpoints and records (default runs/tiny). A second call resumes the run in the
 # same MODE. Remove the folder to start a new run.
@@ -91,7 +92,7 @@ if [[ ! -f "$OUT/warm/config.json" ]]; then
         --prompt-data "$OUT/sft.jsonl"
         --input-key messages
         --rollout-shuffle
-        --num-rollout 24
+        --num-rollout "${WARM_UP:-24}"
         --rollout-batch-size 1280
         --global-batch-size 128 # ten optimizer steps per rollout
         --disable-compute-advantages-and-returns

@@ -13,7 +13,7 @@ from checkouts import ROOT, in_shell, linked_checkout, use_this_environment
 from train_fixtures import rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-COMMAND = "bash scripts/run-tiny-grpo.sh --num-rollout 2"
+COMMAND = "WARM_UP=8 bash scripts/run-tiny-grpo.sh --num-rollout 2"
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def test_model_warm_up_rollouts_and_plots(tiny_run: Path) -> None:
     assert sorted(rows(tiny_run / "grpo", "rollout/step")) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_source_archive_trains_the_same(tiny_run: Path, tmp_path: Path) -> None:
     """The files of `git archive`, without a repository around them. The warm-up is that of the run above."""
     packed = tmp_path / "vime.tar"
