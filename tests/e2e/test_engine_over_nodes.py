@@ -58,7 +58,7 @@ class TwoNodes(Stack):
         )
         router = RouterSpec(run_key=self.key, log_path=str(root / "router.log"))
         self.pool = VllmEnginePool(
-            [spec], router, spawn=on_two_addresses, max_restarts=0, health_check_interval_s=5
+            [spec], router, spawn=on_two_addresses, source=self, max_restarts=0, health_check_interval_s=5
         )
 
 
