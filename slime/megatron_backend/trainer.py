@@ -132,11 +132,12 @@ class MegatronTrainer:
             self._hook("rollout_data_postprocess_path", self.args, rollout_id, data)
         self._add_log_probs(data)
         with self.timers.measure("advantages"):
-            require_finite_log_probs(rollout_id, data)
             self._add_advantages(data)
         self.progress = (0, len(data["micro_batch_indices"]))
         audited: dict[str, float] = {}
         with self.audit.watch(rollout_id, data, audited), self.timers.measure("actor_train"):
+            with self.timers.measure("step_metrics"):
+                require_finite_log_probs(rollout_id, data)
             steps = self._optimizer_steps(rollout_id, data)
         self.replay.forget()
         self._update_reference(rollout_id)
