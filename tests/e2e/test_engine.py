@@ -27,7 +27,6 @@ from transformers import AutoTokenizer
 
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.transfer import load
-from vime.engine import compact_log_probs
 from vime.engine.control import ControlError
 from vime.engine.middleware import health_prefix
 
@@ -223,31 +222,30 @@ def test_an_answer_tells_how_long_its_request_waited(stack: Stack) -> None:
 
 
 def test_log_probs_are_spelled_for_who_asks_for_words(stack: Stack) -> None:
-    """Ours come as numbers, see compact_log_probs; a hook that asks the router may want what vLLM gives."""
+    """Ours come as numbers, see group_wire; a hook that asks the router may want what vLLM gives."""
     body = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "seed": 4}
 
-    def ask(more: dict[str, object]) -> dict:
-        request = urllib.request.Request(
-            f"{stack.pool.router_url}/v1/completions",
-            json.dumps(body | {"return_token_ids": True} | more).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["choices"][0]
-
-    spelled, compact = ask({"logprobs": 1}), ask(compact_log_probs.REQUEST)
+    request = urllib.request.Request(
+        f"{stack.pool.router_url}/v1/completions",
+        json.dumps(body | {"return_token_ids": True, "logprobs": 1}).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        spelled = json.load(answer)["choices"][0]
     numbers = spelled["logprobs"]["token_logprobs"]
     tokenizer = AutoTokenizer.from_pretrained(stack.checkpoint)
     assert spelled["logprobs"]["tokens"] == [tokenizer.decode([token]) for token in spelled["token_ids"]]
-    assert (compact["logprobs"]["tokens"], compact["logprobs"]["top_logprobs"]) == ([], [])
-    assert compact["logprobs"]["token_logprobs"] == numbers
     ours = stack.generate(PROMPT, seed=4, max_new_tokens=6, ignore_eos=True)
-    assert (ours.token_ids, ours.log_probs) == (spelled["token_ids"], numbers)
+    assert (ours.token_ids, ours.log_probs, ours.text) == (spelled["token_ids"], numbers, spelled["text"])
 
 
 def test_what_the_engine_refuses_is_an_error_at_once(stack: Stack) -> None:
-    with pytest.raises(ValueError, match="maximum context length|max_model_len|longer than"):
+    with pytest.raises(ValueError, match="must fit the engine's context of 512 tokens, got 600 and up to"):
         stack.generate([5] * 600)
+    with pytest.raises(ValueError, match="HTTP 400: .*temperature must be non-negative"):
+        stack.generate(PROMPT, temperature=-1.0)
+    with pytest.raises(ValueError, match="the engine must accept the request, got .*99999"):
+        stack.generate([5, 99999])
 
 
 def test_an_update_changes_answers_and_version(stack: Stack) -> None:

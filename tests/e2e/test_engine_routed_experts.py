@@ -15,9 +15,7 @@ from engine_fixtures import EOS_ID, Stack, hf_model, make_checkpoint
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slime.protocols import GenerateResult
-from vime.engine.client import request_body
 from vime.engine.pool import VllmEnginePool
-from vime.engine.routed_experts import START_FIELD, decode
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineSpec
 
@@ -133,22 +131,6 @@ def test_a_request_says_from_where_on(stack: RoutedStack) -> None:
         in_order(rest), of_transformers(stack.checkpoint, tokens)[len(so_far) - 1 :]
     )
     assert stack.routed([PROMPT], start=None)[0].routed_experts is None
-
-
-def test_an_answer_holds_experts_only_where_they_were_asked_for(stack: RoutedStack) -> None:
-    """Of an evaluation 512 characters a token of a large model would travel and be thrown away."""
-
-    async def answers() -> list[str | None]:
-        client = stack.pool.client()
-        url, body = f"{client.router_url}/v1/completions", request_body(PROMPT, {"max_new_tokens": 4}, 0)
-        try:
-            found = [await client._json("POST", url, body | asked) for asked in ({}, {START_FIELD: 0})]
-        finally:
-            await client.close()
-        return [answer["choices"][0].get("routed_experts") for answer in found]
-
-    unasked, asked = asyncio.run(answers())
-    assert unasked is None and decode(asked, tokens=len(PROMPT) + 4, start=0).shape[1:] == (LAYERS, TOPK)
 
 
 def test_abort_leaves_the_experts_of_what_there_is(stack: RoutedStack) -> None:

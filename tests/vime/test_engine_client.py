@@ -8,27 +8,36 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 
 from slime.divergence import DivergedError
 from slime.protocols import GenerateResult
-from vime.engine import compact_log_probs
-from vime.engine.client import VllmEngineClient, parse_completion, request_body
+from vime.engine.client import VllmEngineClient, request_fields, result_of
+from vime.engine.group_wire import SampleAnswer, frame
 from vime.engine.process import free_port
 from vime.engine.server import EngineServer, EngineSpec
 
-ANSWER = {
-    "choices": [
-        {
-            "text": "46",
-            "token_ids": [8, 10, 2],
-            "logprobs": {"token_logprobs": [-0.5, -0.25, 0.0]},
-            "finish_reason": "stop",
-        }
-    ],
-    "usage": {"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}},
-}
+
+def ints(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, np.float32).tobytes()
+
+
+ANSWER = SampleAnswer(0, ints(8, 10, 2), floats(-0.5, -0.25, 0.0), "46", "stop", [2], 5, 4)
+
+
+def changed(**fields: Any) -> SampleAnswer:
+    return msgspec.structs.replace(ANSWER, **fields)
+
+
+def result(answer: SampleAnswer) -> GenerateResult:
+    return result_of(answer, 5, None)
 
 
 def serve(handler: Callable[[web.Request], Any], ask: Callable[[VllmEngineClient], Any]) -> Any:
@@ -66,29 +75,24 @@ def test_slime_names_become_vllm_names() -> None:
         "stop_token_ids": [2],
         "skip_special_tokens": False,
     }
-    assert request_body([4, 5], given, 11) == {
-        "model": "policy",
-        "prompt": [4, 5],
-        "seed": 11,
-        "logprobs": 0,
-        "return_token_ids": True,
-        "vllm_xargs": {"vime_compact_log_probs": 1},
+    shared, own = request_fields(given, 11)
+    assert shared == {
         "temperature": 0.5,
         "top_p": 0.9,
         "top_k": -1,
-        "max_tokens": 7,
         "min_tokens": 2,
         "stop_token_ids": [2],
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
     }
-    assert request_body([4], {"no_stop_trim": False}, 0)["include_stop_str_in_output"] is False
+    assert own == {"seed": 11, "max_tokens": 7}
+    assert request_fields({"no_stop_trim": False}, 0)[0]["include_stop_str_in_output"] is False
     with pytest.raises(ValueError, match=r"sampling parameters must be among .*, got \['top_q'\]"):
-        request_body([4], {"top_q": 1}, 0)
+        request_fields({"top_q": 1}, 0)
 
 
 def test_an_answer_becomes_a_record() -> None:
-    assert parse_completion(ANSWER, "3,4") == GenerateResult(
+    assert result(changed(weight_versions=[3, 4], queue_s=0.25, decode_tokens_per_s=50.0)) == GenerateResult(
         token_ids=[8, 10, 2],
         log_probs=[-0.5, -0.25, 0.0],
         text="46",
@@ -96,42 +100,110 @@ def test_an_answer_becomes_a_record() -> None:
         weight_versions=[3, 4],
         prompt_tokens=5,
         cached_tokens=4,
+        queue_s=0.25,
+        decode_tokens_per_s=50.0,
     )
 
 
 def test_a_log_prob_that_is_nan_names_the_weights() -> None:
-    choice = ANSWER["choices"][0]
-    spoiled = {**choice, "logprobs": {"token_logprobs": [-0.5, compact_log_probs.NOT_A_NUMBER, 0.0]}}
+    spoiled = changed(log_probs=floats(-0.5, float("nan"), 0.0), weight_versions=[3, 4])
     rule = "log-probs of the engine must be finite, got nan at token 1 of a response with the weights after rollout 3"
     with pytest.raises(DivergedError, match=rule) as error:
-        parse_completion({**ANSWER, "choices": [spoiled]}, "3,4")
+        result(spoiled)
     assert error.value.rollout_id == 3
     with pytest.raises(DivergedError, match="with the first weights"):
-        parse_completion({**ANSWER, "choices": [spoiled]}, "0")
+        result(changed(log_probs=spoiled.log_probs, weight_versions=[0]))
 
 
-def test_what_the_engine_says_of_a_request_comes_in_seconds() -> None:
-    """One that made a single token has no time between tokens; vLLM leaves out or nulls what it did not measure."""
-    whole = parse_completion({**ANSWER, "metrics": {"queue_time_ms": 250.0, "mean_itl_ms": 20.0}}, "0")
-    assert (whole.queue_s, whole.decode_tokens_per_s) == (0.25, 50.0)
-    short = parse_completion({**ANSWER, "metrics": {"queue_time_ms": 0.0, "mean_itl_ms": None}}, "0")
-    assert (short.queue_s, short.decode_tokens_per_s) == (0.0, None)
-    for silent in ({**ANSWER, "metrics": None}, {**ANSWER, "metrics": {}}):
-        assert parse_completion(silent, "0").queue_s is None
-
-
-@pytest.mark.parametrize(
-    "log_probs", [None, {"token_logprobs": [-0.5]}, {"token_logprobs": [-0.5, None, 0.0]}]
-)
-def test_a_missing_log_prob_is_an_error(log_probs: Any) -> None:
-    choice = {**ANSWER["choices"][0], "logprobs": log_probs}
+@pytest.mark.parametrize("log_probs", [b"", floats(-0.5)])
+def test_a_missing_log_prob_is_an_error(log_probs: bytes) -> None:
     with pytest.raises(ValueError, match="one log-prob per token"):
-        parse_completion({"choices": [choice]}, "0")
+        result(changed(log_probs=log_probs))
 
 
 def test_an_unknown_finish_reason_is_an_error() -> None:
     with pytest.raises(ValueError, match="finish_reason must be one of .*, got 'repetition'"):
-        parse_completion({"choices": [{**ANSWER["choices"][0], "finish_reason": "repetition"}]}, "0")
+        result(changed(finish_reason="repetition"))
+
+
+def test_a_sample_that_the_engine_refuses_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the engine must accept the request, got token 99 is unknown"):
+        result(SampleAnswer(0, error="token 99 is unknown"))
+
+
+def test_samples_of_one_prompt_and_moment_share_a_request() -> None:
+    """Each gets the answer of its own seed, as soon as that sample has finished."""
+    seen: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        seen.append(body)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        each = body["vime_samples"]["each"]
+        for place in reversed(range(len(each))):
+            whole = frame(changed(place=place, text=str(each[place]["seed"])))
+            await response.write(whole[:7])  # a frame may come in pieces
+            await asyncio.sleep(0.02)
+            await response.write(whole[7:])
+        return response
+
+    async def ask(client: VllmEngineClient) -> list[str]:
+        order: list[str] = []
+
+        async def one(prompt: list[int], seed: int) -> None:
+            params = {"max_new_tokens": 4 + seed, "temperature": 0.5}
+            order.append((await client.generate(prompt, params, seed=seed, deadline_s=5)).text)
+
+        await asyncio.gather(*(one([1, 2], seed) for seed in range(3)), one([3], 7))
+        return order
+
+    assert sorted(serve(handler, ask)) == ["0", "1", "2", "7"]
+    assert [body["prompt"] for body in seen] == [[1, 2], [3]]
+    shared = {"include_stop_str_in_output": True, "temperature": 0.5}
+    each = [{"seed": seed, "max_tokens": 4 + seed} for seed in range(3)]
+    assert seen[0]["vime_samples"] == {"shared": shared, "each": each}
+    assert serve(handler, ask)[-1] == "0", "the last frame is that of the first sample"
+
+
+def test_only_what_an_answer_lacks_is_asked_for_again() -> None:
+    seen: list[list[int]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seeds = [own["seed"] for own in (await request.json())["vime_samples"]["each"]]
+        seen.append(seeds)
+        return web.Response(body=frame(changed(text=str(seeds[0]))))  # and the connection ends
+
+    async def ask(client: VllmEngineClient) -> list[str]:
+        results = (client.generate([1], {}, seed=seed, deadline_s=5) for seed in range(3))
+        return [result.text for result in await asyncio.gather(*results)]
+
+    assert serve(handler, ask) == ["0", "1", "2"]
+    assert seen == [[0, 1, 2], [1, 2], [2]]
+
+
+def test_a_request_ends_when_nobody_waits_for_it() -> None:
+    gone = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.Response:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+        return web.Response()
+
+    async def ask(client: VllmEngineClient) -> None:
+        both = [asyncio.create_task(client.generate([1], {}, seed=i, deadline_s=30)) for i in range(2)]
+        await asyncio.sleep(0.1)
+        both[0].cancel()
+        await asyncio.sleep(0.1)
+        assert not gone.is_set() and client._sending
+        both[1].cancel()
+        await asyncio.sleep(0.1)
+        assert not client._sending
+
+    serve(handler, ask)
 
 
 def test_transient_faults_are_retried_with_the_key() -> None:
@@ -146,22 +218,24 @@ def test_transient_faults_are_retried_with_the_key() -> None:
         if len(seen) == 3:
             request.transport.abort()  # type: ignore[union-attr]
         if len(seen) == 4:
-            return web.Response(text="<html>busy</html>", headers={"x-weight-versions": "2"})
-        return web.json_response(ANSWER, headers={"x-weight-versions": "2"})
+            return web.Response(text="<html>busy</html>")
+        return web.Response(body=frame(ANSWER))
 
-    result = serve(handler, generate())
-    assert result.token_ids == [8, 10, 2]
-    assert result.weight_versions == [2]
+    answer = serve(handler, generate())
+    assert answer.token_ids == [8, 10, 2]
+    assert answer.weight_versions == [2]
     assert len(seen) == 5
-    assert seen[0] == ("Bearer k", request_body([1, 2], {"max_new_tokens": 4}, 3))
+    samples = {"shared": {"include_stop_str_in_output": True}, "each": [{"seed": 3, "max_tokens": 4}]}
+    body = {"model": "policy", "prompt": [1, 2], "stream": True, "vime_samples": samples}
+    assert seen[0] == ("Bearer k", body)
     assert seen[4] == seen[0], "a retry is the same request, with the same seed"
 
 
-def test_an_answer_that_never_is_json_is_named() -> None:
+def test_an_answer_that_never_is_a_frame_is_named() -> None:
     async def handler(request: web.Request) -> web.Response:
-        return web.Response(text="<html>busy</html>", headers={"x-weight-versions": "2"})
+        return web.Response(text="<html>busy</html>")
 
-    with pytest.raises(TimeoutError, match=r"/v1/completions must answer with JSON, got .*<html>busy"):
+    with pytest.raises(TimeoutError, match=r"a frame must begin with b'vime', got b'<html>busy"):
         serve(handler, generate(deadline_s=0.5))
 
 
@@ -214,7 +288,7 @@ def test_abort_reaches_every_worker() -> None:
 
 def test_a_client_travels_and_hides_its_key() -> None:
     async def handler(request: web.Request) -> web.Response:
-        return web.json_response(ANSWER, headers={"x-weight-versions": "0"})
+        return web.Response(body=frame(ANSWER))
 
     async def ask(client: VllmEngineClient) -> GenerateResult:
         await generate()(client)

@@ -41,7 +41,11 @@ class Guarded:
         scope = {"type": kind, "path": path, "raw_path": path.encode(), "headers": headers}
         if kind == "http":
             scope["method"] = method
-        await self.middleware(scope, None, send)  # type: ignore[arg-type]
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"{}"}
+
+        await self.middleware(scope, receive, send)
         if kind == "websocket":
             return sent[0].get("code", 0), {}
         return sent[0]["status"], dict(sent[0]["headers"])

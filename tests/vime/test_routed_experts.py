@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 
 import numpy as np
@@ -17,10 +16,10 @@ from vime.engine.server import EngineServer, EngineSpec
 ROWS = np.arange(7 * 2 * 3, dtype=np.uint8).reshape(7, 2, 3)
 
 
-def written(rows: np.ndarray) -> str:
+def written(rows: np.ndarray) -> bytes:
     with io.BytesIO() as file:
         np.save(file, rows)
-        return base64.b64encode(file.getvalue()).decode()
+        return file.getvalue()
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -35,7 +34,7 @@ def test_from_a_start_on_whether_the_server_knows_it_or_not():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("file", "said"),
     [
         (
             None,
@@ -46,9 +45,9 @@ def test_from_a_start_on_whether_the_server_knows_it_or_not():
         (written(ROWS.astype(np.float32)), r"unsigned \[tokens, layers, k\], got float32 \[7, 2, 3\]"),
     ],
 )
-def test_anything_else_is_an_error(text, said):
+def test_anything_else_is_an_error(file, said):
     with pytest.raises(ValueError, match=said):
-        decode(text, tokens=8, start=0)
+        decode(file, tokens=8, start=0)
 
 
 def test_what_is_not_plain_numbers_is_not_read():

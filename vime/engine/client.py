@@ -1,22 +1,25 @@
-"""Requests completions through the router: slime's RolloutEngine over vLLM's /v1/completions.
+"""Requests completions through the router: slime's RolloutEngine over /v1/completions of our servers (group_wire).
 
 Owns the translation of sampling parameters, the retries until a deadline, and the check that every token has a
-log-prob. The client can be pickled, because it opens its HTTP session only at the first request.
+log-prob. Samples that are asked for at the same moment with the same prompt travel in one request: a group costs one.
+The client can be pickled, because it opens its HTTP session only at the first request.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from slime.divergence import DivergedError
-from slime.protocols import GenerateResult
-from vime.engine import compact_log_probs, routed_experts
-from vime.engine.middleware import VERSIONS_HEADER
+from slime.protocols import FinishReason, GenerateResult
+from vime.engine import routed_experts
+from vime.engine.group_wire import SAMPLES, Frames, SampleAnswer, Samples
 from vime.engine.server import SERVED_MODEL_NAME
 
 # slime's name -> vLLM's name. Any other parameter is an error, because dropping it would change the sampling.
@@ -40,7 +43,9 @@ _NAMES = {
 }
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _TRANSIENT_STATUS = {408, 425, 429}
-_FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
+_OWN = ("max_tokens",)
+"""Parameters, beside the seed, that samples of one request may differ in."""
+_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class _Transient(Exception):
@@ -54,9 +59,11 @@ class VllmEngineClient:
         self.router_url = router_url
         self._run_key = run_key
         self._session: aiohttp.ClientSession | None = None
+        self._waiting: dict[bytes, _Request] = {}
+        self._sending: set[asyncio.Task[None]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None}
+        return {**self.__dict__, "_session": None, "_waiting": {}, "_sending": set()}
 
     async def generate(
         self,
@@ -77,17 +84,21 @@ class VllmEngineClient:
         Connection faults and HTTP 5xx, 408, 425 and 429 are retried. TimeoutError when `deadline_s` seconds
         (--rollout-deadline-s) end without a completion. ValueError, with the engine's answer, for any other status.
         """
-        body = request_body(token_ids, sampling_params, seed)
+        shared, own = request_fields(sampling_params, seed)
         if experts_from is not None:
-            body[routed_experts.START_FIELD] = experts_from
+            shared[routed_experts.START_FIELD] = experts_from
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         pause_s, last = _FIRST_PAUSE_S, "no attempt"
         while (left_s := end - loop.time()) > 0:
             try:
-                return await self._complete(body, left_s)
-            except (_Transient, aiohttp.ClientError, TimeoutError, OSError) as error:
-                last = f"{type(error).__name__}: {error}"
+                async with asyncio.timeout(left_s):
+                    answer = await self._join(token_ids, shared, own)
+                return result_of(answer, len(token_ids), experts_from)
+            except _Transient as error:
+                last = str(error)
+            except TimeoutError:
+                last = f"no answer within {left_s:g} s"
             await asyncio.sleep(min(pause_s, max(end - loop.time(), 0)))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise TimeoutError(
@@ -132,83 +143,129 @@ class VllmEngineClient:
                 raise RuntimeError(f"{url} must answer, got HTTP {response.status}: {await response.text()}")
             return await response.json(content_type=None)
 
-    async def _complete(self, body: dict[str, Any], timeout_s: float) -> GenerateResult:
+    def _join(
+        self, token_ids: list[int], shared: dict[str, Any], own: dict[str, Any]
+    ) -> asyncio.Future[SampleAnswer]:
+        """Add a sample to the request that leaves when the tasks that are ready now have run."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send_waiting)
+        key = msgspec.json.encode((token_ids, shared))
+        request = self._waiting.setdefault(key, _Request(token_ids, Samples(shared, [])))
+        future: asyncio.Future[SampleAnswer] = loop.create_future()
+        request.samples.each.append(own)
+        request.futures.append(future)
+        return future
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for request in waiting.values():
+            task = asyncio.create_task(self._send(request))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+            for future in request.futures:
+                future.add_done_callback(partial(_end_with, task, request.futures))
+
+    async def _send(self, request: _Request) -> None:
+        """Hand each sample's answer, or what went wrong, to the one who waits for it."""
+        try:
+            await self._exchange(request)
+            missing = sum(not future.done() for future in request.futures)
+            refusal = None
+            said = f"the answer lacks {missing} of {len(request.futures)} samples"
+        except (_Transient, aiohttp.ClientError, msgspec.DecodeError, OSError) as error:
+            refusal, said = None, f"{type(error).__name__}: {error}"
+        except ValueError as error:
+            refusal, said = ValueError, str(error)
+        for future in request.futures:
+            if not future.done():
+                future.set_exception((refusal or _Transient)(said))
+
+    async def _exchange(self, request: _Request) -> None:
         url = f"{self.router_url}/v1/completions"
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with self._connections().post(url, json=body, timeout=timeout) as response:
+        # vllm-router passes the pieces of a stream on as they come
+        body = {
+            "model": SERVED_MODEL_NAME,
+            "prompt": request.token_ids,
+            "stream": True,
+            SAMPLES: request.samples,
+        }
+        headers = {"Content-Type": "application/json"}
+        async with self._connections().post(url, data=msgspec.json.encode(body), headers=headers) as response:
             if response.status != 200:
                 said = f"HTTP {response.status}: {(await response.text())[:1000]}"
                 if response.status >= 500 or response.status in _TRANSIENT_STATUS:
                     raise _Transient(said)
                 raise ValueError(f"the engine must accept the request, got {said}")
-            versions = response.headers[VERSIONS_HEADER]
-            answer = _decoded(await response.read(), url)
-        result = parse_completion(answer, versions)
-        start = body.get(routed_experts.START_FIELD)
-        if start is None or not result.token_ids:  # no tokens: the request was aborted in the queue
-            return result
-        tokens = len(body["prompt"]) + len(result.token_ids)
-        rows = routed_experts.decode(answer["choices"][0].get("routed_experts"), tokens=tokens, start=start)
-        return replace(result, routed_experts=rows)
+            frames = Frames()
+            async for piece in response.content.iter_any():
+                for answer in frames.feed(piece):
+                    if not request.futures[answer.place].done():
+                        request.futures[answer.place].set_result(answer)
 
 
-def request_body(token_ids: list[int], sampling_params: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The body of a /v1/completions request. For a parameter that is None, the engine uses its neutral default."""
+@dataclass
+class _Request:
+    """One request to be: its prompt, its samples, and who waits for each of them."""
+
+    token_ids: list[int]
+    samples: Samples
+    futures: list[asyncio.Future[SampleAnswer]] = field(default_factory=list)
+
+
+def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswer]], _: object) -> None:
+    """End a request that nobody waits for any longer: the engine stops computing it."""
+    if all(future.done() for future in futures) and any(future.cancelled() for future in futures):
+        task.cancel()
+
+
+def request_fields(sampling_params: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the samples of a request share, and what one sample has of its own, under vLLM's names. For a parameter that
+    is None, the engine uses its neutral default."""
     unknown = sampling_params.keys() - _NAMES.keys()
     if unknown:
         raise ValueError(f"sampling parameters must be among {sorted(_NAMES)}, got {sorted(unknown)}")
     given = {_NAMES[name]: value for name, value in sampling_params.items() if value is not None}
-    return {
-        "include_stop_str_in_output": True,
-        **given,
-        "model": SERVED_MODEL_NAME,
-        "prompt": token_ids,
-        "seed": seed,
-        **compact_log_probs.REQUEST,
-        "return_token_ids": True,
-    }
+    own = {"seed": seed} | {name: given.pop(name) for name in _OWN if name in given}
+    return {"include_stop_str_in_output": True, **given}, own
 
 
-def _decoded(answer: bytes, url: str) -> Any:
-    """Parse an answer. Text that is not JSON comes from a server in between, so a retry may fix the fault."""
-    try:
-        return msgspec.json.decode(answer)
-    except msgspec.DecodeError as error:
-        raise _Transient(f"{url} must answer with JSON, got {error}: {answer[:200]!r}") from error
-
-
-def parse_completion(answer: dict[str, Any], versions: str) -> GenerateResult:
-    """Convert vLLM's answer. ValueError when a token has no log-prob, or when the finish reason is unknown.
-    DivergedError when a log-prob is NaN."""
-    choice = answer["choices"][0]
-    token_ids = choice["token_ids"]
-    log_probs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    if len(token_ids) != len(log_probs) or None in log_probs:
+def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None) -> GenerateResult:
+    """Convert an engine's answer. ValueError when the engine refused the sample, when a token has no log-prob, or when
+    the finish reason is unknown. DivergedError when a log-prob is NaN."""
+    if answer.error is not None:
+        raise ValueError(f"the engine must accept the request, got {answer.error}")
+    token_ids = np.frombuffer(answer.token_ids, np.int32)
+    log_probs = np.frombuffer(answer.log_probs, np.float32)
+    if len(token_ids) != len(log_probs):
         raise ValueError(
             f"the engine must give one log-prob per token, got {len(log_probs)} for {len(token_ids)} tokens; "
             f"check that it runs with --logprobs-mode processed_logprobs"
         )
-    live = [int(version) for version in versions.split(",")]
-    if compact_log_probs.NOT_A_NUMBER in log_probs:
-        position = log_probs.index(compact_log_probs.NOT_A_NUMBER)
+    live = answer.weight_versions
+    if (bad := np.isnan(log_probs)).any():
         trained = "the first weights" if live[-1] < 1 else f"the weights after rollout {live[-1] - 1}"
+        place = int(bad.argmax())
         raise DivergedError(
-            f"log-probs of the engine must be finite, got nan at token {position} of a response with {trained}",
+            f"log-probs of the engine must be finite, got nan at token {place} of a response with {trained}",
             live[-1] - 1,
         )
-    if choice["finish_reason"] not in _FINISH:
-        raise ValueError(f"finish_reason must be one of {sorted(_FINISH)}, got {choice['finish_reason']!r}")
-    usage = answer.get("usage") or {}
-    timing = answer.get("metrics") or {}  # present with --enable-per-request-metrics; entries may be None
-    queue_ms, between_tokens_ms = timing.get("queue_time_ms"), timing.get("mean_itl_ms")
+    if answer.finish_reason not in _FINISH:
+        raise ValueError(f"finish_reason must be one of {list(_FINISH)}, got {answer.finish_reason!r}")
+    rows = None
+    if experts_from is not None and len(token_ids):  # no tokens: the request was aborted in the queue
+        rows = routed_experts.decode(
+            answer.experts, tokens=prompt_tokens + len(token_ids), start=experts_from
+        )
     return GenerateResult(
-        token_ids=token_ids,
-        log_probs=log_probs,
-        text=choice["text"],
-        finish_reason=choice["finish_reason"],
+        token_ids=token_ids.tolist(),
+        log_probs=log_probs.tolist(),
+        text=answer.text,
+        finish_reason=_FINISH[answer.finish_reason],
         weight_versions=live,
-        prompt_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        queue_s=None if queue_ms is None else queue_ms / 1e3,
-        decode_tokens_per_s=1e3 / between_tokens_ms if between_tokens_ms else None,
+        prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        queue_s=answer.queue_s,
+        decode_tokens_per_s=answer.decode_tokens_per_s,
+        routed_experts=rows,
     )

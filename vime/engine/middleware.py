@@ -16,11 +16,15 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from vime.engine.group_wire import SAMPLES
+
 KEY_VARIABLE = "VIME_RUN_KEY"
 VERSIONS_HEADER = "x-weight-versions"
 NEW_VERSION_HEADER = "x-new-weight-version"
 CHECKPOINT_VERSION = -1
 """The version of a server that was given no weights yet: those of its checkpoint."""
+
+_SAMPLES = f'"{SAMPLES}":'.encode()
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -70,8 +74,33 @@ class RunKeyMiddleware:
             await _refuse(scope, send)
         elif scope["type"] == "websocket":
             await self.app(scope, receive, send)
+        elif (scope["path"], scope["method"]) == ("/v1/completions", "POST"):
+            await self._complete(scope, receive, send)
         else:
             await self.app(scope, receive, self._annotate(scope, send))
+
+    async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Requests for a group of samples are ours (group_route), all others vLLM's."""
+        arrived = len(self.versions) - 1
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        if _SAMPLES in body:
+            from vime.engine import group_route
+
+            engine = scope["app"].state.engine_client
+            await group_route.answer(engine, bytes(body), receive, send, lambda: self.versions[arrived:])
+            return
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body)}]
+
+        async def again() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self.app(scope, again, self._annotate(scope, send))
 
     def _annotate(self, scope: Scope, send: Send) -> Send:
         arrived = len(self.versions) - 1

@@ -1,10 +1,10 @@
-"""The experts that the engine sent each token to, in the answers of /v1/completions (--use-rollout-routing-replay).
+"""The experts that the engine sent each token to, in its answers to requests for them (--use-rollout-routing-replay).
 
 vLLM collects them itself (--enable-return-routed-experts) and keeps them beside its prefix cache, so that the tokens of
 a cached prompt have theirs. Its newer model runner alone hands them on, and on CPUs that runner needs a Triton that
 compiles for them. Here the CPU's older runner does the same with vLLM's own collector: `install` wraps its set-up and
-its step, and the check that refuses it. On every device the writing of answers is wrapped: a server with the flag would
-send experts to all, and only requests with `START_FIELD` want them, those of evaluations do not.
+its step, and the check that refuses it. Only requests with `START_FIELD` get experts (see group_route); those of
+evaluations do not want them.
 
 Shapes: N tokens of prompt and response, L layers of the model, K experts of a token. The last token of a response is
 never fed back, so that it has no row: [N - 1, L, K]. A layer without experts has zeros.
@@ -12,7 +12,6 @@ never fed back, so that it has no row: [N - 1, L, K]. A layer without experts ha
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -24,20 +23,20 @@ FLAG = "--enable-return-routed-experts"
 VARIABLE = "VIME_ROUTED_EXPERTS"
 """Set in the environment of a server that was started with the flag."""
 START_FIELD = "routed_experts_prompt_start"
-"""Field of a request: how many tokens of the prompt need no row. Where a server does not know it, all rows come."""
+"""vLLM's sampling parameter: how many tokens of the prompt need no row."""
 
 
-def decode(text: str | None, *, tokens: int, start: int) -> np.ndarray:
+def decode(file: bytes | None, *, tokens: int, start: int) -> np.ndarray:
     """The answer's `routed_experts` -> rows of tokens [start, tokens - 1): uint8 or uint16 [tokens - 1 - start, L, K].
 
     ValueError when there is none, when it is no such array, and when its rows are not those of the tokens.
     """
-    if text is None:
+    if file is None:
         raise ValueError(
             f"the engine must give the experts of each token, got none for {tokens} tokens; check that it runs "
             f"with {FLAG}"
         )
-    rows: np.ndarray = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    rows: np.ndarray = np.load(io.BytesIO(file), allow_pickle=False)
     if rows.ndim != 3 or rows.dtype.kind != "u":
         raise ValueError(
             f"the engine must give experts as unsigned [tokens, layers, k], got {rows.dtype} {list(rows.shape)}"
@@ -53,15 +52,9 @@ def decode(text: str | None, *, tokens: int, start: int) -> np.ndarray:
 
 
 def install() -> None:
-    """Answer with experts where asked for alone, and let the older model runner of CPUs hand on what vLLM's collector
-    has. May run more than once."""
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    """Let the older model runner of CPUs hand on what vLLM's collector has. May run more than once."""
     from vllm.platforms import current_platform
 
-    write = OpenAIServingCompletion.request_output_to_completion_response
-    if not hasattr(write, "wraps"):
-        # This replaces a method of vLLM on purpose: only requests with START_FIELD get experts.
-        OpenAIServingCompletion.request_output_to_completion_response = _writing(write)  # type: ignore[method-assign]
     if current_platform.is_cpu():
         _let_older_runner()
 
@@ -85,18 +78,6 @@ def _let_older_runner() -> None:
     sample = _handing_on(CPUModelRunner.sample_tokens)
     # This replaces a method of vLLM on purpose: the output of a step must contain the experts.
     CPUModelRunner.sample_tokens = sample  # type: ignore[assignment, method-assign]
-
-
-def _writing(vllms: Callable[..., Any]) -> Callable[..., Any]:
-    def request_output_to_completion_response(self: Any, outputs: Any, request: Any, *others: Any) -> Any:
-        if START_FIELD not in request.model_fields_set:
-            for completion in (one for output in outputs for one in output.outputs):
-                completion.routed_experts = None
-        return vllms(self, outputs, request, *others)
-
-    # `install` finds this attribute and does not wrap the method twice. Function types declare no such attribute.
-    request_output_to_completion_response.wraps = vllms  # type: ignore[attr-defined]
-    return request_output_to_completion_response
 
 
 def _checking(vllms: Callable[..., Any]) -> Callable[..., Any]:

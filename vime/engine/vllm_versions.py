@@ -25,17 +25,15 @@ answers' "metrics"      times of the request                and its speculative 
 routed experts          by its older model runner           by its newer model runner alone     `routed_experts.py`
 experts on CPUs         packed in place as they are loaded  packed at the first load alone      `repack_experts`, in
                         (read, not run)                                                         the newer one's form
-/v1/completions         all rows of them                    `routed_experts_prompt_start`       asked for; cut where it
-                                                            leaves out those before it          was not heard
 ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `meet_in_a_file`
                         all interfaces
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
                                                             and others
 
 The same in both, and relied on: a server by `python -m`, with --middleware and one API process;
-/pause, /resume, /reset_prefix_cache and their query; /v1/completions with token ids, `logprobs`, `seed` and
-`vllm_xargs`; what vime.engine.compact_log_probs and merged_log_probs wrap (tests look at the installed one's source),
-and the writing of answers that routed_experts does; WorkerWrapperBase.init_device and what a worker's sleep says last
+/pause, /resume, /reset_prefix_cache and their query; app.state.engine_client with `generate`, tokens_input, what
+SamplingParams and RequestOutput have (vime.engine.group_route); what vime.engine.compact_log_probs and merged_log_probs
+wrap (tests look at the installed one's source); WorkerWrapperBase.init_device and what a worker's sleep says last
 (vime.engine.shared_gpu, whose tests look, too); that a server forks where VLLM_WORKER_MULTIPROC_METHOD says so and CUDA
 has not begun (a test asks);
 vllm.entrypoints.cli.serve.run_headless and the flags of the multi-node mode, --nnodes, --node-rank, --master-addr,

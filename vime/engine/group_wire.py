@@ -1,0 +1,75 @@
+"""What travels between the client and an engine for a group of samples: one request, one frame per finished sample.
+
+The request is a /v1/completions body, which vllm-router balances, with the field `SAMPLES`: a `Samples` record with
+vLLM's sampling parameters, those that all samples share and those of each sample (`seed`, `max_tokens`). The answer is
+a stream of frames in the order in which samples finish: `MARK`, 4 bytes with the length, little-endian, then a
+`SampleAnswer` in msgpack, in which token ids and log-probs are the bytes of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+SAMPLES = "vime_samples"
+MARK = b"vime"
+"""What a frame begins with. The router calls every stream text/event-stream, so the content type tells nothing."""
+_HEAD_BYTES = len(MARK) + 4
+
+
+class Samples(msgspec.Struct):
+    shared: dict[str, Any]
+    each: list[dict[str, Any]]
+
+
+class SampleAnswer(msgspec.Struct, array_like=True):
+    """One finished sample. `place`: its place in the request. `token_ids`: int32, `log_probs`: float32 nats.
+
+    `error` is set where the engine refuses the sample; every other field is then empty. `experts`: an .npy file.
+    """
+
+    place: int
+    token_ids: bytes = b""
+    log_probs: bytes = b""
+    text: str = ""
+    finish_reason: str | None = None
+    weight_versions: list[int] = []
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    queue_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    experts: bytes | None = None
+    error: str | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(SampleAnswer)
+
+
+def frame(answer: SampleAnswer) -> bytes:
+    body = _encoder.encode(answer)
+    return MARK + len(body).to_bytes(4, "little") + body
+
+
+class Frames:
+    """Answers out of a stream of bytes that arrive in any pieces."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, piece: bytes) -> Iterator[SampleAnswer]:
+        """The answers that are complete now. msgspec.DecodeError for bytes that are no frame."""
+        self._buffer += piece
+        while len(self._buffer) >= _HEAD_BYTES:
+            if not self._buffer.startswith(MARK):
+                raise msgspec.DecodeError(
+                    f"a frame must begin with {MARK!r}, got {bytes(self._buffer[:200])!r}"
+                )
+            end = _HEAD_BYTES + int.from_bytes(self._buffer[len(MARK) : _HEAD_BYTES], "little")
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_HEAD_BYTES:end])
+            del self._buffer[:end]
+            yield _decoder.decode(body)
