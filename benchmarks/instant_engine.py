@@ -1,7 +1,7 @@
 """An engine that answers at once, to measure our side of a rollout: `python benchmarks/instant_engine.py`.
 
-Prints its port and serves vLLM's /v1/completions: an answer of `max_tokens` tokens with log-probs as our engines give
-them (vime.engine.compact_log_probs), made once for each length. A measuring instrument, not a test double: nothing in
+Prints its port and serves /v1/completions: an answer of `max_tokens` tokens with log-probs, as vLLM gives it, or one
+for each sample of a group (vime.engine.group_wire), made once for each length. A measuring instrument, not a test double: nothing in
 it can be told to fail.
 """
 
@@ -9,26 +9,46 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from typing import Any
 
+import msgspec
+import numpy as np
 from aiohttp import web
 
-from vime.engine.middleware import VERSIONS_HEADER
+from vime.engine.group_wire import SAMPLES, SampleAnswer, frame
+
+
+def completion(tokens: int) -> tuple[str, list[int], list[float]]:
+    """Text, token ids and log-probs."""
+    numbers = range(tokens)
+    text = "".join(f" word{i % 1000}" for i in numbers)
+    return text, [(i * 7919) % 50_000 for i in numbers], [-(1.2345678901234567 + i % 89 / 7) for i in numbers]
+
+
+@lru_cache(8)
+def sample(tokens: int) -> SampleAnswer:
+    """One sample's answer, at place 0."""
+    text, token_ids, log_probs = completion(tokens)
+    ids, values = np.array(token_ids, np.int32).tobytes(), np.array(log_probs, np.float32).tobytes()
+    return SampleAnswer(0, ids, values, text, "length", [0], prompt_tokens=128)
+
+
+def group(each: list[dict[str, Any]]) -> bytes:
+    """The frames of all samples."""
+    samples = ((place, sample(own["max_tokens"])) for place, own in enumerate(each))
+    return b"".join(frame(msgspec.structs.replace(one, place=place)) for place, one in samples)
 
 
 @lru_cache(8)
 def answer(tokens: int) -> bytes:
     """The body of a completion: figures with as many digits, and words about as long, as real ones."""
+    text, token_ids, log_probs = completion(tokens)
     choice = {
         "index": 0,
-        "text": "".join(f" word{i % 1000}" for i in range(tokens)),
-        "token_ids": [(i * 7919) % 50_000 for i in range(tokens)],
+        "text": text,
+        "token_ids": token_ids,
         "finish_reason": "length",
-        "logprobs": {
-            "text_offset": [],
-            "token_logprobs": [-(1.2345678901234567 + i % 89 / 7) for i in range(tokens)],
-            "tokens": [],
-            "top_logprobs": [],
-        },
+        "logprobs": {"text_offset": [], "token_logprobs": log_probs, "tokens": [], "top_logprobs": []},
     }
     usage = {"prompt_tokens": 128, "completion_tokens": tokens, "total_tokens": 128 + tokens}
     body = {
@@ -42,8 +62,10 @@ def answer(tokens: int) -> bytes:
 
 
 async def complete(request: web.Request) -> web.Response:
-    tokens = int((await request.json())["max_tokens"])
-    return web.Response(body=answer(tokens), content_type="application/json", headers={VERSIONS_HEADER: "0"})
+    body = await request.json()
+    if SAMPLES in body:
+        return web.Response(body=group(body[SAMPLES]["each"]))
+    return web.Response(body=answer(int(body["max_tokens"])), content_type="application/json")
 
 
 async def serve() -> web.Application:

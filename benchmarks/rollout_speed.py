@@ -50,7 +50,7 @@ from slime.rollout.manager import RolloutManager
 from slime.types import Sample
 from vime.backends import parse_config
 from vime.engine import vllm_versions
-from vime.engine.client import VllmEngineClient, request_body
+from vime.engine.client import VllmEngineClient
 from vime.engine.control import EngineControl
 from vime.engine.flags import engine_dtype, engine_settings
 from vime.engine.pool import VllmEnginePool
@@ -59,7 +59,8 @@ from vime.engine.router import RouterSpec
 from vime.engine.server import SERVED_MODEL_NAME, EngineSpec
 
 OURS, RAW = "ours", "raw"
-LOG_PROBS, SAME_REQUEST = "raw, log-probs", "raw, same request"
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
+LOG_PROBS, CLIENT = "raw, log-probs", "our client alone"
 TARGET = 0.9
 PATIENCE_S = 1800.0
 """For the file of --after."""
@@ -189,7 +190,7 @@ class Contest:
             OURS: self.ours,
             RAW: lambda turn: self.raw(turn, {}),
             LOG_PROBS: lambda turn: self.raw(turn, {"logprobs": 0, "return_token_ids": True}),
-            SAME_REQUEST: lambda turn: self.raw(turn, None),
+            CLIENT: self.client_alone,
         }
 
     def ours(self, turn: int) -> tuple[int, float]:
@@ -201,19 +202,32 @@ class Contest:
         assert len(responses) == self.args.requests, f"{len(responses)} samples of {self.args.requests}"
         return sum(responses), seconds
 
-    def raw(self, turn: int, extra: dict[str, Any] | None) -> tuple[int, float]:
-        """`extra`: beyond a prompt and its sampling; None: the very request that ours makes."""
+    def wanted(self, turn: int) -> list[list[int]]:
+        """A prompt per request."""
         prompts = self.args.requests // self.args.group
         first = turn * prompts
-        wanted = [ids for ids in self.prompts[first : first + prompts] for _ in range(self.args.group)]
-        sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
-        if extra is None:
-            params = {**sampling, "max_new_tokens": self.args.response_tokens}
-            bodies = [request_body(ids, params, seed) for seed, ids in enumerate(wanted)]
-        else:
-            same = {"model": SERVED_MODEL_NAME, "max_tokens": self.args.response_tokens, **sampling, **extra}
-            bodies = [{**same, "prompt": ids} for ids in wanted]
-        return asyncio.run(self._ask(bodies))
+        return [ids for ids in self.prompts[first : first + prompts] for _ in range(self.args.group)]
+
+    def client_alone(self, turn: int) -> tuple[int, float]:
+        """The requests that ours makes, without samples, rewards and hooks."""
+        params = {**SAMPLING, "max_new_tokens": self.args.response_tokens}
+
+        async def ask() -> tuple[int, float]:
+            client = VllmEngineClient(self.engine.url, self.engine.key)
+            began = time.perf_counter()
+            wanted = enumerate(self.wanted(turn))
+            asked = (client.generate(ids, params, seed=seed, deadline_s=600) for seed, ids in wanted)
+            tokens = sum(len(result.token_ids) for result in await asyncio.gather(*asked))
+            seconds = time.perf_counter() - began
+            await client.close()
+            return tokens, seconds
+
+        return asyncio.run(ask())
+
+    def raw(self, turn: int, extra: dict[str, Any]) -> tuple[int, float]:
+        """vLLM's own /v1/completions. `extra`: beyond a prompt and its sampling."""
+        same = {"model": SERVED_MODEL_NAME, "max_tokens": self.args.response_tokens, **SAMPLING, **extra}
+        return asyncio.run(self._ask([{**same, "prompt": ids} for ids in self.wanted(turn)]))
 
     async def _ask(self, bodies: list[dict[str, Any]]) -> tuple[int, float]:
         headers, connections = {"Authorization": f"Bearer {self.engine.key}"}, aiohttp.TCPConnector(limit=0)

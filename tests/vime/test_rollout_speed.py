@@ -15,7 +15,7 @@ import make_tiny_model
 import psutil
 import pytest
 from process_names import command_line
-from rollout_speed import LOG_PROBS, OURS, RAW, SAME_REQUEST, main
+from rollout_speed import CLIENT, LOG_PROBS, OURS, RAW, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,12 +36,12 @@ def test_every_contender_makes_every_token(tmp_path: Path, capsys: pytest.Captur
     assert main([*argv, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["engine"] == "instant" and found["requests"] == 8
-    assert set(found["turns"]) == {OURS, RAW, LOG_PROBS, SAME_REQUEST}
+    assert set(found["turns"]) == {OURS, RAW, LOG_PROBS, CLIENT}
     assert all(len(turns) == 2 for turns in found["turns"].values())  # the round that warms up is left out
     # A turn is 8 x 20 tokens by its seconds, and of two turns the median is the mean.
     speed = {name: sum(160 / turn["seconds"] for turn in turns) / 2 for name, turns in found["turns"].items()}
     assert found["tokens_per_s"] == pytest.approx(speed)
-    for name in (RAW, LOG_PROBS, SAME_REQUEST):
+    for name in (RAW, LOG_PROBS, CLIENT):
         assert found["ours_to"][name] == pytest.approx(speed[OURS] / speed[name])
     assert str(tmp_path) not in found["machine"]["command"]
     assert "8 requests at a time, 12 + 20 tokens each" in capsys.readouterr().out

@@ -132,7 +132,7 @@ async def _sample(
         finished.put_nowait(_answer_of(output, place, versions(), request.wants_experts))
     except ValueError as error:  # vLLM's VLLMValidationError is one
         finished.put_nowait(SampleAnswer(place, error=str(error)))
-    except Exception as error:
+    except Exception as error:  # the border of a task: `_send_frames` raises it
         finished.put_nowait(error)
 
 
