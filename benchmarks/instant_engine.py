@@ -1,8 +1,8 @@
 """An engine that answers at once, to measure our side of a rollout: `python benchmarks/instant_engine.py`.
 
 Prints its port and serves /v1/completions: an answer of `max_tokens` tokens with log-probs, as vLLM gives it, or one
-for each sample of a group (vime.engine.group_wire), made once for each length. A measuring instrument, not a test double: nothing in
-it can be told to fail.
+for each sample of a group (vime.engine.group_wire), made once for each length. A measuring instrument, not a test
+double: nothing in it can be told to fail.
 """
 
 from __future__ import annotations

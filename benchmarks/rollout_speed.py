@@ -10,7 +10,7 @@ prompts and the same number of tokens, the end of the text ignored, all requests
     ours                one rollout of the rollout manager: prompts, router, rewards, groups, train data, packing
     raw                 a bare HTTP client at the engine itself, which asks for nothing but text
     raw, log-probs      the same, and token ids and log-probs of what was sampled, as any trainer needs them
-    raw, same request   word for word what ours asks: log-probs as numbers alone, and a seed
+    our client alone    a request per group, without samples, rewards and hooks
 
 They take turns, in an order that changes; before each turn the engine forgets what it has cached of prompts. A round
 that is not counted comes first. The ratio that counts is ours / raw; the others say where the rest goes.
