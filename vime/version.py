@@ -8,7 +8,8 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from slime.tracking.environment import git_state, installed_packages
+from rl_kernel.host import git_state
+from slime.tracking.environment import installed_packages
 from vime.doctor.packages import STACK
 
 PACKAGE = Path(__file__).resolve().parent
