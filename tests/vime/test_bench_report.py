@@ -170,7 +170,7 @@ def test_what_was_left_out_and_what_fell_back_is_said():
 def test_where_and_what_ran_is_said():
     record = full_steps(repeats=1, steps=6, notes=["4 of 36 layers"], preset="smoke")
     pairs = pairs_of(record)[0]
-    text = text_of(record) + "\n".join(report._full(record, pairs[0]))
+    text = text_of(record) + "\n".join(report.in_full(record, pairs))
     for told in (
         "- **Benchmark** qwen3-4b-grpo, preset smoke;",
         "2 x NVIDIA H200, 143771 MiB, driver 580.1",

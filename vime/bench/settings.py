@@ -196,7 +196,8 @@ def _switch(of_file: Any, of_preset: Any, path: Path) -> Switch:
     given = _mapping(of_file, f"{path}: switch", ("field", *SIDES))
     if given and set(given) != {"field", *SIDES}:
         raise ValueError(f"{path}: switch must say field, {' and '.join(SIDES)}, got {', '.join(given)}")
-    switch = replace(DEFAULT_SWITCH, **given, **_mapping(of_preset, f"{path}: a preset's switch", SIDES))
+    changed = {**given, **_mapping(of_preset, f"{path}: a preset's switch", SIDES)}
+    switch = replace(DEFAULT_SWITCH, **changed)
     if switch.field not in own_flags():
         near = nearest(str(switch.field), own_flags(), prefix="")
         raise ValueError(
