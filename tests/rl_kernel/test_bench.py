@@ -48,16 +48,16 @@ def test_linear_operators_and_rivals(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "d_hidden" not in rows["linear_logp forward bf16"]["errors"]
 
 
-def test_machine_record(tmp_path: Path) -> None:
-    machine = run(tmp_path, "masked", "--commit", "abc")["machine"]
-    command = "python -m rl_kernel.bench masked --commit abc --device cpu --out result.json"
-    assert (machine["command"], machine["commit"], machine["dirty"]) == (command, "abc", None)
-    assert machine["torch"] == torch.__version__
-    assert {"date", "gpu", "gpu_facts", "cuda", "triton", "liger-kernel", "cut-cross-entropy"} <= set(machine)
-
-
 def test_operators_that_move_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run(tmp_path, "logp", "ratio_kl", "grpo_loss", "swiglu", "rotary", "masked", "group_advantage")
+    operators = "logp", "ratio_kl", "grpo_loss", "swiglu", "rotary", "masked", "group_advantage"
+    result = run(tmp_path, *operators, "--commit", "abc")
+    machine = result["machine"]
+    assert machine["command"].startswith("python -m rl_kernel.bench logp ratio_kl")
+    assert machine["command"].endswith("--commit abc --device cpu --out result.json"), (
+        "no folder of the machine"
+    )
+    assert (machine["commit"], machine["dirty"], machine["torch"]) == ("abc", None, torch.__version__)
+    assert {"date", "gpu", "gpu_facts", "cuda", "triton", "liger-kernel", "cut-cross-entropy"} <= set(machine)
     assert result["linear"] == []
     rows = rows_of(result["elementwise"])
     for name, row in rows.items():
@@ -74,8 +74,7 @@ def test_operators_that_move_bytes(tmp_path: Path, capsys: pytest.CaptureFixture
     assert rows["rotary key in a row forward"]["moved_bytes"] == 64 * 2 * 2 * 16 * 2 + angles
     assert rows["rotary query forward+backward"]["moved_bytes"] == 2 * (64 * 2 * 4 * 16 * 2 + angles)
     assert rows["logp forward+backward"]["moved_bytes"] >= 3 * 2 * 8 * 512
-    names = {row["operator"] for row in rows.values()}
-    assert names >= {"logp", "grpo_loss", "swiglu", "rotary", "masked_whiten", "group_advantage"}
+    assert {row["operator"] for row in rows.values()} > {*operators, "masked_whiten"} - {"masked"}
     assert "of copy" in capsys.readouterr().out
 
 
@@ -192,8 +191,6 @@ def test_take_turns_times_each_call_against_the_yardstick() -> None:
     assert timings.contenders == {"a": Samples((7.0,) * 5), "b": Samples((3.0,) * 3)}
     assert timings.yardstick.ms == (2.0,) * 8
     assert len(resets) == 8 + 5
-    row = timed(timings.contenders["a"], 3, timings.yardstick.median)
-    assert row["ratio"] == pytest.approx(7 / 6, abs=1e-4)
     assert timed(Samples((2.0, 2.2, 3.0)), 1, 2.0) == {
         "ms": {"median": 2.2, "min": 2.0, "max": 3.0, "calls": 3, "each": [2.0, 2.2, 3.0]},
         "products": 1,
@@ -246,17 +243,6 @@ def test_errors_see_a_wrong_row_and_a_nan() -> None:
     log_probs[0] = float("nan")
     found = problem.truth.errors(Outputs(log_probs), None, None)
     assert unfit({"errors": found}) == "its results are off: log_prob not finite, allowed 0.05"
-
-
-def test_problem_holds_its_floor_and_leaves() -> None:
-    problem = Problem(TINY, CPU)
-    problem.product()
-    want = problem.hidden.detach() @ problem.weight.detach().t()
-    torch.testing.assert_close(problem.logits, want)
-    problem.hidden.grad = torch.ones_like(problem.hidden)
-    problem.clear()
-    assert problem.hidden.grad is None
-    assert problem.main_grad.dtype == torch.float32
 
 
 def test_select_rivals_by_default_only_where_they_fit() -> None:
