@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import bench_run_double
@@ -138,13 +139,32 @@ def test_both_sides_in_turn_a_failure_and_going_on(bench, capfd):
     assert "runs/rl_kernel-1 is of a call with more repeats and is left out" in bench.record().notes
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine says which GPUs it has")
-def test_runs_on_gpus_that_nothing_names_are_not_begun(bench):
-    """No report would compare them."""
-    bench.file.write_text(bench.file.read_text().replace("device: cpu", "device: cuda"))
-    with pytest.raises(ValueError, match="nvidia-smi must say which GPUs are here, got no answer"):
-        bench.run()
-    assert bench.started() == []
+SWITCH = "\nswitch: {field: num_steps_per_rollout, baseline: 1, rl_kernel: 2}\nsteps:"
+NO_GPUS = pytest.mark.skipif(
+    shutil.which("nvidia-smi") is not None, reason="this machine says which GPUs it has"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({}, ["--lrr", "1"], "--lrr is not a known flag; did you mean --lr?"),
+        pytest.param(
+            {"cpu": "cuda"}, [], "nvidia-smi must say which GPUs are here, got no answer", marks=NO_GPUS
+        ),
+        (
+            {"num-steps-per-rollout: 2, ": "", "\nsteps:": SWITCH},  # a switch that moves a second field
+            [],
+            "must differ in num_steps_per_rollout alone to be compared, got data.global_batch_size",
+        ),
+    ],
+)
+def test_what_cannot_run_or_no_report_would_compare_is_not_begun(bench, changes, flags, message):
+    for old, new in changes.items():
+        bench.file.write_text(bench.file.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        bench.run(flags=flags)
+    assert bench.started() == [] and [path.name for path in bench.out.iterdir()] == [LOCK_FILE]
 
 
 def test_a_folder_is_of_one_benchmark_at_a_time(bench):
@@ -161,10 +181,7 @@ def test_a_whole_run_that_ended_badly_is_no_success_the_second_time_either(bench
     assert bench.run(repeats=1) == 1 and bench.started() == ["baseline-0", "rl_kernel-0"]
     bench.order()
     assert bench.run(repeats=1) == 1 and bench.started() == []
-    assert (
-        "baseline-0 ended with exit status 3 after 3 of 3 steps: the last words of a run"
-        in bench.record().notes
-    )
+    assert bench.record().notes[0].startswith("baseline-0 ended with exit status 3 after 3 of 3 steps: ")
 
 
 def test_a_record_has_the_steps_as_they_were_logged_and_what_the_caller_notes(bench):
@@ -214,12 +231,6 @@ def test_runs_of_other_flags_are_refused_and_stay(bench):
     assert bench.started() == [] and bench.record().sides[BASELINE][0].finished
 
 
-def test_wrong_flags_show_before_anything_starts(bench):
-    with pytest.raises(ValueError, match="--lrr is not a known flag; did you mean --lr?"):
-        bench.run(flags=["--lrr", "1"])
-    assert bench.started() == [] and [path.name for path in bench.out.iterdir()] == [LOCK_FILE]
-
-
 def test_a_module_draws_its_rollouts_once(bench):
     bench.order(rollouts={"steps": 1, "exit": 1})
     assert bench.run("module", repeats=1) == 1
@@ -235,7 +246,7 @@ def test_a_module_draws_its_rollouts_once(bench):
     assert any("3 saved rollouts" in note for note in record.notes)
     (bench.out / "rollouts" / "1.pt").unlink()
     with pytest.raises(
-        ValueError, match="the saved rollouts in .* must be those that .*baseline-0 was trained"
+        ValueError, match="saved rollouts in .* must be those that .*baseline-0 was trained on"
     ):
         bench.run("module", repeats=1)
 
@@ -249,12 +260,8 @@ def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
     )
     command = [sys.executable, "-c", code, "e2e", str(bench.file), "--out", str(bench.out)]
     # Started in the background of a script, tests ignore Ctrl-C, and so would what they start.
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
         hangs, end = bench.out / "runs" / "rl_kernel-0" / "hangs", time.monotonic() + 90
         while not hangs.exists():
@@ -268,11 +275,7 @@ def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
     assert process.returncode == 130 and "interrupted: what was started has been stopped" in out
     assert bench.orders.with_suffix(".ended").exists()
     record = bench.record()
-    assert [(r.finished, len(r.steps)) for r in all_repeats(record)] == [
-        (True, 3),
-        (False, 2),
-        *[(False, 0)] * 2,
-    ]
+    assert [len(repeat.steps) for repeat in all_repeats(record)] == [3, 2, 0, 0]
     assert record.notes == [
         "baseline-0 ended with exit status 3 after 3 of 3 steps: the last words of a run",
         "baseline-0: train/loss was nan in step 1",
@@ -312,18 +315,9 @@ def test_paths_beside_a_system_python_are_told_whole(tmp_path, prefix, told):
     assert environment["variables"] == noted["variables"]
 
 
-def test_what_no_report_would_compare_is_not_begun(bench, model, monkeypatch):
-    """A switch that moves a second field, and data that changed since the run that is kept."""
-    text = bench.file.read_text()
-    switch = "switch: {field: num_steps_per_rollout, baseline: 1, rl_kernel: 2}\n"
-    bench.file.write_text(text.replace("num-steps-per-rollout: 2, ", "") + switch)
-    with pytest.raises(ValueError, match="num_steps_per_rollout alone to be compared, got data.global_batch"):
-        bench.run()
-    assert bench.started() == []
-
+def test_data_that_changed_since_the_run_that_is_kept_are_refused(bench, model):
     data = bench.out.parent / "own.jsonl"
     data.write_text((model / "arithmetic" / "train.jsonl").read_text())
-    bench.file.write_text(text)
     bench.order(rl_kernel_0={"steps": 1})
     assert bench.run(data=str(data), repeats=1) == 1
     bench.order()

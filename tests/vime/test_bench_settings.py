@@ -113,6 +113,10 @@ def test_a_preset_may_list_flags_and_change_the_sides(tmp_path):
         read_settings(write(tmp_path, switched.replace(", claim: strict or not", "")), "eager")
 
 
+def switch(field: str, baseline: object, rl_kernel: object) -> dict[str, object]:
+    return {"field": field, "baseline": baseline, "rl_kernel": rl_kernel}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -129,22 +133,16 @@ def test_a_preset_may_list_flags_and_change_the_sides(tmp_path):
         ({"model": "Qwen3-4B"}, "model must be a mapping, got 'Qwen3-4B'"),
         ({"switch": {"field": "rlk_fast"}}, "switch must say field, baseline and rl_kernel, got field"),
         (
-            {"switch": {"field": "rlk_fats", "baseline": 1, "rl_kernel": 2}},
-            "switch.field must be a field of the configuration, got rlk_fats; did you mean rlk_fast?",
+            {"switch": switch("rlk_fats", 1, 2)},
+            "switch.field must be a field .* got rlk_fats; did you mean rlk_fast?",
         ),
         (
-            {"switch": {"field": "rlk_fast", "baseline": "off", "rl_kernel": "off"}},
+            {"switch": switch("rlk_fast", "off", "off")},
             "switch must differ between the sides, got off for both",
         ),
-        (
-            {"flags": {"num-rollout": 3}},
-            "--num-rollout must be left out of the flags, got it; `steps` of the file",
-        ),
+        ({"flags": {"num-rollout": 3}}, "--num-rollout must be left out of the flags, got it; `steps` of"),
         ({"flags": ["--save=x"]}, "--save must be left out of the flags, got it; every run starts from the"),
-        (
-            {"flags": {"rlk-fast": "off"}},
-            "--rlk-fast must be left out of the flags, got it; it is what the sides",
-        ),
+        ({"flags": {"rlk-fast": "off"}}, "--rlk-fast must be left out of the flags, got it; it is what the"),
         ({"flags": {"enable-rl-kernel": True}}, "--enable-rl-kernel must be left out of the flags"),
         ({"flags": {"debug-train-only": False}}, "--debug-train-only must be left out of the flags"),
         ({"presets": {"a": {"data": "b.jsonl"}}}, "preset a must say `claim`, got none; with a model, data"),
@@ -159,7 +157,7 @@ def test_what_a_file_must_not_say(tmp_path, values, message):
 def test_files_presets_and_command_lines_that_are_not_there(tmp_path):
     path = write(tmp_path)
     with pytest.raises(
-        ValueError, match="--preset must be one of long, own .*, got lonng; did you mean long?"
+        ValueError, match="--preset must be one of long, own .*, got lonng; did you mean long"
     ):
         read_settings(path, "lonng")
     with pytest.raises(ValueError, match="BENCHMARK must be a YAML file, got none.yaml"):
