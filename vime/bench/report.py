@@ -34,7 +34,6 @@ from vime.bench.verdicts import (
     with_unit,
 )
 
-REPORT_FILE = "report.md"
 TIERS = {
     "op": ("Operators", "One operator at a time. Nothing here says how much faster a training step is."),
     "module": (
@@ -101,7 +100,7 @@ def write_report(
     for record, pairs, _ in judged:
         refuse_unlike(record.name, record.switch, pairs)
     out.mkdir(parents=True, exist_ok=True)
-    path, drawn = out / REPORT_FILE, list[Path]()
+    path, drawn = out / "report.md", list[Path]()
     parts: dict[str, list[str]] = {tier: [] for tier in TIERS}
     for content in operators:
         parts["op"] += ["", f"### rl_kernel.bench: {RL_KERNEL} and other implementations", ""]

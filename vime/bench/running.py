@@ -163,5 +163,5 @@ def _run(command: Sequence[str], log: Path, plan: Plan) -> int:
         process.stop()
 
 
-def _last(log: Path, lines: int = LOG_LINES) -> str:
-    return tail(str(log), lines) or "no output"
+def _last(log: Path) -> str:
+    return tail(str(log), LOG_LINES) or "no output"
