@@ -18,16 +18,14 @@ from typing import Any
 import torch
 
 from rl_kernel.benchmarks import report
-from rl_kernel.benchmarks.contender import Contender
 from rl_kernel.benchmarks.elementwise import run_elementwise
-from rl_kernel.benchmarks.linear import build_steps, run_case
+from rl_kernel.benchmarks.linear import run_case
 from rl_kernel.benchmarks.machine import describe, gpu_facts
-from rl_kernel.benchmarks.measuring import Plan
 from rl_kernel.benchmarks.own import own_contenders
-from rl_kernel.benchmarks.problem import select_cases
+from rl_kernel.benchmarks.problem import Contender, Problem, select_cases
 from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders, rival_families
 from rl_kernel.benchmarks.streams import STREAMS
-from rl_kernel.benchmarks.timing import LEAST_CALLS, reason_of, trace
+from rl_kernel.benchmarks.timing import LEAST_CALLS, Plan, reason_of, trace
 from rl_kernel.checks import invalid
 from rl_kernel.ops.linear_logp.cases import Case
 
@@ -137,12 +135,16 @@ def default_rivals(arguments: argparse.Namespace, device: torch.device) -> str:
 
 def print_traces(cases: Sequence[Case], contenders: Sequence[Contender], device: torch.device) -> None:
     for case in cases:
-        for name, call in build_steps(case, contenders, device).items():
+        problem = Problem(case, device)
+        for contender in contenders:
+            name = f"{case.name}: {contender.name}"
+            problem.clear()
             try:
-                text = report.trace_text(f"{case.name}: {name}", *trace(call, device))
-            except Exception as error:  # border: a call that fails is a line with the reason
-                text = f"{case.name}: {name}: {reason_of(error)}"
+                text = report.trace_text(name, *trace(contender.build(problem), device, problem.clear))
+            except Exception as error:  # border: a library that is missing or a call that fails is a line
+                text = f"{name}: {reason_of(error)}"
             print("\n" + text, flush=True)
+        del problem
         release(device)
 
 

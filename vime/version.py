@@ -8,7 +8,8 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from slime.tracking.environment import git_state, installed_packages
+from slime.tracking.environment import installed_packages
+from vime.doctor.machine import run_command
 from vime.doctor.packages import STACK
 
 PACKAGE = Path(__file__).resolve().parent
@@ -17,10 +18,11 @@ COMMIT_FILE = "COMMIT"
 
 def commit(package: Path = PACKAGE) -> str:
     """The commit of the package in the directory `package`, as text to print."""
-    state = git_state(package.parent)
-    if state is not None:
-        changed = " (with local changes)" if state["modified"] else ""
-        return f"{state['commit']}{changed}"
+    # rl_kernel.host knows the state of a checkout too, but it imports torch, which this command must do without.
+    describe = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= (with local changes)")
+    told = run_command(("git", "-C", str(package.parent), *describe))
+    if told.code == 0 and (package.parent / ".git").exists():  # not installed inside another repository
+        return told.text
     recorded = package / COMMIT_FILE
     return recorded.read_text(encoding="utf-8").strip() if recorded.is_file() else "unknown"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_kernel.benchmarks.measuring import Entry, Plan, measure
 from rl_kernel.benchmarks.streams import CPU_SIZES, GPU_SIZES, STREAMS, Outputs, Stream
+from rl_kernel.benchmarks.timing import Entry, Plan, measure
 from rl_kernel.mode import using
 
 COMPILED = ("ratio_kl", "grpo_loss", "swiglu", "rotary")
@@ -31,7 +31,7 @@ def run_elementwise(
     device: torch.device,
     plan: Plan,
     only: Sequence[str],
-    rivals: Sequence[str] = (),
+    rivals: Sequence[str],
 ) -> dict[str, Any]:
     """Results of the named operators as plain data, with the copy bandwidth of the same run. `rivals`: families of
     which "reference" and "compile" are measured beside them."""
@@ -67,8 +67,7 @@ def run_elementwise(
                 entry.row.update({"gbs": round(reached, 1), "share": round(reached / bandwidth, 4)})
             rows.append(entry.row)
         del streams, entries, clear
-    best = min(copied_ms) if copied_ms else None
-    return {"copy_gbs": round(2 * sizes.copy_bytes / best / 1e6, 1) if best else None, "rows": rows}
+    return {"copy_gbs": round(2 * sizes.copy_bytes / min(copied_ms) / 1e6, 1), "rows": rows}
 
 
 def _entry(stream: Stream) -> Entry:
@@ -97,37 +96,24 @@ def with_rivals(streams: Sequence[Stream], families: Sequence[str]) -> list[Stre
     for stream in streams:
         found.append(stream)
         if "reference" in families and stream.repeats:
-            found.append(_rival(stream, "reference", _reference(stream)))
+            found.append(_rival(stream, "reference"))
         if "compile" in families and stream.operator in COMPILED:
-            found.append(_rival(stream, "compile", _compiled(stream)))
+            found.append(_rival(stream, "compile"))
     return found
 
 
-def _rival(stream: Stream, family: str, call: Callable[[], Outputs]) -> Stream:
+def _rival(stream: Stream, family: str) -> Stream:
+    def call() -> Outputs:
+        with using("off"), _compiled_reference(stream.operator) if family == "compile" else nullcontext():
+            return stream.call()
+
     name = f"{stream.name}: {family}"
     return replace(stream, name=name, operator="rival", call=call, against=stream.name)
 
 
-def _reference(stream: Stream) -> Callable[[], Outputs]:
-    def call() -> Outputs:
-        with using("off"):
-            return stream.call()
-
-    return call
-
-
-def _compiled(stream: Stream) -> Callable[[], Outputs]:
-    """The reference alone is compiled: what counts calls around it would be compiled anew in every call."""
-
-    def call() -> Outputs:
-        with using("off"), _in_place_of_reference(stream.operator):
-            return stream.call()
-
-    return call
-
-
 @contextmanager
-def _in_place_of_reference(operator: str) -> Iterator[None]:
+def _compiled_reference(operator: str) -> Iterator[None]:
+    """The reference alone is compiled: what counts calls around it would be compiled anew in every call."""
     module, name = importlib.import_module(f"rl_kernel.ops.{operator}"), f"{operator}_reference"
     plain = getattr(module, name)
     setattr(module, name, _compile(plain))

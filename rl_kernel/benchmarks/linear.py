@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rl_kernel.benchmarks.contender import Contender
-from rl_kernel.benchmarks.measuring import Entry, Plan, measure
-from rl_kernel.benchmarks.problem import Outputs, Problem
-from rl_kernel.benchmarks.timing import Samples, Step, reason_of
+from rl_kernel.benchmarks.problem import Contender, Outputs, Problem
+from rl_kernel.benchmarks.timing import Entry, Plan, Samples, Step, measure
 from rl_kernel.ops.linear_logp.cases import Case
 
 
@@ -58,41 +54,16 @@ def _entry(contender: Contender, problem: Problem) -> Entry:
         d_weight = problem.main_grad if contender.main_grad else problem.weight.grad
         return {"errors": problem.truth.errors(outputs, upstream, d_weight)}
 
-    def kept(outputs: Outputs) -> list[Tensor | None]:
-        return [leaf.grad for leaf in problem.leaves]
-
-    return Entry(row, build, errors, kept)
+    return Entry(row, build, errors, lambda outputs: [leaf.grad for leaf in problem.leaves])
 
 
 def timed(samples: Samples, products: int, product_ms: float) -> dict[str, Any]:
     """Time of a row, and as a multiple of `products` matrix products: median, least, largest."""
-    ratio, least, largest = samples.over(products * product_ms)
+    floor_ms = products * product_ms
     return {
         "ms": samples.each_as_json(),
         "products": products,
-        "ratio": round(ratio, 4),
-        "ratio_min": round(least, 4),
-        "ratio_max": round(largest, 4),
+        "ratio": round(samples.median / floor_ms, 4),
+        "ratio_min": round(min(samples.ms) / floor_ms, 4),
+        "ratio_max": round(max(samples.ms) / floor_ms, 4),
     }
-
-
-def build_steps(
-    case: Case, contenders: Sequence[Contender], device: torch.device
-) -> dict[str, Callable[[], Any]]:
-    """Calls for the profiler, each with the old gradients dropped first."""
-    problem = Problem(case, device)
-
-    def clean(step: Step) -> Step:
-        def call() -> Any:
-            problem.clear()
-            return step()
-
-        return call
-
-    steps: dict[str, Step] = {}
-    for contender in contenders:
-        try:
-            steps[contender.name] = clean(contender.build(problem))
-        except ImportError as error:
-            print(f"{case.name}: {contender.name}: {reason_of(error)}", file=sys.stderr, flush=True)
-    return steps

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rl_kernel.benchmarks.host import git_state, gpu_rows
+from rl_kernel.host import git_state, gpu_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPU_FACTS = ("driver_version", "clocks.max.sm", "power.limit", "clocks.sm", "power.draw", "temperature.gpu")

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 import rl_kernel
-from rl_kernel.benchmarks.contender import Contender
-from rl_kernel.benchmarks.problem import Outputs, Problem
+from rl_kernel.benchmarks.pairs import DEFAULT_WORKSPACE_MIB
+from rl_kernel.benchmarks.problem import Contender, Outputs, Problem
 from rl_kernel.benchmarks.timing import MIB
 
 UNLIMITED = float("inf")
 WORKSPACES_MIB = {"linear_logp": (UNLIMITED, 1536, 512, 256), "linear_token_loss": (512, 1536, UNLIMITED)}
-DETAIL_WORKSPACE_MIB = 1536
-"""Where the variants (rounding, entropy, losses) are measured."""
 ROUNDING = {"bf16": "bfloat16", "fp32": "float32"}
 ON_TOP = {"none": "", "metric": " +entropy", "gradient": " +entropy grad"}
 
@@ -27,10 +25,6 @@ def workspace_label(mib: float) -> str:
     if mib == UNLIMITED:
         return "unlimited"
     return f"{mib / 1024:g}GiB" if mib >= 1024 else f"{mib:g}MiB"
-
-
-def workspace_bytes(mib: float) -> int:
-    return 2**62 if mib == UNLIMITED else int(mib * MIB)
 
 
 def own_contenders(operators: Sequence[str], workspaces: Sequence[float] | None = None) -> list[Contender]:
@@ -94,11 +88,12 @@ def _token_loss_rows(workspaces: Sequence[float]) -> list[Contender]:
 
 
 def _detail(workspaces: Sequence[float]) -> float:
-    return DETAIL_WORKSPACE_MIB if DETAIL_WORKSPACE_MIB in workspaces else workspaces[0]
+    """Where the variants (rounding, entropy, losses) are measured."""
+    return DEFAULT_WORKSPACE_MIB if DEFAULT_WORKSPACE_MIB in workspaces else workspaces[0]
 
 
 def _options(rounding: str, entropy: str, mib: float | None) -> dict[str, Any]:
-    workspace = {} if mib is None else {"workspace_bytes": workspace_bytes(mib)}
+    workspace = {} if mib is None else {"workspace_bytes": 2**62 if mib == UNLIMITED else int(mib * MIB)}
     return dict(logits_dtype=ROUNDING[rounding], return_entropy=entropy != "none", **workspace)
 
 

@@ -102,20 +102,6 @@ class Pair:
         return "slower" if ours["min"] > rival["max"] else NO_CALLS
 
 
-def is_valid(row: Row) -> bool:
-    """Whether the row has errors to check and all of them are finite and within VALID."""
-    errors = row.get("errors", {})
-    return bool(errors) and not _wrong(errors)
-
-
-def _wrong(errors: Mapping[str, float | None]) -> list[str]:
-    return [
-        f"{name} {'not finite' if error is None else format(error, '.2g')}, allowed {bound:g}"
-        for name, bound in VALID.items()
-        if name in errors and ((error := errors[name]) is None or error > bound)
-    ]
-
-
 def ran_kernel(row: Row) -> bool:
     """Whether the operator ran its kernels. Old records of operators that move bytes do not say it: they did."""
     found = row.get("implementation")
@@ -124,48 +110,51 @@ def ran_kernel(row: Row) -> bool:
 
 def linear_pairs(rows: Sequence[Row]) -> tuple[list[Pair], list[tuple[str, str]]]:
     """(pairs of one case of the linear operators, [(row that is not compared, why)])."""
-    ours, rivals = _parted(rows)
-    unmatched = [(row["name"], why) for row in [*ours, *rivals] if (why := _unfit(row))]
+    ours, rivals, unmatched = _parted(rows)
     pairs = []
     for operator, main_grad in dict.fromkeys((row["operator"], row["main_grad"]) for row in ours):
-        form = [r for r in ours if (r["operator"], r["main_grad"]) == (operator, main_grad) and not _unfit(r)]
-        for rival in (row for row in rivals if row.get("against", operator) == operator and not _unfit(row)):
+        form = [row for row in ours if (row["operator"], row["main_grad"]) == (operator, main_grad)]
+        for rival in (row for row in rivals if row.get("against", operator) == operator):
             if (row := _same_work(form, rival)) is not None:
                 pairs.append(Pair(row, rival))
-    known = {pair.rival["name"] for pair in pairs} | {name for name, _ in unmatched}
-    lonely = [row["name"] for row in rivals if row["name"] not in known]
+    matched = {pair.rival["name"] for pair in pairs}
+    lonely = [row["name"] for row in rivals if row["name"] not in matched]
     return pairs, [*unmatched, *((name, "no row of rl_kernel did the same") for name in lonely)]
 
 
 def stream_pairs(rows: Sequence[Row]) -> tuple[list[Pair], list[tuple[str, str]]]:
     """The same of the operators that move bytes, whose rivals name the row that they are compared with."""
-    ours, rivals = _parted(rows)
-    unmatched = [(row["name"], why) for row in rows if (why := _without_numbers(row))]
-    by_name = {row["name"]: row for row in ours if not _without_numbers(row)}
-    fit = [row for row in rivals if row["against"] in by_name and not _without_numbers(row)]
-    return [Pair(by_name[row["against"]], row) for row in fit], unmatched
+    ours, rivals, unmatched = _parted(rows)
+    by_name = {row["name"]: row for row in ours}
+    return [Pair(by_name[row["against"]], row) for row in rivals if row["against"] in by_name], unmatched
 
 
-def _parted(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """(rows of rl_kernel, rows of the other implementations)."""
-    ours = [row for row in rows if row["operator"] != "rival"]
-    return ours, [row for row in rows if row["operator"] == "rival"]
+def _parted(rows: Sequence[Row]) -> tuple[list[Row], list[Row], list[tuple[str, str]]]:
+    """(rows of rl_kernel, rows of the other implementations, [(row that is not compared, why)])."""
+    unmatched = [(row["name"], why) for row in rows if (why := unfit(row))]
+    fit = [row for row in rows if not unfit(row)]
+    ours = [row for row in fit if row["operator"] != "rival"]
+    return ours, [row for row in fit if row["operator"] == "rival"], unmatched
 
 
-def _unfit(row: Row) -> str | None:
-    """Why a row is not compared: it failed, or it computes something else."""
+def unfit(row: Row) -> str | None:
+    """Why a row is not compared: it failed, or it computes something else. None where it is.
+
+    A row of the linear operators has `errors`, by name; one of those that move bytes has one `error`.
+    """
     if "skipped" in row:
         return str(row["skipped"])
+    if "error" in row:
+        return "its results are not finite" if row["error"] is None else None
     errors = row.get("errors", {})
-    if wrong := _wrong(errors):
+    wrong = [
+        f"{name} {'not finite' if error is None else format(error, '.2g')}, allowed {bound:g}"
+        for name, bound in VALID.items()
+        if name in errors and ((error := errors[name]) is None or error > bound)
+    ]
+    if wrong:
         return f"its results are off: {'; '.join(wrong)}"
     return None if errors else "nothing of its results was checked"
-
-
-def _without_numbers(row: Row) -> str | None:
-    if "skipped" in row:
-        return str(row["skipped"])
-    return "its results are not finite" if row.get("error", 0.0) is None else None
 
 
 def _same_work(ours: Sequence[Row], rival: Row) -> Row | None:

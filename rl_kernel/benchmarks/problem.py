@@ -1,4 +1,5 @@
-"""The problem of the linear operators: shapes, inputs, and the truth in float64 to hold results against.
+"""The problem of the linear operators: shapes, inputs, the truth in float64 to hold results against, and what a way to
+solve it says of itself.
 
 Legend: N tokens, H hidden, V vocabulary columns.
 """
@@ -6,6 +7,7 @@ Legend: N tokens, H hidden, V vocabulary columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +24,7 @@ CHECKED_ROWS = 256
 CHECKED_COLUMNS = 256
 TRUTH_TOKENS = 512
 """Rows of float64 logits at a time: 600 MiB for the largest vocabulary."""
+Upstream = tuple[Tensor, Tensor | None]
 CLIP: dict[str, Any] = {"eps_clip": 0.2, "eps_clip_high": 0.28}
 
 
@@ -64,9 +67,9 @@ class Problem:
     tensors whose `.grad` a call may leave behind.
     """
 
-    def __init__(self, case: Case, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
-        random = torch.Generator(device).manual_seed(seed)
+        random = torch.Generator(device).manual_seed(0)
         tokens, hidden, vocab = case.tokens, case.hidden, case.vocab
 
         def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -109,7 +112,7 @@ class Problem:
         old, gain, mask = self.old_log_probs[rows], self.advantages[rows], self.mask[rows]
         return rl_kernel.grpo_loss(log_probs, old, gain, mask, self.denominator, **CLIP, **terms)
 
-    def upstream(self, kind: str) -> tuple[Tensor, Tensor | None]:
+    def upstream(self, kind: str) -> Upstream:
         """Gradients of the log-probs and of the entropy that a call of this kind sends back, in float64."""
         gain = self.gain.double()
         if kind == "plain":
@@ -121,6 +124,34 @@ class Problem:
         torch.autograd.backward(self.grpo_loss(log_probs, slice(None))[0])
         assert log_probs.grad is not None
         return log_probs.grad, None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`build(problem)` gives the call to time; an ImportError there says that the library is missing.
+
+    operator: one of ours, or "rival".
+    phase: "forward" (no gradients; the yardstick is one product) or "train" (three products).
+    upstream: which gradients the call sends back (`Problem.upstream`).
+    entropy: "none", "metric" (computed, no gradient) or "gradient".
+    workspace_mib: the bound it was given; infinity for none; None where there is no such knob.
+    main_grad: the weight gradient goes to `Problem.main_grad` instead of `.grad`.
+    against: the one operator of ours that a rival is held against; None: every one that does the same.
+    """
+
+    name: str
+    operator: str
+    build: Callable[[Problem], Callable[[], Outputs]]
+    phase: str = "train"
+    upstream: str = "plain"
+    entropy: str = "none"
+    workspace_mib: float | None = None
+    main_grad: bool = False
+    against: str | None = None
+
+    @property
+    def products(self) -> int:
+        return 1 if self.phase == "forward" else 3
 
 
 class Truth:
@@ -140,15 +171,11 @@ class Truth:
         self._gradients: dict[str, tuple[Tensor, Tensor]] = {}
 
     def _forward(self) -> tuple[Tensor, Tensor]:
-        problem, weight = self.problem, self.problem.weight.detach().double()
-        parts = [
-            logp_cases.formula(hidden.double() @ weight.t(), targets)
-            for hidden, targets in zip(
-                torch.split(problem.hidden.detach(), TRUTH_TOKENS),
-                torch.split(problem.targets, TRUTH_TOKENS),
-                strict=True,
-            )
-        ]
+        weight = self.problem.weight.detach().double()
+        hidden, targets = (
+            t.detach().split(TRUTH_TOKENS) for t in (self.problem.hidden, self.problem.targets)
+        )
+        parts = [logp_cases.formula(h.double() @ weight.t(), t) for h, t in zip(hidden, targets, strict=True)]
         log_probs, entropy = (torch.cat(part) for part in zip(*parts, strict=True))
         return log_probs, entropy
 
@@ -158,20 +185,15 @@ class Truth:
             hidden, weight = (t.detach().double() for t in (self.problem.hidden, self.problem.weight))
             upstream = self.problem.upstream(kind)
             every_row, every_column = (torch.arange(len(t), device=t.device) for t in (hidden, weight))
-            d_hidden = self._d_logits(hidden, weight, self.rows, every_column, *upstream) @ weight
-            d_weight = self._d_logits(hidden, weight, every_row, self.columns, *upstream).t() @ hidden
+            d_hidden = self._d_logits(hidden, weight, self.rows, every_column, upstream) @ weight
+            d_weight = self._d_logits(hidden, weight, every_row, self.columns, upstream).t() @ hidden
             self._gradients[kind] = d_hidden, d_weight
         return self._gradients[kind]
 
     def _d_logits(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        gain: Tensor,
-        entropy_gain: Tensor | None,
+        self, hidden: Tensor, weight: Tensor, rows: Tensor, columns: Tensor, upstream: Upstream
     ) -> Tensor:
+        gain, entropy_gain = upstream
         targets, some = self.problem.targets[rows], hidden[rows]
         logits = some @ weight[columns].t()
         log_p = logits - ((some * weight[targets]).sum(1) - self.log_probs[rows])[:, None]

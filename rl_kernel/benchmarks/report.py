@@ -161,12 +161,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(columns), line(rule), *map(line, rows)]
 
 
-def trace_text(name: str, wall_ms: float, kernels: Sequence[tuple[str, float, int]], most: int = 12) -> str:
-    """The kernels of one call that take the most time; `idle` is the wall time in which none of them ran."""
+def trace_text(name: str, wall_ms: float, kernels: Sequence[tuple[str, float, int]]) -> str:
+    """The 12 kernels of one call that take the most time; `idle` is the wall time in which none of them ran."""
     total = sum(ms for _, ms, _ in kernels)
     head = f"{name}: {wall_ms:.3f} ms, kernels {total:.3f} ms, idle {max(wall_ms - total, 0.0):.3f} ms"
     rows = [
         [kernel[:90], f"{ms:.3f}", f"{ms / wall_ms:.1%}", str(calls)]
-        for kernel, ms, calls in sorted(kernels, key=lambda found: -found[1])[:most]
+        for kernel, ms, calls in sorted(kernels, key=lambda found: -found[1])[:12]
     ]
     return "\n".join([head, *table(("kernel", "ms", "share", "calls"), rows)])

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_kernel.benchmarks.contender import Contender
-from rl_kernel.benchmarks.own import DETAIL_WORKSPACE_MIB, logp_step, token_loss_step
-from rl_kernel.benchmarks.problem import Outputs, Problem
+from rl_kernel.benchmarks.own import logp_step, token_loss_step
+from rl_kernel.benchmarks.pairs import DEFAULT_WORKSPACE_MIB
+from rl_kernel.benchmarks.problem import Contender, Outputs, Problem
 from rl_kernel.checks import invalid
 from rl_kernel.mode import using
 
@@ -43,7 +43,7 @@ def rival_families(names: str) -> list[str]:
 
 def reference(problem: Problem, *, operator: str) -> Callable[[], Outputs]:
     """The PyTorch reference of one of our operators, as a run without kernels calls it."""
-    variant: dict[str, Any] = dict(mib=DETAIL_WORKSPACE_MIB, rounding="bf16", entropy="none")
+    variant: dict[str, Any] = dict(mib=DEFAULT_WORKSPACE_MIB, rounding="bf16", entropy="none")
     if operator == "linear_logp":
         call = logp_step(problem, **variant)
     else:
@@ -62,16 +62,10 @@ def plain_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
 
 
-def torch_plain(problem: Problem) -> Callable[[], Outputs]:
-    return _with_backward(problem, plain_log_probs)
-
-
-def torch_compiled(problem: Problem) -> Callable[[], Outputs]:
+def torch_plain(problem: Problem, *, compiled: bool = False) -> Callable[[], Outputs]:
     # Static shapes: a trainer may compile for dynamic ones and gets slower code.
-    return _with_backward(problem, torch.compile(plain_log_probs, dynamic=False))
+    log_probs_of = torch.compile(plain_log_probs, dynamic=False) if compiled else plain_log_probs
 
-
-def _with_backward(problem: Problem, log_probs_of: Callable[..., Tensor]) -> Callable[[], Outputs]:
     def step() -> Outputs:
         log_probs = log_probs_of(problem.hidden, problem.weight, problem.targets)
         torch.autograd.backward(log_probs, problem.gain)
@@ -212,35 +206,32 @@ def _one_more_row(hidden: Tensor) -> Tensor:
     return torch.cat([hidden, hidden[:1]])
 
 
-def _rival(name: str, build: Callable[[Problem], Callable[[], Outputs]], **facts: Any) -> Contender:
-    return Contender(name, "rival", build, **facts)
-
-
 RIVALS: dict[str, list[Contender]] = {
     "reference": [
-        _rival(f"{name} reference", partial(reference, operator=name), against=name)
+        Contender(f"{name} reference", "rival", partial(reference, operator=name), against=name)
         for name in ("linear_logp", "linear_token_loss")
     ],
-    "torch": [_rival("torch fp32", torch_plain)],
-    "compile": [_rival("torch compile", torch_compiled)],
+    "torch": [Contender("torch fp32", "rival", torch_plain)],
+    "compile": [Contender("torch compile", "rival", partial(torch_plain, compiled=True))],
     "native": [
-        _rival("native", native),
-        _rival("native +entropy", partial(native, entropy="metric"), entropy="metric"),
-        _rival(
+        Contender("native", "rival", native),
+        Contender("native +entropy", "rival", partial(native, entropy="metric"), entropy="metric"),
+        Contender(
             "native +entropy grad",
+            "rival",
             partial(native, entropy="gradient"),
             entropy="gradient",
             upstream="entropy",
         ),
     ],
     "liger": [
-        _rival("liger grpo forward", liger_grpo_forward, phase="forward"),
-        _rival("liger grpo", liger_grpo),
-        _rival("liger fused linear grpo", liger_fused_linear_grpo),
+        Contender("liger grpo forward", "rival", liger_grpo_forward, phase="forward"),
+        Contender("liger grpo", "rival", liger_grpo),
+        Contender("liger fused linear grpo", "rival", liger_fused_linear_grpo),
     ],
     "cce": [
-        _rival("cce (filters gradients)", cut_cross_entropy),
-        _rival("cce exact", partial(cut_cross_entropy, filter_eps=None)),
+        Contender("cce (filters gradients)", "rival", cut_cross_entropy),
+        Contender("cce exact", "rival", partial(cut_cross_entropy, filter_eps=None)),
     ],
 }
 """Families of rivals, as `--rivals` names them."""

@@ -190,25 +190,19 @@ def _ratio_kl(device: torch.device, sizes: Sizes) -> list[Stream]:
 def _grpo_loss(device: torch.device, sizes: Sizes) -> list[Stream]:
     tokens = _tokens(device, sizes.elements)
     numbers = {"kl_coef": 0.1, "kl_type": "low_var_kl", "entropy_coef": 0.01, "eps_clip_c": 3.0}
-    terms = ("tis_weights", "ref_log_probs", "entropy")
-    return [
-        *_grpo_streams("grpo_loss", tokens, (), float(sizes.elements), {}),
-        *_grpo_streams("grpo_loss all terms", tokens, terms, tokens[0]["denominators"], numbers),
-    ]
+    return [*_grpo_streams("grpo_loss", *tokens, {}), *_grpo_streams("grpo_loss all terms", *tokens, numbers)]
 
 
 def _grpo_streams(
-    name: str,
-    tokens: tuple[dict[str, Tensor], dict[str, Tensor]],
-    more: Sequence[str],
-    denominators: Tensor | float,
-    numbers: dict[str, Any],
+    name: str, columns: dict[str, Tensor], checked: dict[str, Tensor], numbers: dict[str, Any]
 ) -> list[Stream]:
-    columns, checked = tokens[0], dict(tokens[1])
+    """With `numbers` the loss has all its terms, and each token a denominator of its own."""
     new, old, gain, mask = (columns[key] for key in ("log_probs", "old_log_probs", "advantages", "mask"))
-    terms = {key: columns[key] for key in more}
-    if not terms:
-        checked["tis_weights"] = torch.ones_like(checked["tis_weights"])
+    terms, denominators = dict[str, Tensor](), float(len(new)) if not numbers else columns["denominators"]
+    if numbers:
+        terms = {key: columns[key] for key in ("tis_weights", "ref_log_probs", "entropy")}
+    else:
+        checked = {**checked, "tis_weights": torch.ones_like(checked["tis_weights"])}
     wanted = grpo_loss_cases.formula(checked, **CLIP, **numbers)[1]
 
     options: dict[str, Any] = {**CLIP, **numbers, **terms}

@@ -1,4 +1,5 @@
-"""Timing of many contenders in one hot state; of one call its memory and its kernels.
+"""Measuring many contenders: each is checked with a call of its own, then all are timed in one hot state. Of one call
+its memory and its kernels.
 
 A GPU runs faster cold than under its power limit, and the two differ by more than what is to be measured. So the
 yardstick (a matrix product, a copy) runs right before each timed call, all contenders take turns in every round, in
@@ -12,8 +13,8 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,18 +22,24 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from rl_kernel import telemetry
+
 Step = Callable[[], Any]
 
 FILL_MS = 3.0
-"""Yardstick work queued before each timed call: hides the host's launches, as the model's forward does in training. A
-whole one-pass call takes the host 1.5 ms, the smallest case takes the GPU 1.3 ms."""
+"""`fill_ms` of a GPU: hides the host's launches, as the model's forward does in training. A whole one-pass call takes
+the host 1.5 ms, the smallest case takes the GPU 1.3 ms."""
+BUDGET_MS = 1500.0
+"""Timed milliseconds a row may use; slower ones take part in fewer rounds."""
 LEAST_CALLS = 6
 """As few as an interval at 95% of the ratio of two contenders takes (the sign test: 2 / 2^6)."""
 MIB = 2**20
 
 
 class Clock(Protocol):
-    """Marks on a time line, read after `finish`."""
+    """Marks on a time line, read after `finish`. `fill_ms`: yardstick work queued before each timed call."""
+
+    fill_ms: float
 
     def mark(self) -> Any: ...
 
@@ -43,6 +50,8 @@ class Clock(Protocol):
 
 class CudaClock:
     """CUDA events on the current stream."""
+
+    fill_ms = FILL_MS
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -57,7 +66,9 @@ class CudaClock:
 
 
 class HostClock:
-    """Wall time, for the CPU."""
+    """Wall time, for the CPU, whose launches run ahead of nothing."""
+
+    fill_ms = 0.0
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -83,10 +94,6 @@ class Samples:
     def median(self) -> float:
         return statistics.median(self.ms)
 
-    def over(self, yardstick_ms: float) -> tuple[float, float, float]:
-        """Median, least and largest as multiples of `yardstick_ms`."""
-        return self.median / yardstick_ms, min(self.ms) / yardstick_ms, max(self.ms) / yardstick_ms
-
     def as_json(self) -> dict[str, float | int]:
         values = {"median": self.median, "min": min(self.ms), "max": max(self.ms)}
         return {**{name: round(value, 5) for name, value in values.items()}, "calls": len(self.ms)}
@@ -102,8 +109,31 @@ class Timings:
     """`yardstick` has one sample for each timed call; `failed` names the contenders that broke, with why."""
 
     yardstick: Samples
-    contenders: dict[str, Samples] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    contenders: dict[str, Samples]
+    failed: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How thoroughly to measure."""
+
+    rounds: int
+    heat_s: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row: `row` are its facts, to which `measure` adds what it finds.
+
+    build: gives the call to time; an ImportError there says that the library is missing.
+    errors: what the row says of the outputs of a call.
+    kept: the tensors that a call with these outputs has to leave behind; their memory is not extra.
+    """
+
+    row: dict[str, Any]
+    build: Callable[[], Step]
+    errors: Callable[[Any], dict[str, Any]]
+    kept: Callable[[Any], Iterable[Tensor | None]]
 
 
 def reason_of(error: BaseException) -> str:
@@ -124,29 +154,88 @@ def calls_within(budget_ms: float, one_call_ms: float, rounds: int) -> int:
     return min(rounds, max(LEAST_CALLS, int(budget_ms / one_call_ms)))
 
 
+def measure(
+    entries: Sequence[Entry], yardstick: Step, device: torch.device, plan: Plan, clear: Step
+) -> Timings:
+    """The times by name of the row. Each row gets its errors and memory, or the reason why it has no time.
+
+    `clear` drops the gradients of all entries.
+    """
+    clock = clock_of(device)
+    steps: dict[str, Step] = {}
+    calls: dict[str, int] = {}
+    for entry in entries:
+        name = entry.row["name"]
+        try:
+            step = entry.build()
+            one_call_ms = _first_calls(entry, step, device, clock, clear)
+            calls[name] = calls_within(BUDGET_MS, one_call_ms, plan.rounds)
+            steps[name] = step
+        except Exception as error:  # border: a row that cannot run says why
+            entry.row["skipped"] = reason_of(error)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        clear()
+    heat(yardstick, clock, plan.heat_s)
+    timings = take_turns(yardstick, steps, rounds=plan.rounds, clock=clock, reset=clear, calls=calls)
+    for entry in entries:
+        if entry.row["name"] in timings.failed:
+            entry.row["skipped"] = timings.failed[entry.row["name"]]
+    return timings
+
+
+def _first_calls(entry: Entry, step: Step, device: torch.device, clock: Clock, clear: Step) -> float:
+    """A checked call (which also compiles), then one whose memory and time are read; returns its milliseconds."""
+    held = _allocated(device)
+    what_ran()
+    outputs = step()
+    clock.finish()
+    entry.row.update(what_ran() | entry.errors(outputs))
+    del outputs
+    clear()
+    if (retained := (_allocated(device) - held) / MIB) >= 1:
+        entry.row["retained_mib"] = round(retained, 1)
+    one_call_ms, extra_mib = probe(step, clock, entry.kept)
+    if extra_mib is not None:
+        entry.row["extra_mib"] = round(extra_mib, 1)
+    return one_call_ms
+
+
+def what_ran() -> dict[str, Any]:
+    """Of the calls since the last look: which implementation each operator ran, and why no kernel where none did."""
+    done = telemetry(reset=True)
+    found: dict[str, Any] = {
+        "implementation": {name: ", ".join(facts["implementations"]) for name, facts in done.items()}
+    }
+    if fallbacks := sorted({reason for facts in done.values() for reason in facts["fallbacks"]}):
+        found["fallbacks"] = fallbacks
+    return found
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def take_turns(
     yardstick: Step,
     contenders: Mapping[str, Step],
     *,
     rounds: int,
     clock: Clock,
-    reset: Step = lambda: None,
-    calls: Mapping[str, int] | None = None,
-    fill_ms: float | None = None,
+    reset: Step,
+    calls: Mapping[str, int],
 ) -> Timings:
     """Time every contender once a round, each right after the yardstick; the host waits once a round.
 
     `reset` runs before each call, outside the timed span (it drops old gradients). `calls` bounds the rounds of a
-    contender. A contender that raises is out, with the reason. `fill_ms`: yardstick work before a call, the timed
-    one included; by default FILL_MS where launches run ahead of the device.
+    contender. A contender that raises is out, with the reason.
     """
     spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in contenders}
     yardsticks: list[tuple[Any, Any]] = []
     failed: dict[str, str] = {}
-    ahead = FILL_MS if isinstance(clock, CudaClock) else 0.0
-    fill = _repeats(yardstick, clock, ahead if fill_ms is None else fill_ms)
+    fill = _repeats(yardstick, clock)
     for turn in range(rounds):
-        names = [name for name in contenders if turn < (calls or {}).get(name, rounds) and name not in failed]
+        names = [name for name in contenders if turn < calls[name] and name not in failed]
         random.Random(turn).shuffle(names)
         for name in names:
             reset()
@@ -180,11 +269,11 @@ def _once(step: Step, clock: Clock) -> tuple[Any, Any]:
     return start, end
 
 
-def _repeats(yardstick: Step, clock: Clock, fill_ms: float) -> int:
-    """Yardstick calls that take `fill_ms`; at least 1, the timed one."""
+def _repeats(yardstick: Step, clock: Clock) -> int:
+    """Yardstick calls that take the clock's `fill_ms`; at least 1, the timed one."""
     yardstick()
     one_ms = clock.elapsed_ms(*_once(yardstick, clock))
-    return max(1, math.ceil(fill_ms / max(one_ms, 1e-3))) if fill_ms > 0 else 1
+    return max(1, math.ceil(clock.fill_ms / max(one_ms, 1e-3)))
 
 
 def heat(yardstick: Step, clock: Clock, seconds: float) -> None:
@@ -205,9 +294,7 @@ def probe(
     the tensors that it has to leave behind (`kept` of its outputs) and that did not exist before.
     """
     if isinstance(clock, HostClock):
-        start = clock.mark()
-        step()
-        return clock.elapsed_ms(start, clock.mark()), None
+        return clock.elapsed_ms(*_once(step, clock)), None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -220,17 +307,15 @@ def probe(
     return clock.elapsed_ms(start, end), (peak - mandatory) / MIB
 
 
-def trace(call: Callable[[], Any], device: torch.device) -> tuple[float, list[tuple[str, float, int]]]:
-    """(ms of one call, [(kernel, ms, launches)]); on a CPU, operators instead of kernels."""
+def trace(call: Step, device: torch.device, reset: Step) -> tuple[float, list[tuple[str, float, int]]]:
+    """(ms of one call, [(kernel, ms, launches)]); on a CPU, operators for kernels. `reset` runs between calls."""
     clock = clock_of(device)
     for _ in range(3):
         call()
+        reset()
     clock.finish()
-    start = clock.mark()
-    call()
-    end = clock.mark()
-    clock.finish()
-    wall_ms = clock.elapsed_ms(start, end)
+    wall_ms = clock.elapsed_ms(*_once(call, clock))
+    reset()
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiler:

@@ -11,8 +11,6 @@ import json
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -56,7 +54,6 @@ _SECRET_KEYS = (
     "encryption_key",
 )
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s@]+(?=@)")
-_COMMAND_TIMEOUT_S = 10
 
 
 def is_secret(name: str) -> bool:
@@ -117,6 +114,8 @@ def collect_environment(
 
     The value of a secret variable in `environ` is masked everywhere, even under another name.
     """
+    from rl_kernel.host import git_state  # here: rl_kernel imports torch, which `vime plot` does not need
+
     variables = {
         name: MASK if is_secret(name) else value
         for name, value in sorted(environ.items())
@@ -168,34 +167,6 @@ def _without(value: Any, secrets: Sequence[str]) -> Any:
     return value
 
 
-def _run(*command: str) -> str | None:
-    """Output of a command, or None if the command is not installed, fails, or takes too long."""
-    if shutil.which(command[0]) is None:
-        return None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def git_state(root: Path) -> dict[str, Any] | None:
-    """Commit, whether tracked files differ from it, and the SHA-256 of the diff. None unless `root` is the top of a
-    checkout."""
-    top = _run("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root:  # installed inside another repository
-        return None
-    commit = _run("git", "-C", str(root), "rev-parse", "--verify", "--quiet", "HEAD")
-    if commit is None:
-        return None
-    changes = _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    found: dict[str, Any] = {"commit": commit, "modified": None if changes is None else bool(changes)}
-    if changes:
-        difference = _run("git", "-C", str(root), "diff", "HEAD") or ""
-        found["difference"] = hashlib.sha256(difference.encode()).hexdigest()
-    return found
-
-
 def _digest(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -242,10 +213,9 @@ def _cpu() -> dict[str, Any]:
 
 def _gpus() -> list[dict[str, Any]] | None:
     """One record per GPU, or None if nvidia-smi is missing or fails."""
-    listing = _run(
-        "nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"
-    )
-    if listing is None:
+    from rl_kernel.host import gpu_rows
+
+    rows = gpu_rows(("name", "driver_version", "memory.total"))
+    if rows is None:
         return None
-    rows = [[part.strip() for part in line.split(",")] for line in listing.splitlines() if line]
     return [{"name": name, "driver": driver, "memory_mib": memory} for name, driver, memory in rows]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from train_fixtures import ROOT, launched, run, vime
 
-from vime.bench.record import BASELINE, METRICS, RL_KERNEL, Record, Repeat, all_repeats, read
+from vime.bench.record import BASELINE, METRICS, RL_KERNEL, Record, Repeat, Switch, all_repeats, read
 from vime.run_metrics import load_run, step_times
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -45,7 +45,7 @@ def module(folder: Path) -> Record:
 def pair(record: Record) -> tuple[Repeat, Repeat]:
     """The two runs, after what holds for those of any tier."""
     assert [repeat.run for repeat in all_repeats(record)] == ["runs/baseline-0", "runs/rl_kernel-0"]
-    assert record.switch == {"field": "rlk_fast", BASELINE: "off", RL_KERNEL: "auto"}
+    assert record.switch == Switch("rlk_fast", "off", "auto")
     (baseline,), (fast,) = record.sides[BASELINE], record.sides[RL_KERNEL]
     for repeat, mode in ((baseline, "off"), (fast, "auto")):
         assert repeat.finished and len(repeat.steps) == STEPS

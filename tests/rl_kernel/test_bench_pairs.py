@@ -14,14 +14,14 @@ from rl_kernel.benchmarks.pairs import (
     NO_KERNEL,
     Pair,
     check,
-    is_valid,
     linear_pairs,
     median_ratio,
     sign_rank,
     stream_pairs,
+    unfit,
 )
 from rl_kernel.benchmarks.report import linear_lines, result_lines, table
-from rl_kernel.benchmarks.timing import HostClock, Samples, take_turns
+from rl_kernel.benchmarks.timing import Samples
 
 KERNEL = {"linear_logp": "triton"}
 
@@ -36,10 +36,6 @@ def a_row(name: str, ms: dict[str, Any], operator: str = "rival", **more: Any) -
     row |= {"main_grad": False, "workspace_mib": 1536 if operator != "rival" else None}
     row |= {"ms": ms, "extra_mib": 10.0, "errors": {"log_prob": 1e-3}, "implementation": KERNEL, "ratio": 1.5}
     return row | more
-
-
-def a_pair(rival: dict[str, Any], ours: dict[str, Any]) -> Pair:
-    return Pair(a_row("ours", ours, "linear_logp"), a_row("native", rival))
 
 
 def calls(*ms: float) -> dict[str, Any]:
@@ -88,30 +84,9 @@ def test_equal_contenders_are_seldom_called_different() -> None:
     ],
 )
 def test_words_say_what_the_calls_show(rival: dict[str, Any], ours: dict[str, Any], words: str) -> None:
-    assert a_pair(rival, ours).words == words
-
-
-def test_without_a_kernel_there_is_no_verdict() -> None:
-    fast, slow = calls(*[1.0] * 7), calls(*[2.0] * 7)
+    assert Pair(a_row("ours", ours, "linear_logp"), a_row("native", rival)).words == words
     for more in ({"implementation": {"linear_logp": "reference"}}, {"fallbacks": ["the dtype"]}):
-        assert Pair(a_row("ours", fast, "linear_logp", **more), a_row("native", slow)).words == NO_KERNEL
-
-
-def test_calls_that_took_turns_pair_by_round() -> None:
-    """Real contenders of rl_kernel.bench's clock: one does sixty times the work of the other."""
-    values = np.random.default_rng(0).standard_normal((300, 300))
-
-    def work(times: int) -> Any:
-        def step() -> None:
-            for _ in range(times):
-                values @ values
-
-        return step
-
-    timings = take_turns(work(1), {"one": work(1), "sixty": work(60)}, rounds=11, clock=HostClock())
-    one, sixty = (timings.contenders[name].each_as_json() for name in ("one", "sixty"))
-    pair = a_pair(sixty, one)
-    assert pair.words == "faster" and pair.ratio.value < 0.5 and pair.ratio.rounds == 11
+        assert Pair(a_row("ours", ours, "linear_logp", **more), a_row("native", rival)).words == NO_KERNEL
 
 
 def test_each_operator_is_compared_with_what_does_the_same() -> None:
@@ -128,8 +103,7 @@ def test_each_operator_is_compared_with_what_does_the_same() -> None:
         a_row("native entropy", same, entropy="metric"),
         a_row("its gradient", same, entropy="gradient"),
         a_row("odd", same, errors={"d_hidden": 0.2, "log_prob": None}),
-        {key: value for key, value in a_row("lost", same).items() if key != "ms"}
-        | {"skipped": "out of memory"},
+        {"name": "lost", "operator": "rival", "skipped": "out of memory"},
     ]
     pairs, unmatched = linear_pairs(rows)
     # The default workspace although others were faster, the same use of the entropy, both places of the gradient.
@@ -143,15 +117,13 @@ def test_each_operator_is_compared_with_what_does_the_same() -> None:
         ("lost", "out of memory"),
         ("its gradient", "no row of rl_kernel did the same"),
     ]
-    assert [is_valid(row) for row in rows[-3:]] == [True, False, True]
+    assert [unfit(row) is None for row in rows[-3:]] == [True, False, False]
     product = old_times(1.0, 0.9, 1.1) | {"calls": 6}
     case = {"name": "T", "tokens": 1000, "hidden": 2, "vocab": 3}
     facts = {"case": case, "product_ms": product, "product_tflops": 7.0, "floor_ms": 3.0}
     lines = list(linear_lines({**facts, "rows": rows}))
-    assert (
-        lines[0] == "#### T: 1,000 tokens, hidden 2, vocabulary 3"
-        and "- lost: not compared, as out of memory" in lines
-    )
+    assert lines[0] == "#### T: 1,000 tokens, hidden 2, vocabulary 3"
+    assert "- lost: not compared, as out of memory" in lines
     (row,) = [line for line in lines if line.startswith("| logp 1536 ") and " native " in line]
     assert [cell.strip() for cell in row.split("|")[3:-1]] == ["1.000", "1.000 to 1.000", "10, 10", "equal"]
 
@@ -162,9 +134,8 @@ def test_operators_that_move_bytes_are_compared_with_their_own_rivals() -> None:
     broken = a_row("swiglu forward: compile", calls(*[0.1] * 7), against="swiglu forward", error=None)
     alone = {"name": "rotary forward: reference", "operator": "rival", "against": "rotary forward"}
     rotary = {"name": "rotary forward", "operator": "rotary", "skipped": "out of memory"}
-    pairs, unmatched = stream_pairs(
-        [ours, reference, broken, rotary, alone | {"skipped": "RuntimeError: no"}]
-    )
+    alone |= {"skipped": "RuntimeError: no"}
+    pairs, unmatched = stream_pairs([ours, reference, broken, rotary, alone])
     assert [(p.ours["name"], p.rival["name"], p.words) for p in pairs] == [
         ("swiglu forward", "swiglu forward: reference", "faster")
     ]
@@ -224,7 +195,7 @@ def test_columns_are_aligned_for_a_terminal() -> None:
         ({"rows": [{"name": "a"}]}, "a must have a time or say why it has none"),
         (
             {"rows": [a_row("a", {"median": 0.0, "min": 1, "max": 1})]},
-            r"a: times must be numbers > 0, got \[0.0\]",
+            r"times must be numbers > 0, got \[0.0\]",
         ),
     ],
 )

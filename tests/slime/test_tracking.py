@@ -188,7 +188,7 @@ def test_what_packages_carry_along_is_not_of_the_environment():
 
 
 def test_environment_names_the_commit_only_of_its_own_checkout(tmp_path):
-    from slime.tracking.environment import git_state
+    from rl_kernel.host import git_state
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t", *words]

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
+from slime.tracking.environment import installed_packages
+from vime.bench.record import SIDES, Record, Repeat, Switch
+
+packages = cache(installed_packages)
+"""Reading them takes half a second, and each run and each plan does it."""
 
 CONFIG: dict[str, Any] = {
     "rollout": {"rollout_batch_size": 32, "rollout_seed": 42, "hf_checkpoint": "/models/qwen3-4b"},
@@ -60,9 +65,7 @@ def correlated(rng: np.random.Generator, steps: int, rho: float) -> np.ndarray:
     return values
 
 
-def step_rows(
-    rng: np.random.Generator, steps: int, *, slower: float = 0.0, drop: tuple[str, ...] = ()
-) -> list[Any]:
+def step_rows(rng: np.random.Generator, steps: int, *, slower: float) -> list[Any]:
     """What a run reports: a trainer up to `slower` (a share) longer, correlated noise, a reward that rises."""
     level = 1 + 0.002 * rng.normal()  # of this run: what no step of it can tell
     noise = 0.02 * correlated(rng, steps, 0.5)
@@ -87,35 +90,17 @@ def step_rows(
             "train/loss": 0.01 * rng.normal(),
             "train/grad_norm": 0.5 * np.exp(0.1 * rng.normal()),
         }
-        rows.append({name: float(value) for name, value in row.items() if name not in drop})
+        rows.append({name: float(value) for name, value in row.items()})
     return rows
 
 
-def a_repeat(run: str, order: int, steps: list[Any], mode: str | None = None) -> Repeat:
-    """A finished run; with `mode`, rlk_fast of its configuration, else one of an operator, without configuration."""
-    config: dict[str, Any] = {}
-    if mode is not None:
-        config = deepcopy(CONFIG)
-        config["kernels"]["rlk_fast"] = mode
-        config["logging"] |= {"run_dir": f"/runs/{run}", "dump_details": f"/runs/{run}/details"}
-        config["weight_update"]["weight_dir"] = f"/dev/shm/{run}"
+def a_repeat(run: str, order: int, steps: list[Any], mode: str) -> Repeat:
+    """A finished run. `mode`: rlk_fast of its configuration."""
+    config = deepcopy(CONFIG)
+    config["kernels"]["rlk_fast"] = mode
+    config["logging"] |= {"run_dir": f"/runs/{run}", "dump_details": f"/runs/{run}/details"}
+    config["weight_update"]["weight_dir"] = f"/dev/shm/{run}"
     return Repeat(order, run, True, steps, config, deepcopy(ENVIRONMENT), {})
-
-
-def a_record(sides: dict[str, list[Repeat]], **changed: Any) -> Record:
-    record = Record(
-        tier="e2e",
-        name="qwen3-4b-grpo",
-        claim="baseline against rl_kernel",
-        command="vime bench e2e qwen3-4b.yaml --repeats 3",
-        notes=[],
-        switch={"field": "rlk_fast", BASELINE: "off", RL_KERNEL: "auto"},
-        warm_up=1,
-        sides=sides,
-        preset=None,
-        experts=0,
-    )
-    return replace(record, **changed)
 
 
 def full_steps(
@@ -131,7 +116,19 @@ def full_steps(
                 row["perf/trainer_peak_gib"] *= 0.92
                 row["rl_kernel/fast"] = 1.0
             sides[side].append(a_repeat(f"{side}-{i}", 2 * i + j, rows, mode))
-    return a_record(sides, **changed)
+    record = Record(
+        tier="e2e",
+        name="qwen3-4b-grpo",
+        claim="baseline against rl_kernel",
+        command="vime bench e2e qwen3-4b.yaml --repeats 3",
+        notes=[],
+        switch=Switch("rlk_fast", "off", "auto"),
+        warm_up=1,
+        sides=sides,
+        preset=None,
+        experts=0,
+    )
+    return replace(record, **changed)
 
 
 def changed(record: Record, side: str, i: int, change: Callable[[Repeat], Repeat]) -> Record:

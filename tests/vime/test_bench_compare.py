@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from bench_cases import a_record, changed, full_steps
+from bench_cases import changed, full_steps
 
 from vime.bench.compare import cautions, pairs_of, refuse_unlike
-from vime.bench.record import BASELINE, RL_KERNEL
+from vime.bench.record import BASELINE, RL_KERNEL, Switch
 
 
 def configured(section: str, name: str, value):
@@ -33,22 +33,13 @@ def placed(*path, value):
 
 
 def compare(record) -> None:
-    refuse_unlike(record, pairs_of(record)[0])
+    refuse_unlike(record.name, record.switch, pairs_of(record)[0])
 
 
 def refusal(record) -> str:
     with pytest.raises(ValueError, match="must differ in") as caught:
         compare(record)
     return str(caught.value)
-
-
-def test_runs_that_differ_in_the_switch_and_their_paths_are_compared():
-    record = full_steps(repeats=2, steps=4)
-    compare(record)
-    configs = [repeat.config for repeat in record.sides[BASELINE] + record.sides[RL_KERNEL]]
-    assert (
-        len({config["logging"]["run_dir"] for config in configs}) == 4
-    )  # the case does differ in what is excepted
 
 
 @pytest.mark.parametrize(
@@ -61,13 +52,10 @@ def test_runs_that_differ_in_the_switch_and_their_paths_are_compared():
             configured("logging", "dump_details", "/runs/shared"),
             "logging.dump_details: '<run_dir>/details' in baseline-0, '/runs/shared' in rl_kernel-1",
         ),
-        (
-            configured("kernels", "rlk_fast", "strict"),
-            "rlk_fast: 'strict' in rl_kernel-1, 'auto' is the switch's",
-        ),
+        (configured("kernels", "rlk_fast", "strict"), "rlk_fast: 'strict' in rl_kernel-1, 'auto' is the"),
         (
             configured("kernels", "rl_kernel_ops", ["logp"]),
-            "rl_kernel_ops: ['logp', 'grpo_loss'] in baseline-0, ['logp']",
+            "rl_kernel_ops: ['logp', 'grpo_loss'] in baseline-0",
         ),
         (placed("gpus", 0, value={"name": "H100"}), "gpus.0.name: 'NVIDIA H200' in baseline-0, 'H100'"),
         (
@@ -98,26 +86,24 @@ def test_any_other_difference_is_refused_by_name(change, told):
 def test_every_difference_is_listed_at_once():
     record = changed(full_steps(repeats=2, steps=4), RL_KERNEL, 0, configured("train", "lr", 1.0))
     text = refusal(changed(record, BASELINE, 1, placed("gpus", 0, "driver", value="1")))
-    assert (
-        "train.lr" in text
-        and "gpus.0.driver" in text
-        and text.startswith("qwen3-4b-grpo: runs must differ in")
-    )
+    assert "train.lr" in text and "gpus.0.driver" in text
+    assert text.startswith("qwen3-4b-grpo: runs must differ in rlk_fast alone")
 
 
 def test_a_switch_that_switches_nothing_or_is_not_known_is_refused():
     record = full_steps(repeats=1, steps=4)
-    same = {**record.switch, RL_KERNEL: "off"}
+    same, unknown = Switch("rlk_fast", "off", "off"), Switch("no_such", "off", "auto")
     assert "rlk_fast: 'off' on both sides" in refusal(replace(record, switch=same))
-    assert "no_such: (absent) in baseline-0" in refusal(
-        replace(record, switch={**record.switch, "field": "no_such"})
-    )
+    assert "no_such: (absent) in baseline-0" in refusal(replace(record, switch=unknown))
     sides = {side: [replace(repeats[0], config={})] for side, repeats in record.sides.items()}
-    assert "no configuration at all" in refusal(a_record(sides))
+    assert "no configuration at all" in refusal(replace(record, sides=sides))
 
 
 def test_what_is_excepted_and_no_more():
     record = full_steps(repeats=2, steps=4)
+    compare(record)
+    runs = record.sides[BASELINE] + record.sides[RL_KERNEL]
+    assert len({run.config["logging"]["run_dir"] for run in runs}) == 4, "paths differ already"
     for change in (
         placed("time", value="later"),
         placed("command", value=["other"]),
@@ -132,30 +118,20 @@ def test_what_is_excepted_and_no_more():
 
 
 def test_runs_that_cannot_count_are_named_and_their_partners_with_them():
-    record = full_steps(repeats=3, steps=4)
+    """The runner writes the record after each run: what is not there yet has no configuration and no environment."""
+    record = full_steps(repeats=4, steps=4)
     record = changed(record, RL_KERNEL, 0, lambda r: replace(r, finished=False, steps=r.steps[:2]))
     record = changed(record, BASELINE, 2, placed("gpus", value=None))
+    not_begun = {"finished": False, "steps": [], "config": {}, "environment": {}}
+    record = changed(record, RL_KERNEL, 3, lambda r: replace(r, **not_begun))
+    compare(record)
     pairs, left_out = pairs_of(record)
     assert [[repeat.run for repeat in pair] for pair in pairs] == [["baseline-1", "rl_kernel-1"]]
     assert left_out == [
         "rl_kernel-0 did not finish (2 steps): the pair baseline-0, rl_kernel-0 does not count",
         "baseline-2 does not say on which GPUs it ran (nvidia-smi did not answer): "
         "the pair baseline-2, rl_kernel-2 does not count",
-    ]
-
-
-def test_a_run_that_was_never_started_is_left_out_and_not_compared():
-    """The runner writes the record after each run: what is not there yet has no configuration and no environment."""
-    record = full_steps(repeats=2, steps=4)
-    record = changed(
-        record,
-        RL_KERNEL,
-        1,
-        lambda r: replace(r, finished=False, steps=[], config={}, environment={}),
-    )
-    compare(record)
-    assert pairs_of(record)[1] == [
-        "rl_kernel-1 did not finish (0 steps): the pair baseline-1, rl_kernel-1 does not count"
+        "rl_kernel-3 did not finish (0 steps): the pair baseline-3, rl_kernel-3 does not count",
     ]
 
 
@@ -164,18 +140,13 @@ def test_repeats_pair_by_their_number_whenever_they_ran():
     record = full_steps(repeats=2, steps=4)
     record = changed(record, RL_KERNEL, 0, lambda r: replace(r, order=4))
     pairs, _ = pairs_of(record)
-    assert [[repeat.run for repeat in pair] for pair in pairs] == [
-        ["baseline-0", "rl_kernel-0"],
-        ["baseline-1", "rl_kernel-1"],
-    ]
+    assert [b.run for _, b in pairs] == ["rl_kernel-0", "rl_kernel-1"]
     assert "Other runs were between baseline-0 and rl_kernel-0: what drifted" in told(record)
 
 
 def test_no_pair_at_all_is_refused():
     record = changed(full_steps(repeats=1, steps=4), BASELINE, 0, lambda r: replace(r, finished=False))
-    with pytest.raises(
-        ValueError, match="must have one pair of finished runs, got none: baseline-0 did not finish"
-    ):
+    with pytest.raises(ValueError, match="one pair of finished runs, got none: baseline-0 did not finish"):
         pairs_of(record)
 
 
@@ -186,14 +157,13 @@ def told(record) -> str:
 def test_what_has_to_be_known_is_said():
     record = full_steps(repeats=2, steps=4)
     assert told(record).startswith("baseline ran first in every pair") and "No kernel ran" not in told(record)
-    switch = {"field": "rl_kernel_ops", BASELINE: ["swiglu"], RL_KERNEL: ["swiglu", "logp", "ratio_kl"]}
+    switch = Switch("rl_kernel_ops", ["swiglu"], ["swiglu", "logp", "ratio_kl"])
     assert "Switched and never called: logp, ratio_kl." in told(replace(record, switch=switch))
     for step in record.sides[RL_KERNEL][0].steps:
         step["rl_kernel/logp/calls"] = 2.0
     assert "Switched and never called: ratio_kl." in told(replace(record, switch=switch))
-    assert "several hosts of the same kind: host-a, host-b" in told(
-        changed(record, BASELINE, 1, placed("host", "name", value="host-b"))
-    )
+    moved = changed(record, BASELINE, 1, placed("host", "name", value="host-b"))
+    assert "several hosts of the same kind: host-a, host-b" in told(moved)
     assert "in no commit" in told(changed(record, BASELINE, 0, placed("git", "modified", value=True)))
     assert "Which commit" in told(changed(record, BASELINE, 0, placed("git", value=None)))
     fell = changed(record, RL_KERNEL, 1, lambda r: replace(r, fallbacks={"logp": 3, "ratio_kl": 0}))
@@ -203,20 +173,14 @@ def test_what_has_to_be_known_is_said():
 def test_operators_that_fell_back_in_every_call_ran_no_kernel():
     """Though others, which both sides have, did."""
     record = full_steps(repeats=1, steps=4)
-    switch = {"field": "rl_kernel_ops", BASELINE: ["swiglu"], RL_KERNEL: ["swiglu", "logp"]}
-    record = replace(record, switch=switch)
-    assert "No kernel ran in rl_kernel that baseline did not run" in told(record), "nobody called logp"
+    record = replace(record, switch=Switch("rl_kernel_ops", ["swiglu"], ["swiglu", "logp"]))
+    nothing = "No kernel ran in rl_kernel that baseline did not run: nothing here is about kernels."
+    assert nothing in told(record), "nobody called logp"
     for step in record.sides[RL_KERNEL][0].steps:
         step.update({"rl_kernel/logp/calls": 2.0, "rl_kernel/logp/fallbacks": 2.0, "rl_kernel/fast": 0.5})
-    assert "No kernel ran in rl_kernel that baseline did not run" in told(record)
+    assert nothing in told(record)
     record.sides[RL_KERNEL][0].steps[2]["rl_kernel/logp/fallbacks"] = 1.0
-    assert "No kernel ran" not in told(record)
-
-
-def test_a_benchmark_without_kernels_says_so():
-    def no_kernel(repeat):
-        return replace(repeat, steps=[{**step, "rl_kernel/fast": 0.0} for step in repeat.steps])
-
-    assert "nothing here is about kernels" in told(
-        changed(full_steps(repeats=1, steps=4), RL_KERNEL, 0, no_kernel)
-    )
+    assert nothing not in told(record)
+    for step in record.sides[RL_KERNEL][0].steps:
+        step["rl_kernel/fast"] = 0.0
+    assert nothing in told(record)

@@ -32,6 +32,7 @@ def refusal(tmp_path, change) -> str:
         (lambda whole, run: run.pop("config"), "sides.baseline.0.config: Field required"),
         (lambda whole, run: run.update(colour=1), "sides.baseline.0.colour: Unexpected"),
         (lambda whole, run: whole.update(switch=None), "switch: Input should be an object"),
+        (lambda whole, run: whole["switch"].pop(BASELINE), "switch.baseline: Field required"),
         (lambda whole, run: whole.update(warm_up="1"), "warm_up: Input should be a valid integer"),
         (lambda whole, run: whole.update(warm_up=-1), "warm_up must be 0 steps or more, got -1"),
         (lambda whole, run: whole.update(tier="op"), "tier must be one of module, e2e, got 'op'"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,7 @@ def test_the_command_writes_a_page_with_two_pictures_per_record(tmp_path, capsys
         (tmp_path / name).mkdir()
     full_steps(repeats=1, steps=6).write(tmp_path / "e2e")
     full_steps(repeats=1, steps=6, tier="module", claim="the trainer alone").write(tmp_path / "module")
-    measured = ROOT / "benchmarks/results/elementwise_h200.json"
-    content = json.loads(measured.read_text())
-    (tmp_path / "op" / OPERATORS_FILE).write_text(json.dumps(content))
+    shutil.copy(ROOT / "benchmarks/results/elementwise_h200.json", tmp_path / "op" / OPERATORS_FILE)
     out = tmp_path / "report"
     assert report.main([*(str(tmp_path / name) for name in ("e2e", "op", "module")), "--out", str(out)]) == 0
     text = (out / "report.md").read_text()
@@ -63,17 +61,10 @@ def test_the_command_writes_a_page_with_two_pictures_per_record(tmp_path, capsys
     assert [part.partition("\n")[0] for part in sections] == ["Operators", "Modules", "Full steps"]
     assert "|" not in title, "no table above the sections"
     operators, modules, steps = sections
-    assert (
-        "| swiglu forward" in operators
-        and "Nothing here says how much faster a training step is" in operators
-    )
+    assert "| swiglu forward" in operators and "how much faster a training step is" in operators
     assert "### the trainer alone" in modules and "### the trainer alone" not in steps
     named = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
-    assert {name.removeprefix("1-e2e-qwen3-4b-grpo-") for name in named if name.startswith("1-e2e")} == {
-        "differences.png",
-        "time_breakdown.png",
-    }
-    assert len(named) == 4
+    assert len(named) == 4 and "1-e2e-qwen3-4b-grpo-differences.png" in named
     printed = capsys.readouterr().out.split()
     assert sorted(printed) == sorted(str(out / name) for name in ("report.md", *named))
     for name in named:
@@ -92,7 +83,12 @@ def test_a_difference_of_3_percent_is_found_and_equal_things_are_not_called_diff
     assert "- **Counted** pairs: 4; steps of each run: 24 after 1 of warm-up" in text
 
 
-def test_a_sum_whose_parts_no_side_has_whole_is_no_row():
+def test_a_metric_of_one_side_is_named_and_not_compared():
+    """And a sum whose parts no side has whole is no row."""
+    record = drop(full_steps(repeats=3, steps=6), RL_KERNEL, "rollout/raw_reward")
+    text = text_of(record)
+    assert row(text, "raw_reward")[2:] == ["not recorded", *["none"] * 3, "rl_kernel did not record it"]
+    assert re.search(r"^Recorded by neither side: .*KL to the reference", text, re.MULTILINE)
     record = drop(full_steps(repeats=1, steps=6), BASELINE, "perf/forward_time")
     text = text_of(drop(record, RL_KERNEL, "perf/policy_loss_time"))
     assert not row(text, "forward + loss + backward")
@@ -111,9 +107,8 @@ def test_copies_of_one_run_are_one_sample():
     assert row(text_of(record), "raw_reward")[-1] == "the same in every repeat: one sample, no verdict"
 
 
-@pytest.mark.parametrize("repeats", [2, 3, 4])
-def test_memory_that_differs_alike_in_every_repeat_is_less(repeats):
-    record = full_steps(repeats=repeats, steps=6)
+def test_memory_that_differs_alike_in_both_repeats_is_less():
+    record = full_steps(repeats=2, steps=6)
     for step in (step for repeat in record.sides[RL_KERNEL] for step in repeat.steps):
         step["perf/trainer_peak_gib"], step["perf/optimizer_peak_gib"] = 60.0, 52.001
     text = text_of(record)
@@ -141,14 +136,6 @@ def test_the_numbers_are_those_of_the_steps():
     assert step[5] == ", ".join(f"{100 * x:+.{1 if abs(x) >= 0.01 else 2}f}" for x in shares) + " %"
 
 
-def test_a_metric_of_one_side_is_named_and_not_compared():
-    record = drop(full_steps(repeats=3, steps=6), RL_KERNEL, "rollout/raw_reward")
-    text = text_of(record)
-    reward = row(text, "raw_reward")
-    assert reward[2:] == ["not recorded", "none", "none", "none", "rl_kernel did not record it"]
-    assert re.search(r"^Recorded by neither side: .*KL to the reference", text, re.MULTILINE)
-
-
 def test_what_cannot_be_drawn_is_said():
     record = drop(full_steps(repeats=1, steps=6), BASELINE, "perf/")
     pairs = pairs_of(record)[0]
@@ -157,26 +144,20 @@ def test_what_cannot_be_drawn_is_said():
     assert pictures.differences([c for c in compared(record, pairs) if c.missing]) == nothing
 
 
-def test_what_was_left_out_and_what_fell_back_is_said():
-    record = changed(
-        full_steps(repeats=2, steps=6), BASELINE, 0, lambda r: replace(r, finished=False, steps=r.steps[:3])
-    )
-    record = changed(record, RL_KERNEL, 1, lambda r: replace(r, fallbacks={"logp": 1234}))
-    text = text_of(record)
-    assert "- **Left out** baseline-0 did not finish (3 steps)" in text and "**Counted** pairs: 1;" in text
-    assert "- **Mind** Part of rl_kernel ran no kernel: logp (1,234 calls) fell back." in text
-
-
 def test_where_and_what_ran_is_said():
-    record = full_steps(repeats=1, steps=6, notes=["4 of 36 layers"], preset="smoke")
-    pairs = pairs_of(record)[0]
-    text = text_of(record) + "\n".join(report._full(record, pairs[0]))
+    record = full_steps(repeats=2, steps=6, notes=["4 of 36 layers"], preset="smoke")
+    record = changed(record, BASELINE, 0, lambda r: replace(r, finished=False, steps=r.steps[:3]))
+    record = changed(record, RL_KERNEL, 1, lambda r: replace(r, fallbacks={"logp": 1234}))
+    text = text_of(record) + "\n".join(report.in_full(record, pairs_of(record)[0]))
     for told in (
-        "- **Benchmark** qwen3-4b-grpo, preset smoke;",
+        "- **Benchmark** qwen3-4b-grpo, preset smoke; `rlk_fast` is `off` in baseline, `auto` in rl_kernel",
+        "- **Counted** pairs: 1; steps of each run: 5 after 1 of warm-up",
         "2 x NVIDIA H200, 143771 MiB, driver 580.1",
         "Python 3.11.9, torch 2.9.0, triton 3.5.0, vllm 0.12.0",
         "- **Commit** 0123456789abcdef",
         "- **Note** 4 of 36 layers",
+        "- **Mind** Part of rl_kernel ran no kernel: logp (1,234 calls) fell back.",
+        "- **Left out** baseline-0 did not finish (3 steps)",
         "vime bench e2e qwen3-4b.yaml --repeats 3",
         "train.lr: 1e-06",
         "packages.unrelated",
@@ -206,10 +187,9 @@ def test_hardware_is_what_the_runs_were_given(cluster: dict[str, Any], gpus: int
 def test_runs_that_differ_are_refused_before_anything_is_written(tmp_path):
     record = full_steps(repeats=1, steps=6)
     record.sides[RL_KERNEL][0].config["train"]["lr"] = 1.0
-    (tmp_path / "good").mkdir()
-    (tmp_path / "bad").mkdir()
-    full_steps(repeats=1, steps=6).write(tmp_path / "good")
-    record.write(tmp_path / "bad")
+    for name, content in (("good", full_steps(repeats=1, steps=6)), ("bad", record)):
+        (tmp_path / name).mkdir()
+        content.write(tmp_path / name)
     arguments = [str(tmp_path / "good"), str(tmp_path / "bad"), "--out", str(tmp_path / "report")]
     with pytest.raises(ValueError, match=r"train\.lr: 1e-06 in baseline-0, 1\.0 in rl_kernel-0"):
         report.main(arguments)

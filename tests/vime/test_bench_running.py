@@ -1,9 +1,10 @@
 """Runs of `vime bench` and what becomes of them: order, records, failures, interruption, going on. The runs themselves
-are bench_run_double.py, real but for the training; real ones are in tests/e2e/test_bench_tiers.py."""
+are bench_run_double.py, real but for the training; real ones are in tests/e2e/test_bench_tiers.py. Only the test of an
+interruption starts processes."""
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import re
@@ -12,20 +13,23 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import bench_run_double
 import pytest
+from bench_cases import packages
 from train_fixtures import script
 
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from vime.bench import planning, running
 from vime.bench.planning import Plan, make_plan
-from vime.bench.record import BASELINE, RL_KERNEL, Record, all_repeats, read
+from vime.bench.record import BASELINE, RL_KERNEL, Record, Switch, all_repeats, read
 from vime.bench.run_dirs import read_repeat, read_steps
 from vime.bench.running import execute
 from vime.bench.settings import read_settings
+from vime.run_lock import LOCK_FILE, lock
 
-DOUBLE = Path(__file__).with_name("bench_run_double.py")
 STEPS = 3
 FILE = """
 name: runs
@@ -81,14 +85,17 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path, model, monkeypatch) -> Bench:
     made = Bench(tmp_path, model)
-    monkeypatch.setattr(planning, "ENTRY", (sys.executable, str(DOUBLE)))
-    start, make_model = running._run, script("make_model").main
+    make_model = script("make_model").main
 
     def without_a_process(command: list[str], log: Path, plan: Plan) -> int:
-        """The model; its process takes seconds to start, and tests/e2e/test_bench_tiers.py starts it."""
-        return make_model(command[2:]) or 0 if command == plan.model_command else start(command, log, plan)
+        """The model or the run that `command` names, without the seconds that its process takes to start."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as file, contextlib.redirect_stdout(file):
+            return (make_model if command == plan.model_command else bench_run_double.main)(command[2:]) or 0
 
+    monkeypatch.setattr(planning, "ENTRY", (sys.executable, bench_run_double.__file__))
     monkeypatch.setattr(running, "_run", without_a_process)
+    monkeypatch.setattr("slime.tracking.environment.installed_packages", packages)
     monkeypatch.setenv("BENCH_DOUBLE", str(made.orders))
     return made
 
@@ -106,7 +113,7 @@ def test_both_sides_in_turn_a_failure_and_going_on(bench, capfd):
     ]
     what = "baseline-1 ended with exit status 3 after 1 of 3 steps: the last words of a run"
     assert what in record.notes and what in capfd.readouterr().out
-    assert record.switch == {"field": "rlk_fast", BASELINE: "off", RL_KERNEL: "auto"}
+    assert record.switch == Switch("rlk_fast", "off", "auto")
     assert (record.tier, record.name, record.claim, record.warm_up) == ("e2e", "runs", "runs", 1)
 
     for path in bench.out.glob("runs/*/environment.json"):  # as if the command were repeated the next day
@@ -132,24 +139,41 @@ def test_both_sides_in_turn_a_failure_and_going_on(bench, capfd):
     assert "runs/rl_kernel-1 is of a call with more repeats and is left out" in bench.record().notes
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine says which GPUs it has")
-def test_runs_on_gpus_that_nothing_names_are_not_begun(bench):
-    """No report would compare them."""
-    bench.file.write_text(bench.file.read_text().replace("device: cpu", "device: cuda"))
-    with pytest.raises(ValueError, match="nvidia-smi must say which GPUs are here, got no answer"):
-        bench.run()
-    assert bench.started() == []
+SWITCH = "\nswitch: {field: num_steps_per_rollout, baseline: 1, rl_kernel: 2}\nsteps:"
+NO_GPUS = pytest.mark.skipif(
+    shutil.which("nvidia-smi") is not None, reason="this machine says which GPUs it has"
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({}, ["--lrr", "1"], "--lrr is not a known flag; did you mean --lr?"),
+        pytest.param(
+            {"cpu": "cuda"}, [], "nvidia-smi must say which GPUs are here, got no answer", marks=NO_GPUS
+        ),
+        (
+            {"num-steps-per-rollout: 2, ": "", "\nsteps:": SWITCH},  # a switch that moves a second field
+            [],
+            "must differ in num_steps_per_rollout alone to be compared, got data.global_batch_size",
+        ),
+    ],
+)
+def test_what_cannot_run_or_no_report_would_compare_is_not_begun(bench, changes, flags, message):
+    for old, new in changes.items():
+        bench.file.write_text(bench.file.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        bench.run(flags=flags)
+    assert bench.started() == [] and [path.name for path in bench.out.iterdir()] == [LOCK_FILE]
 
 
 def test_a_folder_is_of_one_benchmark_at_a_time(bench):
     """The second would take the first one's run for an unfinished one, and move it away while it writes."""
-    bench.out.mkdir()
-    with open(bench.out / "lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # of another open file, as another process has
-        with pytest.raises(ValueError, match="out must be of one benchmark at a time, got another that runs"):
-            bench.run(repeats=1)
+    with contextlib.ExitStack() as held:
+        lock("--out", bench.out, held)
+        with pytest.raises(ValueError, match="--out must not be in use by another run, got .*by process"):
+            bench.run()
     assert bench.started() == []
-    assert bench.run(repeats=1) == 0
 
 
 def test_a_whole_run_that_ended_badly_is_no_success_the_second_time_either(bench):
@@ -157,14 +181,13 @@ def test_a_whole_run_that_ended_badly_is_no_success_the_second_time_either(bench
     assert bench.run(repeats=1) == 1 and bench.started() == ["baseline-0", "rl_kernel-0"]
     bench.order()
     assert bench.run(repeats=1) == 1 and bench.started() == []
-    assert any(
-        "baseline-0 ended with exit status 3 after 3 of 3 steps" in note for note in bench.record().notes
-    )
+    assert bench.record().notes[0].startswith("baseline-0 ended with exit status 3 after 3 of 3 steps: ")
 
 
-def test_steps_as_they_were_logged(bench):
-    assert bench.run(repeats=1) == 0
+def test_a_record_has_the_steps_as_they_were_logged_and_what_the_caller_notes(bench):
+    assert bench.run(repeats=1, notes=["another run on the next GPU"]) == 0
     record = bench.record()
+    assert record.notes[0] == "another run on the next GPU" and record.preset is None and record.experts == 0
     ((baseline,), (fast,)) = record.sides[BASELINE], record.sides[RL_KERNEL]
     assert [step["perf/step_time"] for step in fast.steps] == [1, 2, 3]
     # Two optimizer steps a rollout: their mean, of *_max the largest; number 3 had no finite loss.
@@ -180,6 +203,19 @@ def test_steps_as_they_were_logged(bench):
     ]
     assert fast.config["kernels"]["rlk_fast"] == "auto" and fast.config["data"]["rollout_batch_size"] == 4
     assert "torch" in fast.environment["packages"]
+    assert fast.environment["python"]["executable"].startswith("PREFIX/bin/python")
+    assert sys.prefix not in json.dumps(fast.environment)
+
+    # A step is whole when its last optimizer step is there. Percentiles of the steps so far are no metric of a step.
+    path = bench.out / "runs" / "baseline-0" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if '"train/step"' in line)
+    so_far = '"perf/step_time": 1.0, "perf/step_time_p50": 1.0'
+    path.write_text("".join(lines[:last]).replace('"perf/step_time": 1.0', so_far))
+    whole = read_steps(path.parent).values
+    assert len(whole) == 2 and all("perf/step_time_p50" not in step for step in whole)
+    assert len(read_steps(path.parent, trained=False).values) == 3
+    assert read_steps(bench.out).values == []
 
 
 def test_runs_of_other_flags_are_refused_and_stay(bench):
@@ -193,12 +229,6 @@ def test_runs_of_other_flags_are_refused_and_stay(bench):
         with pytest.raises(ValueError, match=f"baseline-0 must have been made with the flags of now, {what}"):
             bench.run(repeats=1, **line)
     assert bench.started() == [] and bench.record().sides[BASELINE][0].finished
-
-
-def test_wrong_flags_show_before_anything_starts(bench):
-    with pytest.raises(ValueError, match="--lrr is not a known flag; did you mean --lr?"):
-        bench.run(flags=["--lrr", "1"])
-    assert bench.started() == [] and [path.name for path in bench.out.iterdir()] == ["lock"]
 
 
 def test_a_module_draws_its_rollouts_once(bench):
@@ -216,26 +246,22 @@ def test_a_module_draws_its_rollouts_once(bench):
     assert any("3 saved rollouts" in note for note in record.notes)
     (bench.out / "rollouts" / "1.pt").unlink()
     with pytest.raises(
-        ValueError, match="the saved rollouts in .* must be those that .*baseline-0 was trained on"
+        ValueError, match="saved rollouts in .* must be those that .*baseline-0 was trained on"
     ):
         bench.run("module", repeats=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
-    bench.order(rl_kernel_0={"steps": 2, "hang": True})
+    bench.order(baseline_0={"exit": 3}, rl_kernel_0={"steps": 2, "hang": True})
     code = (
         "import sys; from vime.bench import planning; from vime.bench.command import main\n"
-        f"planning.ENTRY = (sys.executable, {str(DOUBLE)!r}); sys.exit(main(sys.argv[1:]))"
+        f"planning.ENTRY = {planning.ENTRY}; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "e2e", str(bench.file), "--out", str(bench.out)]
     # Started in the background of a script, tests ignore Ctrl-C, and so would what they start.
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
         hangs, end = bench.out / "runs" / "rl_kernel-0" / "hangs", time.monotonic() + 90
         while not hangs.exists():
@@ -249,42 +275,31 @@ def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
     assert process.returncode == 130 and "interrupted: what was started has been stopped" in out
     assert bench.orders.with_suffix(".ended").exists()
     record = bench.record()
-    assert [(r.finished, len(r.steps)) for r in all_repeats(record)] == [
-        (True, 3),
-        (False, 2),
-        (False, 0),
-        (False, 0),
+    assert [len(repeat.steps) for repeat in all_repeats(record)] == [3, 2, 0, 0]
+    assert record.notes == [
+        "baseline-0 ended with exit status 3 after 3 of 3 steps: the last words of a run",
+        "baseline-0: train/loss was nan in step 1",
+        "rl_kernel-0 was stopped after 2 of 3 steps",
+        "rl_kernel-0: train/loss was nan in step 1",
+        "baseline-1 was not started",
+        "rl_kernel-1 was not started",
     ]
-    assert "rl_kernel-0 was stopped after 2 of 3 steps" in record.notes
-    assert {"baseline-1 was not started", "rl_kernel-1 was not started"} <= set(record.notes)
 
 
 def test_random_weights_and_reduced_depth_are_made_and_told(bench, tmp_path):
     text = bench.file.read_text().splitlines()
-    text[2:4] = ["model: {arch: qwen3-tiny, layers: 1}", "data: arithmetic"]
+    text[2:4] = ["model: {arch: qwen3-moe-tiny, layers: 1}", "data: arithmetic"]
     bench.file.write_text("\n".join(text))
     assert bench.run(repeats=1) == 0
-    shape = json.loads((bench.out / "model-qwen3-tiny-1-layers" / "config.json").read_text())
-    assert (shape["num_hidden_layers"], shape["hidden_size"]) == (1, 256)
+    made = bench.out / "model-qwen3-moe-tiny-1-layers"
+    assert json.loads((made / "config.json").read_text())["num_hidden_layers"] == 1
     notes = bench.record().notes
-    assert any(note.startswith("random weights of the shape of qwen3-tiny") for note in notes)
-    assert "reduced depth: 1 of the 2 layers, every other dimension is true" in notes
-    assert bench.record().experts == 0
-    elsewhere = Bench(tmp_path / "b", bench.out / "model-qwen3-tiny-1-layers")
+    assert notes[0].startswith("random weights of the shape of qwen3-moe-tiny")
+    assert notes[1] == "reduced depth: 1 of the 2 layers, every other dimension is true"
+    assert bench.record().experts > 0
+    elsewhere = Bench(tmp_path / "b", made)
     elsewhere.orders = bench.orders
     assert elsewhere.run(repeats=1) == 0 and elsewhere.record().notes[:2] == notes[:2]
-
-
-def test_a_record_has_what_the_caller_notes_the_experts_and_no_path_of_python(bench):
-    text = bench.file.read_text().splitlines()
-    text[2:4] = ["model: {arch: qwen3-moe-tiny}", "data: arithmetic"]
-    bench.file.write_text("\n".join(text))
-    assert bench.run(repeats=1, notes=["another run on the next GPU"]) == 0
-    record = bench.record()
-    assert record.notes[0] == "another run on the next GPU" and record.preset is None and record.experts > 0
-    environment = record.sides["baseline"][0].environment
-    assert environment["python"]["executable"].startswith("PREFIX/bin/python")
-    assert sys.prefix not in json.dumps(environment)
 
 
 @pytest.mark.parametrize(
@@ -300,43 +315,15 @@ def test_paths_beside_a_system_python_are_told_whole(tmp_path, prefix, told):
     assert environment["variables"] == noted["variables"]
 
 
-def test_a_step_is_whole_when_its_last_optimizer_step_is_there(bench):
-    assert bench.run(repeats=1) == 0
-    run_dir = bench.out / "runs" / "baseline-0"
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    last = max(i for i, line in enumerate(lines) if '"train/step"' in line)
-    so_far = '"perf/step_time": 1.0, "perf/step_time_p50": 1.0'
-    path.write_text("".join(lines[:last]).replace('"perf/step_time": 1.0', so_far))
-    assert len(read_steps(run_dir).values) == 2
-    assert all(
-        step["perf/step_time"] and "perf/step_time_p50" not in step for step in read_steps(run_dir).values
-    )
-    assert len(read_steps(run_dir, trained=False).values) == 3
-    assert read_steps(bench.out).values == []
-
-
-def test_what_no_report_would_compare_is_not_begun(bench, model, monkeypatch):
-    """A switch that moves a second field, and data that changed since the run that is kept."""
-    text = bench.file.read_text()
-    switch = "switch: {field: num_steps_per_rollout, baseline: 1, rl_kernel: 2}\n"
-    bench.file.write_text(text.replace("num-steps-per-rollout: 2, ", "") + switch)
-    with pytest.raises(
-        ValueError, match="differ in num_steps_per_rollout alone to be compared, got data.global_batch_size"
-    ):
-        bench.run()
-    assert bench.started() == []
-
+def test_data_that_changed_since_the_run_that_is_kept_are_refused(bench, model):
     data = bench.out.parent / "own.jsonl"
     data.write_text((model / "arithmetic" / "train.jsonl").read_text())
-    bench.file.write_text(text)
     bench.order(rl_kernel_0={"steps": 1})
     assert bench.run(data=str(data), repeats=1) == 1
     bench.order()
     with data.open("a") as file:
         file.write(data.read_text().splitlines()[0] + "\n")
-    with pytest.raises(
-        ValueError, match=r"files\.\S+own\.jsonl\.sha256: '\w+' in baseline-0, '\w+' in rl_kernel-0"
-    ):
+    changed = r"files\.\S+own\.jsonl\.sha256: '\w+' in baseline-0, '\w+' in rl_kernel-0"
+    with pytest.raises(ValueError, match=changed):
         bench.run(data=str(data), repeats=1)
     assert bench.started() == ["baseline-0", "rl_kernel-0"]

@@ -49,13 +49,13 @@ def test_every_record_of_runs_renders_and_the_page_of_figures_is_what_it_says(fo
     """docs/measured.md has a row per record of --rl-kernel-ops: means of both sides, and the share saved."""
     record = read(folder)
     pairs, left_out = pairs_of(record)
-    refuse_unlike(record, pairs)
+    refuse_unlike(record.name, record.switch, pairs)
     every = compared(record, pairs)
     text = "\n".join(record_lines(record, pairs, left_out, every))
     assert record.command in text and all(f"\n| {c.metric.label} | " in text for c in every)
     found = {c.metric.name: c for c in every}
     assert found[TRAINING].difference is not None
-    if record.switch["field"] != "rl_kernel_ops":
+    if record.switch.field != "rl_kernel_ops":
         return
     shown = [TRAINING, TRAINER_PEAK, STEP] if record.tier == "e2e" else [TRAINING, TRAINER_PEAK]
     cells = [cell for name in shown for cell in less(found[name])]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vime.cli import main
+from vime.doctor.machine import run_command
 from vime.version import commit
 
 
@@ -38,6 +39,7 @@ def test_commit_of_a_checkout(tmp_path: Path):
     head = git("rev-parse", "HEAD").strip()
     assert commit(package) == head
     code.write_text("A = 2\n")
+    run_command.cache_clear()
     assert commit(package) == f"{head} (with local changes)"
 
 

@@ -31,12 +31,10 @@ from slime.memory_decision import TOO_SMALL
 from slime.tracking.environment import mask_command
 from vime.backends import parse_config
 from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
-from vime.bench.record import OPERATORS_FILE
+from vime.bench.record import OPERATORS_FILE, TIERS
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
 from vime.plan import GPU_MEMORY, asked_bytes, for_gpus, gpu_gib, memory_in_short, notes, prompts
-
-RUN_TIERS = ("module", "e2e")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,7 +76,7 @@ def _plan(tier: str, argv: list[str]) -> int:
     benchmark = replace(benchmark, flags=(*for_gpus(benchmark.flags, size), *named))
     if size is None and arguments.gpu is not None:
         size = HARDWARE[arguments.gpu].memory_gib
-    plans = [make_plan(each, benchmark, _out(benchmark, each)) for each in RUN_TIERS]
+    plans = [make_plan(each, benchmark, _out(benchmark, each)) for each in TIERS]
     return _show(plans, size)
 
 

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, Difference
-from vime.bench.verdicts import Comparison, is_shown, number
+from vime.bench.verdicts import Comparison, number, verdict
 from vime.plot import COLOURS, PART_COLOURS, dress, save
 from vime.run_metrics import Run, Series, step_times
 
@@ -75,7 +75,7 @@ def differences(found: Sequence[Comparison]) -> Figure | str:
 
 def _difference(axes: Axes, row: int, c: Comparison, d: Difference, ends: tuple[float, float]) -> None:
     """One row: the pairs, the interval, the mean; a mean beyond the axis as its number with an arrow."""
-    differs = is_shown(c.metric, d)
+    differs = verdict(c.metric, d)[1]
     good = c.metric.better is not None and (d.value > 0) == c.metric.better
     colour = "#4D4D4D" if not differs or c.metric.better is None else COLOURS[2] if good else COLOURS[1]
     axes.plot(100 * np.array(d.pairs), [row] * len(d.pairs), ".", color="#8C8C8C", markersize=5, zorder=1)

@@ -16,21 +16,22 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from slime.config.config_file import split_argv
+from slime.config.fields import spelled
 from slime.config.schema import own_flags
 from slime.data.prompts import prompt_file
 from slime.tracking.environment import collect_environment, mask_command
 from vime.backends import parse_config
-from vime.bench.compare import refuse_unlike
-from vime.bench.record import BASELINE, SIDES, Record, Repeat, flags_of
-from vime.bench.settings import ARITHMETIC, Benchmark
+from vime.bench.compare import PER_PAIR, refuse_unlike
+from vime.bench.record import BASELINE, SIDES, Repeat, Switch, flags_of
+from vime.bench.settings import ARITHMETIC, Benchmark, tokens
 from vime.engine.server import pair_up
 
-SEEDS = ("seed", "rollout_seed")
 ENTRY = (sys.executable, "-m", "vime", "train")
 ROOT = Path(__file__).resolve().parents[2]
 MAKE_MODEL = ROOT / "scripts" / "make_model.py"
@@ -133,7 +134,7 @@ def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None 
 
     def run(name: str, side: str | None, *more: str) -> Planned:
         run_dir = out / "runs" / name
-        argv = (*common, *more, *switch.argv(side or BASELINE), "--run-dir", str(run_dir))
+        argv = (*common, *more, *tokens(switch.field, switch.of(side or BASELINE)), "--run-dir", str(run_dir))
         return Planned(name, side, run_dir, benchmark.steps, argv)
 
     rollouts, loads = None, list[str]()
@@ -151,11 +152,9 @@ def make_plan(tier: str, benchmark: Benchmark, out: Path, *, model: Path | None 
 def _seeds(flags: Sequence[str], repeat: int) -> tuple[str, ...]:
     """Flags of the seeds of a repeat: those of the file, or the usual ones, plus its number."""
     found: list[str] = []
-    for name in SEEDS if repeat else ():
-        flag = f"--{name.replace('_', '-')}"
-        given = [flags[i + 1] for i, word in enumerate(flags[:-1]) if word.replace("_", "-") == flag]
-        given += [word.partition("=")[2] for word in flags if word.replace("_", "-").startswith(f"{flag}=")]
-        found += [flag, str(int(given[-1] if given else own_flags()[name].default) + repeat)]
+    for name in PER_PAIR if repeat else ():
+        given = [value for group in split_argv(flags) if group.name == name for value in group.values]
+        found += [spelled(name), str(int(given[-1] if given else own_flags()[name].default) + repeat)]
     return tuple(found)
 
 
@@ -183,22 +182,18 @@ def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]]
     now = collect_environment([], {}, [prompt_file(plan.data), plan.model / "config.json"])
     now["variables"] = next((known["variables"] for known in kept.values()), {})
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
-    told: dict[str, Any] = {"field": plan.benchmark.switch.field}
     for order, run in enumerate(plan.runs):
         assert run.side is not None
         config = resolved(run)
-        told.setdefault(run.side, flags_of(config)[plan.benchmark.switch.field])
         environment = dict(kept.get(run.name, now))
         sides[run.side].append(Repeat(order, run.name, False, [], config, environment, {}))
-    benchmark = plan.benchmark
-    record = Record(
-        plan.tier, benchmark.name, benchmark.claim, "", [], told, benchmark.warm_up, sides, None, 0
-    )
-    refuse_unlike(record, list(zip(*sides.values(), strict=True)))
+    switch = switch_of(plan.benchmark.switch, sides)
+    refuse_unlike(plan.benchmark.name, switch, list(zip(*sides.values(), strict=True)))
 
 
-def flat(sections: dict[str, Any]) -> dict[str, Any]:
-    """`flags_of`, without what is known only once a run has begun."""
-    found = flags_of(sections)
-    found.pop("weight_dir", None)
-    return found
+def switch_of(switch: Switch, sides: Mapping[str, Sequence[Repeat]]) -> Switch:
+    """The switch as the runs resolved it, or as the file says it where no run of a side has begun."""
+    for side, repeats in sides.items():
+        values = (flags_of(repeat.config)[switch.field] for repeat in repeats if repeat.config)
+        switch = replace(switch, **{side: next(values, switch.of(side))})
+    return switch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ TIERS = ("module", "e2e")
 BASELINE, RL_KERNEL = "baseline", "rl_kernel"
 SIDES = (BASELINE, RL_KERNEL)
 
+PASS_TIME = "perf/pass_time"
+"""The sum of three others, in the place of which it is compared (vime.bench.verdicts)."""
 # metric of a run's steps -> (what it is, unit, whether more is better; None where neither is)
 METRICS: dict[str, tuple[str, str, bool | None]] = {
     "perf/step_time": ("step", "s", False),
@@ -33,6 +35,7 @@ METRICS: dict[str, tuple[str, str, bool | None]] = {
     "rl_kernel/ratio_kl/ms": ("ratio and KL alone", "ms", False),
     "rl_kernel/grpo_loss/ms": ("clipped loss alone", "ms", False),
     "perf/backward_time": ("backward", "s", False),
+    PASS_TIME: ("forward + loss + backward", "s", False),
     "perf/optimizer_time": ("optimizer", "s", False),
     "perf/update_weights_time": ("weights to engines", "s", False),
     "perf/actor_train_time": ("training", "s", False),
@@ -80,8 +83,22 @@ class Repeat:
 
 
 @dataclass(frozen=True)
+class Switch:
+    """The configuration field in which the sides differ, and its value on each."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    field: str
+    baseline: Any
+    rl_kernel: Any
+
+    def of(self, side: str) -> Any:
+        return getattr(self, side)
+
+
+@dataclass(frozen=True)
 class Record:
-    """One benchmark. `switch`: {"field": configuration field, side: its value}, the one thing that differs.
+    """One benchmark. `switch`: the one thing that differs.
 
     `sides`: of each as many repeats, the i-th of one pairs with the i-th of the other, whenever they ran.
     `warm_up`: steps of each repeat that count for nothing. `claim`: what a difference may be called, a title of the
@@ -96,7 +113,7 @@ class Record:
     claim: str
     command: str
     notes: list[str]
-    switch: dict[str, Any]
+    switch: Switch
     warm_up: int
     sides: dict[str, list[Repeat]]
     preset: str | None
@@ -112,12 +129,9 @@ class Record:
 def read(directory: Path) -> Record:
     """The record in `directory`. ValueError when it is not one, naming file and field."""
     path = directory / RECORD_FILE
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{directory} must hold {RECORD_FILE}, got none; `vime bench` writes it") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from error
+    if not path.is_file():
+        raise ValueError(f"{directory} must hold {RECORD_FILE}, got none; `vime bench` writes it")
+    content = read_json(path, "measure again")
     if not isinstance(content, dict) or content.pop("schema", None) != SCHEMA:
         raise ValueError(f"{path} must be of schema {SCHEMA}; measure again with this version")
     try:
@@ -133,6 +147,14 @@ def read(directory: Path) -> Record:
     return record
 
 
+def read_json(path: Path, remedy: str) -> Any:
+    """The content of a file. ValueError, with the remedy, when it is no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} must be JSON, got {error}; {remedy}") from error
+
+
 _TYPES = TypeAdapter(Record)
 
 
@@ -143,8 +165,6 @@ def check(record: Record, path: Path | str) -> None:
     sizes = {side: len(repeats) for side, repeats in record.sides.items()}
     if sizes.keys() != set(SIDES) or len(set(sizes.values())) > 1 or not all(sizes.values()):
         raise ValueError(f"{path}: sides must be {' and '.join(SIDES)}, with as many repeats, got {sizes}")
-    if record.switch.keys() != {"field", *SIDES}:
-        raise ValueError(f"{path}: switch must say field, {', '.join(SIDES)}, got {', '.join(record.switch)}")
     if record.warm_up < 0:
         raise ValueError(f"{path}: warm_up must be 0 steps or more, got {record.warm_up}")
     finished = {len(repeat.steps) for repeat in all_repeats(record) if repeat.finished}
@@ -165,9 +185,13 @@ def check(record: Record, path: Path | str) -> None:
                 )
 
 
-def all_repeats(record: Record) -> Iterator[Repeat]:
+def all_repeats(record: Record) -> list[Repeat]:
     """Those of both sides, in the order they ran."""
-    yield from sorted((r for repeats in record.sides.values() for r in repeats), key=lambda r: r.order)
+    return by_order(repeat for repeats in record.sides.values() for repeat in repeats)
+
+
+def by_order(repeats: Iterable[Repeat]) -> list[Repeat]:
+    return sorted(repeats, key=lambda repeat: repeat.order)
 
 
 def flags_of(config: Mapping[str, Any]) -> dict[str, Any]:

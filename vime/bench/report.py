@@ -20,7 +20,7 @@ from slime.tracking.environment import mask_secrets
 from vime.bench import record as records
 from vime.bench.compare import EXCEPTED, Pair, cautions, flatten, in_order, pairs_of, refuse_unlike
 from vime.bench.pictures import draw_pictures
-from vime.bench.record import BASELINE, METRICS, OPERATORS_FILE, RL_KERNEL, SIDES, Record, flags_of
+from vime.bench.record import BASELINE, METRICS, OPERATORS_FILE, PASS_TIME, RL_KERNEL, SIDES, Record, flags_of
 from vime.bench.statistics import LEVEL, MIN_PAIRS, Difference, Summary
 from vime.bench.verdicts import (
     WHOLE_OF,
@@ -28,14 +28,12 @@ from vime.bench.verdicts import (
     amount,
     bare,
     compared,
-    is_shown,
     metric_of,
     number,
     verdict,
     with_unit,
 )
 
-REPORT_FILE = "report.md"
 TIERS = {
     "op": ("Operators", "One operator at a time. Nothing here says how much faster a training step is."),
     "module": (
@@ -82,23 +80,16 @@ def main(argv: Sequence[str]) -> int:
                 "docs/benchmarks.md shows the files of benchmarks/results"
             )
     operators = [path / OPERATORS_FILE for path in args.dirs if (path / OPERATORS_FILE).is_file()]
-    alone = {path.parent for path in operators}
-    both = [path for path in args.dirs if (path / records.RECORD_FILE).is_file() or path not in alone]
-    contents = [read_operators(path) for path in operators]
-    benchmarks = [records.read(path) for path in both]
+    runs = [
+        p for p in args.dirs if (p / records.RECORD_FILE).is_file() or p / OPERATORS_FILE not in operators
+    ]
+    contents = [records.read_json(path, "measure again") for path in operators]
+    for content, path in zip(contents, operators, strict=True):
+        check(content, path)
+    benchmarks = [records.read(path) for path in runs]
     for path in write_report(benchmarks, args.out or args.dirs[0] / "report", contents):
         print(path)
     return 0
-
-
-def read_operators(path: Path) -> dict[str, Any]:
-    """A file of rl_kernel.bench. ValueError for any other."""
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} must be JSON, got {error}; measure again") from error
-    check(content, path)
-    return content
 
 
 def write_report(
@@ -107,9 +98,9 @@ def write_report(
     """Write report.md and the pictures to `out`; returns what was written. ValueError for a record not to compare."""
     judged = [(record, *pairs_of(record)) for record in benchmarks]
     for record, pairs, _ in judged:
-        refuse_unlike(record, pairs)
+        refuse_unlike(record.name, record.switch, pairs)
     out.mkdir(parents=True, exist_ok=True)
-    path, drawn = out / REPORT_FILE, list[Path]()
+    path, drawn = out / "report.md", list[Path]()
     parts: dict[str, list[str]] = {tier: [] for tier in TIERS}
     for content in operators:
         parts["op"] += ["", f"### rl_kernel.bench: {RL_KERNEL} and other implementations", ""]
@@ -122,7 +113,7 @@ def write_report(
         drawn += pictures.values()
         parts[record.tier] += record_lines(record, pairs, left_out, found)
         parts[record.tier] += (f"\n![{caption}]({file.name})" for caption, file in pictures.items())
-        parts[record.tier] += ["", *(f"- {note}" for note in notes), *_full(record, pairs[0])]
+        parts[record.tier] += ["", *(f"- {note}" for note in notes), *in_full(record, pairs)]
     lines = [f"# {BASELINE} compared with {RL_KERNEL}", "", HOW_TO_READ]
     for tier, (title, claim) in TIERS.items():
         lines += ["", f"## {title}", "", claim, *parts[tier]] if parts[tier] else []
@@ -150,7 +141,7 @@ def record_lines(
         ]
         yield f"| {' | '.join(cells)} |"
     recorded = {c.metric.name for c in found}
-    if absent := [metric_of(name).label for name in METRICS if name not in recorded]:
+    if absent := [metric_of(name).label for name in METRICS if name not in {*recorded, PASS_TIME}]:
         yield from ("", f"Recorded by neither side: {'; '.join(absent)}.")
 
 
@@ -158,8 +149,9 @@ def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
     """Switch, rollouts, counts, order, machine and versions: what a reader of any number has to know."""
     switch, first = record.switch, pairs[0][0]
     preset = "" if record.preset is None else f", preset {record.preset}"
-    sides = ", ".join(f"`{_switched(switch[side])}` in {side}" for side in SIDES)
-    yield "Benchmark", f"{record.name}{preset}; `{switch['field']}` is {sides}"
+    typed = {side: ",".join(map(str, v)) if isinstance(v := switch.of(side), list) else v for side in SIDES}
+    sides = ", ".join(f"`{value}` in {side}" for side, value in typed.items())
+    yield "Benchmark", f"{record.name}{preset}; `{switch.field}` is {sides}"
     flags = flags_of(first.config)
     if flags.get("prompt_data"):
         file = "/".join(Path(flags["prompt_data"]).parts[-3:])
@@ -169,8 +161,7 @@ def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:
             f"{flags['rollout_max_response_len']} tokens, prompts of `{file}`, reward "
             f"`{flags.get('custom_rm_path') or flags.get('rm_type')}`",
         )
-    counts = sorted({len(repeat.steps) - record.warm_up for pair in pairs for repeat in pair})
-    steps = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    steps = len(first.steps) - record.warm_up  # of all: the record is of finished runs of one length
     yield "Counted", f"pairs: {len(pairs)}; steps of each run: {steps} after {record.warm_up} of warm-up"
     baselines = {id(repeat) for repeat, _ in pairs}
     order = " ".join(BASELINE[0] if id(repeat) in baselines else RL_KERNEL[0] for repeat in in_order(pairs))
@@ -204,11 +195,6 @@ def used_hardware(environment: Mapping[str, Any], config: Mapping[str, Any]) -> 
     return f"{used}{f' of {len(gpus)}' if used < len(gpus) else ''} x {'; '.join(kinds)}"
 
 
-def _switched(value: Any) -> str:
-    """The value of a switch as it is typed."""
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 def _judged(c: Comparison) -> list[str]:
     """Cells: difference, interval, pairs, verdict (bold where a difference is shown)."""
     d, metric = c.difference, c.metric
@@ -219,8 +205,8 @@ def _judged(c: Comparison) -> list[str]:
     interval = "none"
     if d.low is not None and d.high is not None:
         interval = f"{bare(d, d.low, '+')} to {amount(metric, d, d.high, '+')}"
-    words = verdict(metric, d)
-    words = f"**{words}**" if is_shown(metric, d) else words
+    words, differs = verdict(metric, d)
+    words = f"**{words}**" if differs else words
     return [amount(metric, d, d.value, "+"), interval, _pairs(c, d), words]
 
 
@@ -241,11 +227,11 @@ def _value(c: Comparison, summary: Summary | None) -> str:
     return with_unit(number(summary.mean) + spread, c.metric) + steps
 
 
-def _full(record: Record, pair: Pair) -> Iterator[str]:
+def in_full(record: Record, pairs: Sequence[Pair]) -> Iterator[str]:
     """Configuration and environment in full, of the first baseline: the others are equal but for paths."""
-    repeat, excepted = pair[0], ", ".join(EXCEPTED)
+    repeat, excepted = pairs[0][0], ", ".join(EXCEPTED)
     yield from folded(
-        f"Resolved configuration of {repeat.run} (equal in all runs, but for {record.switch['field']}, the seeds "
+        f"Resolved configuration of {repeat.run} (equal in all runs, but for {record.switch.field}, the seeds "
         f"of a pair and where a run writes: {excepted})",
         repeat.config,
     )

@@ -14,9 +14,8 @@ from slime.hf_config import expert_count, read_hf_config
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.percentiles import PERCENTILES
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
-from vime.bench.planning import UNFINISHED, Plan, Planned, flat
-from vime.bench.record import SIDES, Record, Repeat
-from vime.bench.settings import Switch
+from vime.bench.planning import UNFINISHED, Plan, Planned, switch_of
+from vime.bench.record import SIDES, Record, Repeat, flags_of, read_json
 from vime.engine.process import tail
 
 COUNTERS = ("rollout/step", "train/step")
@@ -53,7 +52,7 @@ def read_steps(run_dir: Path, *, trained: bool = True) -> Steps:
     rollouts: dict[int, dict[str, float]] = {}
     optimizer: dict[int, dict[str, float]] = {}
     broken = []
-    each = _steps_a_rollout(run_dir)
+    each = flags_of(read_saved(run_dir / "config.json")).get("num_steps_per_rollout") or 1
     for _, line in read_metric_lines(path.read_text(errors="replace"), path) if path.is_file() else []:
         if line["step_key"] == "eval/step":
             continue
@@ -81,18 +80,9 @@ def _over_optimizer_steps(parts: Sequence[Mapping[str, float]]) -> dict[str, flo
     return {name: max(v) if name.endswith("_max") else math.fsum(v) / len(v) for name, v in gathered.items()}
 
 
-def _steps_a_rollout(run_dir: Path) -> int:
-    return flat(read_json(run_dir / "config.json")).get("num_steps_per_rollout") or 1
-
-
-def read_json(path: Path) -> dict[str, Any]:
+def read_saved(path: Path) -> dict[str, Any]:
     """The object in a file that a run writes, {} when it is not there yet. ValueError when it is no JSON."""
-    if not path.is_file():
-        return {}
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} must be JSON, got {error}; move the run's directory away") from error
+    found: dict[str, Any] = read_json(path, "move the run's directory away") if path.is_file() else {}
     return found
 
 
@@ -133,8 +123,8 @@ def read_repeat(run: Planned, order: int, root: Path) -> Repeat:
         run=str(run.run_dir.relative_to(root)),
         finished=len(steps) == run.steps,
         steps=steps,
-        config=read_json(run.run_dir / "config.json"),
-        environment=_without_prefix(read_json(run.run_dir / ENVIRONMENT_FILE)),
+        config=read_saved(run.run_dir / "config.json"),
+        environment=_without_prefix(read_saved(run.run_dir / ENVIRONMENT_FILE)),
         fallbacks={operator: calls for operator, calls in fallbacks.items() if calls},
     )
 
@@ -154,7 +144,7 @@ def collect(plan: Plan, command: str) -> Record:
     """The record of a plan's runs as they are now, with remarks on what is missing."""
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
     # A run that was begun anew is later than the plan had it; one that was not begun comes last. The sort is stable.
-    as_begun = sorted(plan.runs, key=lambda run: read_json(run.run_dir / ENVIRONMENT_FILE).get("time", "~"))
+    as_begun = sorted(plan.runs, key=lambda run: read_saved(run.run_dir / ENVIRONMENT_FILE).get("time", "~"))
     for run in plan.runs:
         assert run.side is not None
         repeat = read_repeat(run, as_begun.index(run), plan.out)
@@ -169,21 +159,12 @@ def collect(plan: Plan, command: str) -> Record:
         claim=benchmark.claim,
         command=command,
         notes=[*benchmark.notes, *_conditions(plan), *_remarks(plan)],
-        switch=_switch(benchmark.switch, sides),
+        switch=switch_of(benchmark.switch, sides),
         warm_up=benchmark.warm_up,
         sides=sides,
         preset=benchmark.preset,
         experts=expert_count(read_hf_config(plan.model)),
     )
-
-
-def _switch(switch: Switch, sides: Mapping[str, Sequence[Repeat]]) -> dict[str, Any]:
-    """The switch as the runs resolved it, or as the file says it where no run of a side has begun."""
-    told: dict[str, Any] = {"field": switch.field}
-    for side, repeats in sides.items():
-        values = (flat(repeat.config)[switch.field] for repeat in repeats if repeat.config)
-        told[side] = next(values, getattr(switch, side))
-    return told
 
 
 def _remarks(plan: Plan) -> Iterator[str]:
@@ -205,7 +186,7 @@ def _remarks(plan: Plan) -> Iterator[str]:
 def _conditions(plan: Plan) -> list[str]:
     """What a reader of any number has to know."""
     found = []
-    made = read_json(plan.model / MADE_FILE)
+    made = read_saved(plan.model / MADE_FILE)
     if made.get("weights") == "random":
         found.append(
             f"random weights of the shape of {made['arch']}: speed and numbers, not what a model can learn"

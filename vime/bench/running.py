@@ -7,19 +7,19 @@ with this process: in order on Ctrl-C and SIGTERM, and by its supervisor when th
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from slime.tracking.environment import ENVIRONMENT_FILE, collect_environment
-from vime.bench.planning import UNFINISHED, Plan, Planned, flat, refuse_unlike_runs, resolved
+from vime.bench.planning import UNFINISHED, Plan, Planned, refuse_unlike_runs, resolved
 from vime.bench.record import flags_of
-from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_json, read_steps
+from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_saved, read_steps
 from vime.engine.process import SupervisedProcess, sigterm_interrupts, tail
+from vime.run_lock import lock
 
 GRACE_S = 120.0
 """How long a run may take to end by itself: a trainer in the middle of a step, engines, Ray."""
@@ -33,7 +33,9 @@ def execute(plan: Plan, command: str) -> int:
     ValueError, before anything but the folder and the model is made, for flags that are wrong and for runs that are
     there and were made with others.
     """
-    with sigterm_interrupts(), _alone(plan.out):
+    with sigterm_interrupts(), ExitStack() as held:
+        # A second benchmark would take this one's runs for unfinished ones, and move them away while they write.
+        lock("--out", plan.out, held)
         try:
             _make_model(plan)
             good = _run_all(plan, whats_missing(plan), command)
@@ -45,30 +47,13 @@ def execute(plan: Plan, command: str) -> int:
     return 0 if good else 1
 
 
-@contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """ValueError where another process runs a benchmark in `out`: it would take that one's runs for unfinished ones.
-
-    Of a process that was killed outright the lock is gone at once, and its run after GRACE_S.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / "lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{out} must be of one benchmark at a time, got another that runs; wait for it"
-            ) from None
-        yield  # the lock ends with the file, or with this process
-
-
 def whats_missing(plan: Plan) -> list[Planned]:
     """The runs that are not whole, in order. ValueError for whole ones that were made with other flags, and for runs
     that could not be compared."""
     missing = []
     for run in plan.all_runs():
-        expected = flat(resolved(run))  # of all: wrong flags show before the first run starts
-        found = flat(read_json(run.run_dir / "config.json"))
+        expected = flags_of(resolved(run))  # of all: wrong flags show before the first run starts
+        found = flags_of(read_saved(run.run_dir / "config.json"))
         steps = len(read_steps(run.run_dir, trained=run.side is not None).values)
         if steps >= found.get("num_rollout", run.steps):  # all that was asked for then, less than now perhaps
             _check_same(run, found, expected)
@@ -77,7 +62,7 @@ def whats_missing(plan: Plan) -> list[Planned]:
     kept = [run for run in plan.runs if run not in missing]
     if missing:
         _refuse_unnamed_gpus(flags_of(resolved(missing[0])))
-        refuse_unlike_runs(plan, {run.name: read_json(run.run_dir / ENVIRONMENT_FILE) for run in kept})
+        refuse_unlike_runs(plan, {run.name: read_saved(run.run_dir / ENVIRONMENT_FILE) for run in kept})
     if plan.rollouts in missing and kept:
         raise ValueError(
             f"the saved rollouts in {plan.out / 'rollouts'} must be those that {kept[0].run_dir} was trained on, got "
@@ -95,7 +80,9 @@ def _refuse_unnamed_gpus(flags: Mapping[str, Any]) -> None:
 
 
 def _check_same(run: Planned, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    for name in sorted(expected.keys() | found.keys()):
+    for name in sorted(
+        (expected.keys() | found.keys()) - {"weight_dir"}
+    ):  # which a run finds once it has begun
         before, now = found.get(name), expected.get(name)
         if before != now:
             raise ValueError(
@@ -176,5 +163,5 @@ def _run(command: Sequence[str], log: Path, plan: Plan) -> int:
         process.stop()
 
 
-def _last(log: Path, lines: int = LOG_LINES) -> str:
-    return tail(str(log), lines) or "no output"
+def _last(log: Path) -> str:
+    return tail(str(log), LOG_LINES) or "no output"

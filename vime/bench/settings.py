@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import yaml
 from slime.config.config_file import YamlLoader, split_argv, yaml_group
 from slime.config.fields import nearest, spelled
 from slime.config.schema import own_flags
-from vime.bench.record import SIDES
+from vime.bench.record import SIDES, Switch
 from vime.switch import SAME
 
 ARITHMETIC = "arithmetic"
@@ -38,6 +38,7 @@ PRESET_KEYS = ("claim", "model", "data", "flags", "switch", "steps", "warm_up", 
 KEYS = ("name", *PRESET_KEYS, "presets")
 NEEDED = ("name", "model", "data", "steps")
 MODEL_KEYS = ("arch", "layers", "path")
+DEFAULT_SWITCH = Switch("rlk_fast", "off", "auto")
 
 DEBUG = (
     *("debug_rollout_only", "debug_train_only", "save_debug_rollout_data", "load_debug_rollout_data"),
@@ -68,18 +69,6 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Switch:
-    """The configuration field in which the sides differ, and its value on each."""
-
-    field: str = "rlk_fast"
-    baseline: Any = "off"
-    rl_kernel: Any = "auto"
-
-    def argv(self, side: str) -> list[str]:
-        return tokens(self.field, getattr(self, side))
-
-
-@dataclass(frozen=True)
 class Benchmark:
     """One file, with its preset and what the command line said. `flags` are tokens of `vime train`; later ones win."""
 
@@ -90,34 +79,24 @@ class Benchmark:
     data: str
     steps: int
     flags: tuple[str, ...] = ()
-    switch: Switch = field(default_factory=Switch)
+    switch: Switch = DEFAULT_SWITCH
     warm_up: int = 1
     repeats: int = 1
     preset: str | None = None
     notes: tuple[str, ...] = ()
 
-    def with_line(
-        self,
-        *,
-        steps: int | None = None,
-        repeats: int | None = None,
-        model: str | None = None,
-        data: str | None = None,
-        flags: Sequence[str] = (),
-        notes: Sequence[str] = (),
-    ) -> Benchmark:
-        """What the command line says wins. ValueError for what it must not say."""
-        own = None if model is None else Model(path=model)
-        given: dict[str, Any] = {"steps": steps, "repeats": repeats, "data": data, "model": own}
-        changed = {name: value for name, value in given.items() if value is not None}
-        named = {"model": model, "data": data}
-        here = [f"{name} {Path(value).absolute().name}" for name, value in named.items() if value]
+    def with_line(self, *, flags: Sequence[str] = (), notes: Sequence[str] = (), **given: Any) -> Benchmark:
+        """What the command line says wins: flags, notes, and `steps`, `repeats`, `model` and `data` that are not None.
+        ValueError for what it must not say."""
+        said = {name: value for name, value in given.items() if value is not None}
+        here = [f"{name} {Path(said[name]).absolute().name}" for name in ("model", "data") if name in said]
         if here:  # a title that speaks of layers or random weights is not of another model
-            title = (
-                self.claim if model is None or self.model.path is not None else f"{self.name} {self.preset}"
-            )
-            changed["claim"] = f"{title}; here with {' and '.join(here)}"
-        merged = replace(self, flags=(*self.flags, *flags), notes=tuple(notes), **changed)
+            of_file = "model" not in said or self.model.path is not None
+            title = self.claim if of_file else f"{self.name} {self.preset}"
+            said["claim"] = f"{title}; here with {' and '.join(here)}"
+        if "model" in said:
+            said["model"] = Model(path=said["model"])
+        merged = replace(self, flags=(*self.flags, *flags), notes=tuple(notes), **said)
         _check(merged, "the command line")
         return merged
 
@@ -188,7 +167,8 @@ def _flags(of_file: Any, of_preset: Any, path: Path) -> list[str]:
     """Tokens of flags, a mapping of them or a list of them as they are typed. What a preset's mapping names takes the
     place of the file's; a list comes after, where the later one wins."""
     if isinstance(of_file, Mapping) and isinstance(of_preset, Mapping):
-        of_file, of_preset = {**_by_name(of_file), **_by_name(of_preset)}, []
+        both = (*of_file.items(), *of_preset.items())
+        of_file, of_preset = {str(name).replace("_", "-"): value for name, value in both}, []
     found: list[str] = []
     for value in (of_file, of_preset):
         if isinstance(value, list):
@@ -199,19 +179,15 @@ def _flags(of_file: Any, of_preset: Any, path: Path) -> list[str]:
     return found
 
 
-def _by_name(flags: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(name).replace("_", "-"): value for name, value in flags.items()}
-
-
 def _model(value: Any, path: Path) -> Model:
     model = Model(**_mapping(value, f"{path}: model", MODEL_KEYS))
     if (model.path is None) == (model.arch is None):
         raise ValueError(f"{path}: model must say `arch` or `path`, one of them, got {value}")
-    if model.layers is not None and model.arch is None:
-        raise ValueError(
-            f"{path}: model.layers must go with `arch`, got `path`; weights that exist have their depth"
-        )
     if model.layers is not None:
+        if model.arch is None:
+            raise ValueError(
+                f"{path}: model.layers must go with `arch`, got `path`; weights that exist have their depth"
+            )
         _count(model.layers, "model.layers", str(path), least=1)
     return model
 
@@ -220,7 +196,8 @@ def _switch(of_file: Any, of_preset: Any, path: Path) -> Switch:
     given = _mapping(of_file, f"{path}: switch", ("field", *SIDES))
     if given and set(given) != {"field", *SIDES}:
         raise ValueError(f"{path}: switch must say field, {' and '.join(SIDES)}, got {', '.join(given)}")
-    switch = replace(Switch(**given), **_mapping(of_preset, f"{path}: a preset's switch", SIDES))
+    changed = {**given, **_mapping(of_preset, f"{path}: a preset's switch", SIDES)}
+    switch = replace(DEFAULT_SWITCH, **changed)
     if switch.field not in own_flags():
         near = nearest(str(switch.field), own_flags(), prefix="")
         raise ValueError(
@@ -245,14 +222,12 @@ def _check(benchmark: Benchmark, where: str) -> None:
             f"{where}: steps must be more than the warm-up, got {benchmark.steps} and warm_up {benchmark.warm_up}; "
             "the warm-up counts among them"
         )
-    same = {name for name, field_name in SAME.items() if field_name == benchmark.switch.field}
-    for group in split_argv(benchmark.flags):
-        name = group.name.removeprefix("no_")
-        why = TAKEN.get(name)
-        if name in {benchmark.switch.field, *same}:
-            why = "it is what the sides differ in"
-        if why is not None:
-            raise ValueError(f"{where}: {spelled(name)} must be left out of the flags, got it; {why}")
+    field = benchmark.switch.field
+    of_switch = (field, *(name for name, field_name in SAME.items() if field_name == field))
+    taken = {**TAKEN, **dict.fromkeys(of_switch, "it is what the sides differ in")}
+    for name in (group.positive for group in split_argv(benchmark.flags)):
+        if name in taken:
+            raise ValueError(f"{where}: {spelled(name)} must be left out of the flags, got it; {taken[name]}")
 
 
 def _count(value: Any, what: str, where: str, *, least: int) -> None:

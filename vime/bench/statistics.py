@@ -36,7 +36,7 @@ class Summary:
     steps: int
     repeats: tuple[float, ...]
     spread: float | None
-    geometric: bool = False
+    geometric: bool
 
     @property
     def mean(self) -> float:
@@ -48,14 +48,12 @@ class Summary:
 class Difference:
     """Second side minus the first. `relative`: as a share of the first (0.03 is 3 % more), else in the metric's unit.
 
-    `pairs`: of each pair, `steps` the steps in all of them. `low`, `high`: the interval at LEVEL, None where there is
-    too little for one.
+    `pairs`: of each pair. `low`, `high`: the interval at LEVEL, None where there is too little for one.
     """
 
     relative: bool
     value: float
     pairs: tuple[float, ...]
-    steps: int
     low: float | None
     high: float | None
 
@@ -69,11 +67,8 @@ class Difference:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
-def summarise(
-    repeats: Sequence[Array], weights: Sequence[Array] | None = None, *, geometric: bool = False
-) -> Summary | None:
+def summarise(repeats: Sequence[Array], weights: Sequence[Array], *, geometric: bool) -> Summary | None:
     """Of each repeat's values [S]; None when none of them is a number."""
-    weights = [np.ones(len(values)) for values in repeats] if weights is None else weights
     known = [np.isfinite(values) & np.isfinite(w) for values, w in zip(repeats, weights, strict=True)]
     kept = [(values[k], w[k]) for values, w, k in zip(repeats, weights, known, strict=True) if k.any()]
     if not kept:
@@ -84,7 +79,7 @@ def summarise(
 
 
 def paired_difference(
-    pairs: Sequence[Sides], weights: Sequence[Sides] | None = None, *, relative: bool
+    pairs: Sequence[Sides], weights: Sequence[Sides], *, relative: bool
 ) -> Difference | None:
     """The difference of P pairs of [S] values; None when no step of a pair was reported by both sides.
 
@@ -92,8 +87,6 @@ def paired_difference(
     differences, P - 1 degrees of freedom: it holds for another pair of runs. Of fewer than MIN_PAIRS there is none,
     unless every step is equal. With `relative`, differences are logs of the ratio of means of positive values.
     """
-    if weights is None:
-        weights = [(np.ones(len(first)), np.ones(len(second))) for first, second in pairs]
     found = [_reported_by_both(pair, of_pair) for pair, of_pair in zip(pairs, weights, strict=True)]
     kept = [both for both in found if len(both[0][0])]
     if not kept:
@@ -113,7 +106,6 @@ def paired_difference(
         relative=relative,
         value=told(value),
         pairs=tuple(told(float(x)) for x in each),
-        steps=sum(len(first[0]) for first, _ in kept),
         low=None if half is None else told(value - half),
         high=None if half is None else told(value + half),
     )
@@ -129,8 +121,8 @@ def _reported_by_both(pair: Sides, weights: Sides) -> tuple[Sides, Sides]:
 
 
 @cache
-def student_quantile(freedom: float, level: float = LEVEL) -> float:
-    """t with P(|T| <= t) = `level` for `freedom` degrees of freedom.
+def student_quantile(freedom: int) -> float:
+    """t with P(|T| <= t) = LEVEL for `freedom` degrees of freedom.
 
     With t = sqrt(f) tan(a) the density is cos(a)^(f - 1) up to a constant: its integral over a in [0, pi/2), by the
     trapezoid rule, is scaled to 1 and read backwards. Relative error below 1e-4 for `freedom` >= 1 at 0.95.
@@ -138,4 +130,4 @@ def student_quantile(freedom: float, level: float = LEVEL) -> float:
     angle = np.linspace(0.0, math.pi / 2, 100_001)
     density = np.cos(angle) ** (freedom - 1)
     area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return math.sqrt(freedom) * math.tan(float(np.interp(level, area / area[-1], angle)))
+    return math.sqrt(freedom) * math.tan(float(np.interp(LEVEL, area / area[-1], angle)))

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from vime.bench.compare import Pair
-from vime.bench.record import METRICS, SIDES, Record, Repeat
+from vime.bench.record import METRICS, PASS_TIME, SIDES, Record, Repeat
 from vime.bench.statistics import MIN_PAIRS, Array, Difference, Summary, paired_difference, summarise
 from vime.run_metrics import TIME_METRICS
 
-PASS_TIME = "perf/pass_time"
 PASS_PARTS = ("perf/forward_time", "perf/policy_loss_time", "perf/backward_time")
 PEAK = "_peak_gib"
 TRAINER_PEAK = f"perf/trainer{PEAK}"
@@ -21,7 +20,6 @@ WHOLE_OF = dict.fromkeys((*PASS_PARTS, "rl_kernel/ratio_kl/ms", "rl_kernel/grpo_
 }
 """Part -> the metric that is compared in its place, where it was recorded. The LM head's log-probs are in the forward
 of one path and in the loss of the other, so only the sum of forward, loss and backward is comparable."""
-DERIVED = {PASS_TIME: ("forward + loss + backward", "s", False)}
 SPEED_OVER = {
     "perf/step_tokens_per_sec": "perf/step_time",
     "perf/step_tokens_per_gpu_per_sec": "perf/step_time",
@@ -33,6 +31,12 @@ UNEQUAL = 0.001
 """The share of memory below which a difference is an allocator's rounding: neither less nor more."""
 STEP, TRAINING = "perf/step_time", "perf/actor_train_time"
 TIMES, SPEEDS, SIZES = ("s", "ms"), ("tokens/s",), ("GiB",)
+WORDS = {
+    **dict.fromkeys(TIMES, ("faster", "slower")),
+    **dict.fromkeys(SPEEDS, ("slower", "faster")),
+    **dict.fromkeys(SIZES, ("less memory", "more memory")),
+}
+"""Unit -> what the side with less, and the side with more of it is called."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,8 @@ class Comparison:
 
 
 def metric_of(name: str) -> Metric:
-    known = {**METRICS, **DERIVED}
-    if name in known:
-        return Metric(name, *known[name])
+    if name in METRICS:
+        return Metric(name, *METRICS[name])
     label = name.removeprefix("perf/").replace("_", " ")
     return Metric(name, label, "s", False)  # of TIME_METRICS
 
@@ -96,10 +99,8 @@ def compared(record: Record, pairs: Sequence[Pair]) -> list[Comparison]:
     }
     if all(part in reported for part in PASS_PARTS):
         reported.add(PASS_TIME)
-    order = list(METRICS)
-    after = order.index(PASS_PARTS[-1]) + 1
-    order = [*order[:after], *DERIVED, *order[after:], *TIME_METRICS]
-    found = [_compare(record, pairs, name) for name in dict.fromkeys(order) if name in reported]
+    order = dict.fromkeys((*METRICS, *TIME_METRICS))
+    found = [_compare(record, pairs, name) for name in order if name in reported]
     # A sum whose parts no side has whole is no metric.
     found = [c for c in found if len(c.missing) < len(SIDES)]
     together = {c.metric.name for c in found} & set(WHOLE_OF.values())
@@ -113,7 +114,7 @@ def _compare(record: Record, pairs: Sequence[Pair], name: str) -> Comparison:
         for of in (values_of, weights_of)
     )
     flat = np.concatenate([side for pair in values for side in pair])
-    relative = metric.unit in (*TIMES, *SPEEDS, *SIZES) and bool((flat[np.isfinite(flat)] > 0).all())
+    relative = metric.unit in WORDS and bool((flat[np.isfinite(flat)] > 0).all())
     sides = {
         side: summarise([pair[i] for pair in values], [pair[i] for pair in weights], geometric=relative)
         for i, side in enumerate(SIDES)
@@ -129,27 +130,22 @@ def _copies(difference: Difference) -> bool:
     return len(difference.pairs) > 1 and len(set(difference.pairs)) == 1 and difference.value != 0
 
 
-def verdict(metric: Metric, difference: Difference) -> str:
-    """In words what the interval shows."""
+def verdict(metric: Metric, difference: Difference) -> tuple[str, bool]:
+    """(in words what the interval shows, whether it is that the sides differ)."""
+    direction = WORDS.get(metric.unit, ("lower", "higher"))[difference.value > 0]
     if _is_rounding(metric, difference):
-        return f"same within {100 * UNEQUAL:.1f} %"
+        return f"same within {100 * UNEQUAL:.1f} %", False
     if difference.low is None and _copies(difference):
         if metric.unit in SIZES and difference.relative:  # equal batches take equal memory
-            return f"{_direction(metric, difference.value > 0)}, by as much in every repeat"
-        return "the same in every repeat: one sample, no verdict"
+            return f"{direction}, by as much in every repeat", True
+        return "the same in every repeat: one sample, no verdict", False
     if difference.within is None:
-        return f"fewer than {MIN_PAIRS} pairs, no verdict"
+        return f"fewer than {MIN_PAIRS} pairs, no verdict", False
     if difference.within == 0:
-        return "equal"
+        return "equal", False
     if not difference.shown:
-        return f"no difference shown (within {amount(metric, difference, difference.within)})"
-    return "differs" if metric.better is None else _direction(metric, difference.value > 0)
-
-
-def is_shown(metric: Metric, difference: Difference) -> bool:
-    """Whether the verdict is that the sides differ."""
-    alike = metric.unit in SIZES and difference.relative and difference.low is None and _copies(difference)
-    return (difference.shown or alike) and not _is_rounding(metric, difference)
+        return f"no difference shown (within {amount(metric, difference, difference.within)})", False
+    return "differs" if metric.better is None else direction, True
 
 
 def _is_rounding(metric: Metric, difference: Difference) -> bool:
@@ -158,16 +154,6 @@ def _is_rounding(metric: Metric, difference: Difference) -> bool:
         return False
     within = abs(difference.value) if _copies(difference) else difference.within
     return within is not None and 0 < within < UNEQUAL
-
-
-def _direction(metric: Metric, more: bool) -> str:
-    if metric.unit in TIMES:
-        return "slower" if more else "faster"
-    if metric.unit in SPEEDS:
-        return "faster" if more else "slower"
-    if metric.unit in SIZES:
-        return "more memory" if more else "less memory"
-    return "higher" if more else "lower"
 
 
 def amount(metric: Metric, difference: Difference, value: float, sign: str = "") -> str:
