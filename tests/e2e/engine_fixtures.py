@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import http.client
+import json
 from concurrent.futures import Future
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 from safetensors.torch import load_file
@@ -14,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.file_channel import FileChannel
-from vime.engine.control import EngineControl
+from vime.engine.control import EngineControl, request
 from vime.engine.pool import VllmEnginePool
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineSpec
@@ -86,6 +89,12 @@ class Stack:
     def control(self) -> EngineControl:
         return EngineControl(self.pool.engine_urls[0], self.key)
 
+    def metric(self, name: str) -> float:
+        """The engine's own counter or gauge `name`."""
+        _, page = request(self.control.url, self.key, "GET", "/metrics", timeout_s=30)
+        lines = [line for line in page.decode().splitlines() if line.startswith(f"vllm:{name}{{")]
+        return sum(float(line.split()[-1]) for line in lines)
+
     def push(self, checkpoint: Path, *, checksums: bool = True) -> WeightUpdate:
         self.version += 1
         update = publish_checkpoint(checkpoint, self.weight_dir, self.version, checksums=checksums)
@@ -126,6 +135,18 @@ class Stack:
                 await client.close()
 
         return asyncio.run(run())
+
+
+def status(base: str, method: str, path: str, key: str | None = None, body: object = None) -> int:
+    """The HTTP status of the answer to one request."""
+    address = urlsplit(base)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    try:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        connection.request(method, address.path + path, None if body is None else json.dumps(body), headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
 
 
 @functools.cache

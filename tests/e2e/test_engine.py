@@ -20,14 +20,14 @@ from urllib.parse import quote, urlsplit
 import psutil
 import pytest
 import torch
-from engine_fixtures import EOS_ID, Stack, hf_log_probs, publish_checkpoint
+from engine_fixtures import EOS_ID, Stack, hf_log_probs, publish_checkpoint, status
 from process_names import command_line
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.transfer import load
-from vime.engine.control import ControlError, request
+from vime.engine.control import ControlError
 from vime.engine.middleware import health_prefix
 
 pytestmark = pytest.mark.e2e
@@ -47,17 +47,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     assert left == []
     assert psutil.wait_procs(processes, timeout=5)[1] == []
-
-
-def status(base: str, method: str, path: str, key: str | None = None, body: object = None) -> int:
-    address = urlsplit(base)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
-    try:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        connection.request(method, address.path + path, None if body is None else json.dumps(body), headers)
-        return connection.getresponse().status
-    finally:
-        connection.close()
 
 
 def test_every_route_of_the_engine_needs_the_key(stack: Stack) -> None:
@@ -199,8 +188,7 @@ def test_sampling_parameters_reach_the_engine(stack: Stack) -> None:
         for result in stack.generate_all([PROMPT] * 64, max_new_tokens=6, min_new_tokens=5)
     )
     top = stack.generate(PROMPT, temperature=2.0, top_k=1, max_new_tokens=10, ignore_eos=True)
-    assert top.token_ids == greedy.token_ids
-    assert top.log_probs == [0.0] * 10, "the distribution that was sampled from has one token left"
+    assert (top.token_ids, top.log_probs) == (greedy.token_ids, [0.0] * 10), "one token left to sample from"
 
 
 def test_an_answer_tells_how_long_its_request_waited(stack: Stack) -> None:
@@ -224,7 +212,6 @@ def test_an_answer_tells_how_long_its_request_waited(stack: Stack) -> None:
 def test_log_probs_are_spelled_for_who_asks_for_words(stack: Stack) -> None:
     """Ours come as numbers, see group_wire; a hook that asks the router may want what vLLM gives."""
     body = {"model": "policy", "prompt": PROMPT, "max_tokens": 6, "ignore_eos": True, "seed": 4}
-
     asked = urllib.request.Request(
         f"{stack.pool.router_url}/v1/completions",
         json.dumps(body | {"return_token_ids": True, "logprobs": 1}).encode(),
@@ -249,30 +236,21 @@ def test_what_the_engine_refuses_is_an_error_at_once(stack: Stack) -> None:
 
 
 def test_an_engine_stops_what_nobody_waits_for(stack: Stack) -> None:
-    def metric(name: str) -> float:
-        _, page = request(stack.control.url, KEY, "GET", "/metrics", timeout_s=30)
-        lines = [line for line in page.decode().splitlines() if line.startswith(f"vllm:{name}{{")]
-        return sum(float(line.split()[-1]) for line in lines)
-
     async def give_up() -> None:
         client = stack.pool.client()
         params = {"temperature": 1.0, "max_new_tokens": 480, "ignore_eos": True}
-        asked = [
-            asyncio.create_task(client.generate(PROMPT, params, seed=seed, deadline_s=60))
-            for seed in range(4)
-        ]
-        while not metric("num_requests_running"):
+        asked = asyncio.gather(*(client.generate(PROMPT, params, seed=i, deadline_s=60) for i in range(4)))
+        while not stack.metric("num_requests_running"):
             await asyncio.sleep(0.02)
-        for task in asked:
-            task.cancel()
-        await asyncio.wait(asked)
+        asked.cancel()
+        await asyncio.wait([asked])
         await client.close()
 
-    before = metric("generation_tokens_total")
+    before = stack.metric("generation_tokens_total")
     asyncio.run(give_up())
-    while metric("num_requests_running"):
+    while stack.metric("num_requests_running"):
         time.sleep(0.05)
-    assert 0 < metric("generation_tokens_total") - before < 4 * 480
+    assert 0 < stack.metric("generation_tokens_total") - before < 4 * 480
 
 
 def test_an_update_changes_answers_and_version(stack: Stack) -> None:

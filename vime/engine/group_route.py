@@ -75,9 +75,10 @@ async def answer(
     `engine`: vLLM's AsyncLLM. `versions`: the weight versions live since the request arrived. The request ends when the
     client goes away. A request that vLLM refuses is answered with 400 and the reason.
     """
+    bad_request: tuple[type[Exception], ...] = (*refusals(), TypeError, msgspec.DecodeError)
     try:
         request = GroupRequest(body, engine.model_config.max_model_len)
-    except (*refusals(), TypeError, msgspec.DecodeError) as error:
+    except bad_request as error:
         await _respond(send, 400, b"text/plain", str(error).encode())
         return
     finished: asyncio.Queue[SampleAnswer | BaseException] = asyncio.Queue()
