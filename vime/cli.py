@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from slime.config.fields import nearest
+from slime.imports import uncollected
 from vime.commands import COMMANDS, MODULES
 
 
@@ -44,7 +45,9 @@ def run(command: str, argv: list[str]) -> int:
 
         print(help_text(command, COMMANDS[command]))
         return 0
-    return importlib.import_module(MODULES.get(command, f"vime.{command}")).main(argv) or 0
+    with uncollected():
+        module = importlib.import_module(MODULES.get(command, f"vime.{command}"))
+    return module.main(argv) or 0
 
 
 def usage() -> str:

@@ -26,7 +26,7 @@ from types import FrameType
 from ray.exceptions import RayTaskError
 
 from slime import loop
-from slime.cluster import actors, placement
+from slime.cluster import actors, placement, ray_start
 from slime.cluster.guard import Guard
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.config import Config
@@ -160,7 +160,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
         logs = run_dir.resolve() / "logs"
         stack.push(functools.partial(_keep_ray_logs, temporary, logs / "ray"))
-        placement.connect(allow_unauthenticated=config.cluster.allow_unauthenticated_ray, temporary=temporary)
+        ray_start.connect(allow_unauthenticated=config.cluster.allow_unauthenticated_ray, temporary=temporary)
         _catch_signals()  # Ray has put a handler of its own there, which ends the process
         watch = stack.enter_context(
             RayWatch(guard, lambda lost: print(_told(lost, logs), file=sys.stderr, flush=True))

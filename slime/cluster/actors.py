@@ -24,6 +24,7 @@ from slime.config import Config
 from slime.config.problems import given
 from slime.data.transport import pack_columns, unpack_columns
 from slime.hardware import HARDWARE
+from slime.imports import uncollected
 from slime.operators import Decision
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
 from slime.rollout.manager import RolloutManager
@@ -94,7 +95,7 @@ class TrainerActor:
         rank: int,
         world_size: int,
         threads: int,
-        visible: dict[str, str],
+        env: dict[str, str],
         buses: tuple[str, ...],
     ) -> None:
         log_to(config, f"trainer-{rank}")
@@ -104,7 +105,9 @@ class TrainerActor:
             if cpus:
                 bind(cpus)
             self.remarks.append(f"NUMA: {line}")
-        os.environ.update(visible)  # CUDA reads these variables when it starts, which is later
+        os.environ.update(
+            env
+        )  # CUDA and the collectives read these variables when they start, which is later
         os.environ.update({key: str(value) for key, value in config.cluster.train_env_vars.items()})
         self.config, self.rank, self.world_size = config, rank, world_size
         if threads:
@@ -121,7 +124,8 @@ class TrainerActor:
     def build(self, init_method: str) -> tuple[int, int, list[Decision], tuple[str, ...], list[str]]:
         """Build the model. Return the data-parallel rank, the first rollout to train, the decisions on operators, the
         lines on the state that leaves the device and why, and the remarks on the rank's GPU and CPUs."""
-        from slime.megatron_backend.trainer import MegatronTrainer
+        with uncollected():
+            from slime.megatron_backend.trainer import MegatronTrainer
 
         self.trainer = MegatronTrainer(self.config, self.rank, self.world_size, init_method=init_method)
         trainer = self.trainer
@@ -159,16 +163,21 @@ class TrainerGroup:
     def __init__(self, config: Config, placement: Placement) -> None:
         world_size = len(placement.trainer_bundles)
         threads = cpu_threads(config)[0] if placement.resource == "CPU" else 0
-        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        if on_one_host(config):
-            env |= LOOPBACK_ONLY
+        shared = LOOPBACK_ONLY if on_one_host(config) else {}
         self._config = config
         self._threads = ThreadPoolExecutor(max_workers=3, thread_name_prefix="trainer-group")
         self._calling = threading.Lock()
         self._actors = [
             ray.remote(concurrency_groups=PROGRESS | LIFE)(TrainerActor)  # type: ignore[call-overload]
-            .options(name=f"trainer-{rank}", runtime_env={"env_vars": env}, **placement.options(bundle))
-            .remote(config, rank, world_size, threads, placement.visible([bundle]), placement.buses([bundle]))
+            .options(name=f"trainer-{rank}", **placement.options(bundle))
+            .remote(
+                config,
+                rank,
+                world_size,
+                threads,
+                {**shared, **placement.visible([bundle])},
+                placement.buses([bundle]),
+            )
             for rank, bundle in enumerate(placement.trainer_bundles)
         ]
         self.lives = {actor.live.remote(): f"trainer-{rank}" for rank, actor in enumerate(self._actors)}

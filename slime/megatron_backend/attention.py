@@ -9,9 +9,10 @@ G key/value heads, D head size, R rotated dimensions of a head, L padded length 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,16 +21,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rl_kernel import rotary
 from slime.data.token_slice import TokenSlice
-
-# torch 2.11 groups heads without this argument; later releases need it
-_VARLEN_GQA: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 # Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
@@ -172,6 +167,16 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
     return torch.cat(outputs).index_select(0, places[0])
 
 
+@functools.cache
+def _varlen_attention() -> Callable[..., Any]:
+    """torch's variable-length kernel with grouped heads. Imported where it is called: it imports the compiler."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 groups heads without this argument; later releases need it
+    needs_it = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if needs_it else varlen_attn
+
+
 def flash_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
     """`padded_attention` with torch's variable-length kernel. A run of queries sees the keys up to its last token.
 
@@ -180,12 +185,11 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLay
     """
     if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
         return query + (key.sum() + value.sum())
-    out = varlen_attn(
+    out = _varlen_attention()(
         *(query, key.contiguous(), value.contiguous()),
         *(layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv),
         scale=scale,
         window_size=(-1, 0),
-        **_VARLEN_GQA,
     )
     return cast(Tensor, out)  # a pair only where `return_aux` asks for one
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rollout_double import make_tokenizer, write_lines
+from transformers import AutoTokenizer
 
 from slime.data.prompts import Columns, Context, filter_long_prompt, load_prompts, read_file
 from slime.data.tokenizer import load_tokenizer
@@ -227,6 +228,9 @@ def test_load_tokenizer(tmp_path):
     assert load_tokenizer(str(tmp_path)).encode("abc") == make_tokenizer().encode("abc")
     with pytest.raises(ValueError, match="--hf-checkpoint must name an existing directory"):
         load_tokenizer(str(tmp_path / "none"))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
+    assert type(ours) is type(theirs) and ours.get_vocab() == theirs.get_vocab()
+    assert ours.special_tokens_map == theirs.special_tokens_map
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="--hf-checkpoint must hold a tokenizer"):
         load_tokenizer(str(tmp_path / "empty"))

@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray._private import services
 
-from slime.cluster import guard, placement
+from slime.cluster import guard, ray_start
 
 
 @pytest.mark.slow
@@ -26,11 +26,11 @@ def test_ray_that_does_not_answer_in_time_is_started_again(monkeypatch):
         failing[0] = False
 
     monkeypatch.setattr(services, "get_node", get_node)
-    monkeypatch.setattr(placement.logger, "warning", warned)
+    monkeypatch.setattr(ray_start.logger, "warning", warned)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = guard.descendants({os.getpid()}, guard.processes())
     try:
-        placement.connect()
+        ray_start.connect()
         assert not failing[0] and ray.cluster_resources()["CPU"] > 0
         running = guard.descendants({os.getpid()}, guard.processes()).keys() - before.keys()
         servers = [pid for pid in running if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -23,7 +23,7 @@ from slime.cluster import ray_token
 ROOT = Path(__file__).parents[2]
 GCS_SERVER = Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server"
 CONNECT = (
-    "import ray; from slime.cluster.placement import connect\n"
+    "import ray; from slime.cluster.ray_start import connect\n"
     "connect(); print('nodes', len(ray.nodes())); ray.shutdown()"
 )
 PLAIN = "import ray; ray.init(); print('nodes', len(ray.nodes()))"

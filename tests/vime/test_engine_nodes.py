@@ -73,10 +73,10 @@ def test_the_command_line_of_each_process(tmp_path: Path) -> None:
     ]
     wanted = [[*common, "--node-rank 0"], [*common, "--node-rank 1", "--headless"]]
     for server, ours in zip(both, wanted, strict=True):
-        flags = [" ".join(tokens) for tokens in pair_up(server.command()[3:])]
+        flags = [" ".join(tokens) for tokens in pair_up(server.command()[4:])]
         added = [flag for flag in flags if flag.split()[0].removeprefix("--") in names]
         assert sorted(added) == sorted(ours)
-        plain = [" ".join(tokens) for tokens in pair_up(alone.command()[3:])]
+        plain = [" ".join(tokens) for tokens in pair_up(alone.command()[4:])]
         assert [flag for flag in flags if flag not in added and "--host" not in flag] == [
             flag for flag in plain if "--host" not in flag
         ]
@@ -84,8 +84,8 @@ def test_the_command_line_of_each_process(tmp_path: Path) -> None:
         assert server.environment()["VLLM_HOST_IP"] == server.spec.host
         assert server.environment()["GLOO_SOCKET_IFNAME"] == "lo"
         assert server.environment()["NCCL_SOCKET_IFNAME"] == "lo"
-    assert [server.command()[2] for server in both] == [alone.command()[2], "vime.engine.headless"]
-    assert not names & {tokens[0].removeprefix("--") for tokens in pair_up(alone.command()[3:])}
+    assert [server.command()[3] for server in both] == [alone.command()[3], "vime.engine.headless"]
+    assert not names & {tokens[0].removeprefix("--") for tokens in pair_up(alone.command()[4:])}
 
 
 class Broken(DoubleServer):

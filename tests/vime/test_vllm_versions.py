@@ -99,7 +99,7 @@ def test_the_installed_server_knows_what_it_is_started_with(device):
     spec = EngineSpec(
         model_path="m", log_path="l", weight_dir="/w", run_key="k", port=9, device=device, sleeps=True
     )
-    parsed = vllm_parser().parse_args(EngineServer(spec).command()[3:])
+    parsed = vllm_parser().parse_args(EngineServer(spec).command()[4:])
     assert parsed.enable_per_request_metrics and parsed.enable_sleep_mode and parsed.port == 9
     assert parsed.middleware == ["vime.engine.middleware.RunKeyMiddleware"]
 

@@ -12,7 +12,7 @@ from vime.doctor.machine import Machine, words
 
 # README: a tiny run on CPUs takes 6 GB of memory; the trainer and the engine of a real model take more.
 SMALL_MEMORY = 6 * 10**9
-# slime/cluster/placement.py: the object store of Ray that a run starts on one host.
+# slime/cluster/ray_start.py: the object store of Ray that a run starts on one host.
 OBJECT_STORE = 512 * MIB
 # slime/weight_sync/file_channel.py keeps two versions of the weights in shared memory (vime/train.py).
 WEIGHT_VERSIONS = 2

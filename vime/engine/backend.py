@@ -145,7 +145,7 @@ class VllmBackend:
         for tokens in pair_up(config.engine.backend_argv):
             yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
         spec = EngineSpec(**flags.engine_settings(config), run_key="", log_path="")
-        server = EngineServer(spec).command()[3:]  # after "python -m module"
+        server = EngineServer(spec).command()[4:]  # after "python -m vime.engine.serve MODULE"
         for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
             if option(tokens) not in ("host", "port"):  # the address is known when the server starts
                 yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"

@@ -19,7 +19,7 @@ from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.hf_config import read_hf_config
 from slime.weight_sync.registry import CHANNELS
-from vime.engine import vllm_versions
+from vime.engine import cpu_engine, vllm_versions
 
 _ADDRESS = "engines listen where the engine pool places them"
 _NODES = "they follow from --rollout-num-gpus-per-engine and --num-gpus-per-node"
@@ -326,7 +326,17 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "sleeps": gives_memory(config),
         "nodes": config.nodes_per_engine,
         "tells_experts": config.off_policy.use_rollout_routing_replay,
+        "cache_bytes": _cache_bytes(config),
     }
+
+
+def _cache_bytes(config: Config) -> int:
+    """For the requests of one rollout at once, of an engine on CPU."""
+    checkpoint, batch = config.rollout.hf_checkpoint, config.data.rollout_batch_size
+    assert checkpoint is not None
+    longest = config.rollout.rollout_max_response_len or 0
+    at_once = (batch or cpu_engine.MOST_REQUESTS) * config.data.n_samples_per_prompt
+    return cpu_engine.cache_bytes(read_hf_config(checkpoint), longest, at_once)
 
 
 def gives_memory(config: Config) -> bool:

@@ -3,9 +3,10 @@ from one that has."""
 
 from __future__ import annotations
 
+import gc
 import os
 
-from vime.engine import compact_log_probs, merged_log_probs, routed_experts, shared_gpu
+from vime.engine import compact_log_probs, cpu_engine, merged_log_probs, routed_experts, shared_gpu
 from vime.engine.supervise import die_with_parent, forks_die_with_parent
 from vime.engine.vllm_versions import meet_in_a_file, register_backend
 
@@ -21,11 +22,14 @@ def register() -> None:
     environment says so, also hand out routed experts, and share a GPU.
     """
     if SUPERVISED_VARIABLE in os.environ:
+        gc.freeze()
+        gc.enable()  # see vime.engine.serve
         die_with_parent()
         forks_die_with_parent()
         compact_log_probs.install()
         merged_log_probs.install()
         meet_in_a_file()
+        cpu_engine.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ

@@ -18,7 +18,7 @@ from typing import Literal
 from slime.cluster.numa import children_on, choose_cpus
 from slime.cluster.rendezvous import LOOPBACK_ONLY
 from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
-from vime.engine import routed_experts, shared_gpu
+from vime.engine import cpu_engine, routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE
 from vime.engine.process import Server, ServerSpec
 from vime.engine.vllm_versions import request_times, server_module
@@ -28,8 +28,7 @@ _CPU_ARGV = (
     "--enforce-eager",
     # For a prompt in two chunks vLLM sets a random generator back. The CPU's generators cannot, and vLLM crashes.
     "--no-enable-chunked-prefill",
-    "--max-num-seqs=512",
-    f"--kv-cache-memory-bytes={1 << 30}",
+    f"--max-num-seqs={cpu_engine.MOST_REQUESTS}",
 )
 
 
@@ -68,6 +67,8 @@ class EngineSpec(ServerSpec):
     vllm_argv: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cpu_threads: int = 0
+    cache_bytes: int = cpu_engine.MOST_CACHE_BYTES
+    """Bytes of the key-value cache of an engine on CPU, which vLLM fills with zeros when it starts."""
     start_timeout_s: float = 600.0
     index: int = 0
     sleeps: bool = False
@@ -150,7 +151,7 @@ class EngineServer(Server[EngineSpec]):
         argv += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
         argv += request_times(spec.vllm_argv)
         if spec.device == "cpu":
-            argv += _CPU_ARGV
+            argv += [*_CPU_ARGV, f"--kv-cache-memory-bytes={spec.cache_bytes}"]
         if spec.sleeps:
             argv += ["--enable-sleep-mode"]
         if spec.tells_experts:
@@ -161,7 +162,7 @@ class EngineServer(Server[EngineSpec]):
         given = {option(tokens) for tokens in pair_up(spec.vllm_argv)}
         ours = [token for tokens in pair_up(argv) if option(tokens) not in given for token in tokens]
         module = server_module() if spec.node == 0 else "vime.engine.headless"
-        return [sys.executable, "-m", module, *ours, *spec.vllm_argv]
+        return [sys.executable, "-m", "vime.engine.serve", module, *ours, *spec.vllm_argv]
 
     def _multi_node(self) -> list[str]:
         """Flags of vLLM's multi-node mode; empty for an engine of one node."""
@@ -202,10 +203,7 @@ class EngineServer(Server[EngineSpec]):
             # start method where it cannot fork.
             env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
         if spec.device == "cpu":
-            env |= {
-                "OMP_NUM_THREADS": str(spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)),
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # The worker runs in the engine's process: on 2 cores a third process costs more time than it saves.
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            }
+            threads = spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)
+            compiles = "enforce-eager" in {option(tokens) for tokens in pair_up(spec.vllm_argv)}
+            env |= cpu_engine.environment(env, threads, eager=not compiles)
         return env | dict(spec.env)

@@ -1,0 +1,123 @@
+"""Joins or starts the Ray cluster of a run. A cluster of the run's own is on this host, on loopback, and small."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import node, ray_constants, services
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # Ray's stub has too few names
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
+
+from slime.cluster import ray_token
+from slime.cluster.guard import descendants, processes
+
+logger = logging.getLogger(__name__)
+
+
+def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = None) -> None:
+    """Join the cluster at RAY_ADDRESS, or start one on this host that ends with this process.
+
+    The new cluster listens on loopback only and has its own token. A cluster that the run joins must require a token
+    too, unless `allow_unauthenticated`.
+
+    The new cluster has a small object store, because the store only holds rollout data; Ray's default is 30% of
+    memory. The cluster starts no idle workers, and no dashboard, autoscaler and log monitor. Its actors have the
+    niceness of this process. Ray's default is 15: then one busy process beside the run takes a whole core, and the
+    threads of the trainer and the engine wait for the thread that has no core. The output of actors goes to the run
+    directory (actors.log_to). The sockets and logs of Ray go to `temporary`. Each process of Ray has a process group of
+    its own: a signal for the driver's group (timeout, a closed terminal) must not end Ray before the run that needs it.
+    """
+    # Otherwise Ray logs at each start that it requires a token.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    joined = os.environ.get("RAY_ADDRESS")
+    if not joined:
+        ray_token.use_own_token(os.environ)
+    elif not allow_unauthenticated:
+        ray_token.use_given_token(os.environ)
+    _read_authentication_again()
+    # Ray's servers listen on loopback if the node's address is loopback. ray.init replaces such an address with
+    # another address of the host, unless clusters of several hosts are disabled (the default on macOS and Windows).
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    if not joined or joined.startswith("127.0.0.1:"):
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        if joined:
+            if not allow_unauthenticated:
+                # Check before ray.init, because ray.init sends the token to the server at this address.
+                address = services.canonicalize_bootstrap_address_or_die(joined)
+                ray_token.require_authentication(address)
+            ray.init(**quiet)
+        else:
+            with _own_processes():
+                _start(
+                    address="local",
+                    _temp_dir=None if temporary is None else str(temporary),
+                    include_dashboard=False,
+                    object_store_memory=512 * 2**20,
+                    _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
+                    **quiet,
+                )
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _own_processes() -> Iterator[None]:
+    """While a cluster starts: each of its processes gets a process group, and those that serve nobody here stay away.
+
+    The actors' output goes to files of the run, which needs no log monitor, and one host needs no autoscaler. Ray
+    starts a server of its dashboard even where none is asked for. The three take 1.5 s of a core at the start, and one
+    second at the end.
+    """
+
+    def no_server(self: Any, **settings: Any) -> None:
+        self._webui_url = None
+
+    with ExitStack() as stack:
+        popen = functools.partial(services.ConsolePopen, process_group=0)
+        stack.enter_context(_replaced(services, "ConsolePopen", popen))
+        stack.enter_context(_replaced(node.Node, "start_api_server", no_server))
+        for name in ("start_monitor", "start_log_monitor"):
+            stack.enter_context(_replaced(node.Node, name, lambda self: None))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _start(**settings: Any) -> None:
+    """ray.init, and a second time if Ray's first processes do not answer within the 30 s that Ray waits for them."""
+    before = descendants({os.getpid()}, processes())
+    try:
+        ray.init(**settings)
+    except Exception as error:  # Ray raises a plain Exception
+        if "timed out during startup" not in str(error):
+            raise
+        logger.warning("Ray did not start within 30 s; the machine may be busy; trying once more")
+        for pid in descendants({os.getpid()}, processes()).keys() - before.keys():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ray.init(**settings)
+
+
+def _read_authentication_again() -> None:
+    """Make Ray read its authentication variables again: it read them when it was imported, before they were set."""
+    RayConfig.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()

