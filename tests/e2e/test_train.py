@@ -184,7 +184,8 @@ def test_parts_of_a_step_add_up_to_it(whole: Path) -> None:
         assert ("perf/profile_time" in row) == (step == TRACED)
         assert 0 < row["perf/handover_time"] < row["perf/train_time"]
         waited = row["perf/train_wait_time"]  # the rest is the call of the rollout manager
-        assert 0.5 * waited < row["perf/rollout_time"] + row["perf/make_data_time"] < waited
+        rollout = row["perf/rollout_time"] + row["perf/make_data_time"]
+        assert 0.5 * waited < rollout < waited + 0.005  # the rollout begins just before the driver waits
     times = step_times(load_run(whole))
     measured = sum(seconds.sum() for name, seconds in times.parts.items() if name != UNMEASURED)
     assert measured == pytest.approx(times.whole.sum(), rel=0.02)

@@ -12,4 +12,8 @@ import sys
 if __name__ == "__main__":
     gc.disable()  # vime.engine.plugin switches it on
     del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    finally:
+        # Frozen objects are never collected: Triton would end the log with a list of them, after the reason for the end.
+        gc.unfreeze()
