@@ -210,7 +210,8 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     of a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5
     F of the expert's width). With full recomputation, only the layer inputs stay. The first of P pipeline stages keeps
     P micro-batches of its layers. Each of C context-parallel ranks keeps the keys and values that its two runs of a
-    sequence see: on average, all of the sequence and half a rank's share more.
+    sequence see: on average, all of the sequence and half a rank's share more. A prompt that samples share counts for
+    each of them: the estimate is for samples that share none.
     """
     size, split = (
         BYTES[c.megatron.params_dtype],

@@ -176,7 +176,8 @@ class RolloutBackend(BackendFlags, Protocol):
 class RolloutBatch:
     """What one rollout hands to training: a reference to the data of each data-parallel rank, its metrics, and of the
     samples that are trained on, all ranks together: their tokens, prompts included, and the FLOPs of one forward pass
-    over them (`slime.data.packing.sample_flops`)."""
+    over them (`slime.data.packing.forward_flops`). A prompt that several samples share counts for each of them in the
+    tokens, and as often as it is computed in the FLOPs."""
 
     rank_data: list[Any]
     metrics: dict[str, float]

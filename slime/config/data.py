@@ -54,6 +54,11 @@ class DataConfig:
     max_tokens_per_gpu: int | None = flag(
         None, "maximum number of tokens of a packed micro-batch, per context parallel rank", range=COUNT
     )
+    share_prompts: bool = flag(
+        True,
+        "compute a prompt once for all samples of a micro-batch that have it; has no effect with "
+        "--context-parallel-size above 1 and with --transformer-impl transformer_engine",
+    )
     balance_data: bool = flag(False, "balance the cost of micro-batches between data parallel ranks")
     balance_by_flops: bool = flag(False, "pack by estimated FLOPs; --max-tokens-per-gpu is then not a limit")
     loss_mask_type: str = flag(

@@ -8,9 +8,10 @@ Shapes: P rows that the model computes, R response tokens of the micro-batch, r 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +19,9 @@ from slime.data.columns import COLUMNS
 from slime.data.token_slice import TokenSlice, token_slice
 from slime.hf_config import expert_count, shared_expert_width, sparse_layers
 from slime.types import TrainData
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,19 @@ def _round_up_bins(bins: list[list[int]], multiple: int, lengths: Sequence[int])
             )
         largest = max(splittable, key=lambda b: sum(lengths[i] for i in b))
         bins.remove(largest)
-        halves = karmarkar_karp([lengths[i] for i in largest], 2, equal_size=False)
-        bins += [[largest[i] for i in half] for half in halves]
+        bins += _halves(largest, lengths)
     return bins
+
+
+def _halves(positions: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Two parts with near-equal sums. Neighbours, which may share a prompt, stay together if that costs no balance."""
+    sizes = [lengths[i] for i in positions]
+    parts = [[positions[i] for i in part] for part in karmarkar_karp(sizes, 2, equal_size=False)]
+    sums = list(itertools.accumulate(sizes))
+    cut = min(range(len(sums) - 1), key=lambda i: max(sums[i], sums[-1] - sums[i]))
+    if max(sums[cut], sums[-1] - sums[cut]) <= max(sum(lengths[i] for i in part) for part in parts):
+        return [positions[: cut + 1], positions[cut + 1 :]]
+    return parts
 
 
 def _bins(
@@ -227,13 +241,16 @@ def pack(
     multiple: int = 1,
     cp_rank: int = 0,
     cp_size: int = 1,
+    share_prompts: bool = False,
 ) -> MicroBatch:
     """Concatenate samples of a rank into a MicroBatch whose rows P are a multiple of `multiple`.
 
+    `share_prompts`: compute a prompt once for the samples that begin with it; with one context-parallel rank only.
     `columns`: names of `slime.data.columns` of kind response or ragged, which `data` has.
     """
     lengths = [len(data["tokens"][i]) for i in samples]
-    part = token_slice(lengths, rank=cp_rank, size=cp_size, multiple=multiple)
+    prompts = shared_prompts(data, samples, columns) if share_prompts else ()
+    part = token_slice(lengths, rank=cp_rank, size=cp_size, multiple=multiple, prompts=prompts)
     # First, because most of the host's time goes here, and the copies below wait for the device.
     wanted = [COLUMNS[name] for name in columns]
     of_rows = {c.name: c.to_rows(data, samples, part) for c in wanted if c.to_rows is not None}
@@ -263,3 +280,43 @@ def pack(
         },
         of_rows={name: rows.to(device) for name, rows in of_rows.items()},
     )
+
+
+def shares_prompts(config: Config) -> bool:
+    """Whether a prompt is computed once for all samples of a micro-batch that have it."""
+    engine = config.megatron.overrides.get("transformer_impl") == "transformer_engine"
+    return config.data.share_prompts and config.megatron.context_parallel_size == 1 and not engine
+
+
+def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) -> list[tuple[int, int]]:
+    """For each of `samples` the place of the first with the same prompt, and the tokens that it takes from there: the
+    prompt, or 0 from itself.
+
+    Prompts are the same if their tokens are, and in each ragged one of `columns` their rows: the experts that the
+    engine used for a prompt may differ between samples, and such samples share nothing.
+    """
+    ragged = [COLUMNS[name].to_rows for name in columns]
+    first: dict[tuple[bytes, ...], int] = {}
+    found = []
+    for place, i in enumerate(samples):
+        tokens = data["tokens"][i]
+        length = len(tokens) - data["response_lengths"][i]
+        rows = [rows_of(data, [i], token_slice([len(tokens)]))[:length] for rows_of in ragged if rows_of]
+        of = first.setdefault(tuple(x.numpy().tobytes() for x in (tokens[:length], *rows)), place)
+        found.append((of, 0 if of == place else length))
+    return found
+
+
+def forward_flops(
+    data: TrainData, columns: Sequence[str], hf_config: dict[str, Any], *, share_prompts: bool
+) -> float:
+    """`sample_flops` of all samples of a rank, without the prompts that their micro-batches compute for another sample.
+
+    `columns`: those that the micro-batches carry, as in `pack`.
+    """
+    lengths = zip(data["total_lengths"], data["response_lengths"], strict=True)
+    total = sum(sample_flops(n, response, hf_config) for n, response in lengths)
+    for samples in data["micro_batch_indices"] if share_prompts else ():
+        taken = (n for _, n in shared_prompts(data, samples, columns))
+        total -= sum(sample_flops(n, 0, hf_config) for n in taken)
+    return total

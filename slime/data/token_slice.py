@@ -3,6 +3,9 @@
 Each sequence is cut into 2 C nearly equal runs for C ranks, and rank c computes runs c and 2 C - 1 - c. An early run
 needs little causal attention and a late run much, so that all ranks have the same work ("zigzag", as in Megatron-LM).
 Sequences are not padded. A rank may have no token of a short sequence.
+
+Where one rank computes the row, sequences with the same prompt share its tokens: the first one computes them, and the
+others begin after them. Every token keeps a place in the packed row, as if nothing were shared.
 Shapes: T packed tokens, n tokens of this rank, P rows that every rank computes (its tokens, then padding).
 """
 
@@ -30,7 +33,7 @@ class TokenSlice:
 
     `lengths`: tokens of each sequence of the row. `runs`: this rank's runs, in its order. `tokens` [n]: the place of
     each of its tokens in the packed row. `rows`: P, equal on all ranks. `gathered` [T]: the place of each packed token
-    when the P rows of all ranks are concatenated.
+    when the P rows of all ranks are concatenated. `shares`: some tokens are computed once for several sequences.
     """
 
     lengths: tuple[int, ...]
@@ -40,6 +43,7 @@ class TokenSlice:
     tokens: Tensor
     rows: int
     gathered: Tensor
+    shares: bool = False
 
     def row_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the packed places `tokens` this rank computes (indices into `tokens`), and in which of its rows."""
@@ -48,17 +52,30 @@ class TokenSlice:
         return mine, row[mine]
 
 
-def token_slice(lengths: Sequence[int], *, rank: int = 0, size: int = 1, multiple: int = 1) -> TokenSlice:
+def token_slice(
+    lengths: Sequence[int],
+    *,
+    rank: int = 0,
+    size: int = 1,
+    multiple: int = 1,
+    prompts: Sequence[tuple[int, int]] = (),
+) -> TokenSlice:
     """The part of rank `rank` of `size` in a row of sequences of `lengths` tokens; P is a multiple of `multiple`.
 
-    ValueError for an empty list or a length below 1.
+    `prompts`: for each sequence an earlier one, or itself, and how many first tokens it takes from there (0 from
+    itself); for one rank only. ValueError for an empty list or a length below 1.
     """
+    assert size == 1 or not prompts
     if not lengths or min(lengths) < 1:
         raise ValueError(
             f"lengths must be positive and at least one, got {list(lengths)[:8]}; drop empty sequences"
         )
     first = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    runs = [_runs(lengths, r, size) for r in range(size)]
+    if prompts:
+        starts = [taken for _, taken in prompts]
+        runs = [[Run(s, a, b) for s, (a, b) in enumerate(zip(starts, lengths, strict=True)) if a < b]]
+    else:
+        runs = [_runs(lengths, r, size) for r in range(size)]
     tokens = [
         torch.cat(
             [torch.arange(first[x.sequence] + x.start, first[x.sequence] + x.stop) for x in of_rank]
@@ -70,7 +87,10 @@ def token_slice(lengths: Sequence[int], *, rank: int = 0, size: int = 1, multipl
     gathered = torch.empty(first[-1], dtype=torch.int64)
     for r, places in enumerate(tokens):
         gathered[places] = r * rows + torch.arange(len(places))
-    return TokenSlice(tuple(lengths), rank, size, runs[rank], tokens[rank], rows, gathered)
+    for s, (of, taken) in enumerate(prompts):
+        gathered[first[s] : first[s] + taken] = gathered[first[of] : first[of] + taken]
+    shares = any(taken for _, taken in prompts)
+    return TokenSlice(tuple(lengths), rank, size, runs[rank], tokens[rank], rows, gathered, shares)
 
 
 def _runs(lengths: Sequence[int], rank: int, size: int) -> list[Run]:

@@ -25,6 +25,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rl_kernel import rotary
 from slime.data.token_slice import TokenSlice
+from slime.megatron_backend.rows import Rows, take
 
 # Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
@@ -41,9 +42,9 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     padded batches, which follow each other in one buffer of `padded_tokens` rows. `slots` [T] and `query_slots` [n]
     int64 are the buffer rows of the packed tokens and of this rank's tokens.
 
-    `context_group` are the ranks that share the row. With it, `gathered` [T] has the index of each packed token in the
-    concatenated rows of all ranks, and `keys` [K] has the indices of the keys of every run, one run after the other.
-    All three are None if one rank computes the row. `routing`: the experts of the tokens, see
+    `context_group` are the ranks that share the row, or None. With it, and where sequences share a prompt, `gathered`
+    reads each of the T packed tokens from the concatenated rows of all ranks, and `keys` reads the K keys of every run,
+    one run after the other. Otherwise both are None. `routing`: the experts of the tokens, see
     `slime.megatron_backend.routing_replay`. None if the routers choose.
     """
 
@@ -55,8 +56,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     query_slots: Tensor = field(kw_only=True)
     padded_tokens: int = 0
     context_group: Any = None
-    gathered: Tensor | None = None
-    keys: Tensor | None = None
+    gathered: Rows | None = None
+    keys: Rows | None = None
     routing: Any = None
 
 
@@ -84,12 +85,13 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
         query_slots=slots[part.tokens].to(device),
         padded_tokens=padded,
     )
-    if part.size > 1:
+    if part.size > 1 or part.shares:
         first = starts.tolist()
-        keys = [torch.arange(first[run.sequence], first[run.sequence] + run.stop) for run in part.runs]
-        layout.keys = part.gathered[torch.cat([*keys, torch.empty(0, dtype=torch.int64)])].to(device)
-        layout.gathered = part.gathered.to(device)
-        layout.context_group = context_group
+        runs = [torch.arange(first[run.sequence], first[run.sequence] + run.stop) for run in part.runs]
+        keys = part.gathered[torch.cat([*runs, torch.empty(0, dtype=torch.int64)])]
+        total = part.size * part.rows if part.size > 1 else len(part.tokens)
+        layout.gathered, layout.keys = (Rows.of(x, total).to(device) for x in (part.gathered, keys))
+        layout.context_group = context_group if part.size > 1 else None
     return layout
 
 
@@ -114,18 +116,20 @@ def _buckets(lengths: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]], int
 
 
 def gather_keys(
-    key: Tensor, value: Tensor, layout: PackedLayout, order: Tensor | None
+    key: Tensor, value: Tensor, layout: PackedLayout, order: Rows | None
 ) -> tuple[Tensor, Tensor]:
-    """Gathers keys and values [n, G, D] of all ranks in `order` (`layout.gathered` or `layout.keys`): [T or K, G, D].
+    """The keys and values [n, G, D] that the attention reads, in `order` (`layout.gathered` or `layout.keys`): [T or K,
+    G, D].
 
-    Backward: each rank gets the sum of all ranks' gradients for its tokens. Collective if several ranks share the row.
+    Backward: each token gets the sum of the gradients of all ranks and of all sequences that read it. Collective if
+    several ranks share the row.
     """
-    if layout.context_group is None:
+    if order is None:
         return key, value
     both = torch.cat([key, value], dim=1)
-    everyone: Tensor = gather_from_sequence_parallel_region(_padded(both, layout), group=layout.context_group)
-    assert order is not None  # `packed_layout` sets both orders with the group
-    keys, values = everyone.index_select(0, order).chunk(2, dim=1)
+    if layout.context_group is not None:
+        both = gather_from_sequence_parallel_region(_padded(both, layout), group=layout.context_group)
+    keys, values = take(both, order).chunk(2, dim=1)
     return keys, values
 
 
@@ -148,8 +152,8 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
     """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket.
 
     query [n, A, D] of this rank's tokens, key and value [T, G, D] of the row -> [n, A, D]. Padding rows follow a
-    sequence's tokens, so the causal mask excludes them. Deterministic on the CPU. The queries of other ranks are
-    computed with zeros, which costs as much as computing them.
+    sequence's tokens, so the causal mask excludes them. Deterministic on the CPU. The queries of other ranks, and of a
+    prompt that another sequence computes, are computed with zeros, which costs as much as computing them.
     """
     sizes = [sequences * length for sequences, length in layout.buckets]
     places = (layout.query_slots, layout.slots, layout.slots)

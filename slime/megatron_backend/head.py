@@ -29,6 +29,7 @@ from slime.megatron_backend import native
 from slime.megatron_backend.model import head_main_grad, hidden_of, logits_of, output_weight, vocab_range
 from slime.megatron_backend.native import EntropyUse
 from slime.megatron_backend.parallel import ParallelInfo
+from slime.megatron_backend.rows import Rows, take
 from slime.tracking.timers import Timers
 
 Objective = Callable[[Tensor, Tensor | None, slice], Losses]
@@ -130,7 +131,8 @@ class LmHead(ABC):
 
     def _hidden(self, batch: MicroBatch, output: Tensor) -> Tensor:
         """Hidden states that predict the response tokens: [r, H], model dtype, equal on all tensor-parallel ranks."""
-        return hidden_of(self.model, output)[batch.rows]
+        hidden = hidden_of(self.model, output)
+        return take(hidden, Rows.of(batch.rows, len(hidden)))
 
     def _response_logits(self, batch: MicroBatch, output: Tensor) -> Tensor:
         """Logits [r, V_local] of the response positions in the model's dtype, with the columns that pad the vocabulary.
@@ -246,7 +248,8 @@ class NativeHead(LmHead):
     def local_log_probs(
         self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
     ) -> tuple[Tensor, Tensor | None]:
-        logits = logits_of(self.model, output)[batch.rows].float()
+        logits = logits_of(self.model, output)
+        logits = take(logits, Rows.of(batch.rows, len(logits))).float()
         logits = native.mask_padding(logits, *vocab_range(self.model))
         return native.log_probs_and_entropy(
             logits, batch.targets, temperature=self.temperature, entropy=entropy

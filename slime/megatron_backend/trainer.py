@@ -29,7 +29,7 @@ from slime.config import Config
 from slime.config.cluster import PARTS
 from slime.config.debug import profiled_steps
 from slime.data import columns
-from slime.data.packing import MicroBatch, pack
+from slime.data.packing import MicroBatch, pack, shares_prompts
 from slime.divergence import DivergedError
 from slime.hooks import load_function
 from slime.megatron_backend import checkpoint
@@ -229,6 +229,7 @@ class MegatronTrainer:
             multiple=info.tp_size if self.config.megatron.sequence_parallel else 1,
             cp_rank=info.cp_rank,
             cp_size=info.cp_size,
+            share_prompts=shares_prompts(self.config),
         )
         if policy:
             self.replay.attach(batch, training=training)

@@ -15,7 +15,8 @@ from slime import operators
 from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.problems import given
-from slime.data.packing import sample_flops
+from slime.data import columns
+from slime.data.packing import forward_flops, shares_prompts
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
@@ -103,9 +104,12 @@ class RolloutManager:
             metrics["perf/rollout_rss_gib"] = resident
         # Count the ranks' data only: samples at the end of a batch that do not fill a step are left out.
         totals = [n for data in ranks for n in data["total_lengths"]]
-        responses = [n for data in ranks for n in data["response_lengths"]]
-        flops = sum(sample_flops(n, r, self.hf_config) for n, r in zip(totals, responses, strict=True))
+        flops = sum(self._forward_flops(data) for data in ranks)
         return RolloutBatch(rank_data, metrics, tokens=sum(totals), forward_flops=flops)
+
+    def _forward_flops(self, data: TrainData) -> float:
+        carried = columns.carried(data, self.args, training=True, policy=True)
+        return forward_flops(data, carried, self.hf_config, share_prompts=shares_prompts(self.config))
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
         """Groups, their metrics, and how they were drawn (None if a saved rollout does not record it)."""

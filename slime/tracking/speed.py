@@ -15,7 +15,8 @@ def training_speed(
     perf/actor_train_tok_per_s over all ranks. Only for parts that were timed.
 
     `perf` holds the times of one rank in seconds. `tokens` and `forward_flops` count the samples of all ranks (as in
-    RolloutBatch), so the result is for a rank with the mean share. Only the model's own FLOPs count: recomputation
+    RolloutBatch: shared prompts in `tokens` as often as samples have them), so the result is for a rank with the mean
+    share. Only the model's own FLOPs count: recomputation
     and padding take time and make the speed smaller.
     """
     speed = {

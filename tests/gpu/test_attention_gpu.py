@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import flash_attention, packed_layout, padded_attention
+from slime.megatron_backend.attention import flash_attention, gather_keys, packed_layout, padded_attention
+from slime.megatron_backend.rows import take
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +37,7 @@ def with_gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, parts: lis
         if layout.keys is not None:  # what gather_keys makes of the rows of all ranks
             empty = torch.zeros(part.size * part.rows, GROUPS, SIZE, dtype=q.dtype, device="cuda")
             everyone = (empty.index_copy(0, part.gathered.cuda(), x) for x in (key, value))
-            key, value = (x.index_select(0, layout.keys) for x in everyone)
+            key, value = (take(x, layout.keys) for x in everyone)
         of_rank = attention(query[tokens], key, value, layout, SCALE)
         of_rank.backward(upstream[tokens])
         out[tokens] = of_rank.detach()
@@ -68,3 +69,42 @@ def test_a_rank_without_tokens_still_has_a_gradient():
     out.sum().backward()
     for leaf in (q, k, v):
         assert leaf.grad is not None and not leaf.grad.any()
+
+
+def shared(attention, dtype: torch.dtype, *, own: bool) -> list[Tensor]:
+    """Output and gradients of the tokens that are computed once: prompts of 1500 for five sequences, of 90 for two.
+    `own`: every sequence computes its own copy of the prompt."""
+    lengths, prompts = [1564, 1501, 1800, 90, 1500, 1733, 300], [(0, 0), (0, 1500), (0, 1500), (3, 0)]
+    part = token_slice(lengths, prompts=[*prompts, (0, 1500), (0, 1500), (3, 90)])
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = (HEADS, GROUPS, GROUPS, HEADS)
+    q, k, v, upstream = (
+        torch.randn(len(part.tokens), n, SIZE, device="cuda", generator=generator).to(dtype) for n in sizes
+    )
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    query, key, value = (leaf.to(dtype) for leaf in leaves)
+    tokens, copies = part.tokens.cuda(), part.gathered.cuda()
+    if own:
+        layout = packed_layout(token_slice(lengths), "cuda")
+        out = attention(query[copies], key[copies], value[copies], layout, SCALE)[tokens]
+    else:
+        layout = packed_layout(part, "cuda")
+        order = layout.keys if attention is flash_attention else layout.gathered
+        out = attention(query, *gather_keys(key, value, layout, order), layout, SCALE)
+    out.backward(upstream)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("attention", [flash_attention, padded_attention])
+def test_a_shared_prompt_is_attended_to_as_copies_of_it_are(attention):
+    """No worse than copies in the same dtype, against float32, and the same bits in each run."""
+    exact = shared(padded_attention, torch.float32, own=True)
+    copies = shared(attention, torch.bfloat16, own=True)
+    found, again = (shared(attention, torch.bfloat16, own=False) for _ in range(2))
+    for got, same_dtype, truth in zip(found, copies, exact, strict=True):
+        error, allowed = ((x - truth).square().mean().sqrt() for x in (got, same_dtype))
+        assert 0 < allowed < 2e-2 * truth.square().mean().sqrt().clamp(min=1)
+        assert error <= 1.2 * allowed
+    for name, first, second in zip(("out", "q", "k", "v"), found, again, strict=True):
+        if name == "out" or attention is padded_attention:
+            assert torch.equal(first, second), name

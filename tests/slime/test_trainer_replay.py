@@ -82,7 +82,7 @@ def test_the_engines_experts_are_trained_with(root):
     # random pairs of four experts: five in six differ
     assert 0.7 < replayed["steps"][0][DIFFER] < 0.95
     losses = [run["steps"][0]["train/train_rollout_logprob_abs_diff"] for run in (plain, replayed)]
-    assert abs(losses[0] - losses[1]) > 1e-3
+    assert abs(losses[0] - losses[1]) > 1e-4
     assert replayed["old"] is None  # one step: no pass for old log-probs is needed
 
 

@@ -62,18 +62,25 @@ def make_config(root: Path, **flags: Any) -> Config:
 
 
 def make_samples(seed: int = 0) -> list[Sample]:
-    """4 groups of 2 rollouts: different lengths, masks with gaps, one removed sample, one rollout with two samples."""
+    """4 groups of 2 rollouts: different lengths, masks with gaps, one removed sample, one rollout with two samples.
+
+    The samples of a group have one prompt, but for the two of group 2.
+    """
     rng = random.Random(seed)
+    prompts: dict[int, list[int]] = {}
     samples = []
     for index in range(9):
         prompt, response = rng.randint(2, 6), rng.randint(3, 12)
         group = min(index, 7) // 2
+        tokens = [rng.randrange(VOCAB) for _ in range(prompt + response)]
+        if group != 2:
+            tokens = prompts.setdefault(group, tokens[:prompt]) + tokens[prompt:]
         samples.append(
             Sample(
                 index=index,
                 group_index=group,
                 rollout_id=100 if index in (7, 8) else None,
-                tokens=[rng.randrange(VOCAB) for _ in range(prompt + response)],
+                tokens=tokens,
                 response_length=response,
                 loss_mask=[1, *(int(rng.random() < 0.8) for _ in range(response - 1))],
                 rollout_log_probs=[-4.6 + 0.3 * rng.gauss(0, 1) for _ in range(response)],

@@ -1,0 +1,53 @@
+"""Rows of a packed micro-batch, where one row may be read several times: by the samples that share a prompt.
+
+The backward is deterministic on every device. That of torch's own indexing is not on several CPU threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which of `total` rows to read: `order` [K] int64, with repeats. `readers` [K] are the places in `order`, those of
+    row 0 first, and `starts` [total] says where those of each row begin."""
+
+    order: Tensor
+    readers: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, order: Tensor, total: int) -> Rows:
+        in_order, readers = order.sort(stable=True)
+        return cls(order, readers, torch.searchsorted(in_order, torch.arange(total, device=order.device)))
+
+    def to(self, device: torch.device | str) -> Rows:
+        return Rows(self.order.to(device), self.readers.to(device), self.starts.to(device))
+
+
+def take(x: Tensor, rows: Rows) -> Tensor:
+    """`x[rows.order]`: [total, ...] -> [K, ...]. Backward: a row gets the sum of its readers' gradients, in float32 and
+    in their order, rounded once."""
+    taken: Tensor = _Take.apply(x, rows)
+    return taken
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return x.index_select(0, rows.order)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        rows = ctx.rows
+        if not rows.order.numel():
+            return upstream.new_zeros(len(rows.starts), *upstream.shape[1:]), None
+        sums = embedding_bag(rows.readers, upstream.flatten(1), rows.starts, mode="sum")
+        return sums.view(-1, *upstream.shape[1:]), None
