@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,8 +31,9 @@ class GenerateState:
 
     `semaphore` limits the samples in generation to `server_concurrency` per engine. `aborted` makes running
     generations stop. `timed_out` maps the index of a sample to the reason why it passed its deadline.
-    `request_figures` maps a metric to its values, one per request. Both cover the current rollout. `progress` is
-    (samples finished, samples wanted) of the current rollout, for a progress bar.
+    `request_figures` maps a metric to its values, one per request. `requests` counts the requests by random stream and
+    tokens before them, so that a sample that starts again draws another response. All cover the current rollout.
+    `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar.
     """
 
     def __init__(self, args: Any, engine: RolloutEngine | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -44,6 +46,7 @@ class GenerateState:
         self.aborted = False
         self.timed_out: dict[int | None, str] = {}
         self.request_figures: dict[str, list[float]] = {}
+        self.requests: Counter[tuple[str, int]] = Counter()
         self.progress = (0, 0)
         self.eval_prompts: dict[str, list[Prompt]] = {}
         self._busy = False
@@ -92,6 +95,7 @@ class GenerateState:
         self.aborted = False
         self.timed_out.clear()
         self.request_figures.clear()
+        self.requests.clear()
         self.progress = (0, 0)
 
     def end(self) -> None:
