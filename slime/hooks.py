@@ -33,10 +33,10 @@ def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
                 f"{flag} must name a module that can be imported, got {path!r}: there is no module "
                 f"{error.name!r}; {remedy}"
             ) from error
-        remedy = _near_import(error)
+        hint = _near_import(error)
         raise ValueError(
             f"{flag} must name a module that can be imported, got {path!r}: {error}"
-            + (f"; {remedy}" if remedy else "")
+            + (f"; {hint}" if hint else "")
         ) from error
     except Exception as error:  # border: the user's module may raise any error
         raise ValueError(

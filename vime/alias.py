@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -20,8 +21,8 @@ RENAMED = {"rollout.vllm_rollout": "rollout.sglang_rollout"}
 """Modules that upstream vime names after its engine. slime's module has the names that plug-ins import."""
 
 
-class Alias:
-    """Finds and loads `vime.X` as `slime.X` for the packages above (a finder and a loader of importlib)."""
+class Alias(MetaPathFinder, Loader):
+    """Finds and loads `vime.X` as `slime.X` for the packages above."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
