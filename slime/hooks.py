@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -14,20 +17,27 @@ def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
     Errors contain `flag` as the user typed it ("--custom-rm-path"). ValueError if the path is not dotted, its
     module cannot be found (the module must be on PYTHONPATH), the module has no such name, or the name is not
     callable. An exception inside the user's module is chained to a ValueError with the flag, so that the user sees
-    the difference between a faulty hook and a missing hook.
+    the difference between a faulty hook and a missing hook. An import of the user's module that does not exist below
+    `slime` or `vime` comes with the closest name that does.
     """
     module_name, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
     if not module_name or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{flag} must be a dotted path such as my_module.my_function, got {path!r}")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name is not None
+        if missing and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            remedy = nearest(module_name) or "add its folder to PYTHONPATH"
             raise ValueError(
                 f"{flag} must name a module that can be imported, got {path!r}: there is no module "
-                f"{error.name!r}; add its folder to PYTHONPATH"
+                f"{error.name!r}; {remedy}"
             ) from error
-        raise ValueError(f"{flag} must name a module that can be imported, got {path!r}: {error}") from error
+        hint = _near_import(error)
+        raise ValueError(
+            f"{flag} must name a module that can be imported, got {path!r}: {error}"
+            + (f"; {hint}" if hint else "")
+        ) from error
     except Exception as error:  # border: the user's module may raise any error
         raise ValueError(
             f"{flag} must name a module that can be imported, got {path!r}: importing {module_name} raised "
@@ -42,3 +52,29 @@ def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
         kind = type(function).__name__
         raise ValueError(f"{flag} must name a function or class, got {path!r} of type {kind}")
     return function
+
+
+def nearest(module_name: str) -> str | None:
+    """ "did you mean ...?" with the closest module of slime, for a wrong name below `slime` or `vime`, else None."""
+    root, _, rest = module_name.partition(".")
+    if root not in ("slime", "vime") or not rest:
+        return None
+    folder = Path(__file__).parent
+    names = [
+        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+        for path in folder.rglob("*.py")
+    ]
+    near = difflib.get_close_matches(rest, names, n=1)
+    return f"did you mean {root}.{near[0]}?" if near else "docs/hooks.md lists the modules for plug-ins"
+
+
+def _near_import(error: ImportError) -> str | None:
+    """The remedy for an import of a plug-in that failed: the closest module, or the closest name of a module."""
+    if isinstance(error, ModuleNotFoundError):
+        return nearest(error.name or "")
+    found = re.match(r"cannot import name '(\w+)'", str(error))
+    module = sys.modules.get(error.name or "")
+    if found is None or module is None:
+        return None
+    near = difflib.get_close_matches(found[1], dir(module), n=1)
+    return f"did you mean {error.name}.{near[0]}?" if near else f"{error.name} defines no such name"

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,65 @@ class Prompt:
 
 
 @dataclass
+class SpeculationCounts:
+    """Counts of speculative decoding, summed over the requests of a sample: `Sample.SpecInfo`."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts in an answer's `meta_info`. Counts that it does not have are 0."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Accepted tokens divided by drafted tokens, 0 without a draft."""
+        return self.spec_accept_token_num / max(self.spec_draft_token_num, 1)
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Generated tokens divided by passes of the large model, 0 without a pass."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> SpeculationCounts:
+        return cls(**data)
+
+
+@dataclass
+class CacheCounts:
+    """Prompt tokens, and how many of them the engine had in its cache: `Sample.PrefixCacheInfo`. Sums over requests."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Add the counts in an answer's `meta_info` (cached_tokens, prompt_tokens)."""
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Cached tokens divided by prompt tokens, 0 without a request."""
+        return self.cached_tokens / max(self.total_prompt_tokens, 1)
+
+    def to_dict(self) -> dict[str, int]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> CacheCounts:
+        return cls(**data)
+
+
+@dataclass
 class Sample:
     """One prompt and one response. Mutable: the stages of a rollout fill it in order.
 
@@ -37,8 +96,12 @@ class Sample:
     `rollout_routed_experts`: the experts that the engine used for each token except the last, an unsigned integer
     array [len(tokens) - 1, layers, experts per token]; only with --use-rollout-routing-replay.
     `columns`: other values per response token, by their names in `slime.data.columns`; None for a token without one.
-    Existing slime hooks read and write these field names.
+    Existing slime hooks read and write these field names. An attribute that a hook adds is kept by `to_dict` and
+    `from_dict`; its value must be plain to be saved.
     """
+
+    SpecInfo = SpeculationCounts
+    PrefixCacheInfo = CacheCounts
 
     class Status(enum.Enum):
         PENDING = "pending"
@@ -75,14 +138,16 @@ class Sample:
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
-    spec_info: dict[str, int] = field(default_factory=dict)
-    prefix_cache_info: dict[str, int] = field(default_factory=dict)
+    spec_info: SpeculationCounts = field(default_factory=SpeculationCounts)
+    prefix_cache_info: CacheCounts = field(default_factory=CacheCounts)
     columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only (the status as text), so that JSON or torch can save the record."""
-        out = {f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        """Plain values only (the status as text), so that JSON or torch can save the record. Attributes that are no
+        fields are in it too."""
+        out = {name: copy.copy(value) for name, value in vars(self).items()}
         out["status"] = self.status.value
+        out |= {name: getattr(self, name).to_dict() for name in _COUNTS}
         rows = self.rollout_routed_experts
         if rows is not None:
             text = base64.b64encode(np.ascontiguousarray(rows).tobytes()).decode()
@@ -95,7 +160,7 @@ class Sample:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Sample:
-        """Inverse of `to_dict`. TypeError for a key that is not a field."""
+        """Inverse of `to_dict`. A key that is not a field becomes an attribute."""
         data = dict(data)
         if not isinstance(data.get("status", cls.Status.PENDING), cls.Status):
             data["status"] = cls.Status(data["status"])
@@ -105,7 +170,13 @@ class Sample:
                 base64.b64decode(rows["base64"]), rows["dtype"]
             ).copy()  # torch needs a writable array
             data["rollout_routed_experts"] = flat.reshape(rows["shape"])
-        return cls(**data)
+        for name, record in _COUNTS.items():
+            if isinstance(data.get(name), Mapping):
+                data[name] = record.from_dict(data[name])
+        fields = {f.name for f in dataclasses.fields(cls)}
+        sample = cls(**{name: value for name, value in data.items() if name in fields})
+        vars(sample).update({name: value for name, value in data.items() if name not in fields})
+        return sample
 
     def get_reward_value(self, args: Any) -> float:
         """The number to train on: `reward`, or its entry `--reward-key` if the reward is a dict."""
@@ -128,40 +199,96 @@ class Sample:
 
     def append_response_tokens(
         self,
-        token_ids: list[int],
-        log_probs: list[float] | None = None,
+        args: Any = None,
         *,
+        tokens: Iterable[int] | None = None,
+        log_probs: Iterable[float] | None = None,
         trainable: bool = True,
-        text: str = "",
+        meta_info: Mapping[str, Any] | None = None,
+        text: str | None = None,
+        update_terminal_info: bool = True,
         columns: Mapping[str, list[float]] | None = None,
     ) -> None:
         """Append tokens of the model (`trainable`) or of a tool (not trained on, log-prob 0) to the response.
 
-        `columns`: values of `slime.data.columns` for these tokens. A token without a value takes the column's default.
+        Lists, arrays and tensors are accepted. `meta_info`, of the engine's answer, goes to `update_from_meta_info`
+        unless `update_terminal_info` is False. `columns`: values of `slime.data.columns` for these tokens; a token
+        without a value takes the column's default. `args` is not read. ValueError if lengths disagree, before
+        anything has changed.
         """
-        if trainable and (log_probs is None or len(log_probs) != len(token_ids)):
-            got = "none" if log_probs is None else len(log_probs)
-            raise ValueError(
-                f"log_probs must have one entry per generated token, got {got} for {len(token_ids)} tokens"
-            )
-        added = columns or {}
-        for name, values in added.items():
-            if len(values) != len(token_ids):
-                raise ValueError(
-                    f"{name} must have one entry per generated token, got {len(values)} for {len(token_ids)} tokens"
-                )
-        for name in {**self.columns, **added}:
+        ids = [int(token) for token in _plain(tokens)]
+        values = [float(value) for value in _plain(log_probs)]
+        self._check_appended(ids, None if log_probs is None else values, trainable, columns or {})
+        if not self.response_length:
+            self.columns, self.loss_mask, self.rollout_log_probs = {}, [], []
+        for name in {**self.columns, **(columns or {})}:
             before = self.columns.get(name, [None] * self.response_length)
-            self.columns[name] = [*before, *added.get(name, [None] * len(token_ids))]
-        if self.loss_mask is None:
-            self.loss_mask = [1] * self.response_length
-        if self.rollout_log_probs is None:
-            self.rollout_log_probs = []
-        self.tokens = self.tokens + list(token_ids)
-        self.loss_mask += [int(trainable)] * len(token_ids)
-        self.rollout_log_probs += list(log_probs) if trainable else [0.0] * len(token_ids)  # type: ignore[arg-type]
-        self.response_length += len(token_ids)
-        self.response += text
+            self.columns[name] = [*before, *(columns or {}).get(name, [None] * len(ids))]
+        self.loss_mask = [*(self.loss_mask or [1] * self.response_length), *([int(trainable)] * len(ids))]
+        self.rollout_log_probs = [
+            *(self.rollout_log_probs or []),
+            *(values if trainable else [0.0] * len(ids)),
+        ]
+        self.tokens = [*self.tokens, *ids]
+        self.response_length += len(ids)
+        self.response += text or ""
+        if meta_info is not None and update_terminal_info:
+            self.update_from_meta_info(args, meta_info, new_tokens=len(ids))
+
+    def _check_appended(
+        self,
+        ids: list[int],
+        log_probs: list[float] | None,
+        trainable: bool,
+        columns: Mapping[str, list[float]],
+    ) -> None:
+        """ValueError unless the new values have one entry per new token, and the old ones one per old token."""
+        per_token: dict[str, Any] = dict(columns)
+        if trainable:
+            per_token["log_probs"] = log_probs if log_probs is not None else [] if not ids else None
+        elif log_probs:
+            raise ValueError(
+                f"log_probs must be left out for tokens that the model did not generate, got {len(log_probs)}; "
+                "their loss mask is 0"
+            )
+        for name, values in per_token.items():
+            if values is None or len(values) != len(ids):
+                got = "none" if values is None else len(values)
+                raise ValueError(
+                    f"{name} must have one entry per generated token, got {got} for {len(ids)} tokens"
+                )
+        for name in ("loss_mask", "rollout_log_probs"):
+            values = getattr(self, name)
+            if self.response_length and values is not None and len(values) != self.response_length:
+                raise ValueError(
+                    f"{name} must have one entry per response token, got {len(values)} for {self.response_length} "
+                    f"tokens of sample {self.index} of group {self.group_index}; to start a sample again, set "
+                    "response_length to 0 as well"
+                )
+
+    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any], *, new_tokens: int = 1) -> None:
+        """Status, weight version and counts from the `meta_info` of an engine's answer with `new_tokens` tokens.
+
+        Without "finish_reason" the answer is not the end of a request, and nothing changes. `args` is not read.
+        ValueError for a finish reason other than stop, length and abort.
+        """
+        if meta_info.get("finish_reason") is None:
+            return
+        reason = meta_info["finish_reason"]
+        kind = reason.get("type") if isinstance(reason, Mapping) else reason
+        if kind not in FINISH_STATUS:
+            raise ValueError(f"finish_reason must be one of {', '.join(FINISH_STATUS)}, got {kind!r}")
+        self.spec_info.add(meta_info)
+        self.prefix_cache_info.add(meta_info)
+        if new_tokens and meta_info.get("weight_version") is not None:
+            version = meta_info["weight_version"]
+            self.add_weight_version(int(version) if str(version).isdecimal() else version)
+        self.status = FINISH_STATUS[kind]
+
+    def add_weight_version(self, version: int) -> None:
+        """Note the version of the weights that produced tokens, once per change."""
+        if not self.weight_versions or self.weight_versions[-1] != version:
+            self.weight_versions.append(version)
 
     @property
     def known_experts(self) -> int:
@@ -216,6 +343,28 @@ class Sample:
                 (i, v) for i, v in enumerate(self.rollout_log_probs) if not math.isfinite(v)
             )
             raise ValueError(f"rollout_log_probs must be finite, got {value} at position {position} of {who}")
+
+
+_COUNTS: dict[str, type[SpeculationCounts] | type[CacheCounts]] = {
+    "spec_info": SpeculationCounts,
+    "prefix_cache_info": CacheCounts,
+}
+"""The fields that are records of counts."""
+
+FINISH_STATUS = {
+    "stop": Sample.Status.COMPLETED,
+    "length": Sample.Status.TRUNCATED,
+    "abort": Sample.Status.ABORTED,
+}
+"""The status of a sample by its last request's finish reason."""
+
+
+def _plain(values: Any) -> Iterable[Any]:
+    """A list, array or tensor of numbers as an iterable of Python numbers; nothing for None."""
+    if values is None:
+        return ()
+    plain: Iterable[Any] = values.reshape(-1).tolist() if hasattr(values, "tolist") else values
+    return plain
 
 
 SampleGroup = list[Sample]

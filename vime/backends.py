@@ -20,6 +20,8 @@ BACKENDS: dict[str, RolloutBackend] = {
     "vllm": VllmBackend(),
 }
 
+__path__: list[str] = []  # an empty package for the plug-in paths vime.backends.*, see vime.alias
+
 
 def backend_of(config: Config) -> RolloutBackend:
     """The backend that runs the engines of this configuration."""

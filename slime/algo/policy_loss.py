@@ -6,7 +6,7 @@ the sample and over the batch. Losses and metrics of micro-batches and ranks are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,28 @@ from slime.algo.importance import opsm_mask, sequence_mean, truncated_importance
 from slime.hooks import load_function
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class HookView:
+    """The response tokens that hooks see: this context-parallel rank's r of R. Without arguments: all.
+
+    `lengths`: r_i of each sample. `local`: [R] -> [r]; `whole`: [r] -> [R] on every rank; `total`: a rank's part of the
+    loss -> the sum of all parts. Differentiable, collective over context-parallel ranks.
+    """
+
+    lengths: list[int]
+    local: Callable[[Tensor], Tensor] = _same
+    whole: Callable[[Tensor], Tensor] = _same
+    total: Callable[[Tensor], Tensor] = _same
+
+    def split(self, column: Tensor) -> list[Tensor]:
+        """[R] -> one tensor [r_i] per sample."""
+        return list(torch.split(self.local(column), self.lengths))
+
+
 @dataclass
 class TokenColumns:
     """What a loss may read, [R] each: `log_probs` and `entropy` of the present policy, fp32 nats, and `columns`, which
@@ -28,7 +50,7 @@ class TokenColumns:
 
     `t["advantages"]` is a column that the loss needs, `t.get("old_log_probs")` one that may be missing.
     `sample_of_row`: the sample of each token, from 0. `normaliser` is the last factor of `denominators`: the step's
-    rollouts, or tokens with --calculate-per-token-loss.
+    rollouts, or tokens with --calculate-per-token-loss. `view`: what hooks get of the columns; None for all.
     """
 
     log_probs: Tensor
@@ -38,6 +60,7 @@ class TokenColumns:
     total_lengths: list[int]
     response_lengths: list[int]
     normaliser: float
+    view: HookView | None = None
 
     def __getitem__(self, column: str) -> Tensor:
         if column not in self.columns:
@@ -183,26 +206,54 @@ def reduce_with_hooks(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Reduce the losses of the tokens, with --custom-tis-function-path and --custom-pg-loss-reducer-function-path.
 
-    The first may return masks: they set terms of the sum to 0, and leave the denominators as they are. The second is
-    fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> callable(pg) -> sum of sample means.
+    Hooks see the tokens of `t.view` and whole masks. The first may return masks: they set terms of the sum to 0, and
+    leave the denominators as they are. The second is fn(total_lengths, response_lengths, loss_masks,
+    calculate_per_token_loss) -> callable(pg) -> sum of sample means.
     """
+    view = t.view or HookView(t.response_lengths)
     masks, metrics = t.per_sample(t.mask), {}
+    pg = view.local(pg)
     if args.custom_tis_function_path and (args.use_tis or args.get_mismatch_metrics):
         hook = load_function(args.custom_tis_function_path, flag="--custom-tis-function-path")
-        corrected, new_masks, metrics = hook(
+        corrected, new_masks, found = hook(
             args=args,
             pg_loss=pg,
-            train_log_probs=t.per_sample(old),
-            rollout_log_probs=t.per_sample(t["rollout_log_probs"]),
+            train_log_probs=view.split(old),
+            rollout_log_probs=view.split(t["rollout_log_probs"]),
             loss_masks=masks,
             total_lengths=t.total_lengths,
             response_lengths=t.response_lengths,
         )
+        metrics = {name: _per_token(name, value, view) for name, value in found.items()}
         if args.use_tis:
+            _check_corrected(corrected, list(new_masks), pg, masks)
             pg, masks = corrected, list(new_masks)
     path = args.custom_pg_loss_reducer_function_path
     if path is None:
-        return (torch.cat(masks) / t.denominators * pg).sum(), metrics
+        return (torch.cat(masks) / t.denominators * view.whole(pg)).sum(), metrics
     make = load_function(path, flag="--custom-pg-loss-reducer-function-path")
     reducer = make(t.total_lengths, t.response_lengths, masks, args.calculate_per_token_loss)
-    return reducer(pg) / t.normaliser, metrics
+    return view.total(reducer(pg)) / t.normaliser, metrics
+
+
+def _per_token(name: str, value: Any, view: HookView) -> Tensor:
+    """A metric of a hook as [R], from [r] or a list of [r_i]; a single number stays one."""
+    column = torch.cat(list(value)) if isinstance(value, list | tuple) else torch.as_tensor(value)
+    if column.ndim == 0:
+        return column
+    if len(column) != sum(view.lengths):
+        raise ValueError(
+            f"--custom-tis-function-path must return metrics with one value per token of pg_loss, got {len(column)} "
+            f"for {sum(view.lengths)} in {name}; return a tensor of one number for a mean"
+        )
+    return view.whole(column.detach().float())
+
+
+def _check_corrected(pg: Tensor, masks: list[Tensor], old_pg: Tensor, old_masks: list[Tensor]) -> None:
+    got = [tuple(pg.shape), *(tuple(mask.shape) for mask in masks)]
+    want = [tuple(old_pg.shape), *(tuple(mask.shape) for mask in old_masks)]
+    if got != want:
+        raise ValueError(
+            f"--custom-tis-function-path must return pg_loss and loss_masks of the shapes that it got, got {got} for "
+            f"{want}; masks stay whole under context parallelism"
+        )

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import rl_kernel
-from slime.algo.advantage import gae
+from slime.algo.advantage import compute_advantages, gae
+from slime.types import TrainData
 
 
 def compute_approx_kl(
@@ -27,6 +28,22 @@ def compute_approx_kl(
         )[1]
     old = (log_probs - importance_ratio.log()).detach()
     return rl_kernel.ratio_kl(log_probs, old, log_probs_base.detach(), None, kl_loss_type, unbiased=True)[1]
+
+
+def compute_advantages_and_returns(
+    args: Any, data: TrainData, *, dp_group: torch.distributed.ProcessGroup | None = None
+) -> None:
+    """Set `advantages`, `returns` and `kl` of `data`: lists with one tensor [R_i] per sample. Reads rewards and masks,
+    and with --kl-coef old_log_probs and ref_log_probs."""
+    if args.kl_coef != 0:
+        old, ref = torch.cat(data["old_log_probs"]), torch.cat(data["ref_log_probs"])
+        kl = compute_approx_kl(old, ref, args.kl_loss_type)
+        data["kl"] = list(kl.split([len(x) for x in data["old_log_probs"]]))
+    else:
+        data["kl"] = [torch.zeros_like(mask, dtype=torch.float32) for mask in data["loss_masks"]]
+    data["advantages"], data["returns"] = compute_advantages(
+        args, data["rewards"], data["loss_masks"], data["kl"], dp_group=dp_group
+    )
 
 
 def calculate_log_probs_and_entropy(

@@ -104,7 +104,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "mtp_loss_scaling_factor": Unsupported(0.2, _MTP),
     # debug
     "save_debug_train_data": Unsupported(None, "use --save-debug-rollout-data"),
-    "load_forge_rollout_data": Unsupported(None, "use --load-debug-rollout-data"),
     "record_memory_history": Unsupported(False, _MEMORY),
     "memory_snapshot_dir": Unsupported(".", _MEMORY),
     "memory_snapshot_num_steps": Unsupported(None, _MEMORY),

@@ -93,14 +93,19 @@ def token_slice(
     return TokenSlice(tuple(lengths), rank, size, runs[rank], tokens[rank], rows, gathered, shares)
 
 
-def _runs(lengths: Sequence[int], rank: int, size: int) -> list[Run]:
-    """The non-empty runs of one rank. With one rank, each sequence is one run."""
+def run_bounds(length: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """(start, stop) of the two runs of one rank in a sequence of `length` tokens; a run may be empty. With one rank,
+    the sequence is one run."""
     if size == 1:
-        return [Run(s, 0, length) for s, length in enumerate(lengths)]
-    runs = []
-    for s, length in enumerate(lengths):
-        for k in (rank, 2 * size - 1 - rank):
-            start, stop = (length * bound // (2 * size) for bound in (k, k + 1))
-            if stop > start:
-                runs.append(Run(s, start, stop))
-    return runs
+        return [(0, length)]
+    return [(length * k // (2 * size), length * (k + 1) // (2 * size)) for k in (rank, 2 * size - 1 - rank)]
+
+
+def _runs(lengths: Sequence[int], rank: int, size: int) -> list[Run]:
+    """The non-empty runs of one rank."""
+    return [
+        Run(s, start, stop)
+        for s, length in enumerate(lengths)
+        for start, stop in run_bounds(length, rank, size)
+        if stop > start
+    ]

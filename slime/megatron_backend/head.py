@@ -121,12 +121,12 @@ class LmHead(ABC):
         return log_probs
 
     def logits(self, batch: MicroBatch, output: Tensor) -> Tensor:
-        """Logits [R, V_local] fp32 of all response positions, divided by the temperature, for a loss that reads logits.
+        """Logits [r, V_local] fp32 of this rank's response positions, divided by the temperature, for a loss that reads
+        logits.
 
-        Columns that pad the vocabulary hold -1e30 or less and so have probability 0. Every context-parallel rank gets
-        all rows: context parallelism saves no memory here. Collective over context-parallel ranks; differentiable.
+        Columns that pad the vocabulary hold -1e30 or less and so have probability 0. Differentiable.
         """
-        logits = whole(self._response_logits(batch, output).float(), batch, self.ranks)
+        logits = self._response_logits(batch, output).float()
         return native.mask_padding(logits, *vocab_range(self.model)) / self.temperature
 
     def _hidden(self, batch: MicroBatch, output: Tensor) -> Tensor:

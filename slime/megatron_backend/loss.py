@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from slime.algo.losses import loss_of
-from slime.algo.policy_loss import Losses, TokenColumns
+from slime.algo.policy_loss import HookView, Losses, TokenColumns
 from slime.config import Config
+from slime.data.columns import present
 from slime.data.packing import MicroBatch
 from slime.hooks import load_function
+from slime.megatron_backend.context_parallel import hook_view
 from slime.megatron_backend.head import LmHead, MicroBatchLoss
 from slime.megatron_backend.native import EntropyUse
 from slime.tracking.timers import Timers
@@ -41,6 +43,7 @@ def micro_batch_loss(
         return custom_loss(setup, data, batch, output, normaliser)
     total_lengths = [data["total_lengths"][i] for i in batch.samples]
     response_lengths = [data["response_lengths"][i] for i in batch.samples]
+    view = hook_view(batch, total_lengths, response_lengths, head.ranks)
     per_token = {"sample_of_row": batch.sample_of_row, **batch.columns}
     per_token = {name: head.loss_rows(batch, x) for name, x in per_token.items()}
 
@@ -48,7 +51,7 @@ def micro_batch_loss(
         of_rows = {name: x[rows] for name, x in per_token.items()}
         sample_of_row = of_rows.pop("sample_of_row")
         lengths = total_lengths, response_lengths
-        columns = TokenColumns(log_probs, entropy, of_rows, sample_of_row, *lengths, normaliser)
+        columns = TokenColumns(log_probs, entropy, of_rows, sample_of_row, *lengths, normaliser, view)
         return objective(setup.args, columns)
 
     use: EntropyUse = "loss" if config.algorithm.entropy_coef != 0 else "metric"
@@ -60,16 +63,14 @@ def custom_loss(
 ) -> MicroBatchLoss:
     """`--custom-loss-function-path`: fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics).
 
-    `logits` are those of `LmHead.logits`, [R, V_local]. `batch` has the rank's columns for the samples of the
-    micro-batch. `sum_of_sample_mean(x)` sums the means of the samples (or all tokens with
-    --calculate-per-token-loss). The loss that the hook returns is divided by the step's `normaliser` here.
+    `logits` are those of `LmHead.logits`, [r, V_local]. `batch` has the columns of the micro-batch's samples, and the
+    tokens also as `unconcat_tokens`. Under context parallelism logits and columns are of this rank's response tokens
+    (`slime.megatron_backend.context_parallel`); loss masks and tokens are whole. `sum_of_sample_mean(x)`, x [r], is
+    this rank's part of the sum of the samples' means (or of all tokens with --calculate-per-token-loss). The parts of
+    the loss, and of metrics that are tensors, are added over ranks and divided by the step's `normaliser` here.
     """
-    columns = {
-        name: [values[i] for i in batch.samples]
-        for name, values in data.items()
-        if isinstance(values, list) and len(values) == len(data["tokens"])
-    }
-    weights = batch.columns["loss_masks"] / batch.columns["loss_denominators"] * normaliser
+    view, columns = _hook_columns(setup, data, batch)
+    weights = view.local(batch.columns["loss_masks"] / batch.columns["loss_denominators"] * normaliser)
 
     def sum_of_sample_mean(per_token: Tensor) -> Tensor:
         return (per_token * weights).sum()
@@ -81,5 +82,24 @@ def custom_loss(
         logits = setup.head.logits(batch, output)
     with setup.timers.measure("policy_loss"):
         loss, metrics = hook(setup.args, columns, logits, sum_of_sample_mean)
-    sums = {name: torch.as_tensor(value).detach() / normaliser for name, value in metrics.items()}
+    loss = view.total(loss)
+    parts = {name: view.total(x.detach()) for name, x in metrics.items() if isinstance(x, Tensor)}
+    sums = {
+        name: torch.as_tensor(value).detach() / normaliser for name, value in {**metrics, **parts}.items()
+    }
     return MicroBatchLoss(loss / normaliser, {"loss": loss.detach() / normaliser, **sums}, {})
+
+
+def _hook_columns(setup: LossSetup, data: TrainData, batch: MicroBatch) -> tuple[HookView, TrainData]:
+    """The view of a custom loss, and the columns of the micro-batch's samples as it sees them."""
+    out: TrainData = {
+        name: [values[i] for i in batch.samples]
+        for name, values in data.items()
+        if isinstance(values, list) and len(values) == len(data["tokens"])
+    }
+    out["unconcat_tokens"] = out["tokens"]
+    view = hook_view(batch, out["total_lengths"], out["response_lengths"], setup.head.ranks)
+    for column in present(data, "response"):
+        if column.name != "loss_masks" and all(x is not None for x in out[column.name]):
+            out[column.name] = view.split(torch.cat(out[column.name]))
+    return view, out

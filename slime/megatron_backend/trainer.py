@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime import operators
-from slime.algo.advantage import compute_advantages
 from slime.algo.importance import sequence_mean
 from slime.algo.losses import loss_of
-from slime.algo.ppo import compute_approx_kl
+from slime.algo.ppo import compute_advantages_and_returns
 from slime.checkpoint_dir import resumed_iteration, start_directory
 from slime.config import Config
 from slime.config.cluster import PARTS
@@ -274,15 +273,7 @@ class MegatronTrainer:
             return
         if self.config.algorithm.custom_advantage_function_path:
             return self._hook("custom_advantage_function_path", self.args, data)
-        if self.config.algorithm.kl_coef != 0:
-            old, ref = torch.cat(data["old_log_probs"]), torch.cat(data["ref_log_probs"])
-            kl = compute_approx_kl(old, ref, self.config.algorithm.kl_loss_type)
-            data["kl"] = list(kl.split([len(x) for x in data["old_log_probs"]]))
-        else:
-            data["kl"] = [torch.zeros_like(mask, dtype=torch.float32) for mask in data["loss_masks"]]
-        data["advantages"], data["returns"] = compute_advantages(
-            self.args, data["rewards"], data["loss_masks"], data["kl"], dp_group=self.info.dp_group
-        )
+        compute_advantages_and_returns(self.args, data, dp_group=self.info.dp_group)
 
     def _optimizer_steps(self, rollout_id: int, data: TrainData) -> list[dict[str, float]]:
         steps, first = [], 0

@@ -21,26 +21,23 @@ from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
 from slime.rollout.state import GenerateState
 from slime.rollout.user_code import is_cancelled
-from slime.types import Sample, SampleGroup
+from slime.types import FINISH_STATUS, Sample, SampleGroup
 
 T = TypeVar("T")
 
 FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED, Sample.Status.FAILED)
-_STATUS = {
-    "stop": Sample.Status.COMPLETED,
-    "length": Sample.Status.TRUNCATED,
-    "abort": Sample.Status.ABORTED,
-}
 
 
-def request_seed(run_seed: int, session_id: str, generated_tokens: int) -> int:
+def request_seed(run_seed: int, session_id: str, generated_tokens: int, retry: int = 0) -> int:
     """Seed of one request: the first 52 bits of sha256(f"{run_seed}/{session_id}/{generated_tokens}").
 
+    The text ends with f"/{retry}" for a sample that a plug-in has reset and generates again, from 1 on.
     `session_id` is "{stream}/{rollout_id}/{sample index}" (see `generate_and_rm_group`). So a run repeats exactly
     if the engine's results do not depend on its batch, and two requests share a seed only by chance. Every JSON
     implementation keeps 52 bits.
     """
-    digest = hashlib.sha256(f"{run_seed}/{session_id}/{generated_tokens}".encode()).digest()
+    again = f"/{retry}" if retry else ""
+    digest = hashlib.sha256(f"{run_seed}/{session_id}/{generated_tokens}{again}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 12
 
 
@@ -86,7 +83,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         return sample
     experts = {"experts_from": sample.known_experts} if args.use_rollout_routing_replay else {}
     session = sample.session_id or f"sample/0/{sample.index}"
-    seed = request_seed(args.rollout_seed, session, sample.response_length)
+    place = session, sample.response_length
+    seed = request_seed(args.rollout_seed, *place, retry=state.requests[place])
+    state.requests[place] += 1
     note_sampling(args, sample, sampling_params)
     began = time.perf_counter()
     try:
@@ -135,7 +134,7 @@ def _token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
 def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: dict[str, Any]) -> None:
     continued = sample.response_length > 0
     sample.append_response_tokens(
-        result.token_ids, result.log_probs, text=result.text, columns=result.columns
+        tokens=result.token_ids, log_probs=result.log_probs, text=result.text, columns=result.columns
     )
     if result.routed_experts is not None:
         sample.append_routed_experts(result.routed_experts)
@@ -145,14 +144,11 @@ def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: 
         ids = sample.tokens[-sample.response_length :]
         sample.response = str(state.tokenizer.decode(ids, skip_special_tokens=skip))
     for version in result.weight_versions if result.token_ids else []:
-        if not sample.weight_versions or sample.weight_versions[-1] != version:
-            sample.weight_versions.append(version)
-    for name, tokens in (
-        ("cached_tokens", result.cached_tokens),
-        ("total_prompt_tokens", result.prompt_tokens),
-    ):
-        sample.prefix_cache_info[name] = sample.prefix_cache_info.get(name, 0) + tokens
-    sample.status = _STATUS[result.finish_reason]
+        sample.add_weight_version(version)
+    sample.prefix_cache_info.add(
+        {"cached_tokens": result.cached_tokens, "prompt_tokens": result.prompt_tokens}
+    )
+    sample.status = FINISH_STATUS[result.finish_reason]
 
 
 async def generate_and_rm(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from slime.types import Sample, SampleGroup
+from slime.types import Sample, SampleGroup, SpeculationCounts
 
 _REPEATED_CHARS, _REPEATED_TIMES, _LONGEST_UNIT = 100, 4, 200
 
@@ -185,17 +185,18 @@ def _constant_rewards(args: Any, groups: list[SampleGroup]) -> Counter[float]:
 
 def _cache_and_speculation(samples: list[Sample]) -> dict[str, float]:
     metrics = {}
-    prompt_tokens = sum(s.prefix_cache_info.get("total_prompt_tokens", 0) for s in samples)
+    prompt_tokens = sum(s.prefix_cache_info.total_prompt_tokens for s in samples)
     if prompt_tokens:
-        cached = sum(s.prefix_cache_info.get("cached_tokens", 0) for s in samples)
+        cached = sum(s.prefix_cache_info.cached_tokens for s in samples)
         metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
         metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
-    total: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for sample in samples:
-        total.update(sample.spec_info)
-    if total["spec_draft_token_num"] and total["spec_verify_ct"]:
-        metrics["spec_accept_rate"] = total["spec_accept_token_num"] / total["spec_draft_token_num"]
-        metrics["spec_accept_length"] = total["completion_token_num"] / total["spec_verify_ct"]
+        counts.update(sample.spec_info.to_dict())
+    total = SpeculationCounts(**counts)
+    if total.spec_draft_token_num and total.spec_verify_ct:
+        metrics["spec_accept_rate"] = total.spec_accept_rate
+        metrics["spec_accept_length"] = total.spec_accept_length
     return metrics
 
 

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from typing import Any
 
 from slime.hooks import load_function
 from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.filter_hub.base_types import call_dynamic_filter
+from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
 from slime.rollout.generate import FINISHED, generate_and_rm_group, rollout_sampling_params
 from slime.rollout.metrics import statistics_of
 from slime.rollout.state import GenerateState
@@ -69,7 +68,7 @@ class _Rollout:
         self.kept: list[SampleGroup] = []
         self.surplus: list[SampleGroup] = []
         self.finished: list[SampleGroup] = []
-        self.drops: Counter[str] = Counter()
+        self.metrics = MetricGatherer()
         self.barren = 0
         self.late = 0
         path = self.args.dynamic_sampling_filter_path
@@ -151,10 +150,10 @@ class _Rollout:
         self.drop("deadline" if reasons else "aborted")
 
     def drop(self, reason: str) -> None:
-        self.drops[reason] += 1
+        self.metrics.on_dynamic_filter_drop(reason)
         self.barren += 1
         if self.barren >= MAX_BARREN_BATCHES * self.target:
-            counts = ", ".join(f"{reason}: {count}" for reason, count in self.drops.most_common())
+            counts = ", ".join(f"{reason}: {count}" for reason, count in self.metrics.drops.most_common())
             raise RuntimeError(
                 f"--dynamic-sampling-filter-path must keep some groups, got none in {self.barren} in a "
                 f"row ({counts}); check the rewards, the difficulty of the prompts, or the filter"
@@ -164,9 +163,7 @@ class _Rollout:
         """Abort the running groups, put them back or discard them, and run the hooks on the batch."""
         self.state.aborted = True
         cut_off = await self.end_pending() + self.surplus
-        metrics: dict[str, Any] = {
-            f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self.drops.items())
-        }
+        metrics: dict[str, Any] = {**self.metrics.collect()}
         if cut_off and self.args.partial_rollout:
             self.put_back(sorted(cut_off, key=_index))
             metrics["rollout/partial/groups_put_back"] = len(cut_off)

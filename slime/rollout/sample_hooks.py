@@ -10,6 +10,14 @@ from typing import Any
 from slime.hooks import load_function
 from slime.types import Sample
 
+_current_rollout_id: int | None = None
+
+
+def set_current_rollout_id(rollout_id: int | None) -> None:
+    """The rollout of the samples that are given to hooks without one: for rollout functions of plug-ins."""
+    global _current_rollout_id
+    _current_rollout_id = rollout_id
+
 
 async def apply_rollout_sample_hooks(
     args: Any, sample: Sample | list[Sample], *, rollout_id: int | None = None, evaluation: bool = False
@@ -17,10 +25,11 @@ async def apply_rollout_sample_hooks(
     """Run the hooks in the order of their flags on a sample, or on each of the siblings in a list.
 
     A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async. Keywords that the hook does not take
-    are left out. The hook changes the sample in place or returns another sample. ValueError if it returns
-    anything else.
+    are left out. Without a `rollout_id` it is that of `set_current_rollout_id`. The hook changes the sample in place or
+    returns another sample. ValueError if it returns anything else.
     """
     paths = args.rollout_sample_hook_path or []
+    rollout_id = _current_rollout_id if rollout_id is None else rollout_id
     if isinstance(sample, list):
         return [await _apply(args, one, paths, rollout_id, evaluation) for one in sample]
     return await _apply(args, sample, paths, rollout_id, evaluation)

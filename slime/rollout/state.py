@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PROMPTS_REMEMBERED = 4096
+_newest: weakref.ref[GenerateState] | None = None
+_own_loop: asyncio.AbstractEventLoop | None = None
 
 
 class GenerateState:
@@ -30,8 +34,9 @@ class GenerateState:
 
     `semaphore` limits the samples in generation to `server_concurrency` per engine. `aborted` makes running
     generations stop. `timed_out` maps the index of a sample to the reason why it passed its deadline.
-    `request_figures` maps a metric to its values, one per request. Both cover the current rollout. `progress` is
-    (samples finished, samples wanted) of the current rollout, for a progress bar.
+    `request_figures` maps a metric to its values, one per request. `requests` counts the requests by random stream and
+    tokens before them, so that a sample that starts again draws another response. All cover the current rollout.
+    `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar.
     """
 
     def __init__(self, args: Any, engine: RolloutEngine | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -44,12 +49,15 @@ class GenerateState:
         self.aborted = False
         self.timed_out: dict[int | None, str] = {}
         self.request_figures: dict[str, list[float]] = {}
+        self.requests: Counter[tuple[str, int]] = Counter()
         self.progress = (0, 0)
         self.eval_prompts: dict[str, list[Prompt]] = {}
         self._busy = False
         self._loop: asyncio.AbstractEventLoop | None = None
         # The samples of a group share their prompt, so each prompt is tokenised once.
         self._encode = functools.lru_cache(_PROMPTS_REMEMBERED)(self._encode_uncached)
+        global _newest
+        _newest = weakref.ref(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GenerateState:
         """Returns this object: hooks deep-copy `args`, and the engine and the loop must stay the same."""
@@ -92,6 +100,7 @@ class GenerateState:
         self.aborted = False
         self.timed_out.clear()
         self.request_figures.clear()
+        self.requests.clear()
         self.progress = (0, 0)
 
     def end(self) -> None:
@@ -120,3 +129,24 @@ class GenerateState:
 
     def _encode_uncached(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def run_in_process(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run the coroutine to its end in the loop of this process's rollout, or in a loop of its own without one.
+
+    RuntimeError in a coroutine of that loop, which would wait for itself.
+    """
+    global _own_loop
+    state = _newest() if _newest else None
+    loop = _own_loop if state is None else state._loop
+    if loop is not None and asyncio._get_running_loop() is loop:
+        coroutine.close()
+        raise RuntimeError(
+            "run(coroutine) must not be called in a coroutine, got a call in one; await it there"
+        )
+    if state is not None:
+        return state.run(coroutine)
+    if _own_loop is None:
+        _own_loop = asyncio.new_event_loop()
+        threading.Thread(target=_own_loop.run_forever, name="plug-in", daemon=True).start()
+    return asyncio.run_coroutine_threadsafe(coroutine, _own_loop).result()

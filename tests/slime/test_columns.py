@@ -55,7 +55,7 @@ def generated(index: int) -> Sample:
 
     async def go() -> None:
         await generate(args, sample, {"temperature": 1.0, "max_new_tokens": 20})
-        sample.append_response_tokens([7, 8], trainable=False)
+        sample.append_response_tokens(tokens=[7, 8], trainable=False)
         await generate(args, sample, {"temperature": 1.0, "max_new_tokens": 20})
 
     asyncio.run(go())
@@ -105,11 +105,11 @@ def test_a_column_without_a_default_needs_a_value_for_every_token(monkeypatch):
     monkeypatch.setitem(COLUMNS, "margin", replace(MARGIN, default=None))
     said = "margin must have one value per response token, got 8 for 10 tokens of sample 1 of group 0; give"
     sample = Sample(index=1, group_index=0, tokens=[1], reward=0.0)
-    sample.append_response_tokens([2] * 8, [-1.0] * 8, columns={"margin": [0.0] * 8})
+    sample.append_response_tokens(tokens=[2] * 8, log_probs=[-1.0] * 8, columns={"margin": [0.0] * 8})
     assert COLUMNS["margin"].of_samples([sample]) == [[0.0] * 8]
     with pytest.raises(ValueError, match="margin must be set on all samples or none, got 1 of 2"):
         COLUMNS["margin"].of_samples([sample, Sample(tokens=[1, 2], response_length=1)])
-    sample.append_response_tokens([3, 3], trainable=False)
+    sample.append_response_tokens(tokens=[3, 3], trainable=False)
     with pytest.raises(ValueError, match=said):
         COLUMNS["margin"].of_samples([sample])
 
@@ -119,7 +119,7 @@ def test_values_must_be_as_many_as_tokens():
     with pytest.raises(
         ValueError, match="margin must have one entry per generated token, got 1 for 2 tokens"
     ):
-        sample.append_response_tokens([2, 3], [-1.0, -1.0], columns={"margin": [0.0]})
+        sample.append_response_tokens(tokens=[2, 3], log_probs=[-1.0, -1.0], columns={"margin": [0.0]})
     assert sample.tokens == [1] and sample.columns == {}
 
 

@@ -93,7 +93,7 @@ def test_buffer_filter_path(data):
 
 
 def filled_sample(sample: Sample) -> Sample:
-    sample.append_response_tokens([5, 6], [-0.1, -1 / 3], text="é")
+    sample.append_response_tokens(tokens=[5, 6], log_probs=[-0.1, -1 / 3], text="é")
     sample.status = Sample.Status.ABORTED
     sample.weight_versions, sample.reward = [1, 2], {"score": 0.1}
     sample.metadata["start_rollout_id"] = 3

@@ -44,6 +44,26 @@ slime.rollout.rm_hub.deepscaler get_deepscaler_rule_based_reward response label
 slime.rollout.rm_hub.gpqa compute_gpqa_reward response label metadata=
 slime.rollout.rm_hub.f1          f1_score                            prediction ground_truth
 slime.rollout.sample_hooks apply_rollout_sample_hooks args sample
+slime.utils.async_utils run coroutine
+slime.utils.processing_utils load_processor name_or_path
+slime.utils.processing_utils process_vision_info prompt processor
+slime.utils.processing_utils encode_image_for_rollout_engine image
+slime.rollout.filter_hub.base_types MetricGatherer
+slime.rollout.filter_hub.base_types call_dynamic_filter fn args
+slime.rollout.sample_hooks set_current_rollout_id rollout_id
+slime.rollout.fully_async_rollout generate_rollout_fully_async args rollout_id data_source evaluation=
+slime.rollout.sleep_rollout sleep args rollout_id data_source evaluation=
+slime.rollout.forge_load generate_rollout args rollout_id data_source evaluation=
+slime.rollout.on_policy_distillation reward_func args sample
+slime.rollout.on_policy_distillation post_process_rewards args samples
+slime.rollout.rm_hub.ifbench compute_ifbench_reward response label metadata=
+slime.backends.megatron_utils.cp_utils all_gather_with_cp tensor total_length response_length
+slime.backends.megatron_utils.cp_utils slice_log_prob_with_cp log_prob total_length response_length
+slime.backends.megatron_utils.cp_utils slice_with_cp tokens pad_value=
+slime.backends.megatron_utils.cp_utils get_sum_of_sample_mean total_lengths response_lengths loss_masks
+slime.backends.megatron_utils.cp_utils get_logits_and_tokens_offset_with_cp total_length response_length
+slime.backends.megatron_utils.loss get_log_probs_and_entropy logits
+slime.backends.megatron_utils.loss compute_advantages_and_returns args rollout_data
 slime.rollout.sglang_rollout generate_rollout args rollout_id data_source evaluation=
 slime.rollout.sft_rollout generate_rollout args rollout_id data_source evaluation=
 """
@@ -100,10 +120,26 @@ def test_sample_has_the_fields_and_methods_that_hooks_use():
     assert [status.name for status in types.Sample.Status] == [
         *("PENDING", "COMPLETED", "TRUNCATED", "ABORTED", "FAILED")
     ]
-    methods = "to_dict from_dict get_reward_value effective_response_length append_response_tokens"
+    assert types.Sample.SpecInfo is type(types.Sample().spec_info)
+    methods = "to_dict from_dict get_reward_value append_response_tokens update_from_meta_info"
     assert all(hasattr(types.Sample, name) for name in methods.split())
 
 
 def test_a_data_source_has_the_methods_that_subclasses_override():
     for name in ("get_samples", "add_samples", "save", "load", "__len__"):
         assert callable(getattr(source.PromptDataSource, name))
+
+
+def test_arguments_by_name():
+    """Of append_response_tokens all but `args`; of the log-probs all but the logits."""
+    names = "self args tokens log_probs trainable meta_info text update_terminal_info columns"
+    parameters = inspect.signature(types.Sample.append_response_tokens).parameters
+    assert list(parameters) == names.split()
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[2:])
+
+
+@pytest.mark.parametrize("line", PATHS.strip().splitlines(), ids=lambda line: ".".join(line.split()[:2]))
+def test_upstream_vime_has_the_same_under_its_name(line):
+    module, name, *_ = line.split()
+    renamed = module.replace("slime.", "vime.", 1).replace("sglang_rollout", "vllm_rollout")
+    assert getattr(importlib.import_module(renamed), name) is getattr(importlib.import_module(module), name)

@@ -183,13 +183,10 @@ def test_rollout_metrics_by_hand():
         [sample(1.0, 4, 0), sample(1.0, 6, 0, STATUS.TRUNCATED, response="ab" * 60)],
         [sample(0.0, 2, 1, loss_mask=[1, 0]), sample(1.0, 8, 1, non_generation_time=2.0)],
     ]
-    groups[0][0].prefix_cache_info = {"cached_tokens": 3, "total_prompt_tokens": 12}
-    groups[1][0].spec_info = {
-        "spec_accept_token_num": 6,
-        "spec_draft_token_num": 8,
-        "spec_verify_ct": 2,
-        "completion_token_num": 8,
-    }
+    groups[0][0].prefix_cache_info = Sample.PrefixCacheInfo(cached_tokens=3, total_prompt_tokens=12)
+    groups[1][0].spec_info = Sample.SpecInfo(
+        spec_accept_token_num=6, spec_draft_token_num=8, spec_verify_ct=2, completion_token_num=8
+    )
     metrics = rollout_metrics(make_args(rollout_num_gpus=2, log_passrate=True), groups, rollout_time_s=4.0)
     assert metrics == {
         "rollout/response_len/mean": 4.75,  # 4, 6, 1, 8 trained tokens

@@ -58,7 +58,7 @@ def test_a_finished_response_fills_the_sample():
     assert sample.rollout_log_probs == pytest.approx([-0.1, -0.2, -0.3])
     assert sample.loss_mask == [1, 1, 1] and sample.weight_versions == [4]
     assert sample.status is STATUS.COMPLETED
-    assert sample.prefix_cache_info == {"cached_tokens": 5, "total_prompt_tokens": 10}
+    assert sample.prefix_cache_info.to_dict() == {"cached_tokens": 5, "total_prompt_tokens": 10}
     ((text, params, seed),) = state.engine.calls
     assert (text, seed) == ("q: len=2 :", request_seed(42, "rollout/3/7", 0))
     assert params["max_new_tokens"] == 8 and params["temperature"] == 1.0 and params["top_k"] == -1
@@ -112,7 +112,7 @@ def test_an_aborted_response_goes_on_where_it_stopped():
     first, second = state.engine.calls
     assert (first[1]["max_new_tokens"], second[1]["max_new_tokens"]) == (8, 6)
     assert (first[2], second[2]) == (request_seed(42, "rollout/0/0", 0), request_seed(42, "rollout/0/0", 2))
-    assert sample.prefix_cache_info == {"cached_tokens": 6 + 7, "total_prompt_tokens": 12 + 14}
+    assert sample.prefix_cache_info.to_dict() == {"cached_tokens": 6 + 7, "total_prompt_tokens": 12 + 14}
 
 
 def test_a_character_split_between_requests_is_decoded_whole():
@@ -192,12 +192,12 @@ def test_concurrency_is_bounded():
 async def two_turns(args, sample, sampling_params, evaluation=False):
     sample.metadata["evaluation"] = evaluation
     sample = await generate(args, sample, {**sampling_params, "max_new_tokens": 2})
-    sample.append_response_tokens([1, 2, 3], trainable=False, text="xyz")
+    sample.append_response_tokens(tokens=[1, 2, 3], trainable=False, text="xyz")
     return sample
 
 
 def plain_function(args, sample, sampling_params):
-    sample.append_response_tokens([1], [-1.0], text="p")
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], text="p")
     sample.status = STATUS.COMPLETED
     return sample
 
@@ -336,3 +336,15 @@ def test_state_runs_in_one_loop_from_any_thread():
 
 async def _divide():
     return 1 / 0
+
+
+def test_a_sample_that_starts_again_draws_another_response():
+    args, state = setup()
+    sample = Sample(prompt="q: len=2 :", index=7, session_id="rollout/3/7")
+    for _ in range(2):
+        sample.tokens, sample.response, sample.response_length = [], "", 0
+        run(args, sample)
+    assert sample.response == "ab<|im_end|>" and sample.rollout_log_probs == pytest.approx([-0.1, -0.2, -0.3])
+    seeds = [seed for _, _, seed in state.engine.calls]
+    assert seeds == [request_seed(42, "rollout/3/7", 0), request_seed(42, "rollout/3/7", 0, retry=1)]
+    assert seeds[0] != seeds[1]

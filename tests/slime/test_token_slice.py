@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from slime.backends.megatron_utils.cp_utils import get_logits_and_tokens_offset_with_cp
 from slime.data.packing import pack
 from slime.data.token_slice import Run, token_slice
 
@@ -74,3 +75,28 @@ def test_pack_gives_each_rank_its_part():
         assert batch.sample_of_row.tolist() == [0, 0, 0, 0, 1]
         assert batch.columns["loss_masks"].tolist() == [1, 0, 1, 1, 1]
         assert batch.local(batch.columns["loss_masks"]).tolist() == [[1], [1, 0, 1, 1]][batch is packs[1]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_hooks_see_the_response_tokens_that_pack_gives_a_rank(size):
+    """The offsets of slime's cp_utils are those of our runs, for prompts and responses of any length."""
+    responses = [5, 1, 4, 1, 33]
+    totals = [n + 1 for n in LENGTHS]
+    tokens = [torch.arange(100 * i, 100 * i + n) for i, n in enumerate(totals)]
+    data = {"tokens": tokens, "response_lengths": responses}
+    for rank in range(size):
+        batch = pack(data, list(range(5)), [], device="cpu", cp_rank=rank, cp_size=size)
+        found = []
+        for total, response, of_sample in zip(totals, responses, tokens, strict=True):
+            longest, chunks, logits, places = get_logits_and_tokens_offset_with_cp(
+                total, response, cp_rank=rank, cp_size=size
+            )
+            assert longest * 2 * size >= total and all(b - a <= longest * 2 for a, b in chunks)
+            assert all(
+                (a - 1, b - 1) == place or (a, b) == (0, 0)
+                for (a, b), place in zip(places, logits, strict=True)
+            )
+            found += [of_sample[start:stop] for start, stop in places]
+        assert torch.cat(found).tolist() == batch.targets.tolist()
+    with pytest.raises(ValueError, match="qkv_format must be thd, got bshd"):
+        get_logits_and_tokens_offset_with_cp(4, 2, "bshd", cp_rank=0, cp_size=2)

@@ -34,6 +34,16 @@ POLICY_FLAGS = {
 }
 CUSTOM_FLAGS = {"loss_type": "custom_loss", "custom_loss_function_path": "trainer_cases.reinforce_loss"}
 GSPO_FLAGS = POLICY_FLAGS | {"advantage_estimator": "gspo", "use_opsm": True}
+SEQUENCE_LOSS = POLICY_FLAGS | {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": "sequence_loss.loss",
+}
+MISMATCH_FLAGS = POLICY_FLAGS | {
+    "custom_tis_function_path": "mismatch_correction.correct",
+    "custom_pg_loss_reducer_function_path": "fixed_length.reducer",
+    "custom_megatron_init_path": "trainer_cases.read_mismatch_settings",
+}
+MISMATCH_GSPO = MISMATCH_FLAGS | {"advantage_estimator": "gspo"}
 ONE_SAMPLE_FLAGS = POLICY_FLAGS | {"use_dynamic_batch_size": False, "micro_batch_size": 1}
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -60,6 +70,9 @@ TWO: dict[str, dict[str, Any]] = {
     "cp-logp": POLICY_FLAGS | CONTEXT | {"rl_kernel_ops": ["logp"]},
     "cp-gspo": GSPO_FLAGS | CONTEXT,
     "cp-custom": CUSTOM_FLAGS | CONTEXT,
+    "cp-sequence": SEQUENCE_LOSS | CONTEXT,
+    "cp-mismatch": MISMATCH_FLAGS | CONTEXT,
+    "cp-mismatch-gspo": MISMATCH_GSPO | CONTEXT,
     "cp-empty": ONE_SAMPLE_FLAGS | CONTEXT,
     "cp-empty-native": ONE_SAMPLE_FLAGS | CONTEXT | NATIVE,
     "cp-empty-overlap": ONE_SAMPLE_FLAGS | CONTEXT | OVERLAP,
@@ -87,7 +100,10 @@ SAVED = ("one-policy", "pp", "cp", "pp-cp", "pp-sp")
 RESUMED = {"pp": 2, "cp": 2, "pp-cp": 4, "pp-sp": 4}
 """These layouts also start from the checkpoint of a single rank."""
 
-SHORT = {"dp", "sp", "tp-custom", "cp", "cp-empty", "pp", "pp-gspo", "cp-dp", "pp-sp"}
+PLUG_INS = {"cp-sequence", "cp-mismatch"}
+"""Examples of hooks that gather and slice over context parallelism (examples/plugins)."""
+
+SHORT = {"dp", "sp", "tp-custom", "cp", "cp-empty", "pp", "pp-gspo", "cp-dp", "pp-sp"} | PLUG_INS
 """The layouts of the short suite: every kind of parallelism, alone and with another one; the others run with --all."""
 
 
@@ -102,12 +118,15 @@ SINGLE = {
     "custom": CUSTOM_FLAGS,
     "gspo": GSPO_FLAGS,
     "empty": ONE_SAMPLE_FLAGS,
+    "sequence": SEQUENCE_LOSS,
+    "mismatch-gspo": MISMATCH_GSPO,
+    "mismatch": MISMATCH_FLAGS,
 }
 
 
 def same_as(layout: str) -> str:
     """The run of one rank, by the one-pass operator where the loss allows it, that a layout is compared with."""
-    return next((name for name in SINGLE if name in layout), "policy")
+    return max((name for name in SINGLE if name in layout), key=len, default="policy")
 
 
 def samples_of(layout: str) -> list[Sample]:
@@ -309,3 +328,14 @@ def test_rank_0_publishes_the_whole_model(several, layout):
 def test_custom_loss_sees_its_part_of_the_vocabulary(several):
     """99 entries are padded to 256 = 2 x 128; the padding has no part in the softmax (compared above)."""
     assert [r["logits"][1] for r in several["tp-custom"]] == [128, 128]
+
+
+def test_plug_ins_did_what_they_are_for(one):
+    """Otherwise their comparison above would say nothing: responses were weighted and dropped, ratios moved."""
+    steps = one["mismatch"]["steps"]
+    assert any(0 < step["train/rs_dropped"] < 1 for step in steps)
+    assert all(step["train/tis_weight"] != pytest.approx(1.0, abs=1e-3) for step in steps)
+    # a second step from the same old log-probs: the loss of sequences is not that of tokens
+    assert one["sequence"]["steps"][1]["train/loss"] != pytest.approx(
+        one["policy"]["steps"][1]["train/pg_loss"]
+    )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from slime.types import Sample
 
@@ -56,9 +57,9 @@ def test_append_response_tokens():
     """The model's tokens carry log-probs and are trained on, a tool's are not."""
     prompt = [10, 11]
     sample = Sample(tokens=prompt)
-    sample.append_response_tokens([1, 2], [-0.5, -0.25], text="ab")
-    sample.append_response_tokens([3], trainable=False, text="<tool>")
-    sample.append_response_tokens([4], [-1.0], text="c")
+    sample.append_response_tokens(tokens=[1, 2], log_probs=[-0.5, -0.25], text="ab")
+    sample.append_response_tokens(tokens=[3], trainable=False, text="<tool>")
+    sample.append_response_tokens(tokens=[4], log_probs=[-1.0], text="c")
     assert (sample.tokens, sample.response, sample.response_length) == ([10, 11, 1, 2, 3, 4], "ab<tool>c", 4)
     assert sample.loss_mask == [1, 1, 0, 1]
     assert sample.rollout_log_probs == [-0.5, -0.25, 0.0, -1.0]
@@ -69,14 +70,14 @@ def test_append_response_tokens():
 
 def test_append_to_a_response_without_a_mask():
     sample = Sample(tokens=[9, 1, 2], response_length=2, rollout_log_probs=[-1.0, -2.0])
-    sample.append_response_tokens([3], trainable=False)
+    sample.append_response_tokens(tokens=[3], trainable=False)
     assert sample.loss_mask == [1, 1, 0] and sample.rollout_log_probs == [-1.0, -2.0, 0.0]
 
 
 @pytest.mark.parametrize(("log_probs", "got"), [(None, "none"), ([-1.0], "1")])
 def test_append_refuses_missing_log_probs(log_probs, got):
     with pytest.raises(ValueError, match=f"one entry per generated token, got {got} for 2 tokens"):
-        Sample(tokens=[1]).append_response_tokens([2, 3], log_probs)
+        Sample(tokens=[1]).append_response_tokens(tokens=[2, 3], log_probs=log_probs)
 
 
 def test_effective_length_without_a_mask_is_the_response():
@@ -123,5 +124,99 @@ def test_dict_round_trip():
     sample.rollout_routed_experts = rows
     again = Sample.from_dict(json.loads(json.dumps(sample.to_dict()))).rollout_routed_experts
     assert again.dtype == np.uint16 and (again == rows).all()
-    with pytest.raises(TypeError, match="colour"):
-        Sample.from_dict({"colour": 1})
+
+
+ANSWER = {
+    "finish_reason": {"type": "length", "length": 2},
+    "weight_version": "7",
+    "prompt_tokens": 2,
+    "cached_tokens": 1,
+    "completion_tokens": 2,
+    "spec_accept_token_num": 1,
+    "spec_draft_token_num": 4,
+    "spec_verify_ct": 2,
+}
+
+
+def test_append_takes_what_plug_ins_pass():
+    """Arguments by name after `args`, arrays and tensors, and the engine's `meta_info`."""
+    sample, args = Sample(tokens=[10, 11]), SimpleNamespace()
+    answer = {**ANSWER, "finish_reason": {"type": "abort"}}
+    sample.append_response_tokens(
+        args, tokens=np.array([1, 2]), log_probs=torch.tensor([-0.5, -0.25]), meta_info=answer, text="ab"
+    )
+    assert sample.status is Sample.Status.ABORTED
+    sample.append_response_tokens(args, tokens=[3], trainable=False, text="<tool>")
+    sample.append_response_tokens(args, tokens=[4], log_probs=[-1.0], meta_info=ANSWER, text="c")
+    assert sample.tokens == [10, 11, 1, 2, 3, 4] and sample.response == "ab<tool>c"
+    assert all(type(token) is int for token in sample.tokens)
+    assert sample.loss_mask == [1, 1, 0, 1] and sample.rollout_log_probs == [-0.5, -0.25, 0.0, -1.0]
+    assert sample.status is Sample.Status.TRUNCATED and sample.weight_versions == [7]
+    assert sample.prefix_cache_info == Sample.PrefixCacheInfo(cached_tokens=2, total_prompt_tokens=4)
+    assert sample.prefix_cache_info.prefix_cache_hit_rate == 0.5
+    assert sample.spec_info == Sample.SpecInfo(2, 8, 4, 4)
+    assert (sample.spec_info.spec_accept_rate, sample.spec_info.spec_accept_length) == (0.25, 1.0)
+    sample.check()
+
+
+def test_an_answer_that_is_not_the_end_changes_tokens_only():
+    for settings in (
+        {"update_terminal_info": False, "meta_info": ANSWER},
+        {"meta_info": {"prompt_tokens": 9}},
+    ):
+        sample = Sample(tokens=[10])
+        sample.append_response_tokens(tokens=[1], log_probs=[-0.5], **settings)
+        assert sample.response_length == 1 and sample.status is Sample.Status.PENDING
+        assert sample.prefix_cache_info == Sample.PrefixCacheInfo() and sample.weight_versions == []
+    sample.append_response_tokens(meta_info={**ANSWER, "finish_reason": {"type": "stop"}})
+    assert sample.status is Sample.Status.COMPLETED and sample.weight_versions == []  # no token of version 7
+    sample.update_from_meta_info(None, ANSWER)
+    assert sample.status is Sample.Status.TRUNCATED and sample.weight_versions == [7]
+    with pytest.raises(ValueError, match="finish_reason must be one of stop, length, abort, got 'error'"):
+        sample.append_response_tokens(meta_info={"finish_reason": {"type": "error"}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainable": False, "log_probs": [-1.0]}, "log_probs must be left out .* got 1"),
+        ({"log_probs": [-1.0, -2.0]}, "log_probs must have one entry per generated token, got 2 for 1"),
+        ({"log_probs": None}, "log_probs must have one entry per generated token, got none for 1"),
+    ],
+)
+def test_append_refuses_before_it_changes_anything(settings, message):
+    sample = good()
+    before = sample.to_dict()
+    with pytest.raises(ValueError, match=message):
+        sample.append_response_tokens(tokens=[9], **settings)
+    assert sample.to_dict() == before
+
+
+def test_a_sample_that_is_reset_is_built_again():
+    """As plug-ins retry: the fields that slime has are set back, and ours follow."""
+    sample = good(status=Sample.Status.FAILED, columns={"margin": [0.5, None, 0.5]}, weight_versions=[3])
+    sample.tokens, sample.response, sample.response_length = [1, 2], "", 0
+    sample.rollout_log_probs = sample.loss_mask = None
+    sample.weight_versions, sample.spec_info = [], Sample.SpecInfo()
+    sample.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -2.0], meta_info=ANSWER)
+    assert sample.tokens == [1, 2, 5, 6] and sample.loss_mask == [1, 1] and sample.columns == {}
+    assert sample.weight_versions == [7] and sample.spec_info.completion_token_num == 2
+    sample.check()
+    sample.response_length = 1  # half a reset
+    with pytest.raises(
+        ValueError, match="loss_mask must .* got 2 for 1 tokens of sample 7 .* to start .* again"
+    ):
+        sample.append_response_tokens(tokens=[8], log_probs=[-1.0])
+
+
+def test_what_a_plug_in_adds_is_kept():
+    sample = good(spec_info=Sample.SpecInfo(1, 2, 3, 4), prefix_cache_info=Sample.PrefixCacheInfo(5, 6))
+    sample.turns = [{"tool": "search"}]
+    data = json.loads(json.dumps(sample.to_dict()))
+    assert data["turns"] == [{"tool": "search"}] and data["spec_info"]["spec_draft_token_num"] == 2
+    again = Sample.from_dict(data)
+    assert again.turns == sample.turns and again == sample
+    assert again.prefix_cache_info.total_prompt_tokens == 6
+    assert Sample.from_dict({"spec_info": {"spec_verify_ct": 9}}).spec_info == Sample.SpecInfo(
+        spec_verify_ct=9
+    )

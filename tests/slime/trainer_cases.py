@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+import yaml
 from megatron_cases import VOCAB, tiny_checkpoint
 from torch import Tensor, nn
 
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 from slime.config.resolve import resolve
 from slime.config.schema import Config
 from slime.data.train_data import make_rank_data
@@ -18,7 +19,6 @@ from slime.hf_config import read_hf_config
 from slime.megatron_backend.trainer import MegatronTrainer
 from slime.megatron_backend.weights import export_hf
 from slime.types import Sample, TrainData
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy
 
 CALLS: list[tuple[Any, ...]] = []
 """The arguments of the recording hooks below, in order of their calls."""
@@ -108,6 +108,12 @@ def init_hook(args: Any) -> None:
     CALLS.append(("init", args))
 
 
+def read_mismatch_settings(args: Any) -> None:
+    """What --custom-config-path does with the keys of the example's file that are no flags."""
+    path = Path(__file__).parents[2] / "examples/plugins/mismatch_correction.yaml"
+    vars(args).update(yaml.safe_load(path.read_text()))
+
+
 def data_hook(args: Any, rollout_id: int, data: TrainData) -> None:
     CALLS.append(("data", args, rollout_id, data))
 
@@ -129,9 +135,13 @@ def advantage_hook(args: Any, data: TrainData) -> None:
 
 def reinforce_loss(args: Any, batch: TrainData, logits: Tensor, sum_of_sample_mean: Any) -> tuple:
     """-A log p. Its gradient is the clipped objective's gradient if the policy is still the old policy."""
-    targets = torch.cat([t[-n:] for t, n in zip(batch["tokens"], batch["response_lengths"], strict=True)])
-    group = parallel_state.get_tensor_model_parallel_group()
-    log_probs, entropy = calculate_log_probs_and_entropy(logits, targets, group, with_entropy=True)
+    _, out = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        with_entropy=True,
+        **{name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")},
+    )
+    log_probs, entropy = torch.cat(out["log_probs"]), torch.cat(out["entropy"])
     CALLS.append(("loss", args, tuple(logits.shape), logits.dtype, sorted(batch)))
     loss = -sum_of_sample_mean(torch.cat(batch["advantages"]) * log_probs)
     return loss, {"my_entropy": sum_of_sample_mean(entropy), "count": len(batch["tokens"])}

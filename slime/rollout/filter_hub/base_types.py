@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,3 +41,21 @@ def call_dynamic_filter(
             f"{type(output).__name__}"
         )
     return DynamicFilterOutput(keep=bool(output))
+
+
+class MetricGatherer:
+    """Counts the groups that filters drop, by reason, under the names of metrics."""
+
+    def __init__(self) -> None:
+        self.drops: Counter[str] = Counter()
+
+    def on_dynamic_filter_drop(self, reason: str | None) -> None:
+        """Count a dropped group. A group without a reason is not counted."""
+        if reason:
+            self.drops[reason] += 1
+
+    def collect(self) -> dict[str, int]:
+        """rollout/dynamic_filter/drop_{reason} of each reason, sorted."""
+        return {
+            f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(self.drops.items())
+        }

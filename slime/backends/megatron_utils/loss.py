@@ -1,0 +1,9 @@
+"""Import path of slime plug-ins: see slime.megatron_backend.custom_loss."""
+
+from slime.megatron_backend.custom_loss import (
+    compute_advantages_and_returns,
+    get_log_probs_and_entropy,
+    get_responses,
+)
+
+__all__ = ["compute_advantages_and_returns", "get_log_probs_and_entropy", "get_responses"]

@@ -1,0 +1,17 @@
+"""Import path of slime scripts for on-policy distillation, which comes with a later version."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+_LATER = "must not be used yet, got a call; on-policy distillation is not supported, write a --custom-rm-path instead"
+
+
+async def reward_func(args: Any, sample: Any, **kwargs: Any) -> NoReturn:
+    """ValueError."""
+    raise ValueError(f"slime.rollout.on_policy_distillation.reward_func {_LATER}")
+
+
+def post_process_rewards(args: Any, samples: Any, **kwargs: Any) -> NoReturn:
+    """ValueError."""
+    raise ValueError(f"slime.rollout.on_policy_distillation.post_process_rewards {_LATER}")

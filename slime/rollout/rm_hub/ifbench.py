@@ -1,0 +1,13 @@
+"""Import path of slime plug-ins for IFBench, whose checks are a package of their own."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+def compute_ifbench_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> NoReturn:
+    """ValueError."""
+    raise ValueError(
+        "--rm-type must not be ifbench, got it; its checks of instructions are not part of this project: call the "
+        "ifbench package in a --custom-rm-path"
+    )

@@ -1,0 +1,59 @@
+"""The import paths of upstream vime, which is slime with `slime` renamed: `vime.utils.types` is `slime.utils.types`.
+
+`import vime` installs one finder in each process. A module under two names is one module object, so that classes,
+singletons and pickles are the same under both names. vime's own modules are found as ever.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+PACKAGES = ("agent", "backends", "ray", "rollout", "utils")
+"""The packages of slime that plug-ins import. Other names under `vime` are vime's own."""
+
+RENAMED = {"rollout.vllm_rollout": "rollout.sglang_rollout"}
+"""Modules that upstream vime names after its engine. slime's module has the names that plug-ins import."""
+
+
+class Alias(MetaPathFinder, Loader):
+    """Finds and loads `vime.X` as `slime.X` for the packages above."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of an alias; None for vime's own modules and where slime has no such module."""
+        root, _, rest = name.partition(".")
+        if root != "vime" or rest.partition(".")[0] not in PACKAGES:
+            return None
+        parent = name.rpartition(".")[0]
+        # In an alias of a package, `path` is slime's: the normal finder would load slime's file a second time.
+        if sys.modules[parent].__name__ == parent and PathFinder.find_spec(name, path) is not None:
+            return None
+        if importlib.util.find_spec(_real(name)) is None:
+            return None
+        return importlib.util.spec_from_loader(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """The import system makes an empty module, which `exec_module` replaces."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put slime's module under the alias. It keeps its own name and spec."""
+        name = module.__name__
+        sys.modules[name] = importlib.import_module(_real(name))
+
+
+def _real(name: str) -> str:
+    rest = name.removeprefix("vime.")
+    return f"slime.{RENAMED.get(rest, rest)}"
+
+
+def install() -> None:
+    """Put the finder before the others, once."""
+    if not any(isinstance(finder, Alias) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Alias())
