@@ -262,11 +262,10 @@ def _files(c: Config) -> None:
         "--prompt-data": [c.data.prompt_data],
         "--eval-prompt-data": (c.evaluation.eval_prompt_data or [])[1::2],
     }
-    for name, files in {**paths, "--eval-config": [c.evaluation.eval_config]}.items():
+    for name, files in paths.items():
         for path in files:
-            # path@[start:end] names a slice of the file.
-            if path is not None and not Path(re.sub(r"@\[[^\]]*\]$", "", path)).exists():
-                raise ValueError(f"{name} must name a file that exists, got {path}; check the path")
+            if path is not None:
+                find_source(path, name)
 
 
 def _checkpoint(c: Config) -> None:

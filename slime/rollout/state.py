@@ -45,7 +45,7 @@ class GenerateState:
         self.timed_out: dict[int | None, str] = {}
         self.request_figures: dict[str, list[float]] = {}
         self.progress = (0, 0)
-        self.eval_prompts: dict[str, list[Prompt]] = {}
+        self.eval_prompts: dict[str, Sequence[Prompt]] = {}
         self._busy = False
         self._loop: asyncio.AbstractEventLoop | None = None
         # The samples of a group share their prompt, so each prompt is tokenised once.
