@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Run one training job. Exit code 0, 1 for a failure, whose last line says what happened, or 130 when it was
     interrupted; ValueError for what the user can put right before anything runs."""
     _catch_signals()
-    config = with_data(parse_config(argv))
+    config = with_data(parse_config(argv, download=True))
     run_dir = config.logging.run_dir
     assert run_dir is not None
     for note in config.notes:

@@ -187,6 +187,10 @@ def _build(source: Source, folder: Path) -> Dataset:
             "features": Features({name: Value("string") for name in columns}),
             "keep_default_na": False,
         }
+    elif source.suffix == ".parquet":
+        options = {
+            "batch_size": 10_000
+        }  # the builder's own is the first row group's, and fails for one without rows
     builders = {".csv": Csv, ".parquet": Parquet, ".arrow": Arrow}
     builder = builders.get(source.suffix, Text)(
         cache_dir=str(folder),
@@ -194,7 +198,8 @@ def _build(source: Source, folder: Path) -> Dataset:
         **options,
     )
     builder.download_and_prepare()
-    if not builder.info.splits or "train" not in builder.info.splits:  # no rows
+    splits = builder.info.splits
+    if not splits or not splits["train"].num_examples:
         return Dataset.from_dict({name: [] for name in builder.info.features or ()})
     table: Dataset = builder.as_dataset("train")
     return table

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 

@@ -141,6 +141,13 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
     return given, benchmark
 
 
+def _has_files(data: str) -> bool:
+    try:
+        return bool(prompt_files(data))
+    except ValueError:
+        return False
+
+
 def _show(plans: Sequence[Plan], size: float | None) -> int:
     """Check every flag as a run would, on a model without weights, then print the commands of `plans`. 1 when a side
     does not fit GPUs of `size` GiB each."""
