@@ -211,19 +211,20 @@ def _from_hub(source: Source) -> Dataset:
     from datasets.exceptions import DatasetNotFoundError
 
     name, config, split = (*source.name.split(":"), None, None)[:3]
-    wants = (
-        f"{source.flag} must name a file, a folder or a dataset NAME[:CONFIG[:SPLIT]] of the Hugging Face hub"
-    )
     try:
         table: Dataset = load_dataset(name, config, split=split or "train")
         return table
     except ConnectionError as error:
         raise ValueError(
-            f"{wants}, got {source.name}, which is no file, and the hub does not answer ({error}); check the path, "
-            "or the network and HF_HUB_OFFLINE"
+            f"{source.flag} must name a file, a folder or a dataset NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, got "
+            f"{source.name}, which is no file, and the hub does not answer ({error}); check the path, or the network "
+            "and HF_HUB_OFFLINE"
         ) from error
     except (DatasetNotFoundError, ValueError) as error:
-        raise ValueError(f"{wants}, got {source.name} ({error}); check the name, or log in") from error
+        raise ValueError(
+            f"{source.flag} must name a file, a folder or a dataset NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, got "
+            f"{source.name} ({error}); check the name, or log in"
+        ) from error
 
 
 def _cache_folder() -> Path:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import loss_of
-from slime.data.prompts import Columns, Context, load_prompts
+from slime.data.prompts import Context, load_prompts
+from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
 from slime.hf_config import read_hf_config
 from slime.hooks import load_function

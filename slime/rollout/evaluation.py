@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from slime.data.prompts import Columns, Context, load_prompts
+from slime.data.prompts import Context, load_prompts
+from slime.data.rows import Columns
 from slime.hf_config import read_hf_config
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.generate import generate_and_rm_group, run_together

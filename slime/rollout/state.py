@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.data.prompts import render_chat
+from slime.data.rows import render_chat
 from slime.protocols import GenerateResult, RolloutEngine
 from slime.rollout.user_code import watch_loop
 from slime.types import Prompt, Sample

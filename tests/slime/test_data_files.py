@@ -15,8 +15,10 @@ import pytest
 from rollout_double import make_tokenizer, write_lines
 
 from slime.data import prompts as module
+from slime.data import rows as row_module
 from slime.data.files import find_source, prompt_files, read_table
-from slime.data.prompts import Columns, load_prompts, read_file
+from slime.data.prompts import load_prompts, read_file
+from slime.data.rows import Columns
 
 COLUMNS = Columns("prompt", "label")
 ROWS = [{"prompt": f"q{i}", "label": str(i)} for i in range(5)]
@@ -170,8 +172,8 @@ def test_a_changed_file_is_read_anew_and_checks_are_remembered(tmp_path, monkeyp
     tokenizer = make_tokenizer()
     columns = Columns("prompt", apply_chat_template=True)
     rendered = []
-    render = module.render_chat
-    monkeypatch.setattr(module, "render_chat", lambda *a, **k: rendered.append(a[0]) or render(*a, **k))
+    render = row_module.render_chat
+    monkeypatch.setattr(row_module, "render_chat", lambda *a, **k: rendered.append(a[0]) or render(*a, **k))
 
     def load(**changes):
         rendered.clear()
