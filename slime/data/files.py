@@ -28,6 +28,8 @@ _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _HUB = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+){0,2}$")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 _CACHE = "HF_DATASETS_CACHE"
+_ROWS_PER_BATCH = 100_000
+"""Each start reads the header of every batch. With 1,000 rows a batch, that would bring a whole table into memory."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ def _build(source: Source, folder: Path) -> Dataset:
     builders = {".csv": Csv, ".parquet": Parquet, ".arrow": Arrow}
     builder = builders.get(source.suffix, Text)(
         cache_dir=str(folder),
+        writer_batch_size=_ROWS_PER_BATCH,
         data_files=DataFilesDict(train=DataFilesList([str(file) for file in files], changes)),
         **options,
     )

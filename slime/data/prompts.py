@@ -56,7 +56,7 @@ class Prompts(Sequence[Prompt]):
         source: Source,
         columns: Columns,
         tokenizer: PreTrainedTokenizerBase | None,
-        rows: np.ndarray,  # [prompts] int64, their rows in the table
+        rows: np.ndarray,  # [prompts] uint32, their rows in the table
     ) -> None:
         self._table, self._source, self._columns = table, source, columns
         self._tokenizer, self._rows = tokenizer, rows
@@ -88,10 +88,10 @@ class Prompts(Sequence[Prompt]):
         return Prompts(self._table, self._source, self._columns, self._tokenizer, self._rows[indices])
 
     def lengths(self, indices: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-        """[indices] int64, the tokens of each prompt. Remembered."""
+        """[indices] uint32, the tokens of each prompt. Remembered."""
         rows = self._rows[indices]
         if not len(rows):
-            return np.empty(0, np.int64)
+            return np.empty(0, np.uint32)
         whole = int(rows[-1] - rows[0]) + 1 == len(rows)
         picked = self._table.select(range(int(rows[0]), int(rows[-1]) + 1) if whole else rows)
         count = functools.partial(
@@ -141,7 +141,7 @@ def load_prompts(
     source = find_source(path, flag)
     table = read_table(source)
     part = _part(table, source)
-    rows = sizes = np.empty(0, np.int64)
+    rows = sizes = np.empty(0, np.uint32)
     template = tokenizer if columns.apply_chat_template else None
     if part:
         check = functools.partial(
@@ -231,7 +231,7 @@ def _count(
 def _mapped(
     table: Dataset, function: Callable[..., Any], names: tuple[str, ...], key: str, *, processes: bool = False
 ) -> Dataset:
-    """Columns `names`, int64, that `function` makes of batches of rows. Remembered beside the table under `key`."""
+    """Columns `names`, uint32, that `function` makes of batches of rows. Remembered beside the table under `key`."""
     from datasets import Features, Value
 
     workers = min(len(table) // _ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), 16) if processes else 1
@@ -242,7 +242,7 @@ def _mapped(
         writer_batch_size=_ROWS_PER_PROCESS,
         with_indices=True,
         remove_columns=table.column_names,
-        features=Features({name: Value("int64") for name in names}),
+        features=Features({name: Value("uint32") for name in names}),
         new_fingerprint=key,
         num_proc=workers if workers > 1 else None,
     )
@@ -269,7 +269,7 @@ def _key(
 def _require_room(prompts: Prompts, sizes: np.ndarray, context: Context, limit_flag: str) -> None:
     """ValueError if a prompt has `context.tokens` tokens or more. Tokenises only prompts that may be that long."""
     # A token is at least one byte and a character at most four, so a shorter text has fewer tokens.
-    doubtful = np.flatnonzero(4 * sizes + _TEMPLATE_BYTES >= context.tokens)
+    doubtful = np.flatnonzero(sizes >= max(0, context.tokens - _TEMPLATE_BYTES + 3) // 4)
     if not len(doubtful):
         return
     tokenizer = context.tokenizer()
