@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.checkpoint_dir import HF_INDEX
+from slime.hub import is_hub_name
 
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
@@ -16,8 +17,8 @@ def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     path = Path(checkpoint) / "config.json"
     if not path.is_file():
         what = "check the path"
-        if not path.parent.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(checkpoint)):
-            what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} --local-dir {path.parent.name}"
+        if is_hub_name(str(checkpoint)):
+            what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} (vime train does so by itself)"
         raise ValueError(f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; {what}")
     try:
         content = json.loads(path.read_text())

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ INTERPRET = not torch.cuda.is_available()
 # Triton decides at import whether to use its interpreter, and the first test file that pytest collects may import it.
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Tables of the tests' prompt files, for this process and those that it starts. `datasets` reads this at import.
+PROMPTS = tempfile.TemporaryDirectory(prefix="vime-test-prompts-")
+os.environ["HF_DATASETS_CACHE"] = PROMPTS.name
 
 
 def pytest_configure(config: pytest.Config) -> None:

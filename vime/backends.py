@@ -28,9 +28,12 @@ def backend_of(config: Config) -> RolloutBackend:
     return BACKENDS[config.engine.rollout_backend]
 
 
-def parse_config(argv: Sequence[str]) -> Config:
-    """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
-    config = parse_args(argv, BACKENDS, _from_environment)
+def parse_config(argv: Sequence[str], *, download: bool = False) -> Config:
+    """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong.
+
+    `download`: fetch --hf-checkpoint and --ref-load if they name models of the Hugging Face hub.
+    """
+    config = parse_args(argv, BACKENDS, _from_environment, download=download)
     return dataclasses.replace(config, notes=(*config.notes, *backend_of(config).remarks(config)))
 
 

@@ -135,7 +135,8 @@ def batches(c: Config) -> Iterator[str]:
 
 def prompts(c: Config) -> Iterator[str]:
     """The prompt files. They are read completely, so that a malformed line is an error here."""
-    from slime.data.prompts import Columns, load_prompts
+    from slime.data.prompts import load_prompts
+    from slime.data.rows import Columns
     from slime.rollout.evaluation import resolve_eval_datasets
 
     if c.data.disable_rollout_global_dataset or c.data.prompt_data is None:

@@ -30,7 +30,7 @@ from slime.cluster import actors, placement, ray_start
 from slime.cluster.guard import Guard
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.config import Config
-from slime.data.prompts import prompt_file
+from slime.data.files import prompt_files
 from slime.hooks import load_function
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     """Run one training job. Exit code 0, 1 for a failure, whose last line says what happened, or 130 when it was
     interrupted; ValueError for what the user can put right before anything runs."""
     _catch_signals()
-    config = with_data(parse_config(argv))
+    config = with_data(parse_config(argv, download=True))
     run_dir = config.logging.run_dir
     assert run_dir is not None
     for note in config.notes:
@@ -136,7 +136,7 @@ def with_data(config: Config) -> Config:
 
 def _inputs(config: Config) -> list[Path]:
     """The files whose content decides what a run learns, but for the weights, which are too large to read twice."""
-    data = [] if config.data.prompt_data is None else [prompt_file(config.data.prompt_data)]
+    data = [] if config.data.prompt_data is None else prompt_files(config.data.prompt_data)
     assert config.rollout.hf_checkpoint is not None
     return [*data, Path(config.rollout.hf_checkpoint) / "config.json"]
 

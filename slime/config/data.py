@@ -14,7 +14,9 @@ class DataConfig:
     """rollout_batch_size * n_samples_per_prompt = global_batch_size * num_steps_per_rollout."""
 
     prompt_data: str | None = flag(
-        None, "prompt file (jsonl, json, parquet, csv); path@[start:end] takes a part of its lines"
+        None,
+        "prompt file (jsonl, json, parquet, csv, arrow), folder of such files, or hub dataset NAME[:CONFIG[:SPLIT]]; "
+        "path@[start:end] takes a part of its rows",
     )
     input_key: str = flag("input", "column of the prompt")
     label_key: str | None = flag(None, "column of the label; a.b means field b of column a")

@@ -15,13 +15,14 @@ from typing import Any
 from slime.config.backend import BackendFlags, NoBackend
 from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
 from slime.config.engine import DEFAULT_BACKEND
-from slime.config.fields import nearest
+from slime.config.fields import nearest, spelled
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
 from slime.config.problems import Problems
 from slime.config.resolve import resolve
 from slime.config.schema import Config, own_flags
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
 from slime.config.validate import validate
+from slime.hub import local_checkpoint
 
 NO_BACKENDS: Mapping[str, BackendFlags] = MappingProxyType({})
 Translator = Callable[[list[FlagGroup]], tuple[list[FlagGroup], list[str]]]
@@ -44,21 +45,36 @@ def parse_args(
     argv: Sequence[str],
     backends: Mapping[str, BackendFlags] = NO_BACKENDS,
     translate: Translator | None = None,
+    *,
+    download: bool = False,
 ) -> Config:
     """The resolved and validated configuration of a command line.
 
     --rollout-backend picks one of `backends`, which gets its flags and adds its rules. `translate` adds flags from
     elsewhere. The command line overrides the files of --config, and the YAML file of --custom-config-path overrides
-    every flag. Raises one ValueError with every problem and the flags as typed.
+    every flag. A model of the Hugging Face hub becomes its local directory, and `download` fetches it first. Raises one
+    ValueError with every problem and the flags as typed.
     """
     problems = Problems()
     given, backend = _collect(argv, backends, translate, problems)
     config = problems.check(resolve, given.values, given.notes)
     if config is not None:
+        local = problems.check(_local_models, config, download)
+        config = local or config
         validate(config, problems, backend.rules)
     problems.report()
     assert isinstance(config, Config), "without a problem there is a configuration"
     return config
+
+
+def _local_models(config: Config, download: bool) -> Config:
+    names = {"hf_checkpoint": config.rollout.hf_checkpoint, "ref_load": config.checkpoint.ref_load}
+    local = {
+        field: local_checkpoint(name, spelled(field), download=download)
+        for field, name in names.items()
+        if name is not None
+    }
+    return config if local == names else config.with_values(**local)
 
 
 def check_flags(

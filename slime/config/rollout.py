@@ -14,7 +14,7 @@ class RolloutConfig:
 
     hf_checkpoint: str | None = flag(
         None,
-        "Hugging Face checkpoint directory: gives the model's shape, the tokenizer and the first weights",
+        "Hugging Face checkpoint directory, or model OWNER/NAME of the hub: gives shape, tokenizer and first weights",
     )
     rollout_function_path: str = flag(
         "slime.rollout.vllm_rollout.generate_rollout", "fn(args, rollout_id, data_source, evaluation=False)"

@@ -6,7 +6,6 @@ Every error gives the flag, the rule, the values found and what to do.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from slime.config.packages import check_packages
 from slime.config.problems import Problems, given
 from slime.config.resolve import FALLBACKS
 from slime.config.schema import Config, own_flags
+from slime.data.files import find_source
 from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
 from slime.hooks import load_function
 from slime.weight_sync.registry import CHANNELS
@@ -262,11 +262,13 @@ def _files(c: Config) -> None:
         "--prompt-data": [c.data.prompt_data],
         "--eval-prompt-data": (c.evaluation.eval_prompt_data or [])[1::2],
     }
-    for name, files in {**paths, "--eval-config": [c.evaluation.eval_config]}.items():
-        for path in files:
-            # path@[start:end] names a slice of the file.
-            if path is not None and not Path(re.sub(r"@\[[^\]]*\]$", "", path)).exists():
-                raise ValueError(f"{name} must name a file that exists, got {path}; check the path")
+    for name, files in paths.items():
+        for path in filter(None, files):
+            find_source(path, name)
+    if c.evaluation.eval_config is not None and not Path(c.evaluation.eval_config).exists():
+        raise ValueError(
+            f"--eval-config must name a file that exists, got {c.evaluation.eval_config}; check the path"
+        )
 
 
 def _checkpoint(c: Config) -> None:

@@ -1,49 +1,42 @@
-"""Prompt files -> Prompt records. Owns the file formats, the columns, the chat template and the length limit.
+"""Prompt files -> Prompt records. Owns what is checked, what is remembered, and the length limit.
 
 A row that cannot be read is an error with file and line. No row is skipped and no prompt is truncated. Prompts over
-the limit are left out, and a warning counts them.
+the limit are left out, and a warning counts them. `datasets` remembers the checks of a file with its table
+(slime.data.files), so that only the first start reads all rows.
 """
 
 from __future__ import annotations
 
-import csv
-import itertools
+import dataclasses
+import functools
+import hashlib
 import json
 import logging
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
 
-import jinja2
+import numpy as np
 
+from slime.data.files import Place, Source, find_source, read_table
+from slime.data.rows import Columns, prompt_lengths, to_prompt
+from slime.data.tokenizer import tokenizer_identity
 from slime.types import Prompt, Sample
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _ROWS_AT_A_TIME = 1024
+_ROWS_PER_PROCESS = 100_000
+"""A check of more rows is shared by several processes."""
 _TEMPLATE_BYTES = 4096
 """More than a chat template adds to a prompt."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a file, and how a prompt becomes text. The field names are the names of the flags.
-
-    "a.b" means field b of column a, for example "reward_model.ground_truth".
-    """
-
-    input_key: str = "input"
-    label_key: str | None = None
-    metadata_key: str = "metadata"
-    tool_key: str | None = "tools"
-    apply_chat_template: bool = False
-    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+_VERSION = 1
+"""Of the checks: a new number makes every file be checked again."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +47,72 @@ class Context:
     tokenizer: Callable[[], PreTrainedTokenizerBase]
 
 
+class Prompts(Sequence[Prompt]):
+    """The prompts of a file. Each access makes a new record from the memory-mapped table; nothing is kept."""
+
+    def __init__(
+        self,
+        table: Dataset,
+        source: Source,
+        columns: Columns,
+        tokenizer: PreTrainedTokenizerBase | None,
+        rows: np.ndarray,  # [prompts] uint32, their rows in the table
+    ) -> None:
+        self._table, self._source, self._columns = table, source, columns
+        self._tokenizer, self._rows = tokenizer, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Prompts: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Prompts:
+        if isinstance(index, slice):
+            return Prompts(self._table, self._source, self._columns, self._tokenizer, self._rows[index])
+        number = int(self._rows[index])
+        where = Place(self._source, number)
+        row = self._source.row(self._table[number], where)
+        assert row is not None, f"{where} was not empty when it was checked"
+        return to_prompt(row, where, self._columns, self._tokenizer)
+
+    def place(self, index: int) -> str:
+        """File and line of a prompt."""
+        return str(Place(self._source, int(self._rows[index])))
+
+    def kept(self, indices: np.ndarray) -> Prompts:
+        """The prompts of these indices, or of a mask."""
+        return Prompts(self._table, self._source, self._columns, self._tokenizer, self._rows[indices])
+
+    def lengths(self, indices: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+        """[indices] uint32, the tokens of each prompt. Remembered."""
+        rows = self._rows[indices]
+        if not len(rows):
+            return np.empty(0, np.uint32)
+        whole = int(rows[-1] - rows[0]) + 1 == len(rows)
+        picked = self._table.select(range(int(rows[0]), int(rows[-1]) + 1) if whole else rows)
+        count = functools.partial(
+            _count, source=self._source, columns=self._columns, template=self._tokenizer, tokenizer=tokenizer
+        )
+        key = _key(
+            self._table, self._columns, self._tokenizer, tokenizer, hashlib.sha256(rows.data).hexdigest()
+        )
+        return _column_of(_mapped(picked, count, ("tokens",), key), "tokens")
+
+
 def read_file(path: str, flag: str = "--prompt-data") -> Iterator[dict[str, Any]]:
-    """The rows of a .jsonl, .json, .parquet or .csv file, in order. `path@[a:b]` is the slice rows[a:b].
+    """The rows of a file, a folder or a hub dataset, in order. `path@[a:b]` is the slice rows[a:b].
 
     ValueError with `flag` for a missing file or another file type, and with file and line for a wrong row.
     """
-    return (row for _, row in _read_rows(path, flag))
-
-
-def prompt_file(spec: str) -> Path:
-    """The file of `path` or `path@[a:b]`."""
-    match = _SLICE.match(spec)
-    return Path(match["path"] if match else spec)
+    source = find_source(path, flag)
+    table = read_table(source)
+    for number in _part(table, source):
+        if (row := source.row(table[number], Place(source, number))) is not None:
+            yield row
 
 
 def load_prompts(
@@ -77,8 +124,8 @@ def load_prompts(
     flag: str = "--prompt-data",
     limit_flag: str = "--rollout-max-prompt-len",
     context: Context | None = None,
-) -> list[Prompt]:
-    """All prompts of a file.
+) -> Prompts:
+    """All prompts of a file, a folder or a hub dataset (`slime.data.files.find_source`).
 
     With `columns.apply_chat_template`, the text is the rendered template, open for the assistant's turn, and a plain
     string becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
@@ -91,66 +138,152 @@ def load_prompts(
         raise ValueError(
             f"tokenizer must be given for the chat template and the length limit of {path}, got None"
         )
-    places: list[str] = []
-    prompts = []
-    for where, row in _read_rows(path, flag):
-        places.append(where)
-        prompts.append(_to_prompt(row, where, columns, tokenizer))
-    if not prompts:
+    source = find_source(path, flag)
+    table = read_table(source)
+    part = _part(table, source)
+    rows = sizes = np.empty(0, np.uint32)
+    template = tokenizer if columns.apply_chat_template else None
+    if part:
+        check = functools.partial(
+            _check, first=part.start, source=source, columns=columns, tokenizer=template
+        )
+        key = _key(table, columns, template, None, f"{part.start}:{part.stop}")
+        checked = _mapped(table.select(part), check, ("row", "size"), key, processes=True)
+        rows, sizes = _column_of(checked, "row"), _column_of(checked, "size")
+    if not len(rows):
         raise ValueError(
             f"{flag} must hold at least one prompt, got none in {path}; check the file and its slice"
         )
+    prompts = Prompts(table, source, columns, template, rows)
     if max_prompt_len is None:
         if context is not None:
-            _require_room(prompts, places, context, columns.apply_chat_template_kwargs, limit_flag)
+            _require_room(prompts, sizes, context, limit_flag)
         return prompts
     assert tokenizer is not None
-    lengths = prompt_lengths([p.text for p in prompts], tokenizer, columns.apply_chat_template_kwargs)
-    kept = [p for p, length in zip(prompts, lengths, strict=True) if length <= max_prompt_len]
+    lengths = prompts.lengths(np.arange(len(rows)), tokenizer)
+    kept = prompts.kept(lengths <= max_prompt_len)
     if len(kept) < len(prompts):
         logger.warning(
             "%d of %d prompts in %s are longer than %s %d tokens (longest: %d) and are left out",
-            *(len(prompts) - len(kept), len(prompts), path, limit_flag, max_prompt_len, max(lengths)),
+            *(len(prompts) - len(kept), len(prompts), path, limit_flag, max_prompt_len, lengths.max()),
         )
-    if not kept:
+    if not len(kept):
         raise ValueError(
             f"{limit_flag} must leave at least one prompt, got {max_prompt_len} while the shortest of "
-            f"{len(prompts)} prompts in {path} has {min(lengths)} tokens; raise the limit"
+            f"{len(prompts)} prompts in {path} has {lengths.min()} tokens; raise the limit"
         )
     return kept
 
 
-def _require_room(
-    prompts: list[Prompt],
-    places: list[str],
-    context: Context,
-    template_kwargs: dict[str, Any],
-    limit_flag: str,
-) -> None:
+def _part(table: Dataset, source: Source) -> range:
+    """The rows of the slice. Empty lines do not count, and may be among them."""
+    if source.part is None:
+        return range(len(table))
+    if source.suffix != ".jsonl" or not len(table):
+        return range(len(table))[source.part]
+    lines = _mapped(table, _not_empty, ("row",), f"{table._fingerprint[:40]}-lines")
+    rows = _column_of(lines, "row")[source.part]
+    return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
+
+
+def _not_empty(batch: dict[str, list[str]], numbers: list[int]) -> dict[str, list[int]]:
+    return {"row": [n for n, text in zip(numbers, batch["text"], strict=True) if text.strip()]}
+
+
+def _check(
+    batch: dict[str, list[Any]],
+    numbers: list[int],
+    first: int,
+    source: Source,
+    columns: Columns,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> dict[str, list[int]]:
+    """Row and size in characters of each prompt. ValueError with the place of the first wrong row."""
+    rows, sizes = [], []
+    for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+        where = Place(source, first + number)
+        row = source.row(dict(zip(batch, values, strict=True)), where)
+        if row is None:
+            continue
+        text = to_prompt(row, where, columns, tokenizer).text
+        rows.append(first + number)
+        sizes.append(len(text if isinstance(text, str) else json.dumps(text)))
+    return {"row": rows, "size": sizes}
+
+
+def _count(
+    batch: dict[str, list[Any]],
+    numbers: list[int],
+    source: Source,
+    columns: Columns,
+    template: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[str, list[int]]:
+    """Tokens of each prompt of checked rows."""
+    texts = []
+    for values in zip(*batch.values(), strict=True):
+        row = source.row(dict(zip(batch, values, strict=True)), where := Place(source, 0))
+        assert row is not None
+        texts.append(to_prompt(row, where, columns, template).text)
+    return {"tokens": prompt_lengths(texts, tokenizer, columns.apply_chat_template_kwargs)}
+
+
+def _mapped(
+    table: Dataset, function: Callable[..., Any], names: tuple[str, ...], key: str, *, processes: bool = False
+) -> Dataset:
+    """Columns `names`, uint32, that `function` makes of batches of rows. Remembered beside the table under `key`."""
+    from datasets import Features, Value
+
+    workers = min(len(table) // _ROWS_PER_PROCESS, len(os.sched_getaffinity(0)), 16) if processes else 1
+    return table.map(
+        function,
+        batched=True,
+        batch_size=_ROWS_AT_A_TIME,
+        writer_batch_size=_ROWS_PER_PROCESS,
+        with_indices=True,
+        remove_columns=table.column_names,
+        features=Features({name: Value("uint32") for name in names}),
+        new_fingerprint=key,
+        num_proc=workers if workers > 1 else None,
+    )
+
+
+def _column_of(table: Dataset, name: str) -> np.ndarray:
+    column: np.ndarray = table.data.column(name).to_numpy()
+    return column
+
+
+def _key(
+    table: Dataset,
+    columns: Columns,
+    template: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rows: str,
+) -> str:
+    """The name under which a result is remembered: all that decides it."""
+    identities = [None if one is None else tokenizer_identity(one) for one in (template, tokenizer)]
+    parts = [_VERSION, table._fingerprint, dataclasses.asdict(columns), identities, rows]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _require_room(prompts: Prompts, sizes: np.ndarray, context: Context, limit_flag: str) -> None:
     """ValueError if a prompt has `context.tokens` tokens or more. Tokenises only prompts that may be that long."""
-    sizes = [len(p.text if isinstance(p.text, str) else json.dumps(p.text)) for p in prompts]
     # A token is at least one byte and a character at most four, so a shorter text has fewer tokens.
-    doubtful = [i for i, size in enumerate(sizes) if 4 * size + _TEMPLATE_BYTES >= context.tokens]
-    if not doubtful:
+    doubtful = np.flatnonzero(sizes >= max(0, context.tokens - _TEMPLATE_BYTES + 3) // 4)
+    if not len(doubtful):
         return
     tokenizer = context.tokenizer()
     # A text with more than this many characters is too long whatever its tokens are; tokenising it may take minutes.
     certain = context.tokens * max(map(len, tokenizer.get_vocab()))
-    unclear = [i for i in doubtful if sizes[i] <= certain]
-    lengths = dict(
-        zip(
-            unclear,
-            prompt_lengths([prompts[i].text for i in unclear], tokenizer, template_kwargs),
-            strict=True,
-        )
-    )
-    too_long = [i for i in doubtful if i not in lengths or lengths[i] >= context.tokens]
+    unclear = doubtful[sizes[doubtful] <= certain]
+    lengths = dict(zip(unclear.tolist(), prompts.lengths(unclear, tokenizer).tolist(), strict=True))
+    too_long = [i for i in doubtful.tolist() if lengths.get(i, context.tokens) >= context.tokens]
     if too_long:
-        worst = max(too_long, key=lambda i: sizes[i])
+        worst = max(too_long, key=lambda i: int(sizes[i]))
         size = f"{lengths[worst]} tokens" if worst in lengths else f"{sizes[worst]} characters"
         raise ValueError(
             f"prompts must be shorter than the model's context of {context.tokens} tokens (max_position_embeddings), "
-            f"got {len(too_long)} of {len(prompts)} that are not; the longest has {size} at {places[worst]}; "
+            f"got {len(too_long)} of {len(prompts)} that are not; the longest has {size} at {prompts.place(worst)}; "
             f"shorten them, or leave them out with {limit_flag}"
         )
 
@@ -173,206 +306,3 @@ def filter_long_prompt(
             *(len(samples) - len(kept), len(samples), max_length),
         )
     return kept
-
-
-def prompt_lengths(
-    texts: list[str | list[dict[str, Any]]],
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any],
-) -> list[int]:
-    """Number of tokens of each prompt. Message lists are rendered first, open for the assistant's turn."""
-    rendered = [
-        text if isinstance(text, str) else render_chat(text, tokenizer, template_kwargs) for text in texts
-    ]
-    lengths: list[int] = []
-    for start in range(0, len(rendered), _ROWS_AT_A_TIME):
-        ids = tokenizer(rendered[start : start + _ROWS_AT_A_TIME], add_special_tokens=False)["input_ids"]
-        lengths += [len(row) for row in ids]
-    return lengths
-
-
-def render_chat(
-    messages: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: dict[str, Any],
-    tools: list[Any] | None = None,
-) -> str:
-    """The text that a model continues: the chat template of the messages, open for the assistant's turn."""
-    options = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
-    return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
-
-
-def _to_prompt(
-    row: dict[str, Any], where: str, columns: Columns, tokenizer: PreTrainedTokenizerBase | None
-) -> Prompt:
-    text = _column(row, columns.input_key, "--input-key", where)
-    if text in ("", []):
-        raise ValueError(
-            f"{where}: column {columns.input_key!r} must hold a prompt, got {text!r}; fix the line"
-        )
-    if isinstance(text, list):
-        text = [_message(entry, columns.input_key, where) for entry in text]
-    elif not isinstance(text, str):
-        raise ValueError(
-            f"{where}: column {columns.input_key!r} must be a string or a list of messages, "
-            f"got {type(text).__name__}; check --input-key"
-        )
-    label = None if columns.label_key is None else _column(row, columns.label_key, "--label-key", where)
-    metadata = _parsed(
-        row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where
-    )
-    tools = None
-    if columns.tool_key is not None and row.get(columns.tool_key):
-        tools = _parsed(row[columns.tool_key], list, columns.tool_key, "--tool-key", where)
-        metadata = {**metadata, "tools": tools}
-    if columns.apply_chat_template:
-        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-        assert tokenizer is not None
-        try:
-            text = render_chat(messages, tokenizer, columns.apply_chat_template_kwargs, tools)
-        except (ValueError, jinja2.TemplateError) as error:
-            raise ValueError(
-                f"{where}: --apply-chat-template must be able to render the prompt, got {error}; "
-                "fix the line, or check the tokenizer's chat template and --apply-chat-template-kwargs"
-            ) from error
-    return Prompt(text=text, label=label, metadata=metadata)
-
-
-def _column(row: dict[str, Any], key: str, flag: str, where: str) -> Any:
-    value = row.get(key)
-    if key not in row and "." in key:  # "reward_model.ground_truth": a field of a column
-        value = row
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-    if value is None:
-        problem = "is empty" if key in row else "is missing"
-        raise ValueError(
-            f"{where}: column {key!r} {problem}, got columns {sorted(map(str, row))}; set {flag}"
-        )
-    return value
-
-
-def _message(entry: Any, key: str, where: str) -> dict[str, Any]:
-    if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
-        raise ValueError(
-            f"{where}: every message of column {key!r} must be an object with a role, got {entry!r:.80}; "
-            "fix the line"
-        )
-    # Parquet stores one struct type for all messages, so a field that this message does not have is None.
-    return {name: value for name, value in entry.items() if value is not None}
-
-
-def _parsed(value: Any, kind: type, key: str, flag: str, where: str) -> Any:
-    """`value` as a `kind`. A string is parsed as JSON, because csv and parquet files often contain JSON."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where}: column {key!r} must be JSON, got {value!r:.80} ({error}); set {flag}"
-            ) from error
-    if not isinstance(value, kind):
-        want = "an object" if kind is dict else "a list"
-        raise ValueError(f"{where}: column {key!r} must be {want}, got {type(value).__name__}; set {flag}")
-    return value
-
-
-def _read_rows(spec: str, flag: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) pairs of a file or of a slice. `place` is "file:line" for error messages."""
-    match, path = _SLICE.match(spec), prompt_file(spec)
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
-    if path.suffix not in readers:
-        raise ValueError(
-            f"{flag} must be a file of kind {', '.join(readers)}, got {path}; convert or rename it"
-        )
-    if not path.is_file():
-        raise ValueError(f"{flag} must name an existing file, got {path}; check the path")
-    rows = readers[path.suffix](path)
-    if not match:
-        return rows
-    start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
-    # A negative index counts from the end, so all rows are read first.
-    if (start or 0) < 0 or (stop or 0) < 0:
-        return iter(list(rows)[start:stop])
-    return itertools.islice(rows, start, stop)
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            line = _decoded(raw, where)
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{where}: line must be JSON, got {line.strip()!r:.80} ({error}); fix the line"
-                ) from error
-            yield where, _object(row, where)
-
-
-def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        rows = json.loads("".join(_lines(path)))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}:{error.lineno}: file must be JSON ({error}); fix it, or name it .jsonl"
-        ) from error
-    if not isinstance(rows, list):
-        raise ValueError(
-            f"{path}: file must hold a list of objects, got {type(rows).__name__}; wrap it in [ ]"
-        )
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}: entry {number}", _object(row, f"{path}: entry {number}")
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: file must be Parquet ({error}); write it again") from error
-    with file:
-        number = 0
-        for batch in file.iter_batches(_ROWS_AT_A_TIME):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}: row {number}", row
-
-
-def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    reader = csv.DictReader(_lines(path))
-    for row in reader:
-        where = f"{path}:{reader.line_num}"
-        if None in row or None in row.values():
-            raise ValueError(
-                f"{where}: line must have {len(reader.fieldnames or [])} fields as the header does; "
-                "fix the line"
-            )
-        yield where, row
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            yield _decoded(raw, f"{path}:{number}")
-
-
-def _decoded(line: bytes, where: str) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where}: line must be UTF-8, got byte 0x{line[error.start]:02x} at position {error.start}; "
-            "save the file as UTF-8"
-        ) from error
-
-
-def _object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}; one object per prompt")
-    return row

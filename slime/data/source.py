@@ -10,11 +10,14 @@ import functools
 import json
 import os
 import random
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import loss_of
-from slime.data.prompts import Columns, Context, load_prompts
+from slime.data.prompts import Context, load_prompts
+from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
 from slime.hf_config import read_hf_config
 from slime.hooks import load_function
@@ -39,12 +42,12 @@ class PromptDataSource:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.buffer: list[SampleGroup] = []
-        self.prompts: list[Prompt] = [] if args.disable_rollout_global_dataset else _load(args)
+        self.prompts: Sequence[Prompt] = [] if args.disable_rollout_global_dataset else _load(args)
         self.epoch = 0
         self.position = 0
         self.next_group_index = 0
         self.next_index = 0
-        self._order = self._shuffled()
+        self._order: tuple[int, Sequence[int]] | None = None
         self._buffer_filter = _fifo
         if args.buffer_filter_path:
             self._buffer_filter = load_function(args.buffer_filter_path, flag="--buffer-filter-path")
@@ -108,7 +111,6 @@ class PromptDataSource:
         self.buffer = [
             [Sample.from_dict(sample) for sample in group] for group in copy.deepcopy(state["buffer"])
         ]
-        self._order = self._shuffled()
 
     def save(self, rollout_id: int) -> None:
         """Write the state to `{--save}/rollout/data_state_{rollout_id}.json`, atomically, if --save is given.
@@ -165,19 +167,22 @@ class PromptDataSource:
         if self.position == len(self.prompts):
             self.epoch += 1
             self.position = 0
-            self._order = self._shuffled()
-        prompt = self.prompts[self._order[self.position]]
+        if self._order is None or self._order[0] != self.epoch:
+            self._order = self.epoch, self._shuffled()
+        prompt = self.prompts[self._order[1][self.position]]
         self.position += 1
         return prompt
 
-    def _shuffled(self) -> list[int]:
-        order = list(range(len(self.prompts)))
-        if self.args.rollout_shuffle:
-            random.Random(self.args.rollout_seed + self.epoch).shuffle(order)
+    def _shuffled(self) -> Sequence[int]:
+        """The order of this epoch, which a checkpoint continues. 10 million prompts take 40 MB and about 4 s."""
+        if not self.args.rollout_shuffle:
+            return range(len(self.prompts))
+        order = array("I", range(len(self.prompts)))
+        random.Random(self.args.rollout_seed + self.epoch).shuffle(order)
         return order
 
 
-def _load(args: Any) -> list[Prompt]:
+def _load(args: Any) -> Sequence[Prompt]:
     if not args.prompt_data:
         raise ValueError(
             "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"

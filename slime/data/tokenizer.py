@@ -30,6 +30,22 @@ def tokenizer_fingerprint(directory: str) -> str | None:
     return digest.hexdigest()[:16] if found else None
 
 
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that decides what a tokenizer makes of a text, its chat template included."""
+    import transformers
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = [
+        transformers.__version__,
+        type(tokenizer).__name__,
+        backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
+        None if backend is not None else tokenizer_fingerprint(str(tokenizer.name_or_path)),
+        tokenizer.chat_template,
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
 def load_tokenizer(
     name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any
 ) -> PreTrainedTokenizerBase:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from slime.data.prompts import Columns, Context, load_prompts
+from slime.data.prompts import Context, load_prompts
+from slime.data.rows import Columns
 from slime.hf_config import read_hf_config
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.generate import generate_and_rm_group, run_together
@@ -135,7 +137,7 @@ def build_eval_dataset_configs(
     return configs
 
 
-def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, list[Prompt]]]:
+def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, Sequence[Prompt]]]:
     """Settings and prompts of every evaluation dataset. Each file is read once per run.
 
     The rollout manager calls this at the start of a run, so that a bad file is an error at the start.
@@ -188,7 +190,7 @@ async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOu
 
 
 async def _eval_dataset(
-    state: GenerateState, config: EvalDatasetConfig, prompts: list[Prompt], rollout_id: int
+    state: GenerateState, config: EvalDatasetConfig, prompts: Sequence[Prompt], rollout_id: int
 ) -> dict[str, Any]:
     params = _sampling_params(state.args, config)
 

@@ -10,11 +10,11 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.data.prompts import render_chat
+from slime.data.rows import render_chat
 from slime.protocols import GenerateResult, RolloutEngine
 from slime.rollout.user_code import watch_loop
 from slime.types import Prompt, Sample
@@ -51,7 +51,7 @@ class GenerateState:
         self.request_figures: dict[str, list[float]] = {}
         self.requests: Counter[tuple[str, int]] = Counter()
         self.progress = (0, 0)
-        self.eval_prompts: dict[str, list[Prompt]] = {}
+        self.eval_prompts: dict[str, Sequence[Prompt]] = {}
         self._busy = False
         self._loop: asyncio.AbstractEventLoop | None = None
         # The samples of a group share their prompt, so each prompt is tokenised once.

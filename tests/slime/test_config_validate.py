@@ -96,7 +96,7 @@ def test_the_batch_equation_names_the_flags_that_were_typed(argv):
 
 
 def test_a_hub_name_is_told_from_a_wrong_path(argv):
-    hint = "; if that is a name on the Hugging Face hub: hf download Qwen/Qwen3-4B --local-dir Qwen3-4B"
+    hint = "; if that is a name on the Hugging Face hub: hf download Qwen/Qwen3-4B (vime train does so by itself)"
     for flags, ends in [
         ("Qwen/Qwen3-4B", "got Qwen/Qwen3-4B" + hint),
         ("Qwen/Qwen3-4B --use-kl-loss", "got Qwen/Qwen3-4B" + hint),
@@ -295,11 +295,11 @@ RULES = [
     ("--eval-prompt-data aime", "--eval-prompt-data must be pairs of name and path, got aime"),
     (
         "--eval-prompt-data aime absent.jsonl",
-        "--eval-prompt-data must name a file that exists, got absent.jsonl",
+        "--eval-prompt-data must name an existing file, got absent.jsonl",
     ),
     (
         "--prompt-data absent.jsonl@[0:10]",
-        "--prompt-data must name a file that exists, got absent.jsonl@[0:10]",
+        "--prompt-data must name an existing file, got absent.jsonl",
     ),
     ("--eval-config absent.yaml", "--eval-config must name a file that exists, got absent.yaml"),
     ("--ref-load absent", "--ref-load must name a Hugging Face directory with model.safetensors"),

@@ -13,7 +13,8 @@ import pytest
 from rollout_double import make_tokenizer, write_lines
 from transformers import AutoTokenizer
 
-from slime.data.prompts import Columns, Context, filter_long_prompt, load_prompts, read_file
+from slime.data.prompts import Context, filter_long_prompt, load_prompts, read_file
+from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
 from slime.types import Sample
 

@@ -58,6 +58,16 @@ def test_shuffle_is_decided_by_seed_and_epoch(data):
     assert got == want and want[:4] != want[4:]
 
 
+def test_the_order_of_earlier_versions_is_kept(tmp_path):
+    """A checkpoint saved before the prompts were tables continues at the same prompt."""
+    data = write_lines(tmp_path / "d.jsonl", [{"prompt": f"p{i}", "label": "x"} for i in range(10)])
+    source = source_of(data, rollout_shuffle=True, rollout_seed=42)
+    saved = {"version": 1, "num_prompts": 10, "rollout_seed": 42, "rollout_shuffle": True, "epoch": 1}
+    saved |= {"position": 8, "next_group_index": 18, "next_index": 36, "buffer": []}
+    source.load_state_dict(saved)
+    assert prompts_of(source.get_samples(4)) == ["p4", "p0", "p4", "p5"]
+
+
 def test_buffer_goes_first_and_in_order(data):
     source = source_of(data)
     first, second, third = source.get_samples(3)

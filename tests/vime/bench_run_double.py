@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from slime.data.prompts import prompt_file
+from slime.data.files import prompt_files
 from slime.tracking import make_trackers, write_environment
 from slime.tracking.metrics import LOGPROB_DIFF, LOGPROB_DIFF_MAX
 from vime.backends import parse_config
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     order = json.loads(orders.read_text()).get(run_dir.name, {})
     run_dir.mkdir(parents=True)
     config.save_json(run_dir / "config.json")
-    files = [prompt_file(config.data.prompt_data), Path(config.rollout.hf_checkpoint) / "config.json"]
+    files = [*prompt_files(config.data.prompt_data), Path(config.rollout.hf_checkpoint) / "config.json"]
     write_environment(run_dir, ["vime", "train", *argv], files=files)
     log_steps(config, order.get("steps", config.data.num_rollout))
     if order.get("hang"):

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from slime.config.config_file import expand_config
 from slime.config.fields import nearest
-from slime.data.prompts import prompt_file
+from slime.data.files import prompt_files
 from slime.hardware import HARDWARE
 from slime.memory_decision import TOO_SMALL
 from slime.tracking.environment import mask_command
@@ -132,13 +132,20 @@ def _read(tier: str, argv: list[str]) -> tuple[argparse.Namespace, Benchmark]:
         flags=expand_config([token for name in given.config_files for token in ("--config", name)] + flags),
         notes=given.note,
     )
-    if benchmark.data != ARITHMETIC and not prompt_file(benchmark.data).is_file():
+    if benchmark.data != ARITHMETIC and not _has_files(benchmark.data):
         raise ValueError(
             f"data of {given.benchmark} must be a prompt file that exists, got {benchmark.data}; name yours with "
             "--data, or take a --preset that makes its own (smoke, shallow: where the file has one)"
         )
     sys.path.append(str(given.benchmark.absolute().parent))  # hooks beside the file, as its runs find them
     return given, benchmark
+
+
+def _has_files(data: str) -> bool:
+    try:
+        return bool(prompt_files(data))
+    except ValueError:
+        return False
 
 
 def _show(plans: Sequence[Plan], size: float | None) -> int:

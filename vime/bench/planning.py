@@ -24,7 +24,7 @@ from typing import Any
 from slime.config.config_file import split_argv
 from slime.config.fields import spelled
 from slime.config.schema import own_flags
-from slime.data.prompts import prompt_file
+from slime.data.files import prompt_files
 from slime.tracking.environment import collect_environment, mask_command
 from vime.backends import parse_config
 from vime.bench.compare import PER_PAIR, refuse_unlike
@@ -179,7 +179,7 @@ def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]]
     imports sets some, before it notes them.
     """
     kept = environments or {}
-    now = collect_environment([], {}, [prompt_file(plan.data), plan.model / "config.json"])
+    now = collect_environment([], {}, [*prompt_files(plan.data), plan.model / "config.json"])
     now["variables"] = next((known["variables"] for known in kept.values()), {})
     sides: dict[str, list[Repeat]] = {side: [] for side in SIDES}
     for order, run in enumerate(plan.runs):

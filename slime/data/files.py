@@ -1,0 +1,308 @@
+"""What a prompt flag names -> a memory-mapped table of rows, through Hugging Face `datasets`.
+
+Owns the file formats, the names of hub datasets, the slice and the place of a row in error messages. A table lies in
+the cache of `datasets` (HF_DATASETS_CACHE) and is made again when its file changes.
+
+JSON is kept as text and parsed row by row: the JSON reader of `datasets` turns a text such as 2024-01-01 into a date,
+and it gives each row the fields of all others.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.room import Room
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+_HUB = re.compile(r"^[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+){0,2}$")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
+_CACHE = "HF_DATASETS_CACHE"
+_ROWS_PER_BATCH = 100_000
+"""Each start reads the header of every batch. With 1,000 rows a batch, that would bring a whole table into memory."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files of one kind in the order of their names, or a dataset of the hub (`files` is empty). `part`: the slice."""
+
+    name: str
+    files: tuple[Path, ...]
+    flag: str
+    part: slice | None = None
+
+    @property
+    def suffix(self) -> str:
+        """The kind of the files, "" for a dataset of the hub."""
+        return self.files[0].suffix if self.files else ""
+
+    @property
+    def is_json(self) -> bool:
+        """Whether a row of the table is JSON text."""
+        return self.suffix in (".jsonl", ".json")
+
+    def row(self, stored: dict[str, Any], where: Place) -> dict[str, Any] | None:
+        """The row that the table stores, None for an empty line. ValueError if it is not a JSON object."""
+        if not self.is_json:
+            if self.suffix == ".csv" and not list(stored.values())[-1]:
+                _check_fields(self.files)  # pandas fills a line that is too short with empty fields
+            return stored
+        text = stored["text"]
+        if not text.strip():
+            return None
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{where}: line must be JSON, got {text.strip()!r:.80} ({error}); fix the line"
+            ) from error
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{where}: must be a JSON object, got {type(row).__name__}; one object per prompt"
+            )
+        return row
+
+
+@dataclass(frozen=True)
+class Place:
+    """Row `number`, from 0, of the table of `source`. As text "file:line", which is looked up only for an error."""
+
+    source: Source
+    number: int
+
+    def __str__(self) -> str:
+        number, source = self.number, self.source
+        for file in source.files[:-1]:
+            rows = len(read_table(replace(source, files=(file,))))
+            if number < rows:
+                break
+            number -= rows
+        else:
+            file = source.files[-1] if source.files else Path(source.name)
+        if source.suffix == ".jsonl":
+            return f"{file}:{number + 1}"
+        if source.suffix == ".csv":
+            return f"{file}:{next(line for i, (line, _) in enumerate(_csv_lines(file)) if i == number + 1)}"
+        return f"{file}: {'entry' if source.suffix == '.json' else 'row'} {number + 1}"
+
+
+def find_source(spec: str, flag: str = "--prompt-data") -> Source:
+    """The files or the hub dataset of `path`, `folder` or `name[:config[:split]]`, each with an optional `@[a:b]`.
+
+    A text that looks like a path, or that exists, is never looked up on the hub. ValueError with `flag` for a missing
+    file, for another file type, and for a folder without such files or with files of several types.
+    """
+    match = _SLICE.match(spec)
+    name = match["path"] if match else spec
+    part = slice(*(int(match[end]) if match[end] else None for end in ("start", "stop"))) if match else None
+    path = Path(name)
+    kinds = ", ".join(SUFFIXES)
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        if len(suffixes := sorted({p.suffix for p in found})) != 1:
+            raise ValueError(
+                f"{flag} must name a folder with files of one kind of {kinds}, got {', '.join(suffixes) or 'none'} "
+                f"in {path}; name one file, or move the others"
+            )
+        return Source(name, tuple(found), flag, part)
+    if path.suffix not in SUFFIXES and not path.exists() and _HUB.match(name):
+        return Source(name, (), flag, part)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{flag} must be a file of kind {kinds}, got {path}; convert or rename it")
+    if not path.is_file():
+        raise ValueError(f"{flag} must name an existing file, got {path}; check the path")
+    return Source(name, (path,), flag, part)
+
+
+def prompt_files(spec: str, flag: str = "--prompt-data") -> list[Path]:
+    """The files of a prompt flag; none for a dataset of the hub."""
+    return list(find_source(spec, flag).files)
+
+
+def read_table(source: Source) -> Dataset:
+    """All rows of `source`, memory-mapped. A JSON row is in the column "text", with empty lines of .jsonl as rows.
+
+    ValueError with file and line for text that is not UTF-8, and with the file for one that cannot be read.
+    """
+    import datasets
+    import pyarrow
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised
+    folder = _cache_folder()
+    try:
+        with Room(_CACHE, folder, "a copy of the prompts"):
+            table = _build(source, folder) if source.files else _from_hub(source)
+            if source.suffix == ".json":
+                print_of = table._fingerprint[:40]
+                table = table.map(
+                    functools.partial(_entries, files=source.files),
+                    **{"batched": True, "batch_size": 1, "with_indices": True},
+                    new_fingerprint=f"{print_of}-entries",
+                )
+            return table
+    except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowInvalid, OSError) as error:
+        for file in source.files:
+            if source.suffix == ".csv":
+                _check_fields((file,))
+            elif source.is_json:
+                for _ in _lines(file):
+                    pass
+        kind = {".csv": "CSV", ".parquet": "Parquet", ".arrow": "Arrow"}.get(source.suffix, "JSON")
+        reason = error.__cause__ or error
+        raise ValueError(f"{source.name}: file must be {kind} ({reason}); write it again") from error
+
+
+def _build(source: Source, folder: Path) -> Dataset:
+    from datasets import Dataset, Features, Value
+    from datasets.data_files import DataFilesDict, DataFilesList
+    from datasets.packaged_modules.arrow.arrow import Arrow
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.packaged_modules.parquet.parquet import Parquet
+    from datasets.packaged_modules.text.text import Text
+
+    files = [file.resolve() for file in source.files if file.stat().st_size]
+    if not files:
+        return Dataset.from_dict({"text": []})
+    stats = [file.stat() for file in files]
+    # `datasets` names the table after these, so a changed file gives another table.
+    changes = [(str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns)) for stat in stats]
+    options: dict[str, Any] = {}
+    if source.is_json:
+        options = {
+            "features": Features({"text": Value("string")}),
+            "sample_by": "line" if source.suffix == ".jsonl" else "document",
+        }
+    elif source.suffix == ".csv":
+        columns = _csv_columns(source.files)
+        options = {
+            "features": Features({name: Value("string") for name in columns}),
+            "keep_default_na": False,
+        }
+    elif source.suffix == ".parquet":
+        options = {
+            "batch_size": 10_000
+        }  # the builder's own is the first row group's, and fails for one without rows
+    builders = {".csv": Csv, ".parquet": Parquet, ".arrow": Arrow}
+    builder = builders.get(source.suffix, Text)(
+        cache_dir=str(folder),
+        writer_batch_size=_ROWS_PER_BATCH,
+        data_files=DataFilesDict(train=DataFilesList([str(file) for file in files], changes)),
+        **options,
+    )
+    builder.download_and_prepare()
+    splits = builder.info.splits
+    if not splits or not splits["train"].num_examples:
+        return Dataset.from_dict({name: [] for name in builder.info.features or ()})
+    table: Dataset = builder.as_dataset("train")
+    return table
+
+
+def _from_hub(source: Source) -> Dataset:
+    """The dataset `name[:config[:split]]`; the split is train if it is not given."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    name, config, split = (*source.name.split(":"), None, None)[:3]
+    try:
+        table: Dataset = load_dataset(name, config, split=split or "train")
+        return table
+    except ConnectionError as error:
+        raise ValueError(
+            f"{source.flag} must name a file, a folder or a dataset NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, got "
+            f"{source.name}, which is no file, and the hub does not answer ({error}); check the path, or the network "
+            "and HF_HUB_OFFLINE"
+        ) from error
+    except (DatasetNotFoundError, ValueError) as error:
+        raise ValueError(
+            f"{source.flag} must name a file, a folder or a dataset NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, got "
+            f"{source.name} ({error}); check the name, or log in"
+        ) from error
+
+
+def _cache_folder() -> Path:
+    from datasets import config
+
+    folder = Path(config.HF_DATASETS_CACHE)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(folder, os.W_OK) else "it cannot be written"
+    except OSError as error:
+        problem = str(error.strerror)
+    if problem:
+        raise ValueError(
+            f"{_CACHE} must be a folder that can be written, got {folder} ({problem}); set this variable to a folder "
+            "with room for a copy of the prompts"
+        )
+    return folder
+
+
+def _entries(
+    batch: dict[str, list[str]], numbers: list[int], files: tuple[Path, ...]
+) -> dict[str, list[str]]:
+    """The entries of a .json file as JSON texts."""
+    path = [file for file in files if file.stat().st_size][numbers[0]]
+    try:
+        rows = json.loads(batch["text"][0])
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}:{error.lineno}: file must be JSON ({error}); fix it, or name it .jsonl"
+        ) from error
+    if not isinstance(rows, list):
+        raise ValueError(
+            f"{path}: file must hold a list of objects, got {type(rows).__name__}; wrap it in [ ]"
+        )
+    return {"text": [json.dumps(row) for row in rows]}
+
+
+def _csv_columns(files: tuple[Path, ...]) -> list[str]:
+    """The columns of the files. ValueError if two files, or two columns, do not agree."""
+    headers = [next((fields for _, fields in _csv_lines(file)), []) for file in files]
+    for file, header in zip(files, headers, strict=True):
+        if header != headers[0] or len(set(header)) < len(header):
+            raise ValueError(
+                f"{file}:1: columns must have different names and be those of {files[0]}, got {header}; fix the header"
+            )
+    return headers[0]
+
+
+@functools.cache
+def _check_fields(files: tuple[Path, ...]) -> None:
+    """ValueError for the first line of csv files that does not have a field for each column."""
+    for file in files:
+        width = None
+        for line, fields in _csv_lines(file):
+            width = width or len(fields)
+            if len(fields) != width:
+                raise ValueError(
+                    f"{file}:{line}: line must have {width} fields as the header does; fix the line"
+                )
+
+
+def _csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """(line number of its end, fields) of each row, the header first. Empty lines are left out, as pandas does."""
+    reader = csv.reader(_lines(path))
+    return ((reader.line_num, fields) for fields in reader if fields)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a file. ValueError with file and line for bytes that are not UTF-8."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}:{number}: line must be UTF-8, got byte 0x{raw[error.start]:02x} at position "
+                    f"{error.start}; save the file as UTF-8"
+                ) from error

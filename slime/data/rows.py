@@ -1,0 +1,135 @@
+"""A row of a prompt file -> a Prompt record. Owns the columns, the chat template and the errors of a row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from slime.data.files import Place
+from slime.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXTS_AT_A_TIME = 1024
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a file, and how a prompt becomes text. The field names are the names of the flags.
+
+    "a.b" means field b of column a, for example "reward_model.ground_truth".
+    """
+
+    input_key: str = "input"
+    label_key: str | None = None
+    metadata_key: str = "metadata"
+    tool_key: str | None = "tools"
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def to_prompt(
+    row: dict[str, Any], where: Place, columns: Columns, tokenizer: PreTrainedTokenizerBase | None
+) -> Prompt:
+    """The prompt of a row. ValueError with its place for a missing column or a wrong type."""
+    text = _column(row, columns.input_key, "--input-key", where)
+    if text in ("", []):
+        raise ValueError(
+            f"{where}: column {columns.input_key!r} must hold a prompt, got {text!r}; fix the line"
+        )
+    if isinstance(text, list):
+        text = [_message(entry, columns.input_key, where) for entry in text]
+    elif not isinstance(text, str):
+        raise ValueError(
+            f"{where}: column {columns.input_key!r} must be a string or a list of messages, "
+            f"got {type(text).__name__}; check --input-key"
+        )
+    label = None if columns.label_key is None else _column(row, columns.label_key, "--label-key", where)
+    metadata = _parsed(
+        row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where
+    )
+    tools = None
+    if columns.tool_key is not None and row.get(columns.tool_key):
+        tools = _parsed(row[columns.tool_key], list, columns.tool_key, "--tool-key", where)
+        metadata = {**metadata, "tools": tools}
+    if columns.apply_chat_template:
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        assert tokenizer is not None
+        try:
+            text = render_chat(messages, tokenizer, columns.apply_chat_template_kwargs, tools)
+        except (ValueError, jinja2.TemplateError) as error:
+            raise ValueError(
+                f"{where}: --apply-chat-template must be able to render the prompt, got {error}; "
+                "fix the line, or check the tokenizer's chat template and --apply-chat-template-kwargs"
+            ) from error
+    return Prompt(text=text, label=label, metadata=metadata)
+
+
+def _column(row: dict[str, Any], key: str, flag: str, where: Place) -> Any:
+    value = row.get(key)
+    if key not in row and "." in key:  # "reward_model.ground_truth": a field of a column
+        value = row
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+    if value is None:
+        problem = "is empty" if key in row else "is missing"
+        raise ValueError(
+            f"{where}: column {key!r} {problem}, got columns {sorted(map(str, row))}; set {flag}"
+        )
+    return value
+
+
+def _message(entry: Any, key: str, where: Place) -> dict[str, Any]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("role"), str):
+        raise ValueError(
+            f"{where}: every message of column {key!r} must be an object with a role, got {entry!r:.80}; "
+            "fix the line"
+        )
+    # Parquet stores one struct type for all messages, so a field that this message does not have is None.
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+def _parsed(value: Any, kind: type, key: str, flag: str, where: Place) -> Any:
+    """`value` as a `kind`. A string is parsed as JSON, because csv and parquet files often contain JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{where}: column {key!r} must be JSON, got {value!r:.80} ({error}); set {flag}"
+            ) from error
+    if not isinstance(value, kind):
+        want = "an object" if kind is dict else "a list"
+        raise ValueError(f"{where}: column {key!r} must be {want}, got {type(value).__name__}; set {flag}")
+    return value
+
+
+def render_chat(
+    messages: list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+    tools: list[Any] | None = None,
+) -> str:
+    """The text that a model continues: the chat template of the messages, open for the assistant's turn."""
+    options = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
+    return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
+
+
+def prompt_lengths(
+    texts: list[str | list[dict[str, Any]]],
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: dict[str, Any],
+) -> list[int]:
+    """Number of tokens of each prompt. Message lists are rendered first, open for the assistant's turn."""
+    rendered = [
+        text if isinstance(text, str) else render_chat(text, tokenizer, template_kwargs) for text in texts
+    ]
+    lengths: list[int] = []
+    for start in range(0, len(rendered), _TEXTS_AT_A_TIME):
+        ids = tokenizer(rendered[start : start + _TEXTS_AT_A_TIME], add_special_tokens=False)["input_ids"]
+        lengths += [len(row) for row in ids]
+    return lengths
