@@ -1,7 +1,8 @@
 """Which directories hold weights, and of which kind. Looks at file names only and loads no weights.
 
-A Megatron checkpoint is DIR/iter_0000010/, and DIR/latest_checkpointed_iteration.txt names the latest one. A Hugging
-Face directory has safetensors files and config.json. Imports neither torch nor Megatron, because the check of flags
+A Megatron checkpoint is DIR/iter_0000010/, and DIR/latest_checkpointed_iteration.txt names the latest one. If it says
+"release", slime's converter wrote weights to DIR/release/. A Hugging Face directory has safetensors files and
+config.json. Imports neither torch nor Megatron, because the check of flags
 uses it.
 """
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+INDEX = ".metadata"  # where the tensors of a torch_dist checkpoint are in its files
 COMPLETE = "metadata.json"  # Megatron writes it last
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
@@ -36,7 +39,7 @@ def existing(directory: Path, iteration: int) -> Path:
 
 
 def latest(directory: str | Path) -> int | None:
-    """Iteration of the newest complete checkpoint under `directory`, or None if it has none.
+    """Iteration of the newest complete checkpoint under `directory`, or None if it has none, or only a release.
 
     ValueError if the latest checkpoint that the directory names is missing or incomplete.
     """
@@ -44,15 +47,34 @@ def latest(directory: str | Path) -> int | None:
     if not record.is_file():
         return None
     text = record.read_text().strip()
+    if text == RELEASE:
+        return None
     if not text.isdigit():
         raise ValueError(
-            f"{record} must hold an iteration number, got {text!r}; what slime or Megatron converted is not read, a "
-            "Hugging Face directory is"
+            f"{record} must hold an iteration number or {RELEASE!r}, got {text!r}; write the number of a folder iter_* "
+            "beside it"
         )
     path = existing(Path(directory), int(text))
     if not (path / COMPLETE).is_file():
         raise ValueError(f"{record} must name a complete checkpoint, got {text} but {path} is not one")
     return int(text)
+
+
+def released(directory: str | Path) -> Path | None:
+    """DIR/release, if DIR holds weights that slime or Megatron converted, else None. Only its place is checked.
+
+    ValueError if the directory says so, but the weights are missing or of another format.
+    """
+    record = Path(directory) / LATEST
+    if not record.is_file() or record.read_text().strip() != RELEASE:
+        return None
+    path = record.with_name(RELEASE)
+    if not (path / INDEX).is_file():
+        raise ValueError(
+            f"{record} must stand beside {RELEASE}/ in the format torch_dist, got no {path / INDEX}; convert the model "
+            "again, or write it with `vime export --to torch_dist`"
+        )
+    return path
 
 
 def resumed_iteration(config: Config) -> int | None:
@@ -77,9 +99,16 @@ def is_hf_directory(directory: str | Path) -> bool:
 
 
 def start_directory(config: Config) -> str:
-    """The directory of the first weights of a new run: --load if it is an HF directory, else --ref-load, else
-    --hf-checkpoint. If --load is also --save, it is empty at the first start.
+    """The directory of the first weights of a new run: --load if it is an HF directory or holds converted weights,
+    else --ref-load, else --hf-checkpoint. If --load is also --save, it is empty at the first start.
     """
-    if config.checkpoint.load and is_hf_directory(config.checkpoint.load):
-        return config.checkpoint.load
+    load = config.checkpoint.load
+    if load and (is_hf_directory(load) or released(load)):
+        return load
     return config.checkpoint.ref_load or cast("str", config.rollout.hf_checkpoint)  # a required flag
+
+
+def start_iteration(config: Config) -> int | None:
+    """The iteration of `start_directory` to take: --ref-ckpt-step, if it is --ref-load's. None: the newest."""
+    checkpoint = config.checkpoint
+    return checkpoint.ref_ckpt_step if start_directory(config) == checkpoint.ref_load else None

@@ -24,7 +24,7 @@ from slime.algo.advantage import compute_advantages
 from slime.algo.importance import sequence_mean
 from slime.algo.losses import loss_of
 from slime.algo.ppo import compute_approx_kl
-from slime.checkpoint_dir import resumed_iteration, start_directory
+from slime.checkpoint_dir import resumed_iteration, start_directory, start_iteration
 from slime.config import Config
 from slime.config.cluster import PARTS
 from slime.config.debug import profiled_steps
@@ -77,7 +77,7 @@ class MegatronTrainer:
         load = config.checkpoint.load
         resume = resumed_iteration(config)
         if resume is None:
-            load_weights(self.model, start_directory(config))
+            load_weights(self.model, start_directory(config), start_iteration(config))
         self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
         self.start_rollout_id = config.data.start_rollout_id or 0
         if load and resume is not None:
@@ -88,7 +88,8 @@ class MegatronTrainer:
         self.ref_model = None
         if config.needs_reference:
             self.ref_model = build_model(self.hf_config, config, ddp=False)
-            load_weights(self.ref_model, config.checkpoint.ref_load or config.rollout.hf_checkpoint)
+            reference = config.checkpoint.ref_load or config.rollout.hf_checkpoint
+            load_weights(self.ref_model, reference, config.checkpoint.ref_ckpt_step)
         self.timers = Timers.on(self.info.device)
         self.head = self._head(operators.loss_head(config)[0], self.model)
         self.loss_setup = LossSetup(config, self.args, self.head, self.timers)

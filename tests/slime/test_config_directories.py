@@ -35,7 +35,7 @@ def directory(root: Path, *names: str, record: str = "") -> str:
             "--ref-load",
             ("release/metadata.json",),
             "release",
-            "must hold an iteration number, got 'release'; what slime",
+            "must hold a checkpoint that can be read, got {path}: {path}/latest_checkpointed_iteration.txt must stand",
         ),
         (
             "--ref-load",
