@@ -79,6 +79,10 @@ def released(directory: str | Path) -> Path | None:
 
 def resumed_iteration(config: Config) -> int | None:
     """The iteration of --load that a run resumes from: --ckpt-step, or the newest. None if a new run starts."""
+    return None if config.checkpoint.finetune else _iteration(config)
+
+
+def _iteration(config: Config) -> int | None:
     if config.checkpoint.load is None or config.checkpoint.ckpt_step is not None:
         return config.checkpoint.ckpt_step
     return latest(config.checkpoint.load)
@@ -99,16 +103,19 @@ def is_hf_directory(directory: str | Path) -> bool:
 
 
 def start_directory(config: Config) -> str:
-    """The directory of the first weights of a new run: --load if it is an HF directory or holds converted weights,
-    else --ref-load, else --hf-checkpoint. If --load is also --save, it is empty at the first start.
+    """The directory of the first weights of a new run: --load if it is an HF directory, holds converted weights or,
+    with --finetune, a checkpoint; else --ref-load, else --hf-checkpoint. If --load is also --save, it is empty at the
+    first start.
     """
-    load = config.checkpoint.load
-    if load and (is_hf_directory(load) or released(load)):
+    load, finetune = config.checkpoint.load, config.checkpoint.finetune
+    if load and (is_hf_directory(load) or released(load) or (finetune and _iteration(config) is not None)):
         return load
     return config.checkpoint.ref_load or cast("str", config.rollout.hf_checkpoint)  # a required flag
 
 
 def start_iteration(config: Config) -> int | None:
-    """The iteration of `start_directory` to take: --ref-ckpt-step, if it is --ref-load's. None: the newest."""
-    checkpoint = config.checkpoint
-    return checkpoint.ref_ckpt_step if start_directory(config) == checkpoint.ref_load else None
+    """The iteration of `start_directory` to take: --ckpt-step or --ref-ckpt-step. None: the newest."""
+    checkpoint, start = config.checkpoint, start_directory(config)
+    if start == checkpoint.load:
+        return checkpoint.ckpt_step
+    return checkpoint.ref_ckpt_step if start == checkpoint.ref_load else None

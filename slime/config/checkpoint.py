@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from slime.checkpoint_dir import (
     LATEST,
     existing,
     holds_hf_weights,
+    is_hf_directory,
     latest,
     released,
     resumed_iteration,
@@ -38,6 +40,11 @@ class CheckpointConfig:
         "the iteration of --load to resume from (default: the newest); later iterations are replaced as the run saves",
         range=COUNT_OR_ZERO,
     )
+    no_load_optim: bool = flag(
+        False, "take neither the optimizer nor the learning rate schedule of --load; both start anew"
+    )
+    no_load_rng: bool = flag(False, "do not take the random generators of --load")
+    finetune: bool = flag(False, "take only the weights of --load; a new run starts from rollout 0")
     save: str | None = flag(None, "folder for checkpoints")
     save_interval: int | None = flag(
         None, "number of rollouts between two checkpoints; the last rollout is always saved", range=COUNT
@@ -68,14 +75,14 @@ def check_directories(c: Config) -> None:
             )
     if c.debug.debug_rollout_only:
         return
-    resumes = _resumes(c)
+    resumes = _resumes(c) and not c.checkpoint.finetune
     if c.checkpoint.load and not resumes and (Path(c.checkpoint.load) / COMPLETE).is_file():
         folder = Path(c.checkpoint.load).absolute().parent
         raise ValueError(
             f"--load must name the folder of all iterations, got one of them, {c.checkpoint.load}; use {folder}"
         )
     start = start_directory(c)
-    if not resumes and start == c.checkpoint.load and not (holds_hf_weights(start) or released(start)):
+    if not resumes and start == c.checkpoint.load and is_hf_directory(start) and not holds_hf_weights(start):
         raise ValueError(
             f"--load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {start}; copy them"
         )
@@ -117,6 +124,21 @@ def _resumes(c: Config) -> bool:
         text = f"{found}; {advice(Path(load), iteration, '--ckpt-step {}')}"
         raise ValueError(text)
     return True
+
+
+def remarks(c: Config) -> Iterator[str]:
+    """Notes on what is read. None for flags that `check_directories` refuses."""
+    reference, load = c.checkpoint.ref_load, c.checkpoint.load
+    if c.debug.debug_rollout_only or not reference or reference == c.rollout.hf_checkpoint:
+        return
+    try:
+        read = reads_reference(c)
+    except ValueError:
+        return
+    if not read:
+        yield (
+            f"--ref-load {reference} is not read: the weights come from --load {load}, and nothing needs a reference"
+        )
 
 
 def _check_reference(path: str, step: int | None) -> None:

@@ -73,9 +73,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
     # checkpoint
     "async_save": Unsupported(False, "checkpoints are written before the next step starts"),
-    "no_load_optim": Unsupported(False, "give the weights as --hf-checkpoint and no --load"),
-    "no_load_rng": Unsupported(False, "give the weights as --hf-checkpoint and no --load"),
-    "finetune": Unsupported(False, "give the weights as --hf-checkpoint and no --load"),
     # algorithm
     "value_clip": Unsupported(0.2, _CRITIC),
     "lambd": Unsupported(1.0, _CRITIC),

@@ -126,6 +126,8 @@ def load_checkpoint(
     *,
     iteration: int | None = None,
     choose: str = "--ckpt-step {}",
+    optim: bool = True,
+    rng: bool = True,
 ) -> dict[str, Any]:
     """Load the latest checkpoint under `directory`, or checkpoint `iteration`, in place. Returns its `extra`.
 
@@ -134,7 +136,8 @@ def load_checkpoint(
     continues bitwise, with the random generators. On another layout, the generators keep their seeds. ValueError if the
     checkpoint does not exist, is damaged, or belongs to a model of another shape. `choose` says how the user names an
     iteration: the error for a damaged one names an older one that is whole. Of a checkpoint that slime or Megatron
-    saved, only weights and iteration are taken.
+    saved, only weights and iteration are taken. Without `optim`, optimizer and schedule start anew; without `rng`, the
+    random generators stay as they are.
     """
     directory = Path(directory)
     iteration = latest(directory) if iteration is None else iteration
@@ -152,12 +155,14 @@ def load_checkpoint(
     with explained_reading(directory, iteration, choose):
         common = dist_checkpointing.load_common_state_dict(str(path))
     _check_shape(common["shape"], _shape(inner), path)
-    if optimizer is not None and not common["has_optimizer"]:
+    if not optim:
+        scheduler = None
+    elif optimizer is not None and not common["has_optimizer"]:
         logger.warning(
             "%s holds no optimizer (--no-save-optim): moments and step counts start from zero", path
         )
-    loads_optimizer = optimizer is not None and common["has_optimizer"]
-    same_ranks = common["ranks"] == _ranks()
+    loads_optimizer = optim and optimizer is not None and common["has_optimizer"]
+    same_ranks = rng and common["ranks"] == _ranks()
     wanted = _sharded_state(inner, optimizer if loads_optimizer else None, is_loading=True)
     if same_ranks:
         wanted["rng"] = _rng_object(None)

@@ -81,8 +81,9 @@ class MegatronTrainer:
         self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
         self.start_rollout_id = config.data.start_rollout_id or 0
         if load and resume is not None:
-            parts = (self.model, self.optimizer, self.scheduler)
-            extra = checkpoint.load_checkpoint(load, *parts, iteration=resume)
+            parts, flags = (self.model, self.optimizer, self.scheduler), config.checkpoint
+            kept = {"optim": not flags.no_load_optim, "rng": not flags.no_load_rng}
+            extra = checkpoint.load_checkpoint(load, *parts, iteration=resume, **kept)
             if config.data.start_rollout_id is None:
                 self.start_rollout_id = extra["rollout_id"] + 1
         self.ref_model = None
