@@ -1,7 +1,8 @@
 """Which directories hold weights, and of which kind. Looks at file names only and loads no weights.
 
-A Megatron checkpoint is DIR/iter_0000010/, and DIR/latest_checkpointed_iteration.txt names the latest one. A Hugging
-Face directory has safetensors files and config.json. Imports neither torch nor Megatron, because the check of flags
+A Megatron checkpoint is DIR/iter_0000010/, and DIR/latest_checkpointed_iteration.txt names the latest one. If it says
+"release", slime's converter wrote weights to DIR/release/. A Hugging Face directory has safetensors files and
+config.json. Imports neither torch nor Megatron, because the check of flags
 uses it.
 """
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from slime.config.schema import Config
 
 LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+INDEX = ".metadata"  # where the tensors of a torch_dist checkpoint are in its files
 COMPLETE = "metadata.json"  # Megatron writes it last
 HF_INDEX = "model.safetensors.index.json"
 HF_SINGLE = "model.safetensors"
@@ -36,7 +39,7 @@ def existing(directory: Path, iteration: int) -> Path:
 
 
 def latest(directory: str | Path) -> int | None:
-    """Iteration of the newest complete checkpoint under `directory`, or None if it has none.
+    """Iteration of the newest complete checkpoint under `directory`, or None if it has none, or only a release.
 
     ValueError if the latest checkpoint that the directory names is missing or incomplete.
     """
@@ -44,10 +47,12 @@ def latest(directory: str | Path) -> int | None:
     if not record.is_file():
         return None
     text = record.read_text().strip()
+    if text == RELEASE:
+        return None
     if not text.isdigit():
         raise ValueError(
-            f"{record} must hold an iteration number, got {text!r}; what slime or Megatron converted is not read, a "
-            "Hugging Face directory is"
+            f"{record} must hold an iteration number or {RELEASE!r}, got {text!r}; write the number of a folder iter_* "
+            "beside it"
         )
     path = existing(Path(directory), int(text))
     if not (path / COMPLETE).is_file():
@@ -55,8 +60,29 @@ def latest(directory: str | Path) -> int | None:
     return int(text)
 
 
+def released(directory: str | Path) -> Path | None:
+    """DIR/release, if DIR holds weights that slime or Megatron converted, else None. Only its place is checked.
+
+    ValueError if the directory says so, but the weights are missing or of another format.
+    """
+    record = Path(directory) / LATEST
+    if not record.is_file() or record.read_text().strip() != RELEASE:
+        return None
+    path = record.with_name(RELEASE)
+    if not (path / INDEX).is_file():
+        raise ValueError(
+            f"{record} must stand beside {RELEASE}/ in the format torch_dist, got no {path / INDEX}; convert the model "
+            "again, or write it with `vime export --to torch_dist`"
+        )
+    return path
+
+
 def resumed_iteration(config: Config) -> int | None:
     """The iteration of --load that a run resumes from: --ckpt-step, or the newest. None if a new run starts."""
+    return None if config.checkpoint.finetune else _iteration(config)
+
+
+def _iteration(config: Config) -> int | None:
     if config.checkpoint.load is None or config.checkpoint.ckpt_step is not None:
         return config.checkpoint.ckpt_step
     return latest(config.checkpoint.load)
@@ -77,9 +103,19 @@ def is_hf_directory(directory: str | Path) -> bool:
 
 
 def start_directory(config: Config) -> str:
-    """The directory of the first weights of a new run: --load if it is an HF directory, else --ref-load, else
-    --hf-checkpoint. If --load is also --save, it is empty at the first start.
+    """The directory of the first weights of a new run: --load if it is an HF directory, holds converted weights or,
+    with --finetune, a checkpoint; else --ref-load, else --hf-checkpoint. If --load is also --save, it is empty at the
+    first start.
     """
-    if config.checkpoint.load and is_hf_directory(config.checkpoint.load):
-        return config.checkpoint.load
+    load, finetune = config.checkpoint.load, config.checkpoint.finetune
+    if load and (is_hf_directory(load) or released(load) or (finetune and _iteration(config) is not None)):
+        return load
     return config.checkpoint.ref_load or cast("str", config.rollout.hf_checkpoint)  # a required flag
+
+
+def start_iteration(config: Config) -> int | None:
+    """The iteration of `start_directory` to take: --ckpt-step or --ref-ckpt-step. None: the newest."""
+    checkpoint, start = config.checkpoint, start_directory(config)
+    if start == checkpoint.load:
+        return checkpoint.ckpt_step
+    return checkpoint.ref_ckpt_step if start == checkpoint.ref_load else None

@@ -1,4 +1,4 @@
-"""`vime export`: a training checkpoint as a Hugging Face directory that transformers and vLLM load."""
+"""`vime export`: a checkpoint as a Hugging Face directory, or as a torch_dist folder that slime and Megatron load."""
 
 from __future__ import annotations
 
@@ -11,19 +11,36 @@ from vime.backends import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Read --load and write --output-dir. ValueError if the checkpoint is missing or does not fit --hf-checkpoint."""
+    """Read --load, or --hf-checkpoint, and write --output-dir. ValueError if the checkpoint is missing or does not fit
+    --hf-checkpoint."""
     parser = argparse.ArgumentParser(prog="vime export", allow_abbrev=False)
-    parser.add_argument("--load", required=True, help="checkpoint directory (--save of the training run)")
+    parser.add_argument(
+        "--load",
+        help="checkpoint directory of a training run, or of slime's converter (default: --hf-checkpoint)",
+    )
     parser.add_argument("--hf-checkpoint", required=True, help="the checkpoint training started from")
-    parser.add_argument("--output-dir", required=True, help="new Hugging Face directory")
+    parser.add_argument("--output-dir", required=True, help="new directory")
     parser.add_argument("--iteration", "--ckpt-step", type=int, help="which checkpoint (default: the newest)")
+    parser.add_argument(
+        "--to",
+        choices=("hf", "torch_dist"),
+        default="hf",
+        help="what to write: a Hugging Face directory, or a torch_dist folder as slime's converter writes it",
+    )
     given = parser.parse_args(argv)
+    if given.load is None and (given.to == "hf" or given.iteration is not None):
+        raise ValueError(
+            "--load must be given unless --to torch_dist converts --hf-checkpoint, got none; name the folder of "
+            "checkpoints"
+        )
     # One rank without data or engines: the smallest complete configuration.
     step = () if given.iteration is None else ("--ckpt-step", str(given.iteration))
+    load = () if given.load is None else ("--load", given.load)
     config = parse_config(
         [
             *step,
-            *("--load", given.load, "--hf-checkpoint", given.hf_checkpoint),
+            *load,
+            *("--hf-checkpoint", given.hf_checkpoint),
             *("--actor-num-gpus-per-node", "1", "--rollout-batch-size", "1", "--num-rollout", "1"),
             *("--debug-train-only", "--disable-rollout-global-dataset", "--loss-type", "sft_loss"),
         ]
@@ -33,6 +50,6 @@ def main(argv: Sequence[str]) -> int:
         warnings.simplefilter("ignore")
         from slime.megatron_backend.export import export_checkpoint
 
-        iteration = export_checkpoint(config, given.iteration, Path(given.output_dir))
-    print(f"wrote checkpoint {iteration} of {given.load} to {given.output_dir}")
+        read = export_checkpoint(config, given.iteration, Path(given.output_dir), given.to)
+    print(f"wrote {read} to {given.output_dir}")
     return 0

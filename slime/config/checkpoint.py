@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,10 @@ from slime.checkpoint_dir import (
     LATEST,
     existing,
     holds_hf_weights,
+    is_hf_directory,
     latest,
+    released,
+    resumed_iteration,
     start_directory,
 )
 from slime.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
@@ -27,7 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Directories are Megatron distributed checkpoints, unless the help text names another kind."""
+    """Directories are Megatron distributed checkpoints, unless the help text names another kind. --load and --ref-load
+    also take what slime or Megatron saved or converted, and Hugging Face directories."""
 
     load: str | None = flag(None, "folder of checkpoints to resume from; if it holds none, a new run starts")
     ckpt_step: int | None = flag(
@@ -35,6 +40,11 @@ class CheckpointConfig:
         "the iteration of --load to resume from (default: the newest); later iterations are replaced as the run saves",
         range=COUNT_OR_ZERO,
     )
+    no_load_optim: bool = flag(
+        False, "take neither the optimizer nor the learning rate schedule of --load; both start anew"
+    )
+    no_load_rng: bool = flag(False, "do not take the random generators of --load")
+    finetune: bool = flag(False, "take only the weights of --load; a new run starts from rollout 0")
     save: str | None = flag(None, "folder for checkpoints")
     save_interval: int | None = flag(
         None, "number of rollouts between two checkpoints; the last rollout is always saved", range=COUNT
@@ -46,6 +56,9 @@ class CheckpointConfig:
         None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
     )
     ref_load: str | None = flag(None, "weights of the reference model (default: --hf-checkpoint)")
+    ref_ckpt_step: int | None = flag(
+        None, "the iteration of --ref-load to take (default: the newest)", range=COUNT_OR_ZERO
+    )
 
 
 def check_directories(c: Config) -> None:
@@ -62,20 +75,33 @@ def check_directories(c: Config) -> None:
             )
     if c.debug.debug_rollout_only:
         return
-    resumes = _resumes(c)
+    resumes = _resumes(c) and not c.checkpoint.finetune
     if c.checkpoint.load and not resumes and (Path(c.checkpoint.load) / COMPLETE).is_file():
         folder = Path(c.checkpoint.load).absolute().parent
         raise ValueError(
             f"--load must name the folder of all iterations, got one of them, {c.checkpoint.load}; use {folder}"
         )
     start = start_directory(c)
-    if not resumes and start == c.checkpoint.load and not holds_hf_weights(start):
+    if not resumes and start == c.checkpoint.load and is_hf_directory(start) and not holds_hf_weights(start):
         raise ValueError(
             f"--load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {start}; copy them"
         )
-    read = c.needs_reference or (not resumes and start == c.checkpoint.ref_load)
-    if read and Path(reference := given(c.checkpoint.ref_load)) != Path(given(c.rollout.hf_checkpoint)):
-        _check_reference(reference)
+    if reads_reference(c) and Path(reference := given(c.checkpoint.ref_load)) != Path(
+        given(c.rollout.hf_checkpoint)
+    ):
+        _check_reference(reference, c.checkpoint.ref_ckpt_step)
+    elif (step := c.checkpoint.ref_ckpt_step) is not None and Path(given(c.checkpoint.ref_load)) == Path(
+        given(c.rollout.hf_checkpoint)
+    ):
+        raise ValueError(
+            f"--ref-load must be given with --ref-ckpt-step, got only --ref-ckpt-step {step}; name the folder"
+        )
+
+
+def reads_reference(c: Config) -> bool:
+    """Whether the trainer reads --ref-load: for the reference model, or as the first weights of a new run."""
+    resumes = resumed_iteration(c) is not None
+    return c.needs_reference or (not resumes and start_directory(c) == c.checkpoint.ref_load)
 
 
 def _resumes(c: Config) -> bool:
@@ -87,12 +113,12 @@ def _resumes(c: Config) -> bool:
         raise ValueError(
             f"--load must be given with --ckpt-step, got only --ckpt-step {step}; name the folder"
         )
-    elif step not in (saved := iterations(Path(load))):
-        listed = ", ".join(map(str, saved)) or "none"
-        raise ValueError(f"--ckpt-step must name an iteration in {load}, got {step}; it has {listed}")
     else:
+        _require_iteration("--ckpt-step", load, step)
         iteration = step
     if load is None or iteration is None:
+        if load is not None:
+            _released("--load", load)
         return False
     if found := damaged_size(existing(Path(load), iteration)):
         text = f"{found}; {advice(Path(load), iteration, '--ckpt-step {}')}"
@@ -100,13 +126,49 @@ def _resumes(c: Config) -> bool:
     return True
 
 
-def _check_reference(path: str) -> None:
-    if _latest("--ref-load", path) is None and not holds_hf_weights(path):
+def remarks(c: Config) -> Iterator[str]:
+    """Notes on what is read. None for flags that `check_directories` refuses."""
+    reference, load = c.checkpoint.ref_load, c.checkpoint.load
+    if c.debug.debug_rollout_only or not reference or reference == c.rollout.hf_checkpoint:
+        return
+    try:
+        read = reads_reference(c)
+    except ValueError:
+        return
+    if not read:
+        yield (
+            f"--ref-load {reference} is not read: the weights come from --load {load}, and nothing needs a reference"
+        )
+
+
+def _check_reference(path: str, step: int | None) -> None:
+    if step is not None:
+        _require_iteration("--ref-ckpt-step", path, step)
+    elif (
+        _latest("--ref-load", path) is None
+        and not _released("--ref-load", path)
+        and not holds_hf_weights(path)
+    ):
         got = "which holds neither" if Path(path).is_dir() else "which is no directory"
         raise ValueError(
             f"--ref-load must name a Hugging Face directory with {HF_SINGLE} or {HF_INDEX}, or a folder with the "
-            f"{LATEST} that --save writes, got {path}, {got}; leave it out to use --hf-checkpoint"
+            f"{LATEST} that --save or slime's converter writes, got {path}, {got}; leave it out to use --hf-checkpoint"
         )
+
+
+def _require_iteration(flag_name: str, path: str, step: int) -> None:
+    if step not in (saved := iterations(Path(path))):
+        listed = ", ".join(map(str, saved)) or "none"
+        raise ValueError(f"{flag_name} must name an iteration in {path}, got {step}; it has {listed}")
+
+
+def _released(flag_name: str, path: str) -> Path | None:
+    try:
+        return released(path)
+    except ValueError as error:
+        raise ValueError(
+            f"{flag_name} must hold a checkpoint that can be read, got {path}: {error}"
+        ) from error
 
 
 def _latest(flag_name: str, path: str) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from slime.algo.losses import loss_of
 from slime.config.algorithm import compares_alone, makes_groups
+from slime.config.checkpoint import remarks as read_remarks
 from slime.config.kernels import OPERATORS
 from slime.config.megatron_rules import never_run
 from slime.config.schema import SECTIONS, Config
@@ -190,3 +191,4 @@ def _remarks(c: Config) -> Iterator[str]:
             "Transformer Engine and have never been run; local was run and measured"
         )
     yield from never_run(c.megatron.overrides)
+    yield from read_remarks(c)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slime.checkpoint_dir import LATEST
 from slime.config.fields import FlagSpec, spelled
 
 _CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
@@ -73,11 +72,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "rollout_task_type": Unsupported("math", _BUFFER),
     "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
     # checkpoint
-    "ref_ckpt_step": Unsupported(None, f"write the step into {LATEST} of --ref-load"),
     "async_save": Unsupported(False, "checkpoints are written before the next step starts"),
-    "no_load_optim": Unsupported(False, "give the weights as --hf-checkpoint and no --load"),
-    "no_load_rng": Unsupported(False, "give the weights as --hf-checkpoint and no --load"),
-    "finetune": Unsupported(False, "give the weights as --hf-checkpoint and no --load"),
     # algorithm
     "value_clip": Unsupported(0.2, _CRITIC),
     "lambd": Unsupported(1.0, _CRITIC),

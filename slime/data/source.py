@@ -136,12 +136,39 @@ class PromptDataSource:
         if self.args.load is None or rollout_id < 0:
             return
         path = _state_path(self.args.load, rollout_id)
+        if (
+            not path.is_file()
+            and (slime := path.with_name(f"global_dataset_state_dict_{rollout_id}.pt")).is_file()
+        ):
+            self.load_state_dict(self._of_slime(slime), where=str(slime))
+            return
         if not path.is_file():
             raise ValueError(
                 f"--load must hold the data position of rollout {rollout_id}, got no {path}; "
                 "resume another checkpoint, or start the data anew with --start-rollout-id 0"
             )
         self.load_state_dict(json.loads(path.read_text(encoding="utf-8")), where=str(path))
+
+    def _of_slime(self, path: Path) -> dict[str, Any]:
+        """The state from a file of slime, which visits the prompts in the same order and saves no buffer."""
+        import torch
+
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            epoch, position, index = (saved[name] for name in ("epoch_id", "sample_offset", "sample_index"))
+        except Exception as error:  # border: damaged files raise any error
+            raise ValueError(
+                f"{path} must hold the data position that slime saved, got {type(error).__name__}: {error}; restore "
+                "it, or start the data anew with --start-rollout-id 0"
+            ) from error
+        groups = saved.get("sample_group_index", index // self.args.n_samples_per_prompt)
+        if not position <= len(self.prompts):
+            raise ValueError(
+                f"--prompt-data must have at least the {position} prompts that {path} has seen, got "
+                f"{len(self.prompts)}; restore it, or start the data anew with --start-rollout-id 0"
+            )
+        seen = {"epoch": epoch, "position": position, "next_group_index": groups, "next_index": index}
+        return {**self.state_dict(), **seen, "buffer": []}
 
     def _next_group(self) -> SampleGroup:
         prompt = self._next_prompt()

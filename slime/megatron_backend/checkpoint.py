@@ -29,6 +29,7 @@ from slime.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_p
 from slime.megatron_backend.checkpoint_io import DirectSave, explained_reading, verify
 from slime.megatron_backend.model import HiddenGPTModel, unwrap
 from slime.megatron_backend.optimizer import fuse_adam
+from slime.megatron_backend.torch_dist import is_foreign, load_torch_dist, sharding
 from slime.room import Room
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,8 @@ def load_checkpoint(
     *,
     iteration: int | None = None,
     choose: str = "--ckpt-step {}",
+    optim: bool = True,
+    rng: bool = True,
 ) -> dict[str, Any]:
     """Load the latest checkpoint under `directory`, or checkpoint `iteration`, in place. Returns its `extra`.
 
@@ -132,7 +135,9 @@ def load_checkpoint(
     The checkpoint supplies moments, step counts and the position in the schedule. On the same layout of ranks, training
     continues bitwise, with the random generators. On another layout, the generators keep their seeds. ValueError if the
     checkpoint does not exist, is damaged, or belongs to a model of another shape. `choose` says how the user names an
-    iteration: the error for a damaged one names an older one that is whole.
+    iteration: the error for a damaged one names an older one that is whole. Of a checkpoint that slime or Megatron
+    saved, only weights and iteration are taken. Without `optim`, optimizer and schedule start anew; without `rng`, the
+    random generators stay as they are.
     """
     directory = Path(directory)
     iteration = latest(directory) if iteration is None else iteration
@@ -143,22 +148,21 @@ def load_checkpoint(
     path = existing(directory, iteration)
     if not (path / COMPLETE).is_file():
         raise ValueError(f"iteration {iteration} must be a complete checkpoint, but {path} is not one")
+    if is_foreign(path):
+        return _load_foreign(path, iteration, model, optimizer)
     verify(directory, iteration, choose)
     inner = unwrap(model)
     with explained_reading(directory, iteration, choose):
         common = dist_checkpointing.load_common_state_dict(str(path))
-    if "shape" not in common:
-        raise ValueError(
-            f"{path} must be a checkpoint that --save wrote, got one of slime or Megatron itself; name a Hugging Face "
-            "directory"
-        )
     _check_shape(common["shape"], _shape(inner), path)
-    if optimizer is not None and not common["has_optimizer"]:
+    if not optim:
+        scheduler = None
+    elif optimizer is not None and not common["has_optimizer"]:
         logger.warning(
             "%s holds no optimizer (--no-save-optim): moments and step counts start from zero", path
         )
-    loads_optimizer = optimizer is not None and common["has_optimizer"]
-    same_ranks = common["ranks"] == _ranks()
+    loads_optimizer = optim and optimizer is not None and common["has_optimizer"]
+    same_ranks = rng and common["ranks"] == _ranks()
     wanted = _sharded_state(inner, optimizer if loads_optimizer else None, is_loading=True)
     if same_ranks:
         wanted["rng"] = _rng_object(None)
@@ -177,14 +181,28 @@ def load_checkpoint(
     return extra
 
 
+def _load_foreign(
+    path: Path, iteration: int, model: nn.Module, optimizer: MegatronOptimizer | None
+) -> dict[str, Any]:
+    """Weights of an iteration that slime or Megatron saved. Its optimizer depends on the layout of its ranks."""
+    load_torch_dist(model, path)
+    if optimizer is not None:
+        optimizer.reload_model_params()
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s was saved by slime or Megatron: its weights are taken. Moments, step counts, the learning rate "
+                "schedule and the random generators start anew",
+                path,
+            )
+    return {"rollout_id": iteration}
+
+
 def _sharded_state(
     inner: HiddenGPTModel, optimizer: MegatronOptimizer | None, *, is_loading: bool
 ) -> dict[str, Any]:
-    metadata = {
+    metadata = sharding() | {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
-        "non_homogeneous_layers": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state: dict[str, Any] = {"model": inner.sharded_state_dict(metadata=metadata)}
     if optimizer is not None:

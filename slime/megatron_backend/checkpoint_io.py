@@ -32,18 +32,21 @@ from slime.room import Room, require_room
 
 logger = logging.getLogger(__name__)
 
+_FILES = (COMPLETE, "common.pt", ".metadata")
+
 
 class _SummingFiles(FileSystem):
     """Opens files for writing as SummedFile. `written` has the checksum of each tensor file that was closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, flag: str) -> None:
+        self._flag = flag
         self.written: dict[str, FileSum] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         file = Path(path)
         with (
-            Room("--save", file.parent.parent, file.name),
+            Room(self._flag, file.parent.parent, file.name),
             BufferedWriter(raw := SummedFile(file)) as stream,
         ):
             yield stream
@@ -59,9 +62,9 @@ class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatro
     in a Ray actor with many threads. The files are the same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, flag: str = "--save") -> None:
         super().__init__("torch_dist", 1)
-        self._files = _SummingFiles()
+        self._flag, self._files = flag, _SummingFiles(flag)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         shards = defaultdict(list)
@@ -73,7 +76,7 @@ class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatro
         ]
         of_ranks = [0] * dist.get_world_size()
         dist.all_gather_object(of_ranks, sum(tensor.nbytes for tensor in tensors))
-        require_room("--save", Path(checkpoint_dir).parent, sum(of_ranks), "the tensors of a checkpoint")
+        require_room(self._flag, Path(checkpoint_dir).parent, sum(of_ranks), "the tensors of a checkpoint")
         writer = dcp.FileSystemWriter(checkpoint_dir)
         writer.fs = self._files
         dcp.save(
@@ -126,7 +129,7 @@ def explained_reading(directory: Path, iteration: int, choose: str) -> Iterator[
     except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        if (file := _unreadable(path)) is not None:
+        if (file := unreadable(path, dcp.FileSystemReader(path), _FILES)) is not None:
             text = f"{file}; {advice(directory, iteration, choose)}"
             raise ValueError(text) from error
         if isinstance(error, CheckpointException | CheckpointingException | KeyError):
@@ -135,15 +138,18 @@ def explained_reading(directory: Path, iteration: int, choose: str) -> Iterator[
         raise
 
 
-def _unreadable(path: Path) -> str | None:
-    """The first file of a checkpoint that is missing, too short or no longer readable. None if all can be read."""
+def unreadable(path: Path, reader: dcp.FileSystemReader, files: tuple[str, ...]) -> str | None:
+    """The first file of a checkpoint that is missing, too short or no longer readable. None if all can be read. `files`
+    are those to look at before the tensor files, the last of them `.metadata`. `reader` reads it."""
     file = path
     try:
-        json.loads((file := path / COMPLETE).read_text())
-        torch.load(file := path / "common.pt", map_location="cpu", weights_only=True)  # ok: runs no code
-        file = path / ".metadata"
+        for file in (path / name for name in files):
+            if file.name == COMPLETE:
+                json.loads(file.read_text())
+            elif file.name == "common.pt":
+                torch.load(file, map_location="cpu", weights_only=True)  # ok: runs no code
         ends: dict[str, int] = {}
-        for stored in dcp.FileSystemReader(path).read_metadata().storage_data.values():
+        for stored in reader.read_metadata().storage_data.values():
             end = stored.offset + stored.length
             ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
     except Exception as error:  # border: damaged pickles can raise any error

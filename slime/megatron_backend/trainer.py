@@ -23,7 +23,7 @@ from slime import operators
 from slime.algo.importance import sequence_mean
 from slime.algo.losses import loss_of
 from slime.algo.ppo import compute_advantages_and_returns
-from slime.checkpoint_dir import resumed_iteration, start_directory
+from slime.checkpoint_dir import resumed_iteration, start_directory, start_iteration
 from slime.config import Config
 from slime.config.cluster import PARTS
 from slime.config.debug import profiled_steps
@@ -76,18 +76,20 @@ class MegatronTrainer:
         load = config.checkpoint.load
         resume = resumed_iteration(config)
         if resume is None:
-            load_weights(self.model, start_directory(config))
+            load_weights(self.model, start_directory(config), start_iteration(config))
         self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
         self.start_rollout_id = config.data.start_rollout_id or 0
         if load and resume is not None:
-            parts = (self.model, self.optimizer, self.scheduler)
-            extra = checkpoint.load_checkpoint(load, *parts, iteration=resume)
+            parts, flags = (self.model, self.optimizer, self.scheduler), config.checkpoint
+            kept = {"optim": not flags.no_load_optim, "rng": not flags.no_load_rng}
+            extra = checkpoint.load_checkpoint(load, *parts, iteration=resume, **kept)
             if config.data.start_rollout_id is None:
                 self.start_rollout_id = extra["rollout_id"] + 1
         self.ref_model = None
         if config.needs_reference:
             self.ref_model = build_model(self.hf_config, config, ddp=False)
-            load_weights(self.ref_model, config.checkpoint.ref_load or config.rollout.hf_checkpoint)
+            reference = config.checkpoint.ref_load or config.rollout.hf_checkpoint
+            load_weights(self.ref_model, reference, config.checkpoint.ref_ckpt_step)
         self.timers = Timers.on(self.info.device)
         self.head = self._head(operators.loss_head(config)[0], self.model)
         self.loss_setup = LossSetup(config, self.args, self.head, self.timers)

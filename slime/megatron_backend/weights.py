@@ -21,13 +21,14 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from slime.checkpoint_dir import HF_INDEX, HF_SINGLE, latest
+from slime.checkpoint_dir import HF_INDEX, HF_SINGLE, latest, released
 from slime.checkpoint_files import WRITE_LATEST
 from slime.hf_config import open_weights, prediction_layers, prediction_names, read_index
 from slime.megatron_backend.checkpoint import load_checkpoint
 from slime.megatron_backend.hf_weights import family_for
 from slime.megatron_backend.hf_weights.base import Row
 from slime.megatron_backend.model import HiddenGPTModel, unwrap
+from slime.megatron_backend.torch_dist import load_torch_dist
 from slime.room import Room
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
@@ -144,10 +145,13 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
         parameter.data.copy_(row.layout.shard(row.layout.join(parts, inner.sizes), rank, size))
 
 
-def load_weights(model: Any, directory: str) -> None:
-    """Load weights from an HF directory or a Megatron checkpoint. The files in the directory decide which."""
-    if latest(directory) is not None:
-        load_checkpoint(directory, model, choose=WRITE_LATEST)
+def load_weights(model: Any, directory: str, iteration: int | None = None) -> None:
+    """Load weights from an HF directory, a Megatron checkpoint or what slime converted. The files in the directory
+    decide which. `iteration` is one of a Megatron checkpoint. None: the newest."""
+    if iteration is not None or latest(directory) is not None:
+        load_checkpoint(directory, model, iteration=iteration, choose=WRITE_LATEST)
+    elif (path := released(directory)) is not None:
+        load_torch_dist(model, path)
     else:
         load_hf(model, directory)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv, write_model
 
-from slime.checkpoint_dir import start_directory
+from slime.checkpoint_dir import resumed_iteration, start_directory, start_iteration
 from slime.config import parse_args
 
 
@@ -35,7 +35,7 @@ def directory(root: Path, *names: str, record: str = "") -> str:
             "--ref-load",
             ("release/metadata.json",),
             "release",
-            "must hold an iteration number, got 'release'; what slime",
+            "must hold a checkpoint that can be read, got {path}: {path}/latest_checkpointed_iteration.txt must stand",
         ),
         (
             "--ref-load",
@@ -117,3 +117,47 @@ def test_checkpoint_of_two_models(argv, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"--hf-checkpoint must hold a valid config\.json"):
         parse_args(argv)
+
+
+CONVERTED = ("release/.metadata", "release/common.pt")  # a plan looks whether it is there, a run reads it
+
+
+def test_converted_checkpoints_are_taken(argv, tmp_path):
+    """As slime's scripts name them: the reference and the first weights, or a folder to save to and resume from."""
+    path = directory(tmp_path / "model_torch_dist", *CONVERTED, record="release\n")
+    saved = directory(tmp_path / "saved")
+    config = parse_args([*argv, "--use-kl-loss", "--ref-load", path, "--load", saved, "--save", saved])
+    assert start_directory(config) == path and resumed_iteration(config) is None
+    alone = parse_args([*argv, "--load", path])
+    assert start_directory(alone) == path and resumed_iteration(alone) is None
+
+
+def test_a_reference_that_nothing_reads_is_noted(argv, tmp_path):
+    converted = directory(tmp_path / "converted", *CONVERTED, record="release")
+    saved = directory(tmp_path / "saved", "iter_0000004/metadata.json", record="4")
+    said = f"--ref-load {converted} is not read: the weights come from --load {saved}, and nothing needs a reference"
+    flags = [*argv, "--load", saved, "--ref-load", converted]
+    assert said in parse_args(flags).notes
+    assert not [note for note in parse_args([*flags, "--use-kl-loss"]).notes if "is not read" in note]
+    assert not [note for note in parse_args([*argv, "--load", saved]).notes if "is not read" in note]
+
+
+def test_iterations_of_both_folders_can_be_chosen(argv, tmp_path):
+    files = ("iter_0000004/metadata.json", "iter_0000007/metadata.json")
+    saved, other = (directory(tmp_path / name, *files, record="7") for name in ("saved", "other"))
+    flags = [*argv, "--ref-load", other, "--ref-ckpt-step", "4"]
+    assert start_iteration(parse_args(flags)) == 4
+    with pytest.raises(
+        ValueError, match=r"--ref-ckpt-step must name an iteration in .*other, got 5; it has 4, 7"
+    ):
+        parse_args([*argv, "--ref-load", other, "--ref-ckpt-step", "5"])
+    with pytest.raises(
+        ValueError, match="--ref-load must be given with --ref-ckpt-step, got only --ref-ckpt-step 5"
+    ):
+        parse_args([*argv, "--ref-ckpt-step", "5"])
+    resumed = parse_args([*argv, "--load", saved, "--ckpt-step", "4", "--ref-load", other])
+    assert resumed_iteration(resumed) == 4
+    anew = parse_args([*argv, "--load", saved, "--ckpt-step", "4", "--ref-load", other, "--finetune"])
+    assert (resumed_iteration(anew), start_directory(anew), start_iteration(anew)) == (None, saved, 4)
+    first = parse_args([*argv, "--load", directory(tmp_path / "empty"), "--ref-load", other, "--finetune"])
+    assert (start_directory(first), start_iteration(first)) == (other, None)

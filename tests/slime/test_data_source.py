@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from rollout_double import make_args, make_tokenizer, write_lines
 
 from slime.data.source import PromptDataSource
@@ -127,6 +128,30 @@ def test_restart_continues_exactly(data, tmp_path):
     want, got = source.get_samples(6), again.get_samples(6)
     assert [[s.to_dict() for s in group] for group in got] == [[s.to_dict() for s in group] for group in want]
     assert got[0][0].status is Sample.Status.ABORTED and got[0][0].rollout_log_probs == [-0.1, -1 / 3]
+
+
+def test_a_position_that_slime_saved_continues(data, tmp_path):
+    """slime visits the prompts of an epoch in the same order."""
+    flags = {"rollout_shuffle": True, "n_samples_per_prompt": 2}
+    whole = source_of(data, **flags)
+    whole.get_samples(6)
+    file = tmp_path / "load" / "rollout" / "global_dataset_state_dict_3.pt"
+    file.parent.mkdir(parents=True)
+    saved = {"epoch_id": 1, "sample_offset": 2, "sample_group_index": 6, "sample_index": 12, "metadata": {}}
+    torch.save(saved, file)
+    resumed = source_of(data, **flags, load=str(tmp_path / "load"))
+    resumed.load(3)
+    expected, got = whole.get_samples(5), resumed.get_samples(5)
+    assert prompts_of(got) == prompts_of(expected)
+    assert [s.index for group in got for s in group] == [s.index for group in expected for s in group]
+    torch.save(saved | {"sample_offset": 9}, file)
+    with pytest.raises(
+        ValueError, match=r"--prompt-data must have at least the 9 prompts that .* has seen, got 4"
+    ):
+        resumed.load(3)
+    file.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"_dict_3.pt must hold the data position that slime saved, got "):
+        resumed.load(3)
 
 
 def test_saved_state_does_not_change_afterwards(data):

@@ -150,21 +150,12 @@ def test_wrong_model_and_broken_directories_are_refused(hf_dir, tmp_path):
         load_checkpoint(tmp_path, *trainer(tmp_path / "other"))
     with pytest.raises(ValueError, match="--load must hold latest_checkpointed_iteration.txt"):
         load_checkpoint(tmp_path / "nowhere", *trainer(hf_dir))
-    common = tmp_path / "iter_0000001" / "common.pt"
-    saved = torch.load(common, weights_only=False)
-    del saved["shape"]  # Megatron's own checkpoints have none
-    torch.save(saved, common)
-    common.with_name("checksums.json").unlink()
-    with pytest.raises(
-        ValueError, match=r"iter_0000001 must be a checkpoint that --save wrote, got one of slime"
-    ):
-        load_checkpoint(tmp_path, *trainer(hf_dir))
     record = tmp_path / "latest_checkpointed_iteration.txt"
     record.write_text("5")
     with pytest.raises(ValueError, match=r"must name a complete checkpoint, got 5 but .*iter_0000005"):
         latest(tmp_path)
-    record.write_text("release")
-    with pytest.raises(ValueError, match="must hold an iteration number, got 'release'"):
+    record.write_text("newest")
+    with pytest.raises(ValueError, match="must hold an iteration number or 'release', got 'newest'"):
         latest(tmp_path)
 
 
