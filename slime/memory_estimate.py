@@ -15,6 +15,7 @@ from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.problems import given
 from slime.model_shape import Params, Shape
+from slime.models import Layer
 from slime.operators import NATIVE, loss_head
 from slime.weight_sync.registry import CHANNELS
 
@@ -97,8 +98,9 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         # Backward of the MLP: the gradients of its two halves, of the layer, and of one weight before it is added.
         flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
         evenly = ""
-        if any(shape.sparse):
-            flight = max(flight * (not all(shape.sparse)), expert_flight(c, shape, tokens))
+        sparse = [kind.sparse for kind in shape.kinds]
+        if any(sparse):
+            flight = max(flight * (not all(sparse)), expert_flight(c, shape, tokens))
             evenly = " and stacked weights, if tokens spread evenly over experts"
         back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
         yield Item("layers, backward", kept.bytes + one + flight * size, back)
@@ -164,18 +166,18 @@ def rank_params(c: Config, shape: Shape) -> Iterator[tuple[str, float, str, str,
         yield "expert ", params.experts / (ep * etp), f"{count(params.experts)}{stage}", ranks, shards
 
 
-def stage_layers(c: Config, shape: Shape) -> list[tuple[bool, ...]]:
-    """For each pipeline stage, whether each of its layers is sparse."""
+def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
+    """The layers of each pipeline stage."""
     counts = c.megatron.layers_of_stages(shape.layers)
     ends = itertools.accumulate(counts)
-    return [shape.sparse[end - n : end] for n, end in zip(counts, ends, strict=True)]
+    return [shape.kinds[end - n : end] for n, end in zip(counts, ends, strict=True)]
 
 
 def stage_params(c: Config, shape: Shape) -> tuple[Params, str]:
     """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage."""
     stages = stage_layers(c, shape)
     if len(stages) == 1:
-        return shape.params_of(shape.sparse, 1 if shape.tied else 2), ""
+        return shape.params_of(shape.kinds, 1 if shape.tied else 2), ""
     tp, experts = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.expert_model_parallel_size * expert_tensor_parallel(c),
@@ -218,7 +220,7 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     )
     first = stage_layers(c, shape)[0]
     full = c.megatron.overrides.get("recompute_granularity") == "full"
-    widths = [layer_width(c, shape, sparse) for sparse in first]
+    widths = [layer_width(c, shape, kind) for kind in first]
     layers = len(first) * c.megatron.pipeline_model_parallel_size
     width = shape.hidden / split if full else sum(widths) / len(widths)
     how = f"{count(tokens)} tokens x {size} B x {layers} layers x {width:.0f}"
@@ -234,11 +236,11 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     return kept, one
 
 
-def layer_width(c: Config, shape: Shape, sparse: bool) -> float:
+def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
     """Elements that a layer keeps per token of the micro-batch."""
     tp, cp = c.megatron.tensor_model_parallel_size, c.megatron.context_parallel_size
     split = tp if c.megatron.sequence_parallel else 1
-    gathered = 2 * shape.kv * (cp + 0.5) if cp > 1 else 0
+    gathered = kind.attention.context * (cp + 0.5) if cp > 1 else 0
     full = c.megatron.overrides.get("recompute_granularity") == "full"
     keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
     kernel = (
@@ -246,8 +248,8 @@ def layer_width(c: Config, shape: Shape, sparse: bool) -> float:
         and c.kernels.rlk_fast != "off"
         and "swiglu" in given(c.kernels.rl_kernel_ops)
     )
-    attention = (4 * shape.q + 4 * shape.kv + gathered) / tp
-    if sparse:
+    attention = (kind.attention.kept + gathered) / tp
+    if kind.sparse:
         shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
         norms = 4 if keeps_outputs else 3
         expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / expert_tensor_parallel(c)

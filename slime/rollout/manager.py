@@ -15,11 +15,11 @@ from slime import operators
 from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.problems import given
-from slime.data.packing import sample_flops
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
 from slime.hf_config import read_hf_config
+from slime.models.flops import ForwardFlops
 from slime.hooks import load_function
 from slime.loop import saves_after
 from slime.protocols import RolloutBatch, RolloutEngine
@@ -104,7 +104,8 @@ class RolloutManager:
         # Count the ranks' data only: samples at the end of a batch that do not fill a step are left out.
         totals = [n for data in ranks for n in data["total_lengths"]]
         responses = [n for data in ranks for n in data["response_lengths"]]
-        flops = sum(sample_flops(n, r, self.hf_config) for n, r in zip(totals, responses, strict=True))
+        flops_of = ForwardFlops(self.hf_config)
+        flops = sum(flops_of(n, r) for n, r in zip(totals, responses, strict=True))
         return RolloutBatch(rank_data, metrics, tokens=sum(totals), forward_flops=flops)
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:

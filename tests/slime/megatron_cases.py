@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from family_cases import TINY
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -42,23 +44,12 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
+        **TINY[kind],
         **shape,
     }
-    if kind == "qwen3":
-        values.setdefault("head_dim", 32)  # not hidden / heads, as in the real Qwen3-0.6B
-        config, model_class = transformers.Qwen3Config(**values), transformers.Qwen3ForCausalLM
-    elif kind == "qwen3_moe":
-        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-        values = {"head_dim": 32, "norm_topk_prob": True, **experts, **values}
-        config, model_class = transformers.Qwen3MoeConfig(**values), transformers.Qwen3MoeForCausalLM
-    elif kind == "glm4_moe":
-        experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-        values = {"head_dim": 32, "attention_bias": True, **experts, **values}
-        config, model_class = transformers.Glm4MoeConfig(**values), transformers.Glm4MoeForCausalLM
-    else:
-        config, model_class = transformers.Qwen2Config(**values), transformers.Qwen2ForCausalLM
+    config = transformers.AutoConfig.for_model(kind, **values)
     torch.manual_seed(0)
-    model = model_class(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -89,6 +80,24 @@ def hidden_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
     device = output_weight(model).device
     layout = packed_layout(token_slice([len(s) for s in batch]), device)
     return hidden_of_output(model, stage_output(model, torch.cat(batch).to(device), layout))
+
+
+def hf_gradients(hf: nn.Module) -> dict[str, Tensor]:
+    """Gradients under the names that checkpoints have: transformers holds all experts of a layer in one tensor."""
+    return {name: x for name, x in as_stored({n: p.grad for n, p in hf.named_parameters()})}
+
+
+def as_stored(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of transformers' experts as one tensor per expert, and all others as they are."""
+    for name, tensor in tensors.items():
+        before, fused, which = name.rpartition(".experts.")
+        if not fused:
+            yield name, tensor
+            continue
+        for expert, of_expert in enumerate(tensor):
+            parts = ("gate", "up") if which == "gate_up_proj" else ("down",)
+            for part, piece in zip(parts, of_expert.chunk(len(parts)), strict=True):
+                yield f"{before}.experts.{expert}.{part}_proj.weight", piece
 
 
 def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from megatron_cases import (
     VOCAB,
+    hf_gradients,
     hf_logits,
     hidden_of,
     make_config,
@@ -22,7 +23,7 @@ from megatron_cases import (
 from safetensors.torch import load_file
 
 import rl_kernel
-from slime.hf_config import read_hf_config, sparse_layers
+from slime.hf_config import read_hf_config
 from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
 from slime.megatron_backend.experts import GatedExperts
 from slime.megatron_backend.model import build_model, output_weight, unwrap, vocab_range
@@ -30,6 +31,7 @@ from slime.megatron_backend.model_config import load_hf_config, transformer_conf
 from slime.megatron_backend.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
+from slime.models.reading import sparse_layers
 
 SHAPES = {
     "all-layers": {},
@@ -64,24 +66,6 @@ def loaded(directory, *, ddp=True, **config):
     model = build_model(hf_config, make_config(**config), ddp=ddp)
     load_hf(model, directory)
     return model
-
-
-def hf_gradients(hf):
-    """Gradients under the names that checkpoints have: transformers holds all experts of a layer in one tensor."""
-    found = {}
-    for name, parameter in hf.named_parameters():
-        before, fused, which = name.rpartition(".experts.")
-        if not fused:
-            found[name] = parameter.grad
-            continue
-        for expert, gradient in enumerate(parameter.grad):
-            path = f"{before}.experts.{expert}."
-            if which == "down_proj":
-                found[f"{path}down_proj.weight"] = gradient
-            else:
-                gate, up = gradient.chunk(2)
-                found |= {f"{path}gate_proj.weight": gate, f"{path}up_proj.weight": up}
-    return found
 
 
 def test_logits_equal_hf_on_a_packed_row(checkpoint):
@@ -185,7 +169,6 @@ def test_published_and_transformers_spelling_are_one(tmp_path):
     assert kinds == ["GatedMLP", "MoELayer", "GatedMLP", "GatedMLP"]
     experts = [m for m in unwrap(loaded(tmp_path)).modules() if isinstance(m, GatedExperts)]
     assert [len(m.local_experts) for m in experts] == [6]
-    assert sparse_layers({"num_hidden_layers": 2}) == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,14 @@ import pytest
 import torch
 from megatron_cases import make_config
 
-from slime.megatron_backend.hf_weights import family_for
 from slime.megatron_backend.model_config import (
     check_hf_config,
     load_hf_config,
     padded_vocab_size,
     params_dtype,
-    rope_theta,
     transformer_config,
 )
+from slime.models import decoder_of, family_for
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -59,7 +58,7 @@ def test_flags_of_the_user_are_applied():
     ],
 )
 def test_rope_theta_from_old_and_new_files(places):
-    assert rope_theta({k: v for k, v in QWEN3.items() if k != "rope_theta"} | places) == 5e5
+    assert decoder_of({k: v for k, v in QWEN3.items() if k != "rope_theta"} | places).ropes[0].theta == 5e5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""The tiny models that every family is proved on: one line per model. All family tests read this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_SOFTMAX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_SIGMOID = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+TINY: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},  # not hidden / heads, as in the real Qwen3-0.6B
+    "qwen3_moe": {"head_dim": 32, **_SOFTMAX},
+    "glm4_moe": {"head_dim": 32, "attention_bias": True, **_SIGMOID},
+    "llama": {},
+}
+"""`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+OLD = {"original_max_position_embeddings": 16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: vLLM's CPU build serves
+    it, so (d) and (e) run with it."""
+
+    kind: str
+    shape: dict[str, Any] = field(default_factory=dict)
+    engine: bool = True
+
+
+CASES: dict[str, Case] = {
+    "qwen2": Case("qwen2", engine=False),
+    "qwen3-untied": Case("qwen3", {"tie_word_embeddings": False}, engine=False),
+    "qwen3-moe": Case("qwen3_moe", {"mlp_only_layers": [0]}, engine=False),
+    "glm4-moe": Case("glm4_moe", {"tie_word_embeddings": False, "first_k_dense_replace": 1}, engine=False),
+    "llama": Case("llama", {"rope_parameters": LLAMA3 | OLD}),
+    "llama-untied-yarn": Case("llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}),
+    "llama-linear": Case("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+}
+"""Name of a tiny model -> the model. `engine=False` for families that have an engine test of their own."""
