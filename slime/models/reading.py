@@ -100,6 +100,7 @@ def read_decoder(
     hf: Hf,
     *,
     qkv_bias: bool = False,
+    output_bias: bool = False,
     qk_norm: str = "",
     post_norms: bool = False,
     rope: Callable[[Hf, int], Rope] | None = None,
@@ -142,6 +143,7 @@ def read_decoder(
         ropes=(rope(hf, size) if rope else read_rope(hf, size, whole=True),),
         experts=found,
         qkv_bias=qkv_bias,
+        output_bias=output_bias,
         qk_norm=qk_norm,
         post_norms=post_norms,
     )

@@ -27,6 +27,7 @@ ATTENTION = (
     _qkv("bias"),
     Row(MG + "self_attention.linear_proj.weight", (HF + "self_attn.o_proj.weight",), Direct(axis=1)),
 )
+OUTPUT_BIAS = Row(MG + "self_attention.linear_proj.bias", (HF + "self_attn.o_proj.bias",))
 HEAD_NORMS = (
     Row(MG + "self_attention.q_layernorm.weight", (HF + "self_attn.q_norm.weight",)),
     Row(MG + "self_attention.k_layernorm.weight", (HF + "self_attn.k_norm.weight",)),

@@ -39,6 +39,7 @@ CASES: dict[str, Case] = {
     "glm4-moe": Case("glm4_moe", {"tie_word_embeddings": False, "first_k_dense_replace": 1}, engine=False),
     "llama": Case("llama", {"rope_parameters": LLAMA3 | OLD}),
     "llama-untied-yarn": Case("llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}),
+    "llama-bias": Case("llama", {"attention_bias": True}),
     "llama-linear": Case("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
 }
 """Name of a tiny model -> the model. `engine=False` for families that have an engine test of their own."""
