@@ -67,6 +67,7 @@ def expert_fields(decoder: Decoder, config: Config, overrides: dict[str, Any]) -
         "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel_size
         or config.megatron.tensor_model_parallel_size,
         "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         **_router_fields(experts),
     }
     check_expert_settings(overrides)

@@ -16,7 +16,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 import rl_kernel
 from slime.megatron_backend.norms import RMSNorm
@@ -50,17 +52,34 @@ class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
 
 
 class SharedExpert(GatedMLP):
-    """The shared expert of a sparse layer, with the interface that Megatron's layer needs."""
+    """The shared expert of a sparse layer, with the interface that Megatron's layer needs. With `gate`, a sigmoid of the
+    token weighs its output."""
 
     def __init__(self, config: TransformerConfig, *, gate: bool, **unused: Any) -> None:
-        assert not gate  # slime.megatron_backend.experts raises an error for it
         narrow = copy(config)
         narrow.ffn_hidden_size = config.moe_shared_expert_intermediate_size
         super().__init__(narrow)
+        self.gate_weight: nn.Parameter | None = None
+        if gate:
+            self.gate_weight = nn.Parameter(torch.empty(1, config.hidden_size))
+            weight: Any = self.gate_weight  # the mark is Megatron's: each rank has a part of the tokens
+            weight.sequence_parallel = config.sequence_parallel
 
     # Megatron's layer needs the tensor alone from a shared expert, and the pair from any other MLP
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(hidden_states)[0]
+        output: Tensor = super().forward(hidden_states)[0]
+        if self.gate_weight is None:
+            return output
+        return output * linear(hidden_states, self.gate_weight).sigmoid()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.gate_weight is not None:
+            gate = {"gate_weight": self.gate_weight}
+            state |= make_sharded_tensors_for_checkpoint(gate, prefix, {}, sharded_offsets)
+        return state
 
 
 class Layer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
@@ -81,8 +100,8 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no typ
         # this class does what --recompute-modules layernorm does; Megatron's own code needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
         if config.recompute_granularity != "full":
-            if isinstance(linear := getattr(self.self_attention, "linear_qkv", None), NormedLinear):
-                defer(self.input_layernorm, linear)
+            if isinstance(qkv := getattr(self.self_attention, "linear_qkv", None), NormedLinear):
+                defer(self.input_layernorm, qkv)
             if (
                 not self.is_moe_layer
             ):  # the router and every expert read that norm, so no single product can compute it

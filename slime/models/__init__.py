@@ -7,20 +7,30 @@ decoder, so no other file names a family. Imports neither torch nor Megatron.
 from __future__ import annotations
 
 from slime.models.decoder import Attention, Decoder, Experts, Hf, Layer
-from slime.models.family import Family
+from slime.models.family import Family, as_stored
+from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
 from slime.models.llama import LLAMA
+from slime.models.mimo import MIMO
+from slime.models.minimax_m2 import MINIMAX_M2
+from slime.models.mistral import MISTRAL
 from slime.models.qwen2 import QWEN2
+from slime.models.qwen2_moe import QWEN2_MOE
 from slime.models.qwen3 import QWEN3, QWEN3_MOE
 
 __all__ = ["FAMILIES", "Attention", "Decoder", "Experts", "Family", "Hf", "Layer", "decoder_of", "family_for"]
 
 _ALL = (
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    GLM4,
     GLM4_MOE,
     LLAMA,
+    MISTRAL,
+    MINIMAX_M2,
+    MIMO,
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
@@ -40,4 +50,11 @@ def family_for(hf: Hf) -> Family:
 
 def decoder_of(hf: Hf) -> Decoder:
     """What config.json describes. ValueError for a family, a shape or a setting that is not supported."""
-    return family_for(hf).read(hf)
+    family = family_for(hf)
+    if hf.get("quantization_config") and family.stored is as_stored:
+        kind = hf["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"quantization_config in config.json must be left out for {family.model_type}, got {kind}; use a checkpoint "
+            "in bfloat16"
+        )
+    return family.read(hf)

@@ -172,9 +172,9 @@ def check_experts(hf: Hf, experts: Callable[[Hf], Experts] | None) -> Experts | 
     return found
 
 
-def sliding_windows(hf: Hf, *, on: bool) -> list[int | None]:
+def sliding_windows(hf: Hf) -> list[int | None]:
     """The window of each layer where `sliding_window` holds for all layers. ValueError for a window below 1."""
-    window = hf.get("sliding_window") if on else None
+    window = hf.get("sliding_window")
     if window is not None and window < 1:
         raise ValueError(
             f"sliding_window in config.json must be at least 1 or null, got {window}; the checkpoint is incomplete"

@@ -14,12 +14,21 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 32, **_SOFTMAX},
     "glm4_moe": {"head_dim": 32, "attention_bias": True, **_SIGMOID},
     "llama": {},
+    "mistral": {"head_dim": 32, "sliding_window": 6},
+    "glm4": {"head_dim": 32, "pad_token_id": None},
+    "minimax_m2": {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "mimo": {"num_nextn_predict_layers": 1},
+    "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80},
 }
 """`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 OLD = {"original_max_position_embeddings": 16}
+
+
+BUILT_AS = {"mimo": "qwen2"}
+"""Families that transformers does not have: the family whose layers they have."""
 
 
 @dataclass(frozen=True)
@@ -41,5 +50,11 @@ CASES: dict[str, Case] = {
     "llama-untied-yarn": Case("llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}),
     "llama-bias": Case("llama", {"attention_bias": True}),
     "llama-linear": Case("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "mistral": Case("mistral"),
+    "mistral-untied-all": Case("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
+    "glm4": Case("glm4", {"tie_word_embeddings": False}),
+    "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}),
+    "mimo": Case("mimo", {"tie_word_embeddings": False}),
+    "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
 }
 """Name of a tiny model -> the model. `engine=False` for families that have an engine test of their own."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from family_cases import TINY
+from family_cases import BUILT_AS, TINY
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -47,7 +48,7 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         **TINY[kind],
         **shape,
     }
-    config = transformers.AutoConfig.for_model(kind, **values)
+    config = transformers.AutoConfig.for_model(BUILT_AS.get(kind, kind), **values)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -58,6 +59,8 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.04)
     model.save_pretrained(directory)
+    if kind in BUILT_AS:
+        with_prediction_layers(directory, kind)
     return model
 
 
@@ -82,22 +85,25 @@ def hidden_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return hidden_of_output(model, stage_output(model, torch.cat(batch).to(device), layout))
 
 
-def hf_gradients(hf: nn.Module) -> dict[str, Tensor]:
-    """Gradients under the names that checkpoints have: transformers holds all experts of a layer in one tensor."""
-    return {name: x for name, x in as_stored({n: p.grad for n, p in hf.named_parameters()})}
+def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
+    """Gradients under the names that checkpoints have: transformers saves them as if they were weights. After this, the
+    parameters of `hf` are gradients."""
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    hf.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
 
 
-def as_stored(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of transformers' experts as one tensor per expert, and all others as they are."""
-    for name, tensor in tensors.items():
-        before, fused, which = name.rpartition(".experts.")
-        if not fused:
-            yield name, tensor
-            continue
-        for expert, of_expert in enumerate(tensor):
-            parts = ("gate", "up") if which == "gate_up_proj" else ("down",)
-            for part, piece in zip(parts, of_expert.chunk(len(parts)), strict=True):
-                yield f"{before}.experts.{expert}.{part}_proj.weight", piece
+def with_prediction_layers(directory: Path, kind: str) -> None:
+    """Make the files of a family that transformers does not have: its model_type, and layers of multi-token
+    prediction."""
+    hf_config = json.loads((directory / "config.json").read_text()) | {"model_type": kind}
+    (directory / "config.json").write_text(json.dumps(hf_config))
+    more = {"model.mtp_layers.0.input_proj.weight": torch.randn(64, 128)}
+    save_file(
+        load_file(directory / "model.safetensors") | more, directory / "model.safetensors", {"format": "pt"}
+    )
 
 
 def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -74,11 +76,16 @@ def test_weights_are_exported_as_they_were_loaded(tiny, tmp_path):
     assert exported.keys() == kept
     assert all(torch.equal(exported[name], original[name]) for name in kept)
     save_hf(model, directory, tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(hf_logits(again, sequences(3)), hf_logits(hf, sequences(3)))
+    known = json.loads((tmp_path / "config.json").read_text())["model_type"] in transformers.CONFIG_MAPPING
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=None if known else hf.config)
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    # not the same bits: a product may depend on where in memory a weight begins
+    torch.testing.assert_close(hf_logits(again, sequences(3)), hf_logits(hf, sequences(3)), rtol=0, atol=1e-6)
 
 
-def test_gradients(tiny):
+def test_gradients(tiny, tmp_path):
     """The last test of a model: its parameters become gradients."""
     _, hf, model = tiny
     sum_loss(packed_logits(model, BATCH), BATCH).backward()
@@ -86,7 +93,7 @@ def test_gradients(tiny):
     for parameter in unwrap(model).parameters():
         parameter.data = parameter.main_grad  # so that the export lists gradients
     got = {name: x for name, x in export_hf(model) if not name.endswith("e_score_correction_bias")}
-    wanted = hf_gradients(hf)
+    wanted = {n: x for n, x in hf_gradients(hf, tmp_path).items() if not n.endswith("e_score_correction_bias")}
     assert got.keys() == wanted.keys()
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=name)

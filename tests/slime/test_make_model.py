@@ -29,8 +29,9 @@ from slime.config.megatron_flags import MODEL_ARGS
 from slime.config.model_args import check_model_args
 from slime.config.validate import largest_token_id
 from slime.data.packing import sample_flops
-from slime.hf_config import check_checkpoint_shapes, expert_count, read_hf_config, sparse_layers
+from slime.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.megatron_backend.model_config import check_hf_config
+from slime.models import decoder_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # Elements of all tensors of the published checkpoints, a tied head counted once.
@@ -99,9 +100,9 @@ def test_our_own_are_mostly_body():
 def test_experts_are_known(arch):
     config = json.loads(build_config(arch).to_json_string(use_diff=False))
     check_hf_config(config)
-    assert expert_count(config) == ARCHITECTURES[arch].experts[0]
+    assert decoder_of(config).experts.count == ARCHITECTURES[arch].experts[0]
     dense = config.get("first_k_dense_replace", 0)
-    assert list(sparse_layers(config)) == [False] * dense + [True] * (config["num_hidden_layers"] - dense)
+    assert list(decoder_of(config).sparse) == [False] * dense + [True] * (config["num_hidden_layers"] - dense)
 
 
 def test_glm_has_the_tensors_of_the_published_one():

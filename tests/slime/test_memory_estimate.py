@@ -22,6 +22,12 @@ GLM_AIR = {
     "num_attention_heads": 96,
     "num_key_value_heads": 8,
     "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
     "n_routed_experts": 128,
     "num_experts_per_tok": 8,
     "n_shared_experts": 1,
@@ -40,6 +46,7 @@ QWEN3_30B_A3B = QWEN3_4B | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
 }
 
 
@@ -52,7 +59,7 @@ def test_arithmetic_by_hand():
     found = items(config(use_kl_loss=True))
     layer = 2560 * (2 * 4096 + 2 * 1024) + 3 * 2560 * 9728
     assert Shape.of(QWEN3_4B).params == PARAMS == 36 * layer + 151936 * 2560
-    assert Shape.of({**QWEN3_4B, "num_key_value_heads": None}).kv == Shape.of(QWEN3_4B).q
+    assert Shape.of({**QWEN3_4B, "num_key_value_heads": None}).cache == 36 * 2 * 4096
     assert found["weights"] == found["reference"] == PARAMS * 2
     assert (found["gradients"], found["optimizer"]) == (PARAMS * 4, PARAMS * 12)
     assert (
