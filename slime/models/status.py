@@ -22,5 +22,10 @@ STATUS: dict[str, Status] = {
     "qwen3_moe": Status(cpu="tiny model", h200="30B-A3B, 6 of 48 layers, random weights"),
     "glm4_moe": Status(cpu="tiny model", h200="Air, 2 of 46 layers, random weights"),
     "llama": Status(cpu="tiny model"),
+    "mistral": Status(cpu="tiny model"),
+    "glm4": Status(cpu="tiny model"),
+    "minimax_m2": Status(cpu="tiny model"),
+    "mimo": Status(cpu="tiny model"),
+    "qwen2_moe": Status(cpu="tiny model"),
 }
 """`model_type` -> status. A family without an entry is planned."""

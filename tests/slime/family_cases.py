@@ -33,28 +33,42 @@ BUILT_AS = {"mimo": "qwen2"}
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: vLLM's CPU build serves
-    it, so (d) and (e) run with it."""
+    """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: a real engine serves it
+    in tests/e2e; not so for families that have an engine test of their own, and for variants."""
 
     kind: str
     shape: dict[str, Any] = field(default_factory=dict)
-    engine: bool = True
+    engine: bool = False
 
 
 CASES: dict[str, Case] = {
-    "qwen2": Case("qwen2", engine=False),
-    "qwen3-untied": Case("qwen3", {"tie_word_embeddings": False}, engine=False),
-    "qwen3-moe": Case("qwen3_moe", {"mlp_only_layers": [0]}, engine=False),
-    "glm4-moe": Case("glm4_moe", {"tie_word_embeddings": False, "first_k_dense_replace": 1}, engine=False),
-    "llama": Case("llama", {"rope_parameters": LLAMA3 | OLD}),
-    "llama-untied-yarn": Case("llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}),
+    "qwen2": Case("qwen2"),
+    "qwen3-untied": Case("qwen3", {"tie_word_embeddings": False}),
+    "qwen3-moe": Case("qwen3_moe", {"mlp_only_layers": [0]}),
+    "glm4-moe": Case("glm4_moe", {"tie_word_embeddings": False, "first_k_dense_replace": 1}),
+    "llama": Case("llama", {"rope_parameters": LLAMA3 | OLD}, engine=True),
+    "llama-untied-yarn": Case("llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}, engine=True),
     "llama-bias": Case("llama", {"attention_bias": True}),
     "llama-linear": Case("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
-    "mistral": Case("mistral"),
+    "mistral": Case("mistral", engine=True),
     "mistral-untied-all": Case("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
-    "glm4": Case("glm4", {"tie_word_embeddings": False}),
-    "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}),
-    "mimo": Case("mimo", {"tie_word_embeddings": False}),
-    "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}),
+    "glm4": Case("glm4", {"tie_word_embeddings": False}, engine=True),
+    "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine=True),
+    "mimo": Case("mimo", {"tie_word_embeddings": False}, engine=True),
+    "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine=True),
 }
-"""Name of a tiny model -> the model. `engine=False` for families that have an engine test of their own."""
+"""Name of a tiny model -> the model."""
+
+SERVED = [name for name, case in CASES.items() if case.engine]
+
+ENGINE_SHAPE: dict[str, Any] = {"hidden_size": 128, "max_position_embeddings": 512}
+"""vLLM's CPU kernels need heads of 32 and experts of 64 at least."""
+ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
+    "minimax_m2": {"intermediate_size": 64, "num_local_experts": 8, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "qwen2_moe": {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64},
+}
+
+
+def engine_shape(case: Case) -> dict[str, Any]:
+    """The shape of a tiny model that vLLM serves too."""
+    return {**case.shape, **ENGINE_SHAPE, **ENGINE_EXPERTS.get(case.kind, {})}
