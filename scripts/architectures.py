@@ -15,7 +15,7 @@ from typing import Any
 class Architecture:
     """One row. `vocab` is (rows of the embedding, id of the first special token). `heads` is (query, key/value).
     `experts` is (routed experts, experts per token, width of an expert) for every sparse layer, with normalised
-    weights. `more` are fields of config.json that override the other fields, and `rotary` those of its rotary settings."""
+    weights. `more` are fields of config.json that override the other fields, and `rotary` are more rotary settings."""
 
     family: str
     hidden: int
@@ -65,6 +65,7 @@ class Architecture:
             **routed,
             **self.more,
         }
+
 
 EXPERT_KEYS = {
     "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
@@ -119,7 +120,6 @@ QWEN_VOCAB = (151936, 151643)  # all Qwen2, 2.5 and 3: 151643 byte pairs, specia
 QWEN_LARGE_VOCAB = (152064, 151643)  # Qwen2.5 from 7B on has more unused rows
 BYTES_VOCAB = (512, 256)
 HUB = "config.json and model card of Qwen/{} on the Hugging Face hub"
-
 
 
 def tiny(family: str, **more: Any) -> Architecture:

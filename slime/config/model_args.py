@@ -65,8 +65,8 @@ READERS: dict[str, Reader] = {
     "moe_router_topk_scaling_factor": lambda hf: hf.get("routed_scaling_factor"),
     "moe_shared_expert_intermediate_size": _of_experts(lambda experts: experts.shared or None),
 }
-"""MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary). `Family.flags` has
-those that only a family knows."""
+"""MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary).
+`Family.flags` has those that only a family knows."""
 
 
 def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> None:

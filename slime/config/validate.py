@@ -25,8 +25,8 @@ from slime.config.problems import Problems, given
 from slime.config.resolve import FALLBACKS
 from slime.config.schema import Config, own_flags
 from slime.hf_config import check_checkpoint_shapes, read_hf_config
-from slime.models import decoder_of
 from slime.hooks import load_function
+from slime.models import decoder_of
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]

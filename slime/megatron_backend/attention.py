@@ -32,8 +32,8 @@ _BUCKET_RATIO = 1.5
 
 
 class Rotary(NamedTuple):
-    """cos and sin of one rotary embedding, fp32 [P, 1, R/2]. `interleaved`: dimension 2 k is paired with 2 k + 1, and not
-    with the other half of R."""
+    """cos and sin of one rotary embedding, fp32 [P, 1, R/2]. `interleaved`: dimension 2 k is paired with 2 k + 1, and
+    not with the other half of R."""
 
     cos: Tensor
     sin: Tensor
@@ -146,8 +146,8 @@ def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0) -> Tensor:
-    """x [P, heads, D] with the first R dimensions of every head rotated by the token's position, by the rotary embedding
-    `number` of the layout (None: none of them).
+    """x [P, heads, D] with the first R dimensions of every head rotated by the token's position. `number` is that of
+    the rotary embedding in the layout (None: no rotation).
 
     Interleaved pairs leave as two halves. Queries and keys do so alike, and a dot product does not see the order.
     """
@@ -258,5 +258,7 @@ class PackedAttention(nn.Module):
         query, key, value = (x[: layout.own] for x in (query, key, value))
         flash = query.is_cuda and query.dtype != torch.float32
         key, value = gather_keys(key, value, layout, layout.keys if flash else layout.gathered)
-        out = (flash_attention if flash else padded_attention)(query, key, value, layout, self.scale, self.window)
+        out = (flash_attention if flash else padded_attention)(
+            query, key, value, layout, self.scale, self.window
+        )
         return _padded(out.flatten(1), layout)

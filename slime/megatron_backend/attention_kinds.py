@@ -1,7 +1,7 @@
 """Kinds of attention: what stands in the attention slot of a decoder layer.
 
-A family names the kind of each layer (`slime.models.Layer.kind`). A new kind is a function here, or in a file of its own
-with a line in `KINDS`.
+A family names the kind of each layer (`slime.models.Layer.kind`). A new kind is a function here, or in a file of its
+own with a line in `KINDS`.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def _router_fields(experts: Experts) -> dict[str, Any]:
     if groups is not None and of_token is not None and experts.topk != 2 * of_token:
         raise ValueError(
             f"num_experts_per_tok in config.json must be twice topk_group where n_group is above 1, got {experts.topk} "
-            f"and {of_token}; megatron-core ranks a group by its best {experts.topk // of_token} experts, the checkpoint "
-            "by 2"
+            f"and {of_token}; megatron-core ranks a group by its best {experts.topk // of_token} experts, the "
+            "checkpoint by 2"
         )
     fields = {
         "moe_router_score_function": experts.score,

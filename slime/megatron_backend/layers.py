@@ -52,8 +52,8 @@ class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
 
 
 class SharedExpert(GatedMLP):
-    """The shared expert of a sparse layer, with the interface that Megatron's layer needs. With `gate`, a sigmoid of the
-    token weighs its output."""
+    """The shared expert of a sparse layer, with the interface that Megatron's layer needs. With `gate`, a sigmoid of
+    the token weighs its output."""
 
     def __init__(self, config: TransformerConfig, *, gate: bool, **unused: Any) -> None:
         narrow = copy(config)

@@ -33,8 +33,8 @@ from slime.models.layouts import Sizes
 class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's GPTModel, but `forward` stops before the output layer: hidden states after the final norm.
 
-    `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is what it says, and `sizes` are the
-    sizes for weight layouts.
+    `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is what it says, and `sizes` are
+    the sizes for weight layouts.
     """
 
     def __init__(self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes) -> None:

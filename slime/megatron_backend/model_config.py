@@ -14,6 +14,7 @@ from slime.hf_config import read_hf_config
 from slime.megatron_backend.experts import expert_fields
 from slime.models import decoder_of
 
+
 def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
     """Parsed config.json of a checkpoint directory, checked to be a supported model.
 

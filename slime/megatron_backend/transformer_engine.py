@@ -74,12 +74,13 @@ def block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlockS
             "transformer_engine; install transformer-engine[pytorch] for this torch, or leave the flag out"
         )
     plain = all(
-        (layer.kind, layer.window, layer.rope, layer.sparse) == ("full", None, 0, False) for layer in described.layers
+        (layer.kind, layer.window, layer.rope, layer.sparse) == ("full", None, 0, False)
+        for layer in described.layers
     )
     if not plain or described.post_norms or described.output_bias or described.qk_norm == "projection":
         raise ValueError(
-            "--transformer-impl must be local for a model with sliding windows, norms after attention and MLP, or other "
-            "parts than those of Qwen3, got transformer_engine; leave the flag out"
+            "--transformer-impl must be local for a model with sliding windows, norms after attention and MLP, or "
+            "other parts than those of Qwen3, got transformer_engine; leave the flag out"
         )
     layer = get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, normalization=core.normalization)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules

@@ -54,7 +54,7 @@ def decoder_of(hf: Hf) -> Decoder:
     if hf.get("quantization_config") and family.stored is as_stored:
         kind = hf["quantization_config"].get("quant_method")
         raise ValueError(
-            f"quantization_config in config.json must be left out for {family.model_type}, got {kind}; use a checkpoint "
-            "in bfloat16"
+            f"quantization_config in config.json must be left out for {family.model_type}, got {kind}; use a "
+            "checkpoint in bfloat16"
         )
     return family.read(hf)

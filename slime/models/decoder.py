@@ -19,8 +19,8 @@ Hf = Mapping[str, Any]
 class Attention:
     """The sizes of a layer's attention that memory and FLOPs depend on. Elements, not bytes.
 
-    `params`: its matrices, which tensor-parallel ranks split; `whole`: further matrices that each rank has. `kept`: what
-    the backward needs per token (input and output included, split over ranks). `context`: keys and values that
+    `params`: its matrices, which tensor-parallel ranks split; `whole`: further matrices that each rank has. `kept`:
+    what the backward needs per token (input and output included, split over ranks). `context`: keys and values that
     context-parallel ranks gather per token. `cache`: what an engine keeps per token. `pair_flops`: forward FLOPs per
     (query, key) pair. `token_flops`: forward FLOPs per token beside the matrices.
     """
@@ -37,7 +37,11 @@ class Attention:
     def grouped(cls, hidden: int, q: int, kv: int) -> Attention:
         """Softmax attention with grouped heads. `q` and `kv` are heads times head size."""
         return cls(
-            params=hidden * (2 * q + 2 * kv), kept=4 * q + 4 * kv, context=2 * kv, cache=2 * kv, pair_flops=4 * q
+            params=hidden * (2 * q + 2 * kv),
+            kept=4 * q + 4 * kv,
+            context=2 * kv,
+            cache=2 * kv,
+            pair_flops=4 * q,
         )
 
 
@@ -61,8 +65,8 @@ class Experts:
     """The experts of the sparse layers, `topk` of `count` per token. `shared` is the width of the shared expert, or 0.
 
     `score`: "softmax" over the experts, or "sigmoid" per expert. `bias`: a correction bias chooses the experts.
-    `normalised`: the weights of a token's experts sum up to `scale`. `groups`: experts come from the best `groups[1]` of
-    `groups[0]` groups. `shared_gate`: a sigmoid of the token weighs the shared expert.
+    `normalised`: the weights of a token's experts sum up to `scale`. `groups`: experts come from the best `groups[1]`
+    of `groups[0]` groups. `shared_gate`: a sigmoid of the token weighs the shared expert.
     """
 
     count: int
@@ -81,8 +85,9 @@ class Experts:
 class Decoder:
     """A decoder: sizes, layers, and what is particular about its parts.
 
-    `output_bias`: a bias after the attention. `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection" (RMSNorm of all heads together). `post_norms`:
-    norms of the outputs of attention and MLP too. `core`: further fields of megatron-core's TransformerConfig.
+    `output_bias`: a bias after the attention. `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection"
+    (RMSNorm of all heads together). `post_norms`: norms of the outputs of attention and MLP too. `core`: further fields
+    of megatron-core's TransformerConfig.
     """
 
     hidden: int

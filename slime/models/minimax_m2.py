@@ -10,7 +10,7 @@ from slime.models.family import Family
 from slime.models.layouts import Direct, Row
 from slime.models.reading import expert_count, need, only, read_decoder
 from slime.models.rope import Rope, read_rope
-from slime.models.rows import ATTENTION, ENDS, HF, HEAD_NORMS, IGNORED, MG, NORMS, mlp_rows
+from slime.models.rows import ATTENTION, ENDS, HEAD_NORMS, HF, IGNORED, MG, NORMS, mlp_rows
 
 
 def rope(hf: Hf, head_dim: int) -> Rope:

@@ -21,4 +21,6 @@ def read_moe(hf: Hf) -> Decoder:
 ROWS = DENSE + HEAD_NORMS
 
 QWEN3 = Family("qwen3", "Qwen3, dense", "0.6B, 1.7B, 4B, 8B, 14B, 32B", ROWS, read, ignored=IGNORED)
-QWEN3_MOE = Family("qwen3_moe", "Qwen3, experts", "30B-A3B, 235B-A22B", ROWS + EXPERTS, read_moe, ignored=IGNORED)
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3, experts", "30B-A3B, 235B-A22B", ROWS + EXPERTS, read_moe, ignored=IGNORED
+)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: settings of config.json, their checks, and the frequencies. Imports torch only to compute.
+"""Rotary position embeddings: settings of config.json, their checks, frequencies. Imports torch only to compute.
 
 The kinds and their formulas are those of transformers' ROPE_INIT_FUNCTIONS, which the tests compare with:
 `default`, `linear` (Chen et al. 2306.15595), `llama3` and `yarn` (Peng et al. 2309.00071).
@@ -25,7 +25,14 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Kind -> (settings it needs, settings it may have)."""
 
-_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", "mrope_section"}
+_COMMON = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+    "mrope_section",
+}
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,9 @@ def read_rope(
     settings = dict(rope_record(hf) if record is None else record)
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in KINDS:
-        why = "its frequencies change with the length" if kind in ("dynamic", "longrope") else "it is not known"
+        why = (
+            "its frequencies change with the length" if kind in ("dynamic", "longrope") else "it is not known"
+        )
         raise ValueError(
             f"rope_type in config.json must be one of {', '.join(KINDS)}, got {kind!r}; {why}, so trainer and engine "
             "would not compute one policy"

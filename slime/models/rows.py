@@ -34,7 +34,9 @@ HEAD_NORMS = (
 )
 
 
-def mlp_rows(megatron: str, hf: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Row, ...]:
+def mlp_rows(
+    megatron: str, hf: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Row, ...]:
     """A gated MLP whose parameters begin with `megatron` there and with `hf` in files."""
     return (
         Row(megatron + "linear_fc1.weight", (f"{hf}{gate}.weight", f"{hf}{up}.weight"), GateUp()),
@@ -50,8 +52,8 @@ EXPERTS = (
     Row(MG + "mlp.router.weight", (HF + "mlp.gate.weight",)),
     *mlp_rows(MG + "mlp.experts.local_experts.{e}.", HF + "mlp.experts.{e}."),
 )
-"""A layer has the rows of an MLP or of experts. Expert E is `experts.E` in a file and `local_experts.E` in Megatron. The
-numbers are equal if one expert-parallel rank has all experts."""
+"""A layer has the rows of an MLP or of experts. Expert E is `experts.E` in a file and `local_experts.E` in Megatron.
+The numbers are equal if one expert-parallel rank has all experts."""
 
 ROUTER_BIAS = Row(MG + "mlp.router.expert_bias", (HF + "mlp.gate.e_score_correction_bias",))
 """In Megatron, the bias is a buffer in fp32 for every dtype of the model. In files and engines, it is an ordinary

@@ -19,9 +19,9 @@ from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
 from slime.hf_config import read_hf_config
-from slime.models.flops import ForwardFlops
 from slime.hooks import load_function
 from slime.loop import saves_after
+from slime.models.flops import ForwardFlops
 from slime.protocols import RolloutBatch, RolloutEngine
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data

@@ -22,7 +22,13 @@ TINY: dict[str, dict[str, Any]] = {
 }
 """`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 OLD = {"original_max_position_embeddings": 16}
 
@@ -47,9 +53,13 @@ CASES: dict[str, Case] = {
     "qwen3-moe": Case("qwen3_moe", {"mlp_only_layers": [0]}),
     "glm4-moe": Case("glm4_moe", {"tie_word_embeddings": False, "first_k_dense_replace": 1}),
     "llama": Case("llama", {"rope_parameters": LLAMA3 | OLD}, engine=True),
-    "llama-untied-yarn": Case("llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}, engine=True),
+    "llama-untied-yarn": Case(
+        "llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}, engine=True
+    ),
     "llama-bias": Case("llama", {"attention_bias": True}),
-    "llama-linear": Case("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-linear": Case(
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
+    ),
     "mistral": Case("mistral", engine=True),
     "mistral-untied-all": Case("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
     "glm4": Case("glm4", {"tie_word_embeddings": False}, engine=True),
@@ -64,7 +74,12 @@ SERVED = [name for name, case in CASES.items() if case.engine]
 ENGINE_SHAPE: dict[str, Any] = {"hidden_size": 128, "max_position_embeddings": 512}
 """vLLM's CPU kernels need heads of 32 and experts of 64 at least."""
 ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
-    "minimax_m2": {"intermediate_size": 64, "num_local_experts": 8, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "minimax_m2": {
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
     "qwen2_moe": {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64},
 }
 

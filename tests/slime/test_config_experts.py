@@ -166,7 +166,8 @@ def test_experts_of_a_width_that_grouped_products_do_not_take(argv: list[str], t
 def test_checkpoints_whose_experts_are_not_known(argv: list[str], tmp_path: Path) -> None:
     write_model(tmp_path / "model", **{**MOE, "model_type": "qwen3"})
     with pytest.raises(
-        ValueError, match="^model_type in config.json must be that of a family with experts, got qwen3 with 8 experts"
+        ValueError,
+        match="^model_type in config.json must be that of a family with experts, got qwen3 with 8 experts",
     ):
         parse_args(argv)
     write_model(tmp_path / "model", model_type="qwen3_moe")

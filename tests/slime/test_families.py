@@ -28,7 +28,11 @@ from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 from slime.models import FAMILIES, family_for
 
-BATCH = [*sequences(0), torch.randint(0, VOCAB, (70,), generator=torch.Generator().manual_seed(9)), torch.tensor([5])]
+BATCH = [
+    *sequences(0),
+    torch.randint(0, VOCAB, (70,), generator=torch.Generator().manual_seed(9)),
+    torch.tensor([5]),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,7 +76,9 @@ def test_logits_and_log_probs(tiny):
 def test_weights_are_exported_as_they_were_loaded(tiny, tmp_path):
     directory, hf, model = tiny
     original, exported = load_file(directory / "model.safetensors"), dict(export_hf(model))
-    kept = set(original) - set(family_for(load_hf_config(directory)).prediction_names(original, load_hf_config(directory)))
+    kept = set(original) - set(
+        family_for(load_hf_config(directory)).prediction_names(original, load_hf_config(directory))
+    )
     assert exported.keys() == kept
     assert all(torch.equal(exported[name], original[name]) for name in kept)
     save_hf(model, directory, tmp_path)
@@ -93,7 +99,9 @@ def test_gradients(tiny, tmp_path):
     for parameter in unwrap(model).parameters():
         parameter.data = parameter.main_grad  # so that the export lists gradients
     got = {name: x for name, x in export_hf(model) if not name.endswith("e_score_correction_bias")}
-    wanted = {n: x for n, x in hf_gradients(hf, tmp_path).items() if not n.endswith("e_score_correction_bias")}
+    wanted = {
+        n: x for n, x in hf_gradients(hf, tmp_path).items() if not n.endswith("e_score_correction_bias")
+    }
     assert got.keys() == wanted.keys()
     for name, gradient in got.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=name)

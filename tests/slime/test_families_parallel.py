@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 from family_cases import CASES
-from megatron_cases import hf_gradients, hf_logits, hidden_of, make_config, sequences, sum_loss, tiny_checkpoint
+from megatron_cases import (
+    hf_gradients,
+    hf_logits,
+    hidden_of,
+    make_config,
+    sequences,
+    sum_loss,
+    tiny_checkpoint,
+)
 from rank_processes import on_ranks
 from safetensors.torch import load_file
 
@@ -62,7 +70,12 @@ def one_model(directory: Path, config: Any, info: Any, *, steps: bool) -> dict[s
     targets = torch.cat([tokens.roll(-1) for tokens in mine])
     group = info.tp_group if info.tp_size > 1 else None
     log_probs = rl_kernel.linear_logp(
-        hidden_of(model, mine), output_weight(model), targets, vocab_start=start, vocab_size=size, tp_group=group
+        hidden_of(model, mine),
+        output_weight(model),
+        targets,
+        vocab_start=start,
+        vocab_size=size,
+        tp_group=group,
     )
     (-log_probs.sum() / 29).backward()
     finish_grads(model)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +100,14 @@ def test_our_own_are_mostly_body():
         model = build_model(build_config(arch), 0, "meta")
         assert low < model.num_parameters() < high
         assert model.get_input_embeddings().weight.numel() < 0.06 * model.num_parameters()
-    assert set(ARCHITECTURES) == {*EXACT, "glm-4.5-air", "glm-4.5-355b", "mimo-7b", "minimax-m2", *(arch for arch, _, _ in sizes)}
+    assert set(ARCHITECTURES) == {
+        *EXACT,
+        "glm-4.5-air",
+        "glm-4.5-355b",
+        "mimo-7b",
+        "minimax-m2",
+        *(arch for arch, _, _ in sizes),
+    }
     assert all(row.source for row in ARCHITECTURES.values())
 
 

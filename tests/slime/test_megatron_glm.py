@@ -150,7 +150,11 @@ def test_published_config_of_glm_is_understood(checkpoint):
     top = {k: v for k, v in written.items() if k != "rope_parameters"} | {"rope_theta": 1e6}
     assert top["partial_rotary_factor"] == 0.5 and top["rope_theta"] == 1e6
     silent = {k: v for k, v in top.items() if k != "partial_rotary_factor"}
-    assert [decoder_of(hf).ropes[0].size for hf in (written, top | {"rope_scaling": None}, silent)] == [16, 16, 16]
+    assert [decoder_of(hf).ropes[0].size for hf in (written, top | {"rope_scaling": None}, silent)] == [
+        16,
+        16,
+        16,
+    ]
     with pytest.raises(
         ValueError, match="must leave an even part of a head to rotate, got 0.1 of head_dim 32"
     ):

@@ -89,7 +89,10 @@ def test_rope_theta_from_old_and_new_files(places):
             {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None},
             "must divide hidden_size without head_dim, got 64 / 3 = 21.333",
         ),
-        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window in config.json must be at least 1 or null"),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "sliding_window in config.json must be at least 1 or null",
+        ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config in config.json must be left out for qwen3, got fp8",

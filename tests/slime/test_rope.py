@@ -70,14 +70,18 @@ def test_frequencies_and_amplitude_are_those_of_transformers(name):
 
 
 def test_every_kind_is_compared():
-    assert {case["rope_type"] for case in CASES.values()} == KINDS.keys() == {"default"} | (
-        ROPE_INIT_FUNCTIONS.keys() & KINDS.keys()
+    assert (
+        {case["rope_type"] for case in CASES.values()}
+        == KINDS.keys()
+        == {"default"} | (ROPE_INIT_FUNCTIONS.keys() & KINDS.keys())
     )
 
 
 def test_scaling_of_older_files():
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert read_rope(old, 64) == read_rope({"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}, 64)
+    assert read_rope(old, 64) == read_rope(
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}, 64
+    )
 
 
 def test_settings_are_read_without_torch():

@@ -31,6 +31,8 @@ def test_the_page_has_the_same_table() -> None:
 
 def test_an_unknown_family_is_told_where_to_look() -> None:
     known = ", ".join(sorted(FAMILIES))
-    with pytest.raises(ValueError, match=re.escape(f"must be one of {known}, got 'mamba'; docs/adding-a-model.md")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"must be one of {known}, got 'mamba'; docs/adding-a-model.md")
+    ):
         family_for({"model_type": "mamba"})
     assert (DOCS / "adding-a-model.md").is_file()

@@ -39,8 +39,8 @@ _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 def expert_tensors(
     path: str, module: nn.Module, update: Collection[str]
 ) -> Iterator[tuple[str, object, torch.Tensor]]:
-    """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`. `update`
-    has the HF names, which decide how a projection is spelled."""
+    """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`.
+    `update` has the HF names, which decide how a projection is spelled."""
     if module.expert_map is not None:
         raise ValueError(
             "experts must be whole on each rank of an engine to be compared, got some of them; leave out "

@@ -55,7 +55,7 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
     """(HF name, module or what else knows its tensor-parallel rank, value on this rank) of every weight that the model
     computes with.
 
-    `update` has the HF names, for what files spell in several ways: experts, and projections that some files hold fused.
+    `update` has the HF names, for what files spell in several ways: experts, and projections that some hold fused.
     A matrix with a plain and a packed copy (CPU embeddings) is yielded once for each. Tied modules are all visited:
     each may have a packed copy of its own.
     """
