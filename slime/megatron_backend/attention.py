@@ -25,7 +25,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rl_kernel import rotary
 from slime.data.token_slice import TokenSlice
-from slime.models import Layer
 
 # Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
@@ -234,10 +233,16 @@ class PackedAttention(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, softmax_scale: float | None = None, *, layer: Layer, **unused: Any
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        *,
+        rope: int | None = 0,
+        window: int | None = None,
+        **unused: Any,
     ) -> None:
         super().__init__()
-        self.rope, self.window = layer.rope, layer.window
+        self.rope, self.window = rope, window
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(

@@ -24,7 +24,7 @@ STATUS: dict[str, Status] = {
     "llama": Status(cpu="tiny model"),
     "mistral": Status(cpu="tiny model"),
     "glm4": Status(cpu="tiny model"),
-    "minimax_m2": Status(cpu="tiny model"),
+    "minimax_m2": Status(cpu="tiny model, trainer only"),
     "mimo": Status(cpu="tiny model"),
     "qwen2_moe": Status(cpu="tiny model"),
 }
