@@ -202,11 +202,11 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     """Activations that the forward keeps for the backward, and bytes of the one layer that full recomputation
     rebuilds.
 
-    Elements per token. Norm inputs: 2 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv.
-    Gated MLP: 2 F, and F more for silu(gate) if rl_kernel's kernel does not compute it. Attention and MLP are split
-    over tensor parallelism; the norm inputs too with --sequence-parallel. Outputs of norms and of the MLP's activation
-    are computed again (slime.megatron_backend.layers), except by Transformer Engine, and in the layer that full
-    recomputation runs again.
+    Elements per token. Norm inputs: 2 H, and 2 H more for norms of the outputs. Attention (q, k, v, what norm and
+    rotation keep, the output): 4 q + 4 kv. Gated MLP: 2 F, and F more for silu(gate) if rl_kernel's kernel does not
+    compute it. Attention and MLP are split over tensor parallelism; the norm inputs too with --sequence-parallel.
+    Outputs of norms and of the MLP's activation are computed again (slime.megatron_backend.layers), except by
+    Transformer Engine, and in the layer that full recomputation runs again.
 
     A sparse layer keeps the output of the second norm, and for a shared expert the same as for an MLP. For each copy
     of a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5
@@ -249,13 +249,14 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
         and "swiglu" in given(c.kernels.rl_kernel_ops)
     )
     attention = (kind.attention.kept + gathered) / tp
+    post = 2 * shape.post_norms  # their inputs
     if kind.sparse:
         shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
         norms = 4 if keeps_outputs else 3
         expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / expert_tensor_parallel(c)
-        return norms * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
+        return (norms + post) * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
     norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
-    return norms * shape.hidden / split + attention + mlp * shape.ffn / tp
+    return (norms + post) * shape.hidden / split + attention + mlp * shape.ffn / tp
 
 
 def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:

@@ -32,7 +32,8 @@ _NONE = Experts(count=0, topk=0, width=0)
 @dataclass(frozen=True)
 class Shape:
     """The counts of a decoder. A dense layer has an MLP of width `ffn`. A sparse layer has `experts` of width
-    `expert_ffn` instead, of which each token uses `topk`, and one shared expert of width `shared_ffn`."""
+    `expert_ffn` instead, of which each token uses `topk`, and one shared expert of width `shared_ffn`. `post_norms`:
+    the outputs of attention and MLP have norms."""
 
     hidden: int
     ffn: int
@@ -43,6 +44,7 @@ class Shape:
     topk: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
+    post_norms: bool = False
 
     @classmethod
     def of(cls, hf: dict[str, Any]) -> Shape:
@@ -62,6 +64,7 @@ class Shape:
             topk=experts.topk,
             expert_ffn=experts.width,
             shared_ffn=experts.shared,
+            post_norms=decoder.post_norms,
         )
 
     @property

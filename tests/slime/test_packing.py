@@ -68,6 +68,13 @@ def test_flops_of_a_sample_are_those_of_a_real_model():
     assert counter.get_total_flops() - in_vain == sample_flops(length, response, HF)
 
 
+def test_a_window_has_fewer_pairs():
+    """A token sees at most 3: 1 + 2 + 3 + 3 + 3 = 12 of 15 pairs in each of 2 layers and heads, two products of 2*4."""
+    windowed = HF | {"model_type": "mistral", "sliding_window": 3}
+    assert sample_flops(5, 3, HF) - sample_flops(5, 3, windowed) == 3 * 2 * 2 * 2 * 2 * 4
+    assert sample_flops(3, 3, HF) == sample_flops(3, 3, windowed)
+
+
 def test_flops_of_experts_are_those_a_token_goes_to():
     """Three layers, the last without experts: what PyTorch counts of transformers' Qwen3-MoE."""
     length, response = 12, 5

@@ -25,11 +25,12 @@ def has_experts(module: nn.Module) -> bool:
     return {"w13_weight", "w2_weight"} <= {name for name, _ in module.named_parameters(recurse=False)}
 
 
-def hf_path(path: str) -> str:
+def hf_path(path: str, shared: str) -> str:
     """A module's path in the checkpoint: the router and the shared expert are parts of vLLM's experts, too, under a
-    second name."""
+    second name. `shared` is the shared expert's name in files, "shared_expert" or "shared_experts"."""
     path = re.sub(r"\.experts\.gate$", ".gate", path)
-    return re.sub(r"\.experts\._shared_experts\._layer(?=\.|$)", ".shared_experts", path)
+    path = re.sub(r"\.experts\._shared_experts\._layer(?=\.|$)", f".{shared}", path)
+    return re.sub(rf"\.{shared}\.expert_gate$", f".{shared}_gate", path)
 
 
 _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))

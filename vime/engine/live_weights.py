@@ -60,11 +60,12 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
     each may have a packed copy of its own.
     """
     packed = getattr(model, "packed_modules_mapping", {})
+    shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
     for path, module in model.named_modules(remove_duplicate=False):
         if has_experts(module):
             yield from expert_tensors(path, module, update)
             continue
-        parent, _, leaf = hf_path(path).rpartition(".")
+        parent, _, leaf = hf_path(path, shared).rpartition(".")
         parts = packed.get(leaf, [leaf])
         for kind, parameter in module.named_parameters(recurse=False):
             if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
