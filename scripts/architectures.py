@@ -15,7 +15,7 @@ from typing import Any
 class Architecture:
     """One row. `vocab` is (rows of the embedding, id of the first special token). `heads` is (query, key/value).
     `experts` is (routed experts, experts per token, width of an expert) for every sparse layer, with normalised
-    weights. `more` are fields of config.json that override the other fields."""
+    weights. `more` are fields of config.json that override the other fields, and `rotary` are more rotary settings."""
 
     family: str
     hidden: int
@@ -32,13 +32,13 @@ class Architecture:
     published: tuple[str, str] | None = None
     experts: tuple[int, int, int] | None = None
     more: dict[str, Any] = field(default_factory=dict)
+    rotary: dict[str, Any] = field(default_factory=dict)
 
     def config_fields(self) -> dict[str, Any]:
         """The fields of config.json. Three special tokens have consecutive ids: end of text, start and end of a
         turn."""
         rows, first_special = self.vocab
-        number = "n_routed_experts" if self.family == "glm4_moe" else "num_experts"
-        keys = (number, "num_experts_per_tok", "moe_intermediate_size")
+        keys = EXPERT_KEYS.get(self.family, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
         routed = dict(zip(keys, self.experts, strict=True)) | {"norm_topk_prob": True} if self.experts else {}
         return {
             "vocab_size": rows,
@@ -49,7 +49,12 @@ class Architecture:
             "num_key_value_heads": self.heads[1],
             "head_dim": self.head_dim,
             "max_position_embeddings": self.context,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta} | self.rotary,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": self.rope_theta,
+                **ROTARY.get(self.family, {}),
+                **self.rotary,
+            },
             "rms_norm_eps": 1e-6,
             "initializer_range": 0.02,
             "tie_word_embeddings": self.tied,
@@ -61,10 +66,35 @@ class Architecture:
             **self.more,
         }
 
-    @property
-    def rotary(self) -> dict[str, float]:
-        """More rotary fields: GLM rotates half of a head."""
-        return {"partial_rotary_factor": 0.5} if self.family == "glm4_moe" else {}
+
+EXPERT_KEYS = {
+    "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "minimax_m2": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+}
+"""How config.json of a family spells the numbers of `Architecture.experts`, if not as Qwen does."""
+
+ROTARY = {family: {"partial_rotary_factor": 0.5} for family in ("glm4", "glm4_moe", "minimax_m2")}
+"""More rotary fields of a family: these rotate half of a head."""
+
+NOT_IN_TRANSFORMERS = {"mimo": ("qwen2", "MiMoForCausalLM")}
+"""Family -> the family in transformers with the same layers, and the name of its model class in config.json."""
+
+
+STORED_AS = {
+    "minimax_m2": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+}
+"""Family -> how its checkpoints spell parts of the names that transformers gives."""
+
+
+def llama3(factor: float) -> dict[str, Any]:
+    """The rotary scaling of Llama 3.1 and 3.2."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
 
 
 GLM = {
@@ -83,10 +113,20 @@ GLM = {
 GLM_LARGE = GLM | {"use_qk_norm": True, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
 """Fields of GLM-4.5 (355B) that are not columns of the table."""
 
+MINIMAX = {"scoring_func": "sigmoid", "use_routing_bias": True}
+LLAMA_VOCAB = (128256, 128000)
+GLM_VOCAB = (151552, 151329)
 QWEN_VOCAB = (151936, 151643)  # all Qwen2, 2.5 and 3: 151643 byte pairs, special tokens, unused rows
 QWEN_LARGE_VOCAB = (152064, 151643)  # Qwen2.5 from 7B on has more unused rows
 BYTES_VOCAB = (512, 256)
 HUB = "config.json and model card of Qwen/{} on the Hugging Face hub"
+
+
+def tiny(family: str, **more: Any) -> Architecture:
+    """A model of `family` for tests, with the sizes of qwen3-tiny."""
+    sizes = (family, 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, False)
+    return Architecture(*sizes, "float32", f"our own: {family} in small, for tests", **more)
+
 
 # family, hidden, ffn, layers, (q, kv) heads, head, vocabulary, rope theta, context, tied, dtype, source, (all, body)
 ARCHITECTURES = {
@@ -139,6 +179,36 @@ ARCHITECTURES = {
         *("qwen2", 5120, 27648, 64, (40, 8), 128, QWEN_LARGE_VOCAB, 1e6, 32768, False),
         *("bfloat16", HUB.format("Qwen2.5-32B-Instruct"), ("32.8", "31.2")),
     ),
+    "llama-3.1-8b": Architecture(
+        *("llama", 4096, 14336, 32, (32, 8), 128, LLAMA_VOCAB, 5e5, 131072, False),
+        *("bfloat16", "config.json of meta-llama/Llama-3.1-8B-Instruct", None, None),
+        *({"rms_norm_eps": 1e-5}, llama3(8.0)),
+    ),
+    "llama-3.2-3b": Architecture(
+        *("llama", 3072, 8192, 28, (24, 8), 128, LLAMA_VOCAB, 5e5, 131072, True),
+        *("bfloat16", "config.json of meta-llama/Llama-3.2-3B-Instruct", None, None),
+        *({"rms_norm_eps": 1e-5}, llama3(32.0)),
+    ),
+    "mistral-7b": Architecture(
+        *("mistral", 4096, 14336, 32, (32, 8), 128, (32768, 32762), 1e6, 32768, False),
+        *("bfloat16", "config.json of mistralai/Mistral-7B-Instruct-v0.3", None, None),
+        {"rms_norm_eps": 1e-5, "sliding_window": None},
+    ),
+    "glm-4-9b": Architecture(
+        *("glm4", 4096, 13696, 40, (32, 2), 128, GLM_VOCAB, 1e4, 32768, False),
+        *("bfloat16", "config.json of zai-org/GLM-4-9B-0414", None, None),
+        {"rms_norm_eps": 1e-5, "attention_bias": True},
+    ),
+    "mimo-7b": Architecture(
+        *("mimo", 4096, 11008, 36, (32, 8), 128, (151680, 151643), 6.4e5, 32768, False),
+        *("bfloat16", "config.json of XiaomiMiMo/MiMo-7B-RL, without its layer of prediction", None, None),
+        {"rms_norm_eps": 1e-5},
+    ),
+    "minimax-m2": Architecture(
+        *("minimax_m2", 3072, 1536, 62, (48, 8), 128, (200064, 200019), 5e6, 196608, False),
+        *("bfloat16", "config.json of MiniMaxAI/MiniMax-M2, without its modules of prediction", None),
+        *((256, 8, 1536), MINIMAX | {"rotary_dim": 64}),
+    ),
     "qwen3-50m": Architecture(
         *("qwen3", 512, 2048, 12, (8, 4), 64, BYTES_VOCAB, 1e4, 4096, True),
         *("bfloat16", "our own: a model that learns arithmetic within minutes on a GPU"),
@@ -159,6 +229,11 @@ ARCHITECTURES = {
         *("glm4_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, False, "float32"),
         *("our own: GLM-4.5-Air in small, for tests", None, (8, 2, 128), GLM),
     ),
+    "llama-tiny": tiny("llama", rotary=llama3(8.0)),
+    "mistral-tiny": tiny("mistral", more={"sliding_window": 12}),
+    "glm4-tiny": tiny("glm4", more={"attention_bias": True}),
+    "minimax-m2-tiny": tiny("minimax_m2", experts=(8, 2, 128), more=MINIMAX | {"rotary_dim": 16}),
+    "qwen2-moe-tiny": tiny("qwen2_moe", experts=(8, 2, 128), more={"shared_expert_intermediate_size": 128}),
     "qwen3-moe-tiny": Architecture(
         *("qwen3_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, True),
         *("float32", "our own: qwen3-tiny with eight experts a layer, for tests", None, (8, 2, 128)),

@@ -39,7 +39,7 @@ AREAS = {
         "slime/checkpoint_dir.py",
         "slime/checkpoint_files.py",
         "slime/megatron_backend/checkpoint_io.py",
-        "slime/megatron_backend/hf_weights",
+        "slime/models",
         "slime/room.py",
         "vime/checkpoint.py",
     ),

@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, NOT_IN_TRANSFORMERS, STORED_AS
 from arithmetic import write_data
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -55,7 +55,8 @@ def build_config(arch: str, dtype: str | None = None, layers: int | None = None)
     row = ARCHITECTURES[arch]
     given = {"dtype": dtype, "num_hidden_layers": layers}
     changed = {name: value for name, value in given.items() if value is not None}
-    return AutoConfig.for_model(row.family, **row.config_fields() | changed)
+    family, _ = NOT_IN_TRANSFORMERS.get(row.family, (row.family, ""))
+    return AutoConfig.for_model(family, **row.config_fields() | changed)
 
 
 def word(number: int) -> str:
@@ -121,8 +122,16 @@ def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedM
 
 
 def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters as checkpoints have them, with one tensor per expert (transformers has one tensor per layer), followed
-    by the stored buffers (the biases of GLM's routers)."""
+    """Parameters as checkpoints have them, followed by the stored buffers (the biases of routers)."""
+    spelled = STORED_AS.get(model.config.model_type, {})
+    for name, tensor in one_per_expert(model):
+        for ours, theirs in spelled.items():
+            name = name.replace(ours, theirs)
+        yield name, tensor
+
+
+def one_per_expert(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and stored buffers with one tensor per expert. transformers has one tensor per layer."""
     stored = model.state_dict()
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     for name, parameter in [*model.named_parameters(), *buffers]:
@@ -171,6 +180,14 @@ def save_settings(model: PreTrainedModel, folder: Path) -> None:
     )
     tokenizer = build_tokenizer(config.vocab_size, first_special=config.pad_token_id)
     save_tokenizer(tokenizer, folder, config.max_position_embeddings)
+
+
+def name_family(folder: Path, family: str) -> None:
+    """Write the model_type of a family that transformers does not have to config.json."""
+    if family in NOT_IN_TRANSFORMERS:
+        file = folder / "config.json"
+        named = {"model_type": family, "architectures": [NOT_IN_TRANSFORMERS[family][1]]}
+        file.write_text(json.dumps(json.loads(file.read_text()) | named, indent=2) + "\n")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -230,6 +247,7 @@ def main(argv: list[str] | None = None) -> None:
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
         partial.mkdir()
         save_settings(model, partial)
+        name_family(partial, ARCHITECTURES[args.arch].family)
         depth = ARCHITECTURES[args.arch].layers
         note = {"arch": args.arch, "layers": config.num_hidden_layers, "of": depth}
         note["weights"] = "random" if args.random else None

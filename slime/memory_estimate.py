@@ -15,6 +15,7 @@ from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.problems import given
 from slime.model_shape import Params, Shape
+from slime.models import Layer
 from slime.operators import NATIVE, loss_head
 from slime.weight_sync.registry import CHANNELS
 
@@ -97,8 +98,9 @@ def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
         # Backward of the MLP: the gradients of its two halves, of the layer, and of one weight before it is added.
         flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
         evenly = ""
-        if any(shape.sparse):
-            flight = max(flight * (not all(shape.sparse)), expert_flight(c, shape, tokens))
+        sparse = [kind.sparse for kind in shape.kinds]
+        if any(sparse):
+            flight = max(flight * (not all(sparse)), expert_flight(c, shape, tokens))
             evenly = " and stacked weights, if tokens spread evenly over experts"
         back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
         yield Item("layers, backward", kept.bytes + one + flight * size, back)
@@ -164,18 +166,18 @@ def rank_params(c: Config, shape: Shape) -> Iterator[tuple[str, float, str, str,
         yield "expert ", params.experts / (ep * etp), f"{count(params.experts)}{stage}", ranks, shards
 
 
-def stage_layers(c: Config, shape: Shape) -> list[tuple[bool, ...]]:
-    """For each pipeline stage, whether each of its layers is sparse."""
+def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
+    """The layers of each pipeline stage."""
     counts = c.megatron.layers_of_stages(shape.layers)
     ends = itertools.accumulate(counts)
-    return [shape.sparse[end - n : end] for n, end in zip(counts, ends, strict=True)]
+    return [shape.kinds[end - n : end] for n, end in zip(counts, ends, strict=True)]
 
 
 def stage_params(c: Config, shape: Shape) -> tuple[Params, str]:
     """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage."""
     stages = stage_layers(c, shape)
     if len(stages) == 1:
-        return shape.params_of(shape.sparse, 1 if shape.tied else 2), ""
+        return shape.params_of(shape.kinds, 1 if shape.tied else 2), ""
     tp, experts = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.expert_model_parallel_size * expert_tensor_parallel(c),
@@ -200,11 +202,11 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     """Activations that the forward keeps for the backward, and bytes of the one layer that full recomputation
     rebuilds.
 
-    Elements per token. Norm inputs: 2 H. Attention (q, k, v, what norm and rotation keep, the output): 4 q + 4 kv.
-    Gated MLP: 2 F, and F more for silu(gate) if rl_kernel's kernel does not compute it. Attention and MLP are split
-    over tensor parallelism; the norm inputs too with --sequence-parallel. Outputs of norms and of the MLP's activation
-    are computed again (slime.megatron_backend.layers), except by Transformer Engine, and in the layer that full
-    recomputation runs again.
+    Elements per token. Norm inputs: 2 H, and 2 H more for norms of the outputs. Attention (q, k, v, what norm and
+    rotation keep, the output): 4 q + 4 kv. Gated MLP: 2 F, and F more for silu(gate) if rl_kernel's kernel does not
+    compute it. Attention and MLP are split over tensor parallelism; the norm inputs too with --sequence-parallel.
+    Outputs of norms and of the MLP's activation are computed again (slime.megatron_backend.layers), except by
+    Transformer Engine, and in the layer that full recomputation runs again.
 
     A sparse layer keeps the output of the second norm, and for a shared expert the same as for an MLP. For each copy
     of a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5
@@ -219,7 +221,7 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     )
     first = stage_layers(c, shape)[0]
     full = c.megatron.overrides.get("recompute_granularity") == "full"
-    widths = [layer_width(c, shape, sparse) for sparse in first]
+    widths = [layer_width(c, shape, kind) for kind in first]
     layers = len(first) * c.megatron.pipeline_model_parallel_size
     width = shape.hidden / split if full else sum(widths) / len(widths)
     how = f"{count(tokens)} tokens x {size} B x {layers} layers x {width:.0f}"
@@ -235,11 +237,11 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     return kept, one
 
 
-def layer_width(c: Config, shape: Shape, sparse: bool) -> float:
+def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
     """Elements that a layer keeps per token of the micro-batch."""
     tp, cp = c.megatron.tensor_model_parallel_size, c.megatron.context_parallel_size
     split = tp if c.megatron.sequence_parallel else 1
-    gathered = 2 * shape.kv * (cp + 0.5) if cp > 1 else 0
+    gathered = kind.attention.context * (cp + 0.5) if cp > 1 else 0
     full = c.megatron.overrides.get("recompute_granularity") == "full"
     keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
     kernel = (
@@ -247,14 +249,15 @@ def layer_width(c: Config, shape: Shape, sparse: bool) -> float:
         and c.kernels.rlk_fast != "off"
         and "swiglu" in given(c.kernels.rl_kernel_ops)
     )
-    attention = (4 * shape.q + 4 * shape.kv + gathered) / tp
-    if sparse:
+    attention = (kind.attention.kept + gathered) / tp
+    post = 2 * shape.post_norms  # their inputs
+    if kind.sparse:
         shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
         norms = 4 if keeps_outputs else 3
         expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / expert_tensor_parallel(c)
-        return norms * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
+        return (norms + post) * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
     norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
-    return norms * shape.hidden / split + attention + mlp * shape.ffn / tp
+    return (norms + post) * shape.hidden / split + attention + mlp * shape.ffn / tp
 
 
 def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from slime.hf_config import check_experts, expert_count, shared_expert_width, sparse_layers
+from slime.models import Decoder, Experts, Layer, decoder_of
 
 
 @dataclass(frozen=True)
@@ -26,67 +26,78 @@ class Params:
         return self.split + self.whole + self.experts
 
 
+_NONE = Experts(count=0, topk=0, width=0)
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A decoder. `q` and `kv` are heads times head size. A dense layer has an MLP of width `ffn`. A layer with
-    `sparse[i]` has `experts` of width `expert_ffn` instead, of which each token uses `topk`, and one shared expert of
-    width `shared_ffn`."""
+    """The counts of a decoder. A dense layer has an MLP of width `ffn`. A sparse layer has `experts` of width
+    `expert_ffn` instead, of which each token uses `topk`, and one shared expert of width `shared_ffn`. `post_norms`:
+    the outputs of attention and MLP have norms."""
 
-    layers: int
     hidden: int
     ffn: int
-    q: int
-    kv: int
     vocab: int
     tied: bool
+    kinds: tuple[Layer, ...]
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
-    sparse: tuple[bool, ...] = ()
+    post_norms: bool = False
 
     @classmethod
     def of(cls, hf: dict[str, Any]) -> Shape:
-        """The shape in config.json. ValueError for experts that the trainer does not support."""
-        check_experts(hf)
-        heads = hf["num_attention_heads"]
-        head = hf.get("head_dim") or hf["hidden_size"] // heads
-        experts = expert_count(hf)
+        """The shape in config.json. ValueError for a model that is not supported."""
+        return cls.from_decoder(decoder_of(hf))
+
+    @classmethod
+    def from_decoder(cls, decoder: Decoder) -> Shape:
+        experts = decoder.experts or _NONE
         return cls(
-            layers=hf["num_hidden_layers"],
-            hidden=hf["hidden_size"],
-            ffn=hf["intermediate_size"],
-            q=heads * head,
-            kv=(hf.get("num_key_value_heads") or heads) * head,
-            vocab=hf["vocab_size"],
-            tied=hf.get("tie_word_embeddings", False),
-            experts=experts,
-            topk=hf["num_experts_per_tok"] if experts else 0,
-            expert_ffn=hf["moe_intermediate_size"] if experts else 0,
-            shared_ffn=shared_expert_width(hf),
-            sparse=sparse_layers(hf),
+            hidden=decoder.hidden,
+            ffn=decoder.ffn,
+            vocab=decoder.vocab,
+            tied=decoder.tied,
+            kinds=decoder.layers,
+            experts=experts.count,
+            topk=experts.topk,
+            expert_ffn=experts.width,
+            shared_ffn=experts.shared,
+            post_norms=decoder.post_norms,
         )
 
-    def layer(self, sparse: bool = False) -> Params:
-        """One layer: q, k, v, o, and the gated MLP or router and experts."""
-        attention = self.hidden * (2 * self.q + 2 * self.kv)
-        if not sparse:
-            return Params(split=attention + 3 * self.hidden * self.ffn)
-        experts = 3 * self.experts * self.hidden * self.expert_ffn
-        attention_and_shared = attention + 3 * self.hidden * self.shared_ffn
-        return Params(split=attention_and_shared, whole=self.hidden * self.experts, experts=experts)
+    @property
+    def layers(self) -> int:
+        return len(self.kinds)
 
-    def params_of(self, layers: Sequence[bool], ends: int) -> Params:
-        """Parameters of layers (`layers`: whether each is sparse) and of `ends` matrices [vocab, hidden]."""
-        return sum((self.layer(sparse) for sparse in layers), Params(split=self.vocab * self.hidden * ends))
+    @property
+    def cache(self) -> int:
+        """Elements of all layers that an engine keeps per token."""
+        return sum(kind.attention.cache for kind in self.kinds)
+
+    def layer(self, kind: Layer | None = None) -> Params:
+        """One layer (default: the first): attention, and the gated MLP or router and experts."""
+        kind = kind or self.kinds[0]
+        attention = Params(split=kind.attention.params, whole=kind.attention.whole)
+        if not kind.sparse:
+            return attention + Params(split=3 * self.hidden * self.ffn)
+        experts = 3 * self.experts * self.hidden * self.expert_ffn
+        shared = 3 * self.hidden * self.shared_ffn
+        return attention + Params(split=shared, whole=self.hidden * self.experts, experts=experts)
+
+    def params_of(self, kinds: Iterable[Layer], ends: int) -> Params:
+        """Parameters of layers and of `ends` matrices [vocab, hidden]."""
+        return sum(map(self.layer, kinds), Params(split=self.vocab * self.hidden * ends))
 
     @property
     def params(self) -> int:
         """Parameters of the whole model, matrices only."""
-        return self.params_of(self.sparse, 1 if self.tied else 2).total
+        return self.params_of(self.kinds, 1 if self.tied else 2).total
 
     @property
     def active(self) -> int:
         """Parameters that one token goes through in the layers, matrices only."""
-        idle = 3 * self.hidden * self.expert_ffn * (self.experts - self.topk) * sum(self.sparse)
-        return self.params_of(self.sparse, 0).total - idle
+        sparse = sum(kind.sparse for kind in self.kinds)
+        idle = 3 * self.hidden * self.expert_ffn * (self.experts - self.topk) * sparse
+        return self.params_of(self.kinds, 0).total - idle

@@ -10,6 +10,7 @@ COMMANDS = {
     "audit": "where trainer and engine differ in a saved rollout of RUN_DIR",
     "plot": "draw the curves of run directories",
     "bench": "what rl_kernel changes: op, module and e2e measure it, report prints it",
+    "models": "list the model families and what was run of each",
     "flags": "list or search the flags: vime flags WORD; --json has every accepted flag with its owner",
     "completion": "a script that completes commands and flags in bash or zsh",
 }

@@ -31,7 +31,7 @@ GPU_MEMORY = "--gpu-memory-gib"
 
 def routed(shape: Shape) -> str:
     """The text about experts after the number of parameters."""
-    if not any(shape.sparse):
+    if not any(kind.sparse for kind in shape.kinds):
         return ""
     return f", of the layers' {count(shape.active)} for a token ({shape.topk} of {shape.experts} experts)"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.config.fields import spelled
-from slime.hf_config import expert_count, sparse_layers
+from slime.models import Decoder
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -50,15 +50,15 @@ ONLY = {
 """Settings with their accepted values, and why other values are errors."""
 
 
-def check_expert_flags(c: Config, hf_config: dict[str, Any]) -> None:
-    """ValueError for flags that do not fit the model of this config.json, with experts or dense."""
-    if experts := expert_count(hf_config):
+def check_expert_flags(c: Config, decoder: Decoder) -> None:
+    """ValueError for flags that do not fit the model, with experts or dense."""
+    if experts := decoder.experts:
         check_expert_settings(c.megatron.overrides)
         check_untried(c.megatron.overrides)
-        check_expert_layout(c, experts)
-        check_expert_width(c, hf_config)
+        check_expert_layout(c, experts.count)
+        check_expert_width(c, decoder)
         check_expert_ranks(c, c.world_size)
-        check_expert_stages(c, sparse_layers(hf_config))
+        check_expert_stages(c, decoder.sparse)
     elif c.megatron.expert_model_parallel_size != 1 or c.megatron.expert_tensor_parallel_size not in (
         None,
         1,
@@ -129,20 +129,21 @@ def check_expert_layout(c: Config, experts: int) -> None:
         )
 
 
-def check_expert_width(c: Config, hf_config: dict[str, Any]) -> None:
+def check_expert_width(c: Config, decoder: Decoder) -> None:
     """ValueError if the experts' rows do not start at multiples of 16 bytes. torch's grouped product needs that on
     every device."""
     etp = c.megatron.expert_tensor_parallel_size or c.megatron.tensor_model_parallel_size
-    step, width = 4 if c.megatron.params_dtype == "float32" else 8, hf_config["moe_intermediate_size"]
-    if hf_config["hidden_size"] % step:
+    assert decoder.experts is not None
+    step, width = 4 if c.megatron.params_dtype == "float32" else 8, decoder.experts.width
+    if decoder.hidden % step:
         raise ValueError(
             f"hidden_size in config.json must be a multiple of {step} in {c.megatron.params_dtype} where a "
             "model has experts, "
-            f"got {hf_config['hidden_size']}; such a model cannot be trained here"
+            f"got {decoder.hidden}; such a model cannot be trained here"
         )
     if width % (etp * step):
         raise ValueError(
-            f"moe_intermediate_size in config.json must be a multiple of {step} in "
+            f"the width of an expert in config.json must be a multiple of {step} in "
             f"{c.megatron.params_dtype} on each of "
             f"{etp} ranks that share an expert, got {width}; "
             + ("share it among fewer ranks" if etp > 1 else "such a model cannot be trained here")

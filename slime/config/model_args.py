@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.config.fields import spelled
-from slime.hf_config import expert_count, shared_expert_width, sigmoid_scores, sparse_layers
+from slime.models import Experts, decoder_of, family_for
 
 Reader = Callable[[dict[str, Any]], Any]
 
@@ -21,15 +21,14 @@ def _rotary(key: str, default: Any) -> Reader:
     return read
 
 
-def _has_qkv_bias(hf: dict[str, Any]) -> bool:
-    biased: bool = hf.get("attention_bias", hf.get("model_type") in ("qwen2", "qwen2_moe"))
-    return biased
+def _of_experts(read: Callable[[Experts], Any], dense: Any = None) -> Reader:
+    """A setting of the experts, or `dense` for a model without experts."""
 
+    def of(hf: dict[str, Any]) -> Any:
+        experts = decoder_of(hf).experts
+        return dense if experts is None else read(experts)
 
-def _scores(hf: dict[str, Any]) -> str | None:
-    if not expert_count(hf):
-        return None
-    return "sigmoid" if sigmoid_scores(hf) else hf.get("scoring_func", "softmax")
+    return of
 
 
 READERS: dict[str, Reader] = {
@@ -40,10 +39,10 @@ READERS: dict[str, Reader] = {
     "group_query_attention": lambda hf: hf.get("num_key_value_heads") != hf.get("num_attention_heads"),
     "num_query_groups": lambda hf: hf.get("num_key_value_heads", hf.get("num_attention_heads")),
     "kv_channels": lambda hf: hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-    "qk_layernorm": lambda hf: hf.get("use_qk_norm", str(hf.get("model_type")).startswith("qwen3")),
+    "qk_layernorm": lambda hf: bool(decoder_of(hf).qk_norm),
     "swiglu": lambda hf: hf.get("hidden_act") == "silu",
     "disable_bias_linear": lambda hf: not hf.get("mlp_bias", False),
-    "add_qkv_bias": _has_qkv_bias,
+    "add_qkv_bias": lambda hf: decoder_of(hf).qkv_bias,
     "normalization": lambda hf: "RMSNorm" if "rms_norm_eps" in hf else "LayerNorm",
     "norm_epsilon": lambda hf: hf.get("rms_norm_eps", hf.get("layer_norm_eps")),
     "position_embedding_type": lambda hf: "rope",
@@ -53,22 +52,21 @@ READERS: dict[str, Reader] = {
     "vocab_size": lambda hf: hf.get("vocab_size"),
     "max_position_embeddings": lambda hf: hf.get("max_position_embeddings"),
     "untie_embeddings_and_output_weights": lambda hf: not hf.get("tie_word_embeddings", False),
-    "num_experts": lambda hf: expert_count(hf) or None,
-    "moe_ffn_hidden_size": lambda hf: hf.get("moe_intermediate_size"),
-    "moe_router_topk": lambda hf: hf.get("num_experts_per_tok"),
-    "moe_layer_freq": lambda hf: [int(sparse) for sparse in sparse_layers(hf)],
-    "moe_router_score_function": _scores,
+    "num_experts": _of_experts(lambda experts: experts.count),
+    "moe_ffn_hidden_size": _of_experts(lambda experts: experts.width),
+    "moe_router_topk": _of_experts(lambda experts: experts.topk),
+    "moe_layer_freq": lambda hf: [int(sparse) for sparse in decoder_of(hf).sparse],
+    "moe_router_score_function": _of_experts(lambda experts: experts.score),
     # config.json has no such setting for sigmoid scores, and slime's scripts set the flag
-    "moe_router_pre_softmax": lambda hf: (
-        sigmoid_scores(hf) or (expert_count(hf) > 0 and not hf.get("norm_topk_prob", False))
-    ),
-    "moe_router_enable_expert_bias": sigmoid_scores,
+    "moe_router_pre_softmax": _of_experts(lambda e: e.score == "sigmoid" or not e.normalised, False),
+    "moe_router_enable_expert_bias": _of_experts(lambda experts: experts.bias, False),
     "moe_router_num_groups": lambda hf: hf.get("n_group"),
     "moe_router_group_topk": lambda hf: hf.get("topk_group"),
     "moe_router_topk_scaling_factor": lambda hf: hf.get("routed_scaling_factor"),
-    "moe_shared_expert_intermediate_size": lambda hf: shared_expert_width(hf) or None,
+    "moe_shared_expert_intermediate_size": _of_experts(lambda experts: experts.shared or None),
 }
-"""MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary)."""
+"""MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary).
+`Family.flags` has those that only a family knows."""
 
 
 def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> None:
@@ -76,9 +74,9 @@ def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> N
 
     Only flags that the user gave are compared.
     """
-    wrong = []
+    own, wrong = dict(family_for(hf_config).flags), []
     for name, value in model_args.items():
-        actual = READERS[name](hf_config)
+        actual = own.get(name, READERS[name])(hf_config)
         if name == "moe_layer_freq" and isinstance(value, int):
             value = [int(layer % value == 0) for layer in range(len(actual))]
         if actual != value:

@@ -149,8 +149,7 @@ _TEXT = {
     "moe_token_drop_policy": "every token reaches its experts",
     "model_name": "the model family is read from the checkpoint's config.json",
     "seq_length": "sequences are packed at their own length",
-    "megatron_to_hf_mode": "one table per family (slime/megatron_backend/hf_weights) converts weights in both "
-    "directions",
+    "megatron_to_hf_mode": "one table per family (slime/models) converts weights in both directions",
 }
 _BARE = {
     "allgather_cp": "context parallelism always gathers keys and values",

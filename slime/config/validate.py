@@ -24,8 +24,9 @@ from slime.config.problems import Problems, given
 from slime.config.resolve import FALLBACKS
 from slime.config.schema import Config, own_flags
 from slime.data.files import find_source
-from slime.hf_config import check_checkpoint_shapes, check_experts, expert_count, read_hf_config
+from slime.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.hooks import load_function
+from slime.models import decoder_of
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]
@@ -274,12 +275,13 @@ def _files(c: Config) -> None:
 def _checkpoint(c: Config) -> None:
     checkpoint = given(c.rollout.hf_checkpoint)
     hf_config = read_hf_config(checkpoint)
-    check_experts(hf_config)
+    decoder = decoder_of(hf_config)
     check_checkpoint_shapes(checkpoint, hf_config)
     check_model_args(c.megatron.model_args, hf_config)
-    check_replayed_model(c, expert_count(hf_config), hf_config.get("num_experts_per_tok"))
-    c.megatron.layers_of_stages(hf_config["num_hidden_layers"])
-    check_expert_flags(c, hf_config)
+    experts = decoder.experts
+    check_replayed_model(c, experts.count if experts else 0, experts.topk if experts else None)
+    c.megatron.layers_of_stages(len(decoder.layers))
+    check_expert_flags(c, decoder)
     largest, vocabulary = largest_token_id(checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:
         raise ValueError(

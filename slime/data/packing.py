@@ -17,7 +17,7 @@ import torch
 
 from slime.data.columns import COLUMNS
 from slime.data.token_slice import TokenSlice, token_slice
-from slime.hf_config import expert_count, shared_expert_width, sparse_layers
+from slime.models.flops import ForwardFlops
 from slime.types import TrainData
 
 if TYPE_CHECKING:
@@ -34,29 +34,8 @@ class Schedule:
 
 
 def sample_flops(length: float, response_length: float, hf_config: dict[str, Any]) -> float:
-    """FLOPs of one forward pass over a sample, for a model with gated MLPs: the fewest that give its result.
-
-    Two per weight and token in the layers; in attention two per head dimension for each product, `q @ k` and `p @ v`,
-    over the L (L + 1) / 2 pairs of a causal mask. Of a layer with experts: those that a token goes to, the shared ones
-    and the router. The head counts for the response tokens only: the loss and the log-probs need no other logits, and
-    the trainer computes no others (--rlk-fast off does, and throws them away). slime's count has the head over all
-    tokens: more where prompts are long. Norms, rotations, biases and the embedding's look-up are left out, as is what
-    a checkpointed backward computes again.
-    """
-    hidden, layers = hf_config["hidden_size"], hf_config["num_hidden_layers"]
-    heads = hf_config["num_attention_heads"]
-    head_dim = hf_config.get("head_dim") or hidden // heads
-    kv_heads = hf_config.get("num_key_value_heads") or heads
-    projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    attention = 2 * heads * head_dim * length * (length + 1)
-    sparse = sum(sparse_layers(hf_config))
-    mlps = 3 * hidden * hf_config["intermediate_size"] * (layers - sparse)
-    if sparse:
-        mlps += hidden * expert_count(hf_config) * sparse
-        width = hf_config["moe_intermediate_size"] * hf_config["num_experts_per_tok"]
-        mlps += 3 * hidden * (width + shared_expert_width(hf_config)) * sparse
-    body = 2 * (layers * projections + mlps) * length
-    return float(body + layers * attention + 2 * hidden * hf_config["vocab_size"] * response_length)
+    """FLOPs of one forward pass over a sample (slime.models.flops)."""
+    return ForwardFlops(hf_config)(length, response_length)
 
 
 def karmarkar_karp(costs: Sequence[float], k: int, *, equal_size: bool) -> list[list[int]]:
@@ -180,12 +159,13 @@ def build_dp_schedule(
     Every step holds `args.global_batch_size` rollouts (all of them when None), siblings together; trailing rollouts
     are dropped. With --use-dynamic-batch-size the step's samples are packed first-fit under
     `max_tokens_per_gpu * context_parallel_size` tokens, a longer sample alone; the number of micro-batches is a
-    multiple of `dp_size`; ranks take them by stride, or balanced by FLOPs with --balance-data (`sample_flops`; without
+    multiple of `dp_size`; ranks take them by stride, or balanced by FLOPs with --balance-data (`ForwardFlops`; without
     `response_lengths` as if all tokens were responses).
     """
     steps = _steps(rollout_ids, args.global_batch_size or len(set(rollout_ids)))
     responses = total_lengths if response_lengths is None else response_lengths
-    costs = [sample_flops(n, r, hf_config) for n, r in zip(total_lengths, responses, strict=True)]
+    flops = ForwardFlops(hf_config)
+    costs = [flops(n, r) for n, r in zip(total_lengths, responses, strict=True)]
     ranks: list[list[list[list[int]]]] = [[] for _ in range(dp_size)]
     for positions in steps:
         bins = _bins(args, positions, total_lengths, costs, dp_size)
@@ -310,13 +290,13 @@ def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) 
 def forward_flops(
     data: TrainData, columns: Sequence[str], hf_config: dict[str, Any], *, share_prompts: bool
 ) -> float:
-    """`sample_flops` of all samples of a rank, without the prompts that their micro-batches compute for another sample.
+    """FLOPs of one forward pass over all samples of a rank. A prompt that a micro-batch shares counts once.
 
     `columns`: those that the micro-batches carry, as in `pack`.
     """
-    lengths = zip(data["total_lengths"], data["response_lengths"], strict=True)
-    total = sum(sample_flops(n, response, hf_config) for n, response in lengths)
+    flops = ForwardFlops(hf_config)
+    total = sum(map(flops, data["total_lengths"], data["response_lengths"]))
     for samples in data["micro_batch_indices"] if share_prompts else ():
         taken = (n for _, n in shared_prompts(data, samples, columns))
-        total -= sum(sample_flops(n, 0, hf_config) for n in taken)
+        total -= sum(flops(n, 0) for n in taken)
     return total

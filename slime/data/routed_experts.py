@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from slime.data.token_slice import TokenSlice
-from slime.hf_config import expert_count, sparse_layers
+from slime.models import decoder_of
 from slime.types import TrainData
 
 COLUMN = "rollout_routed_experts"
@@ -31,12 +31,10 @@ def check_column(data: TrainData, hf_config: dict[str, Any]) -> None:
     The engine leaves zeros where it wrote nothing, so that the first two experts of such a token are equal. With one
     expert per token this check is impossible, and `slime.config` makes the flag an error.
     """
-    layers, topk, experts = (
-        hf_config["num_hidden_layers"],
-        hf_config["num_experts_per_tok"],
-        expert_count(hf_config),
-    )
-    sparse = np.array(sparse_layers(hf_config))
+    decoder = decoder_of(hf_config)
+    assert decoder.experts is not None  # slime.config raises an error for a dense model
+    layers, topk, experts = len(decoder.layers), decoder.experts.topk, decoder.experts.count
+    sparse = np.array(decoder.sparse)
     found: list[Any] = data.get(COLUMN) or [None] * len(data["tokens"])
     names = data.get("sample_indices", range(len(found)))
     for name, tokens, rows in zip(names, data["tokens"], found, strict=True):

@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,13 +31,22 @@ from slime.megatron_backend.rows import Rows, take
 _BUCKET_RATIO = 1.5
 
 
+class Rotary(NamedTuple):
+    """cos and sin of one rotary embedding, fp32 [P, 1, R/2]. `interleaved`: dimension 2 k is paired with 2 k + 1, and
+    not with the other half of R."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
 @dataclass
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
     """The positions of the sequences of one micro-batch, and the tokens that this rank computes. `packed_layout` makes
     it, and all layers share it.
 
     `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows are
-    padding, 0. `rotary` is the (cos, sin) pair [P, 1, R/2] that the model sets before its layers run. `cu_seqlens_q`
+    padding, 0. `rotary` are the model's rotary embeddings, which it sets before its layers run. `cu_seqlens_q`
     bounds the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. `buckets` lists (S, L) of the
     padded batches, which follow each other in one buffer of `padded_tokens` rows. `slots` [T] and `query_slots` [n]
     int64 are the buffer rows of the packed tokens and of this rank's tokens.
@@ -50,7 +59,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
 
     own: int = 0
     positions: Tensor = field(kw_only=True)
-    rotary: tuple[Tensor, Tensor] | None = None
+    rotary: Sequence[Rotary] = ()
     buckets: list[tuple[int, int]] = field(default_factory=list)
     slots: Tensor = field(kw_only=True)
     query_slots: Tensor = field(kw_only=True)
@@ -139,17 +148,28 @@ def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
     return pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
 
 
-def rotated(x: Tensor, layout: PackedLayout) -> Tensor:
-    """x [P, heads, D] with the first R dimensions of every head rotated by the token's position."""
-    assert layout.rotary is not None  # the model sets it before its layers run
-    size = 2 * layout.rotary[0].shape[-1]
-    if size == x.shape[-1]:
-        return rotary(x, *layout.rotary)
-    return torch.cat((rotary(x[..., :size], *layout.rotary), x[..., size:]), dim=-1)
+def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0) -> Tensor:
+    """x [P, heads, D] with the first R dimensions of every head rotated by the token's position. `number` is that of
+    the rotary embedding in the layout (None: no rotation).
+
+    Interleaved pairs leave as two halves. Queries and keys do so alike, and a dot product does not see the order.
+    """
+    if number is None:
+        return x
+    cos, sin, interleaved = layout.rotary[number]
+    size = 2 * cos.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    turned = rotary(turned, cos, sin)
+    return turned if size == x.shape[-1] else torch.cat((turned, rest), dim=-1)
 
 
-def padded_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
-    """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket.
+def padded_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None = None
+) -> Tensor:
+    """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket. A token sees
+    the newest `window` tokens up to itself (None: all).
 
     query [n, A, D] of this rank's tokens, key and value [T, G, D] of the row -> [n, A, D]. Padding rows follow a
     sequence's tokens, so the causal mask excludes them. Deterministic on the CPU. The queries of other ranks, and of a
@@ -164,11 +184,18 @@ def padded_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
     outputs = []
     for (sequences, length), *qkv in zip(layout.buckets, *buffers, strict=True):
         q, k, v = (x.view(sequences, length, *x.shape[1:]).transpose(1, 2) for x in qkv)
+        mask = None if window is None or window >= length else _band(length, window, q.device)
         out = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            *(q, k, v, mask), is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, places[0])
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """Mask [L, L]: query i sees keys i - window + 1 to i."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
 
 
 @functools.cache
@@ -181,7 +208,9 @@ def _varlen_attention() -> Callable[..., Any]:
     return functools.partial(varlen_attn, enable_gqa=True) if needs_it else varlen_attn
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None = None
+) -> Tensor:
     """`padded_attention` with torch's variable-length kernel. A run of queries sees the keys up to its last token.
 
     key and value [K, G, D]: the keys and values of every run, one run after the other. The kernel's causal mask aligns
@@ -193,7 +222,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLay
         *(query, key.contiguous(), value.contiguous()),
         *(layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv),
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),
     )
     return cast(Tensor, out)  # a pair only where `return_aux` asks for one
 
@@ -202,13 +231,22 @@ class PackedAttention(nn.Module):
     """Megatron's core-attention slot: rotary embedding, then causal attention over each packed sequence.
 
     Half precision on CUDA uses torch's variable-length flash attention. Other dtypes and devices use the padded form.
-    Grouped key/value heads are supported. Dropout, sliding windows and attention sinks are not. With context
+    Grouped key/value heads and sliding windows are supported. Dropout and attention sinks are not. With context
     parallelism, each rank keeps its queries and gathers the keys and values of all ranks (Llama 3, 2407.21783, part
     3.3.2): two collectives per layer, and as much memory for keys and values as without context parallelism.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        *,
+        rope: int | None = 0,
+        window: int | None = None,
+        **unused: Any,
+    ) -> None:
         super().__init__()
+        self.rope, self.window = rope, window
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -225,9 +263,11 @@ class PackedAttention(nn.Module):
         PackedLayout."""
         layout = packed_seq_params
         assert layout is not None
-        query, key = rotated(query, layout), rotated(key, layout)
+        query, key = rotated(query, layout, self.rope), rotated(key, layout, self.rope)
         query, key, value = (x[: layout.own] for x in (query, key, value))
         flash = query.is_cuda and query.dtype != torch.float32
         key, value = gather_keys(key, value, layout, layout.keys if flash else layout.gathered)
-        out = (flash_attention if flash else padded_attention)(query, key, value, layout, self.scale)
+        out = (flash_attention if flash else padded_attention)(
+            query, key, value, layout, self.scale, self.window
+        )
         return _padded(out.flatten(1), layout)

@@ -31,66 +31,45 @@ import rl_kernel
 from slime.config import Config
 from slime.config.experts import check_expert_layout, check_expert_settings, check_expert_width
 from slime.config.fields import spelled
-from slime.hf_config import expert_count, shared_expert_width, sigmoid_scores, sparse_layers
 from slime.megatron_backend.grouped_product import GroupedProduct, expert_ends
-
-_KEYS = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-_SIGMOID_KEYS = ("n_shared_experts", "n_group", "topk_group", "routed_scaling_factor")
-
-_SOFTMAX = {
-    "moe_router_score_function": "softmax",
-    "moe_router_enable_expert_bias": False,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_router_topk_scaling_factor": None,
-    "moe_shared_expert_intermediate_size": None,
-}
+from slime.models import Decoder, Experts
 
 _FREE = {"moe_token_dispatcher_type", "moe_router_load_balancing_type"}
 """Settings of `expert_fields` that a flag may change."""
 
 
-def expert_fields(hf_config: dict[str, Any], config: Config, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Fields of TransformerConfig for the experts in config.json. `config` has the layout of the ranks, and `overrides`
-    the user's settings.
+def expert_fields(decoder: Decoder, config: Config, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Fields of TransformerConfig for the experts of a model. `config` has the layout of the ranks, and `overrides` the
+    user's settings.
 
-    `norm_topk_prob` selects the weights of a token's experts: a softmax over the logits of the chosen experts, or the
-    softmax over all experts without normalisation. ValueError for a missing key, a shape that Megatron cannot compute,
-    or an override that would change the model.
+    `Experts.normalised` selects the weights of a token's experts: a softmax over the logits of the chosen experts, or
+    the softmax over all experts without normalisation. ValueError for a shape that Megatron cannot compute, or an
+    override that would change the model.
     """
-    sigmoid = sigmoid_scores(hf_config)
-    for key in _KEYS + _SIGMOID_KEYS * sigmoid:
-        if key not in hf_config:
-            raise ValueError(f"config.json must give {key}, got none; the checkpoint is incomplete")
-    experts, topk = expert_count(hf_config), hf_config["num_experts_per_tok"]
-    normalised = hf_config["norm_topk_prob"]
-    if not 1 <= topk <= experts:
-        raise ValueError(
-            f"num_experts_per_tok in config.json must lie in [1, {experts}], the experts, got {topk}"
-        )
-    if topk == 1 and normalised:
+    experts = decoder.experts
+    assert experts is not None
+    if experts.topk == 1 and experts.normalised:
         raise ValueError(
             "norm_topk_prob in config.json must be False with num_experts_per_tok 1, got True; one expert's weight "
             "would always be 1, which megatron-core does not compute"
         )
-    check_expert_layout(config, experts)
-    check_expert_width(config, hf_config)
+    check_expert_layout(config, experts.count)
+    check_expert_width(config, decoder)
     fields = {
-        "num_moe_experts": experts,
-        "moe_router_topk": topk,
-        "moe_ffn_hidden_size": hf_config["moe_intermediate_size"],
-        "moe_layer_freq": [int(sparse) for sparse in sparse_layers(hf_config)],
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.topk,
+        "moe_ffn_hidden_size": experts.width,
+        "moe_layer_freq": [int(sparse) for sparse in decoder.sparse],
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": config.megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel_size
         or config.megatron.tensor_model_parallel_size,
+        "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+        **_router_fields(experts),
     }
-    if sigmoid:
-        fields |= _sigmoid_fields(hf_config)
-    else:
-        fields |= _SOFTMAX | {"moe_router_pre_softmax": not normalised}
     check_expert_settings(overrides)
     for name, value in overrides.items():
         if name in fields and name not in _FREE and value != fields[name]:
@@ -100,35 +79,32 @@ def expert_fields(hf_config: dict[str, Any], config: Config, overrides: dict[str
     return fields
 
 
-def _sigmoid_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Fields for sigmoid scores and shared experts. The router takes the best experts by score + bias within
-    `topk_group` of `n_group` groups. Their weights are score / (sum of their scores) * `routed_scaling_factor`."""
-    topk, groups, of_token = (hf_config[k] for k in ("num_experts_per_tok", "n_group", "topk_group"))
-    if topk > 1 and not hf_config["norm_topk_prob"]:
+def _router_fields(experts: Experts) -> dict[str, Any]:
+    """Fields for the scores. With sigmoid scores, the router takes the best experts by score + bias within the best
+    groups. Their weights are score / (sum of their scores) * scale."""
+    sigmoid = experts.score == "sigmoid"
+    if sigmoid and experts.topk > 1 and not experts.normalised:
         raise ValueError(
             "norm_topk_prob in config.json must be True with sigmoid scores, got False; megatron-core always "
             "normalises them"
         )
-    if groups > 1 and topk != 2 * of_token:
+    groups, of_token = experts.groups or (None, None)
+    if groups is not None and of_token is not None and experts.topk != 2 * of_token:
         raise ValueError(
-            f"num_experts_per_tok in config.json must be twice topk_group where n_group is above 1, got {topk} and "
-            f"{of_token}; megatron-core ranks a group by its best {topk // of_token} experts, the checkpoint by 2"
+            f"num_experts_per_tok in config.json must be twice topk_group where n_group is above 1, got {experts.topk} "
+            f"and {of_token}; megatron-core ranks a group by its best {experts.topk // of_token} experts, the "
+            "checkpoint by 2"
         )
-    if hf_config["routed_scaling_factor"] <= 0:
-        raise ValueError(
-            f"routed_scaling_factor in config.json must be above 0, got {hf_config['routed_scaling_factor']}; "
-            "the checkpoint is incomplete"
-        )
-    return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_pre_softmax": True,  # Megatron reads it for softmax only; launch scripts of these models set it
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": of_token if groups > 1 else None,
-        "moe_router_topk_scaling_factor": float(hf_config["routed_scaling_factor"]),
-        "moe_shared_expert_intermediate_size": shared_expert_width(hf_config) or None,
+    fields = {
+        "moe_router_score_function": experts.score,
+        # Megatron reads it for softmax only; launch scripts of models with sigmoid scores set it
+        "moe_router_pre_softmax": sigmoid or not experts.normalised,
+        "moe_router_enable_expert_bias": experts.bias,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": of_token,
+        "moe_router_topk_scaling_factor": experts.scale,
     }
+    return fields | ({"moe_router_bias_update_rate": 0.0} if experts.bias else {})
 
 
 class RouterLogits(torch.autograd.Function):

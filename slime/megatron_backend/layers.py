@@ -12,38 +12,16 @@ from copy import copy
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 import rl_kernel
-from slime.megatron_backend.attention import PackedAttention
-from slime.megatron_backend.experts import experts_spec
-
-
-class RMSNorm(nn.RMSNorm):
-    """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019).
-
-    megatron-core's own wrapper of torch's norm does not accept sequence parallelism. Sequence parallelism only needs a
-    mark on the norm's weight. With the mark, the gradient is summed over the tensor-parallel ranks, which each have a
-    part of the tokens.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
-        weight: Any = self.weight  # the mark is Megatron's
-        weight.sequence_parallel = config.sequence_parallel
-        self.deferred = False  # True: the next product computes this norm, see `defer`
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.deferred else self.normalise(x)
-
-    def normalise(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+from slime.megatron_backend.norms import RMSNorm
 
 
 class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core has no types
@@ -74,28 +52,56 @@ class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
 
 
 class SharedExpert(GatedMLP):
-    """The shared expert of a sparse layer, with the interface that Megatron's layer needs."""
+    """The shared expert of a sparse layer, with the interface that Megatron's layer needs. With `gate`, a sigmoid of
+    the token weighs its output."""
 
     def __init__(self, config: TransformerConfig, *, gate: bool, **unused: Any) -> None:
-        assert not gate  # slime.megatron_backend.experts raises an error for it
         narrow = copy(config)
         narrow.ffn_hidden_size = config.moe_shared_expert_intermediate_size
         super().__init__(narrow)
+        self.gate_weight: nn.Parameter | None = None
+        if gate:
+            self.gate_weight = nn.Parameter(torch.empty(1, config.hidden_size))
+            weight: Any = self.gate_weight  # the mark is Megatron's: each rank has a part of the tokens
+            weight.sequence_parallel = config.sequence_parallel
 
     # Megatron's layer needs the tensor alone from a shared expert, and the pair from any other MLP
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(hidden_states)[0]
+        output: Tensor = super().forward(hidden_states)[0]
+        if self.gate_weight is None:
+            return output
+        return output * linear(hidden_states, self.gate_weight).sigmoid()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.gate_weight is not None:
+            gate = {"gate_weight": self.gate_weight}
+            state |= make_sharded_tensors_for_checkpoint(gate, prefix, {}, sharded_offsets)
+        return state
 
 
 class Layer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's layer. With full recomputation, it keeps nothing inside and stays unchanged."""
+    """Megatron's layer. With full recomputation, it keeps nothing inside and stays unchanged.
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+    `post_norms`: the outputs of attention and MLP have norms too, before they are added to the residual stream.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, post_norms: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(config, *args, **kwargs)
+        if post_norms:
+            self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.self_attn_bda = after(self.post_self_attn_layernorm, self.self_attn_bda)
+            self.mlp_bda = after(self.post_mlp_layernorm, self.mlp_bda)
         # this class does what --recompute-modules layernorm does; Megatron's own code needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
         if config.recompute_granularity != "full":
-            defer(self.input_layernorm, self.self_attention.linear_qkv)
+            if isinstance(qkv := getattr(self.self_attention, "linear_qkv", None), NormedLinear):
+                defer(self.input_layernorm, qkv)
             if (
                 not self.is_moe_layer
             ):  # the router and every expert read that norm, so no single product can compute it
@@ -106,6 +112,21 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no typ
         if self.is_moe_layer:
             self.mlp.router.replay(packed_seq_params.routing)
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+def after(norm: RMSNorm, add: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's addition of an output to the residual stream, with `norm` of the output before it."""
+
+    def normed(*switches: Any) -> Callable[..., Tensor]:
+        def added(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            value, bias = output
+            value = norm(value if bias is None else value + bias)
+            total: Tensor = add(*switches)((value, None), residual, dropout)
+            return total
+
+        return added
+
+    return normed
 
 
 def defer(norm: RMSNorm, linear: NormedLinear) -> None:
@@ -144,16 +165,3 @@ def without_keeping(
 
     output[0].register_hook(fill)
     return output
-
-
-def layer_spec(core: TransformerConfig, *, sparse: bool = False) -> ModuleSpec:
-    """The spec of one layer, with experts if `sparse`. Modules that are not replaced are Megatron's local modules."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, normalization=core.normalization)
-    modules, attention = spec.submodules, spec.submodules.self_attention.submodules
-    spec.module = Layer
-    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-    attention.core_attention, attention.linear_qkv = PackedAttention, NormedLinear
-    if core.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    modules.mlp = experts_spec(SharedExpert) if sparse else GatedMLP
-    return spec

@@ -22,31 +22,34 @@ from torch import Tensor, nn
 
 from slime.config import Config
 from slime.megatron_backend import transformer_engine
-from slime.megatron_backend.attention import PackedLayout
-from slime.megatron_backend.hf_weights.base import Sizes
-from slime.megatron_backend.layers import RMSNorm, layer_spec
-from slime.megatron_backend.model_config import padded_vocab_size, rope_theta, rotary_size, transformer_config
+from slime.megatron_backend.attention import PackedLayout, Rotary
+from slime.megatron_backend.layer_spec import layer_spec
+from slime.megatron_backend.model_config import padded_vocab_size, transformer_config
+from slime.megatron_backend.norms import RMSNorm
+from slime.models import Decoder, decoder_of
+from slime.models.layouts import Sizes
 
 
 class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's GPTModel, but `forward` stops before the output layer: hidden states after the final norm.
 
-    `build_model` builds it. `hf_config` is the checkpoint's config.json, and `sizes` are the sizes for weight layouts.
+    `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is what it says, and `sizes` are
+    the sizes for weight layouts.
     """
 
     def __init__(self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes) -> None:
+        described = decoder_of(hf_config)
         super().__init__(
             core,
-            _block_spec(core),
+            _block_spec(core, described),
             vocab_size=sizes.padded_vocab,
-            max_sequence_length=hf_config.get("max_position_embeddings", 0),
+            max_sequence_length=described.context,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=hf_config.get("tie_word_embeddings", False),
+            share_embeddings_and_output_weights=described.tied,
             position_embedding_type="none",  # PackedAttention applies it
         )
-        self.hf_config, self.sizes = hf_config, sizes
-        self.rope_theta, self.rotary_size = rope_theta(hf_config), rotary_size(hf_config)
+        self.hf_config, self.sizes, self.described = hf_config, sizes, described
         # Megatron moves its own matrices to the device, but leaves torch's norms on the host in fp32
         self.to(torch.cuda.current_device(), core.params_dtype)
 
@@ -60,7 +63,7 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
     ) -> Tensor:
         """input_ids [1, P] -> hidden states [P, 1, H] of this stage, or this rank's [P / TP, 1, H] with sequence
         parallelism. Stages after the first read their input from `set_input_tensor`, not from `input_ids`."""
-        packed_seq_params.rotary = self._rotary(packed_seq_params.positions)
+        packed_seq_params.rotary = self.rotary(packed_seq_params.positions)
         hidden: Tensor = super().forward(
             input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params
         )
@@ -69,21 +72,18 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of `position * theta ** (-2 k / R)` for the R rotated dimensions of a head: two fp32 tensors
-        [P, 1, R/2], computed as in HF."""
-        size = self.rotary_size
-        steps = torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
-        angles = positions.float()[:, None, None] * (1.0 / self.rope_theta**steps)
-        return angles.cos(), angles.sin()
+    def rotary(self, positions: Tensor) -> list[Rotary]:
+        """cos and sin of each rotary embedding of the model for positions [P]. `Layer.rope` is a number in the list."""
+        return [
+            Rotary(*rope.angles(positions), interleaved=rope.interleaved) for rope in self.described.ropes
+        ]
 
 
-def _block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlockSubmodules:
     if core.transformer_impl == "transformer_engine":
-        return transformer_engine.block_spec(core)
+        return transformer_engine.block_spec(core, described)
     first, count = get_transformer_layer_offset(core), get_num_layers_to_build(core)
-    sparse = core.moe_layer_freq if core.num_moe_experts else [0] * core.num_layers
-    layers = [layer_spec(core, sparse=bool(sparse[i])) for i in range(first, first + count)]
+    layers = [layer_spec(core, described, layer) for layer in described.layers[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 

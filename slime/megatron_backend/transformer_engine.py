@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slime.megatron_backend.attention import PackedLayout, rotated
+from slime.models import Decoder
 
 
 def packed_attention(
@@ -64,12 +65,22 @@ def attention_class() -> type:
     return PackedTransformerEngineAttention
 
 
-def block_spec(core: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage. ValueError if Transformer Engine is not installed."""
+def block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage. ValueError if Transformer Engine is not installed, or for a model whose parts
+    it was not written for."""
     if not te.HAVE_TE:
         raise ValueError(
             "--transformer-impl must be local where the package transformer-engine cannot be imported, got "
             "transformer_engine; install transformer-engine[pytorch] for this torch, or leave the flag out"
+        )
+    plain = all(
+        (layer.kind, layer.window, layer.rope, layer.sparse) == ("full", None, 0, False)
+        for layer in described.layers
+    )
+    if not plain or described.post_norms or described.output_bias or described.qk_norm == "projection":
+        raise ValueError(
+            "--transformer-impl must be local for a model with sliding windows, norms after attention and MLP, or "
+            "other parts than those of Qwen3, got transformer_engine; leave the flag out"
         )
     layer = get_gpt_layer_local_spec(qk_layernorm=core.qk_layernorm, normalization=core.normalization)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules

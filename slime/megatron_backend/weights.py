@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from slime.checkpoint_dir import HF_INDEX, HF_SINGLE, latest, released
 from slime.checkpoint_files import WRITE_LATEST
-from slime.hf_config import open_weights, prediction_layers, prediction_names, read_index
+from slime.hf_config import open_weights, read_index
 from slime.megatron_backend.checkpoint import load_checkpoint
-from slime.megatron_backend.hf_weights import family_for
-from slime.megatron_backend.hf_weights.base import Row
 from slime.megatron_backend.model import HiddenGPTModel, unwrap
 from slime.megatron_backend.torch_dist import load_torch_dist
+from slime.models import family_for
+from slime.models.family import Tensors
+from slime.models.layouts import Row
 from slime.room import Room
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
@@ -78,6 +79,32 @@ def _parameters(
         yield parameter, *family.find(name)
 
 
+class Files:
+    """The tensors of a safetensors checkpoint. A file is opened at the first tensor that is read from it."""
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self._files = _files_of(checkpoint_dir)
+        self._handles: dict[Path, Any] = {}
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def get(self, name: str) -> Tensor:
+        file = self._files[name]
+        if file not in self._handles:
+            self._handles[file] = open_weights(file, "pt")
+        tensor: Tensor = self._handles[file].get_tensor(name)
+        return tensor
+
+    def place(self, name: str) -> str:
+        return str(self._files[name])
+
+
+def stored_tensors(inner: HiddenGPTModel, checkpoint_dir: Path) -> Tensors:
+    """The tensors of a checkpoint, as the family's weight table has them."""
+    return family_for(inner.hf_config).stored(Files(checkpoint_dir), inner.hf_config)
+
+
 def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
     """HF tensor name -> the safetensors file that holds it."""
     if (index := read_index(checkpoint_dir)) is not None:
@@ -94,7 +121,7 @@ def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
 def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, checkpoint_dir: Path) -> None:
     family = family_for(inner.hf_config)
     extra = {name for name in found - expected if not family.ignores(name)}
-    extra -= set(prediction_names(found, inner.hf_config))
+    extra -= set(family.prediction_names(found, inner.hf_config))
     if inner.share_embeddings_and_output_weights:
         # Some tied checkpoints store the head again. HF ignores that tensor too.
         extra.discard("lm_head.weight")
@@ -126,21 +153,16 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
     later). ValueError with the tensors that are missing, unexpected or of another shape than in config.json.
     """
     inner, checkpoint_dir = unwrap(model), Path(checkpoint_dir)
-    files = _files_of(checkpoint_dir)
-    _check_names(_names_of_all_stages(inner), set(files), inner, checkpoint_dir)
-    handles: dict[Path, Any] = {}
+    tensors = stored_tensors(inner, checkpoint_dir)
+    _check_names(_names_of_all_stages(inner), tensors.names(), inner, checkpoint_dir)
     for parameter, row, names in _parameters(inner):
         rank, size = _rank_and_size(_shard_group(row))
-        parts = []
-        for name in names:
-            if files[name] not in handles:
-                handles[files[name]] = open_weights(files[name], "pt")
-            parts.append(handles[files[name]].get_tensor(name))
+        parts = [tensors.get(name) for name in names]
         for name, part, want in zip(names, parts, _hf_parts(parameter, row, inner), strict=True):
             if part.shape != want.shape:
                 raise ValueError(
                     f"{name} must have shape {list(want.shape)} as config.json says, got {list(part.shape)} in "
-                    f"{files[name]}"
+                    f"{tensors.place(name)}"
                 )
         parameter.data.copy_(row.layout.shard(row.layout.join(parts, inner.sizes), rank, size))
 
@@ -272,10 +294,11 @@ def save_hf(
 def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the layers of multi-token prediction in `source_dir`. This call opens the files, so they may be
     replaced before the tensors are read."""
-    if not prediction_layers(inner.hf_config):
+    family = family_for(inner.hf_config)
+    if not family.predicted(inner.hf_config):
         return iter(())
     files = _files_of(source_dir)
-    names = prediction_names(files, inner.hf_config)
+    names = family.prediction_names(files, inner.hf_config)
     handles = {file: open_weights(file, "pt") for file in {files[name] for name in names}}
     return ((name, handles[files[name]].get_tensor(name)) for name in names)
 

@@ -37,9 +37,9 @@ class OfflineEngine:
 
 @contextmanager
 def offline_engine(
-    checkpoint: Path, weight_dir: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, weight_dir: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> Iterator[OfflineEngine]:
-    """On CPUs, in fp32; updates lie in `weight_dir`."""
+    """On CPUs, in fp32; updates lie in `weight_dir`. `settings` are more of vLLM's."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
@@ -56,6 +56,7 @@ def offline_engine(
         weight_transfer_config={"backend": "vime"},
         disable_log_stats=True,
         skip_tokenizer_init=True,
+        **settings,
     )
     try:
         yield OfflineEngine(llm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,16 +46,16 @@ def with_gradients(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, parts: lis
     return [out, *(leaf.grad for leaf in leaves)]
 
 
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_slices_together_are_the_whole(size):
+def test_slices_together_are_the_whole(size, window):
     """Against float32, slices are no worse than the whole in the same dtype, by the root of the mean square. Gradients
     of keys and values are sums of one rounded part a rank, hence the half on top."""
-    exact = with_gradients(
-        *(x.float() for x in inputs(torch.bfloat16)), [token_slice(LENGTHS)], padded_attention
-    )
-    whole = with_gradients(*inputs(torch.bfloat16), [token_slice(LENGTHS)], flash_attention)
+    padded, flash = (functools.partial(f, window=window) for f in (padded_attention, flash_attention))
+    exact = with_gradients(*(x.float() for x in inputs(torch.bfloat16)), [token_slice(LENGTHS)], padded)
+    whole = with_gradients(*inputs(torch.bfloat16), [token_slice(LENGTHS)], flash)
     parts = [token_slice(LENGTHS, rank=rank, size=size, multiple=4) for rank in range(size)]
-    found = with_gradients(*inputs(torch.bfloat16), parts, flash_attention)
+    found = with_gradients(*inputs(torch.bfloat16), parts, flash)
     for got, same_dtype, truth in zip(found, whole, exact, strict=True):
         error, allowed = ((x - truth).square().mean().sqrt() for x in (got, same_dtype))
         assert 0 < allowed < 2e-3 * truth.square().mean().sqrt().clamp(min=1)

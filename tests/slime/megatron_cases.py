@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from family_cases import BUILT_AS, TINY
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -42,23 +45,12 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
+        **TINY[kind],
         **shape,
     }
-    if kind == "qwen3":
-        values.setdefault("head_dim", 32)  # not hidden / heads, as in the real Qwen3-0.6B
-        config, model_class = transformers.Qwen3Config(**values), transformers.Qwen3ForCausalLM
-    elif kind == "qwen3_moe":
-        experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-        values = {"head_dim": 32, "norm_topk_prob": True, **experts, **values}
-        config, model_class = transformers.Qwen3MoeConfig(**values), transformers.Qwen3MoeForCausalLM
-    elif kind == "glm4_moe":
-        experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-        values = {"head_dim": 32, "attention_bias": True, **experts, **values}
-        config, model_class = transformers.Glm4MoeConfig(**values), transformers.Glm4MoeForCausalLM
-    else:
-        config, model_class = transformers.Qwen2Config(**values), transformers.Qwen2ForCausalLM
+    config = transformers.AutoConfig.for_model(BUILT_AS.get(kind, kind), **values)
     torch.manual_seed(0)
-    model = model_class(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -67,6 +59,8 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.04)
     model.save_pretrained(directory)
+    if kind in BUILT_AS:
+        with_prediction_layers(directory, kind)
     return model
 
 
@@ -89,6 +83,27 @@ def hidden_of(model: nn.Module, batch: list[Tensor]) -> Tensor:
     device = output_weight(model).device
     layout = packed_layout(token_slice([len(s) for s in batch]), device)
     return hidden_of_output(model, stage_output(model, torch.cat(batch).to(device), layout))
+
+
+def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
+    """Gradients under the names that checkpoints have: transformers saves them as if they were weights. After this, the
+    parameters of `hf` are gradients."""
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    hf.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def with_prediction_layers(directory: Path, kind: str) -> None:
+    """Make the files of a family that transformers does not have: its model_type, and layers of multi-token
+    prediction."""
+    hf_config = json.loads((directory / "config.json").read_text()) | {"model_type": kind}
+    (directory / "config.json").write_text(json.dumps(hf_config))
+    more = {"model.mtp_layers.0.input_proj.weight": torch.randn(64, 128)}
+    save_file(
+        load_file(directory / "model.safetensors") | more, directory / "model.safetensors", {"format": "pt"}
+    )
 
 
 def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:

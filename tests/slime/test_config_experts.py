@@ -11,7 +11,7 @@ from config_cases import HF_CONFIG, good_argv, write_model
 from slime.config.megatron_flags import layer_pattern
 from slime.config.model_args import check_model_args
 from slime.config.parser import parse_args
-from slime.hf_config import check_experts
+from slime.models import decoder_of
 
 MOE = {
     "model_type": "qwen3_moe",
@@ -164,9 +164,10 @@ def test_experts_of_a_width_that_grouped_products_do_not_take(argv: list[str], t
 
 
 def test_checkpoints_whose_experts_are_not_known(argv: list[str], tmp_path: Path) -> None:
-    write_model(tmp_path / "model", **{**MOE, "model_type": "qwen2_moe"})
+    write_model(tmp_path / "model", **{**MOE, "model_type": "qwen3"})
     with pytest.raises(
-        ValueError, match="^model_type in config.json must be one of qwen3_moe, glm4_moe for a model with"
+        ValueError,
+        match="^model_type in config.json must be that of a family with experts, got qwen3 with 8 experts",
     ):
         parse_args(argv)
     write_model(tmp_path / "model", model_type="qwen3_moe")
@@ -174,8 +175,8 @@ def test_checkpoints_whose_experts_are_not_known(argv: list[str], tmp_path: Path
         ValueError, match="^config.json must give num_experts for model_type qwen3_moe, got none"
     ):
         parse_args(argv)
-    check_experts(HF_CONFIG)
-    check_experts(HF_CONFIG | {"model_type": "qwen3_moe", "num_local_experts": 8})
+    assert decoder_of(HF_CONFIG).experts is None
+    assert decoder_of(HF_CONFIG | MOE).experts.count == 8
 
 
 def test_patterns_of_layers() -> None:

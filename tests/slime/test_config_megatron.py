@@ -222,7 +222,11 @@ def test_model_args_of_other_layouts():
     qwen2 = {
         "model_type": "qwen2",
         "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "vocab_size": 99,
+        "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_theta": 5},
     }
     check_model_args(

@@ -9,7 +9,13 @@ from safetensors.torch import save_file
 
 from slime.hf_config import check_checkpoint_shapes, read_hf_config
 
-CONFIG = {"vocab_size": 6, "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 2}
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 6,
+    "hidden_size": 4,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+}
 
 
 def write(folder, **changes):

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from rl_kernel import rotary
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import PackedAttention, packed_layout
+from slime.megatron_backend.attention import PackedAttention, Rotary, packed_layout, rotated
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """softmax(q k^T / sqrt(D) + causal mask) v, a sequence and a head at a time, in float64."""
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(D) + causal mask) v, a sequence and a head at a time, in float64. A token sees the newest
+    `window` tokens."""
     heads, per_group = q.shape[1], q.shape[1] // k.shape[1]
     rows = []
     for qs, ks, vs in zip(*(x.double().split(lengths) for x in (q, k, v)), strict=True):
         mask = torch.full((len(qs), len(qs)), -math.inf, dtype=torch.float64).triu(1)
+        if window is not None:
+            mask += torch.full((len(qs), len(qs)), -math.inf, dtype=torch.float64).tril(-window)
         columns = []
         for head in range(heads):
             group = head // per_group
@@ -29,21 +32,22 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
     return torch.cat(rows)
 
 
-def no_rotation(tokens: int, half: int) -> tuple[Tensor, Tensor]:
-    return torch.ones(tokens, 1, half), torch.zeros(tokens, 1, half)
+def no_rotation(tokens: int, half: int) -> list[Rotary]:
+    return [Rotary(torch.ones(tokens, 1, half), torch.zeros(tokens, 1, half))]
 
 
+@pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [20, 1, 3, 19, 60, 2, 21]])
-def test_values_and_gradients_match_single_sequences(lengths, kv_heads):
+def test_values_and_gradients_match_single_sequences(lengths, kv_heads, window):
     torch.manual_seed(0)
     total = sum(lengths)
     q, k, v = (torch.randn(total, n, 8, requires_grad=True) for n in (4, kv_heads, kv_heads))
     layout = packed_layout(token_slice(lengths), "cpu")
     layout.rotary = no_rotation(total, 4)
-    attention = PackedAttention(SimpleNamespace(kv_channels=8))
+    attention = PackedAttention(SimpleNamespace(kv_channels=8), window=window)
     out = attention(q, k, v, None, packed_seq_params=layout)
-    expected = one_by_one(q, k, v, lengths)
+    expected = one_by_one(q, k, v, lengths, window)
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6)
     upstream = torch.randn(total, 32)
     grads = torch.autograd.grad(out, (q, k, v), upstream)
@@ -53,6 +57,24 @@ def test_values_and_gradients_match_single_sequences(lengths, kv_heads):
     assert torch.equal(out, again)
     for got, want in zip(torch.autograd.grad(again, (q, k, v), upstream), grads, strict=True):
         assert torch.equal(got, want)
+
+
+def test_interleaved_pairs_give_the_scores_of_a_rotation_in_place():
+    """Dimensions 2 k and 2 k + 1 of the first R turn by the same angle; where they lie afterwards does not matter to a
+    product of q and k. A layer without a rotary embedding gets its input."""
+    torch.manual_seed(0)
+    layout = packed_layout(token_slice([5, 2]), "cpu")
+    angles = layout.positions[:, None, None] * torch.tensor([1.0, 0.3])
+    layout.rotary = [Rotary(angles.cos(), angles.sin(), interleaved=True)]
+    q, k = torch.randn(2, 7, 3, 6)
+    turned = []
+    for x in (q, k):
+        pairs = torch.view_as_complex(x[..., :4].unflatten(-1, (2, 2)).contiguous())
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)
+        turned.append(torch.cat([torch.view_as_real(pairs).flatten(-2), x[..., 4:]], -1))
+    got = torch.einsum("ihd,jhd->hij", rotated(q, layout), rotated(k, layout))
+    torch.testing.assert_close(got, torch.einsum("ihd,jhd->hij", *turned), rtol=0, atol=1e-5)
+    assert rotated(q, layout, None) is q
 
 
 def test_layout_by_hand():

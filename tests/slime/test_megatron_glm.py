@@ -17,14 +17,16 @@ from megatron_cases import (
 from safetensors.torch import load_file, save_file
 
 from slime.data.token_slice import token_slice
-from slime.hf_config import check_checkpoint_shapes, prediction_layers, read_hf_config, sparse_layers
-from slime.megatron_backend.attention import packed_layout, rotated
+from slime.hf_config import check_checkpoint_shapes, read_hf_config
+from slime.megatron_backend.attention import Rotary, packed_layout, rotated
 from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
 from slime.megatron_backend.model import build_model, unwrap
-from slime.megatron_backend.model_config import check_hf_config, rotary_size, transformer_config
+from slime.megatron_backend.model_config import check_hf_config, transformer_config
 from slime.megatron_backend.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
+from slime.models import decoder_of, family_for
+from slime.models.reading import sparse_layers
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -135,7 +137,7 @@ def test_half_of_a_head_is_rotated():
     """Dimensions k and k + R/2 of the first R by the angle `position * theta ** (-2 k / R)`, the others not."""
     layout = packed_layout(token_slice([5]), "cpu")
     angles = torch.arange(5.0)[:, None, None] * torch.tensor([1.0, 0.1])
-    layout.rotary = (angles.cos(), angles.sin())
+    layout.rotary = [Rotary(angles.cos(), angles.sin())]
     x = torch.randn(5, 3, 8)
     pairs = torch.complex(x[..., 0:2], x[..., 2:4]) * torch.polar(torch.ones_like(angles), angles)
     torch.testing.assert_close(rotated(x, layout), torch.cat([pairs.real, pairs.imag, x[..., 4:]], -1))
@@ -148,7 +150,11 @@ def test_published_config_of_glm_is_understood(checkpoint):
     top = {k: v for k, v in written.items() if k != "rope_parameters"} | {"rope_theta": 1e6}
     assert top["partial_rotary_factor"] == 0.5 and top["rope_theta"] == 1e6
     silent = {k: v for k, v in top.items() if k != "partial_rotary_factor"}
-    assert [rotary_size(hf) for hf in (written, top | {"rope_scaling": None}, silent)] == [16, 16, 16]
+    assert [decoder_of(hf).ropes[0].size for hf in (written, top | {"rope_scaling": None}, silent)] == [
+        16,
+        16,
+        16,
+    ]
     with pytest.raises(
         ValueError, match="must leave an even part of a head to rotate, got 0.1 of head_dim 32"
     ):
@@ -179,7 +185,7 @@ def with_prediction_layer(directory, number):
 def test_prediction_layer_is_carried_over_and_not_published(checkpoint, tmp_path, in_place):
     directory, hf = checkpoint
     more = with_prediction_layer(directory, 2)
-    assert list(prediction_layers(read_hf_config(directory))) == [2]
+    assert family_for(read_hf_config(directory)).predicted(read_hf_config(directory)) == ("model.layers.2.",)
     check_checkpoint_shapes(directory, read_hf_config(directory))
     model = loaded(directory)
     published = dict(export_hf(model))

@@ -58,7 +58,7 @@ def keeping(make: Callable[[Tensor], Tensor], x: Tensor, product: Callable[[Tens
 def layer_step(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
     """Output, input gradient and weight gradients of the first layer."""
     inner, layout = unwrap(model), packed_layout(token_slice(list(LENGTHS)), x.device)
-    layout.rotary = inner._rotary(layout.positions)
+    layout.rotary = inner.rotary(layout.positions)
     layer, leaf = inner.decoder.layers[0], x.clone().requires_grad_()
     output, _ = layer(leaf, packed_seq_params=layout)
     weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(7)).to(output)

@@ -8,15 +8,14 @@ import pytest
 import torch
 from megatron_cases import make_config
 
-from slime.megatron_backend.hf_weights import family_for
 from slime.megatron_backend.model_config import (
     check_hf_config,
     load_hf_config,
     padded_vocab_size,
     params_dtype,
-    rope_theta,
     transformer_config,
 )
+from slime.models import decoder_of, family_for
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -59,7 +58,7 @@ def test_flags_of_the_user_are_applied():
     ],
 )
 def test_rope_theta_from_old_and_new_files(places):
-    assert rope_theta({k: v for k, v in QWEN3.items() if k != "rope_theta"} | places) == 5e5
+    assert decoder_of({k: v for k, v in QWEN3.items() if k != "rope_theta"} | places).ropes[0].theta == 5e5
 
 
 @pytest.mark.parametrize(
@@ -67,15 +66,36 @@ def test_rope_theta_from_old_and_new_files(places):
     [
         (
             {"model_type": "mamba"},
-            r"model_type in config.json must be one of glm4_moe, qwen2, .*, got 'mamba'",
+            r"model_type in config.json must be one of glm4, glm4_moe, .*, got 'mamba'",
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4}},
-            "rope_type in config.json must be default, got 'yarn'",
+            "must give original_max_position_embeddings for rope_type yarn, got none",
         ),
         (
-            {"rope_parameters": {"rope_type": "linear"}},
-            "rope_type in config.json must be default, got 'linear'",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "must be one of default, linear, llama3, yarn, got 'dynamic'; its frequencies change with the length",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "warp": 3}},
+            "rotary settings in config.json must be among .* for rope_type linear, got warp",
+        ),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "got 'spiral'; it is not known"),
+        (
+            {"num_key_value_heads": 3},
+            "num_key_value_heads in config.json must divide the 4 num_attention_heads, got 3: 4 / 3 = 1.333",
+        ),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": None},
+            "must divide hidden_size without head_dim, got 64 / 3 = 21.333",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "sliding_window in config.json must be at least 1 or null",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config in config.json must be left out for qwen3, got fp8",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor in config.json must be 1, got 0.5"),
         ({"use_sliding_window": True}, "use_sliding_window in config.json must be False, got True"),

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.hf_weights.base import Direct, GateUp, GroupedQkv, Sizes, Vocab
 from slime.megatron_backend.model import build_model, output_weight, stage_output, unwrap, vocab_range
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
+from slime.models.layouts import Direct, GateUp, GroupedQkv, Sizes, Vocab
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from architectures import ARCHITECTURES
 from memory_cases import QWEN3_4B, config
 
 from slime.config.schema import Config
-from slime.memory_estimate import GIB, count, estimate
+from slime.memory_estimate import GIB, count, estimate, layer_width
 from slime.model_shape import Shape
 
 GLM_AIR = {
@@ -22,12 +24,26 @@ GLM_AIR = {
     "num_attention_heads": 96,
     "num_key_value_heads": 8,
     "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
     "n_routed_experts": 128,
     "num_experts_per_tok": 8,
     "n_shared_experts": 1,
     "moe_intermediate_size": 1408,
     "first_k_dense_replace": 1,
 }
+OTHER = {
+    "llama-3.1-8b": (8_029_995_008, 32 * 2 * 1024),
+    "mistral-7b": (7_247_757_312, 32 * 2 * 1024),
+    "glm-4-9b": (9_399_435_264, 40 * 2 * 256),
+    "mimo-7b": (7_622_098_944, 36 * 2 * 1024),
+    "minimax-m2": (228_688_920_576, 62 * 2 * 1024),
+}
+"""Model of scripts/architectures.py -> elements of its matrices, elements of its cache per token."""
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PARAMS = 4_022_272_000
 QWEN3_30B_A3B = QWEN3_4B | {
@@ -40,6 +56,7 @@ QWEN3_30B_A3B = QWEN3_4B | {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
 }
 
 
@@ -52,7 +69,7 @@ def test_arithmetic_by_hand():
     found = items(config(use_kl_loss=True))
     layer = 2560 * (2 * 4096 + 2 * 1024) + 3 * 2560 * 9728
     assert Shape.of(QWEN3_4B).params == PARAMS == 36 * layer + 151936 * 2560
-    assert Shape.of({**QWEN3_4B, "num_key_value_heads": None}).kv == Shape.of(QWEN3_4B).q
+    assert Shape.of({**QWEN3_4B, "num_key_value_heads": None}).cache == 36 * 2 * 4096
     assert found["weights"] == found["reference"] == PARAMS * 2
     assert (found["gradients"], found["optimizer"]) == (PARAMS * 4, PARAMS * 12)
     assert (
@@ -232,3 +249,20 @@ def test_peak_is_reported_against_the_estimate():
 
 def test_units():
     assert [count(n) for n in (12, 1234, 4_022_272_000)] == ["12", "1.23 k", "4.02 G"]
+
+
+def test_shapes_of_other_families():
+    """Matrices, what one token goes through, and the engine's cache per token; GLM-4 keeps the inputs of two more
+    norms."""
+    fields = {
+        name: ARCHITECTURES[name].config_fields() | {"model_type": ARCHITECTURES[name].family}
+        for name in OTHER
+    }
+    shapes = {name: Shape.of(hf) for name, hf in fields.items()}
+    assert {name: (shape.params, shape.cache) for name, shape in shapes.items()} == OTHER
+    assert f"{shapes['minimax-m2'].active / 1e9:.1f}" == "9.8"  # the card says 10, with the head
+    glm = shapes["glm-4-9b"]
+    plain, more = (
+        layer_width(config(), replace(glm, post_norms=post), glm.kinds[0]) for post in (False, True)
+    )
+    assert more - plain == 2 * 4096

@@ -17,6 +17,9 @@ from transformers import (
 from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, sample_flops
 
 HF = {
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
     "hidden_size": 8,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -25,6 +28,14 @@ HF = {
     "intermediate_size": 16,
     "vocab_size": 10,
 }
+
+
+def shape_of(hf):
+    """What transformers takes: without the name of the class."""
+    return {key: value for key, value in hf.items() if key != "model_type"}
+
+
+SHAPE = shape_of(HF)
 
 
 def args(**changes):
@@ -50,20 +61,33 @@ def test_flops_of_a_sample_are_those_of_a_real_model():
     """What PyTorch counts while transformers' Qwen3 runs, but for attention: the eager one computes the whole square,
     the pairs with later tokens in vain."""
     length, response = 12, 5
-    model = Qwen3ForCausalLM(Qwen3Config(**HF, attn_implementation="eager"))
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, attn_implementation="eager"))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
     in_vain = 2 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)  # layers, heads, products, 2 x head_dim, pairs
     assert counter.get_total_flops() - in_vain == sample_flops(length, response, HF)
 
 
+def test_a_window_has_fewer_pairs():
+    """A token sees at most 3: 1 + 2 + 3 + 3 + 3 = 12 of 15 pairs in each of 2 layers and heads, two products of 2*4."""
+    windowed = HF | {"model_type": "mistral", "sliding_window": 3}
+    assert sample_flops(5, 3, HF) - sample_flops(5, 3, windowed) == 3 * 2 * 2 * 2 * 2 * 4
+    assert sample_flops(3, 3, HF) == sample_flops(3, 3, windowed)
+
+
 def test_flops_of_experts_are_those_a_token_goes_to():
     """Three layers, the last without experts: what PyTorch counts of transformers' Qwen3-MoE."""
     length, response = 12, 5
-    experts = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 6}
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 6,
+        "norm_topk_prob": True,
+    }
     hf = HF | experts | {"num_hidden_layers": 3, "mlp_only_layers": [2]}
     settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**hf, **settings))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape_of(hf), **settings))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
     in_vain = 3 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)
@@ -82,10 +106,15 @@ def test_flops_of_shared_experts_are_counted():
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 6,
         "n_shared_experts": 2,
+        "model_type": "glm4_moe",
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
     }
     hf = HF | experts | {"num_hidden_layers": 3, "first_k_dense_replace": 1}
     settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = Glm4MoeForCausalLM(Glm4MoeConfig(**hf, **settings))
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**shape_of(hf), **settings))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
     in_vain = 3 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)

@@ -23,6 +23,10 @@ from slime.rollout.state import GenerateState
 from slime.types import Sample
 
 HF = {
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
     "num_hidden_layers": 3,
     "num_experts": 8,
     "num_experts_per_tok": 2,

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from config_cases import good_argv
+from config_cases import HF_CONFIG, good_argv
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
@@ -17,8 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from slime.config import parse_args
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import PackedAttention, packed_layout
+from slime.megatron_backend.attention import PackedAttention, Rotary, packed_layout
 from slime.megatron_backend.transformer_engine import block_spec, packed_attention
+from slime.models import decoder_of
 
 FLAG = ("--transformer-impl", "transformer_engine")
 
@@ -55,7 +56,7 @@ def test_rows_get_what_our_own_attention_gives_them():
     mixed = torch.randn(rows, 8, 8, requires_grad=True)  # as the projection leaves them: views of one tensor
     q, k, v = mixed.split([4, 2, 2], dim=1)
     angles = torch.randn(rows, 1, 4)
-    layout.rotary = (angles.cos(), angles.sin())
+    layout.rotary = [Rotary(angles.cos(), angles.sin())]
     ours = PackedAttention(SimpleNamespace(kv_channels=8))(q, k, v, None, packed_seq_params=layout)
     theirs = packed_attention(thd, q, k, v, layout, AttnMaskType.causal)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6)
@@ -68,7 +69,7 @@ def test_rows_get_what_our_own_attention_gives_them():
 @pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed")
 def test_without_the_package_the_trainer_says_so():
     with pytest.raises(ValueError, match=r"install transformer-engine\[pytorch\] for this torch, or leave"):
-        block_spec(SimpleNamespace(qk_layernorm=True, normalization="RMSNorm"))
+        block_spec(SimpleNamespace(qk_layernorm=True, normalization="RMSNorm"), decoder_of(HF_CONFIG))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slime.hf_config import expert_count, read_hf_config
+from slime.hf_config import read_hf_config
+from slime.models import decoder_of
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.percentiles import PERCENTILES
 from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
@@ -163,8 +164,14 @@ def collect(plan: Plan, command: str) -> Record:
         warm_up=benchmark.warm_up,
         sides=sides,
         preset=benchmark.preset,
-        experts=expert_count(read_hf_config(plan.model)),
+        experts=_experts(plan.model),
     )
+
+
+def _experts(model: Path) -> int:
+    """Routed experts per layer of the model in a directory, 0 for a dense one."""
+    experts = decoder_of(read_hf_config(model)).experts
+    return experts.count if experts else 0
 
 
 def _remarks(plan: Plan) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,15 +25,23 @@ def has_experts(module: nn.Module) -> bool:
     return {"w13_weight", "w2_weight"} <= {name for name, _ in module.named_parameters(recurse=False)}
 
 
-def hf_path(path: str) -> str:
+def hf_path(path: str, shared: str) -> str:
     """A module's path in the checkpoint: the router and the shared expert are parts of vLLM's experts, too, under a
-    second name."""
+    second name. `shared` is the shared expert's name in files, "shared_expert" or "shared_experts"."""
     path = re.sub(r"\.experts\.gate$", ".gate", path)
-    return re.sub(r"\.experts\._shared_experts\._layer(?=\.|$)", ".shared_experts", path)
+    path = re.sub(r"\.experts\._shared_experts\._layer(?=\.|$)", f".{shared}", path)
+    return re.sub(rf"\.{shared}\.expert_gate$", f".{shared}_gate", path)
 
 
-def expert_tensors(path: str, module: nn.Module) -> Iterator[tuple[str, object, torch.Tensor]]:
-    """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`."""
+_SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of an expert's gate, up and down in files."""
+
+
+def expert_tensors(
+    path: str, module: nn.Module, update: Collection[str]
+) -> Iterator[tuple[str, object, torch.Tensor]]:
+    """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`.
+    `update` has the HF names, which decide how a projection is spelled."""
     if module.expert_map is not None:
         raise ValueError(
             "experts must be whole on each rank of an engine to be compared, got some of them; leave out "
@@ -43,14 +51,11 @@ def expert_tensors(path: str, module: nn.Module) -> Iterator[tuple[str, object, 
     width, padded = module.moe_config.intermediate_size_per_partition, w2.shape[2]
     width = getattr(module.moe_config, "intermediate_size_per_partition_unpadded", None) or width
     parent = path.removesuffix(".routed_experts")
+    spelled = [names for names in _SPELLINGS if f"{parent}.0.{names[0]}.weight" in update]
     for expert in range(len(w13)):
-        pieces = {
-            "gate": w13[expert, :width],
-            "up": w13[expert, padded : padded + width],
-            "down": w2[expert, :, :width],
-        }
-        for projection, piece in pieces.items():
-            name = f"{parent}.{expert}.{projection}_proj.weight"
+        pieces = w13[expert, :width], w13[expert, padded : padded + width], w2[expert, :, :width]
+        for projection, piece in zip((spelled or _SPELLINGS)[0], pieces, strict=True):
+            name = f"{parent}.{expert}.{projection}.weight"
             yield name, module.moe_config.moe_parallel_config, piece
 
 

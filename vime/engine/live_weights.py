@@ -31,7 +31,7 @@ def differing_tensors(
     """
     expected, seen, wrong = set(names), set(), set()
     update = expected if update is None else update
-    for name, module, live in live_tensors(model):
+    for name, module, live in live_tensors(model, update):
         if name == "lm_head.weight" and name not in update:
             name = "model.embed_tokens.weight"
         if name not in update:
@@ -51,21 +51,25 @@ def differing_tensors(
     return sorted(wrong)
 
 
-def live_tensors(model: nn.Module) -> Iterator[tuple[str, Any, torch.Tensor]]:
+def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[str, Any, torch.Tensor]]:
     """(HF name, module or what else knows its tensor-parallel rank, value on this rank) of every weight that the model
     computes with.
 
+    `update` has the HF names, for what files spell in several ways: experts, and projections that some hold fused.
     A matrix with a plain and a packed copy (CPU embeddings) is yielded once for each. Tied modules are all visited:
     each may have a packed copy of its own.
     """
     packed = getattr(model, "packed_modules_mapping", {})
+    shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
     for path, module in model.named_modules(remove_duplicate=False):
         if has_experts(module):
-            yield from expert_tensors(path, module)
+            yield from expert_tensors(path, module, update)
             continue
-        parent, _, leaf = hf_path(path).rpartition(".")
+        parent, _, leaf = hf_path(path, shared).rpartition(".")
         parts = packed.get(leaf, [leaf])
         for kind, parameter in module.named_parameters(recurse=False):
+            if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
+                parts = [leaf]
             values = [parameter.data] if parameter.numel() else []
             if kind == "weight" and hasattr(module, "cpu_linear"):
                 values.append(_packed_matrix(module))
@@ -84,6 +88,11 @@ def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor
     if hasattr(module, "shard_indices"):  # an embedding: rows of the vocabulary
         indices = module.shard_indices
         return full[indices.org_vocab_start_index : indices.org_vocab_end_index]
+    sizes = getattr(module, "output_partition_sizes", ())
+    if len(sizes) > 1 and sum(sizes) == shape[0]:  # fused in the file too: a rank has its part of each
+        wholes = full.split([size * module.tp_size for size in sizes])
+        parts = zip(wholes, sizes, strict=True)
+        return torch.cat([whole.narrow(0, module.tp_rank * size, size) for whole, size in parts])
     for dim, (whole, local) in enumerate(zip(full.shape, shape, strict=True)):
         if whole != local:
             pieces = whole // local

@@ -93,5 +93,5 @@ def _token(c: Config, shape: Shape) -> Item:
     size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
     tp, stages = engine_tensor_parallel(c), c.engine.engine_facts.pipeline_parallel_size
     split = f"TP {tp}" + (f" / PP {stages}" if stages > 1 else "")
-    how = f"2 x {shape.layers} layers x {shape.kv} x {size} B / {split}"
-    return Item("KV cache per token", 2 * shape.layers * shape.kv * size / tp / stages, how)
+    how = f"{shape.layers} layers x {shape.cache / shape.layers:g} x {size} B / {split}"
+    return Item("KV cache per token", shape.cache * size / tp / stages, how)

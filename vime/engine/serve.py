@@ -15,5 +15,5 @@ if __name__ == "__main__":
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     finally:
-        # Frozen objects are never collected: Triton would end the log with a list of them, after the reason for the end.
+        # Frozen objects are never collected: Triton would print a list of them after the error that ended the server.
         gc.unfreeze()

@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from slime.hf_config import prediction_names, read_hf_config
+from slime.hf_config import read_hf_config
+from slime.models import family_for
 from slime.weight_sync.channel import Part, Receiver, Worker
 from slime.weight_sync.registry import CHANNELS
 from vime.engine.live_experts import repack_experts
@@ -183,7 +184,8 @@ def checkpoint_shapes(model_path: str) -> dict[str, list[int]] | None:
             shapes.update({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
     if not shapes:
         return None
-    for name in prediction_names(shapes, read_hf_config(model_path)):
+    hf_config = read_hf_config(model_path)
+    for name in family_for(hf_config).prediction_names(shapes, hf_config):
         del shapes[name]
     return shapes
 

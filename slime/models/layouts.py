@@ -1,4 +1,4 @@
-"""The parts of a family's weight table. Owns the layouts. Each family has one file with its table.
+"""The parts of a family's weight table: rows and layouts. torch is imported only when a layout runs.
 
 A `Row` connects one Megatron parameter with its HF tensors. Its `Layout` converts between them and splits the Megatron
 tensor over tensor-parallel ranks, so one table serves loading, export and every TP size.
@@ -8,14 +8,12 @@ Shapes: H hidden, D head size, A query heads, G key/value groups, F feed-forward
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,12 @@ class Sizes:
     head_dim: int
     vocab: int
     padded_vocab: int
+
+
+def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    import torch
+
+    return torch.cat(list(parts), dim=dim)
 
 
 class Layout(Protocol):
@@ -64,7 +68,7 @@ class Direct:
         return full if self.axis is None else full.chunk(size, dim=self.axis)[rank]
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
-        return shards[0] if self.axis is None else torch.cat(list(shards), dim=self.axis)
+        return shards[0] if self.axis is None else _cat(shards, self.axis)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Vocab(Direct):
     axis: int | None = 0
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        from torch.nn.functional import pad
+
         return pad(parts[0], (0, 0, 0, sizes.padded_vocab - sizes.vocab))
 
     def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
@@ -88,7 +94,7 @@ class GroupedQkv(Direct):
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         by_group = [part.reshape(sizes.groups, -1, *part.shape[1:]) for part in parts]
-        return torch.cat(by_group, dim=1).flatten(0, 1)
+        return _cat(by_group, 1).flatten(0, 1)
 
     def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
         by_group = full.reshape(sizes.groups, -1, *full.shape[1:])
@@ -101,17 +107,17 @@ class GateUp:
     """gate [F, H] above up [F, H]. A rank has its part of gate above its part of up."""
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        return torch.cat(list(parts))
+        return _cat(parts)
 
     def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
         return list(full.chunk(2))
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
-        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+        return _cat([half.chunk(size)[rank] for half in full.chunk(2)])
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
         gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
-        return torch.cat([*gates, *ups])
+        return _cat([*gates, *ups])
 
 
 @dataclass(frozen=True)
@@ -130,32 +136,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Family:
-    """A model family: its table, and architecture settings that config.json does not contain.
+class GateUpTensor(GateUp):
+    """`GateUp` for a family whose files hold gate above up in one tensor [2 F, H]."""
 
-    `qkv_bias` and `qk_norm` are a key of config.json if the family has models of both kinds. `rotary_fraction` is the
-    default for the rotated part of a head. Families with 1 rotate whole heads only. `ignored` are HF names that may be
-    in a checkpoint but that the model does not use.
-    """
-
-    name: str
-    rows: tuple[Row, ...]
-    qkv_bias: bool | str
-    qk_norm: bool | str
-    ignored: tuple[str, ...] = ()
-    rotary_fraction: float = 1.0
-
-    def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
-        """The row of a Megatron parameter, and its HF names with the numbers filled in. KeyError without a row."""
-        for row in self.rows:
-            pattern = re.escape(row.megatron)
-            for letter in "ie":
-                pattern = pattern.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
-            if match := re.fullmatch(pattern, parameter):
-                return row, tuple(name.format(**match.groupdict()) for name in row.hf)
-        raise KeyError(f"{parameter} has no row in the {self.name} table")
-
-    def ignores(self, hf_name: str) -> bool:
-        return any(
-            re.fullmatch(re.escape(name).replace(re.escape("{i}"), r"\d+"), hf_name) for name in self.ignored
-        )
+    def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
+        return [full]

@@ -1,0 +1,74 @@
+"""RMSNorm over the hidden size or a head, and over all heads of a projection that tensor-parallel ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.RMSNorm):
+    """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019).
+
+    megatron-core's own wrapper of torch's norm does not accept sequence parallelism. Sequence parallelism only needs a
+    mark on the norm's weight. With the mark, the gradient is summed over the tensor-parallel ranks, which each have a
+    part of the tokens.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        weight: Any = self.weight  # the mark is Megatron's
+        weight.sequence_parallel = config.sequence_parallel
+        self.deferred = False  # True: the next product computes this norm, see `defer`
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.deferred else self.normalise(x)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm over all heads of a projection together: x [P, 1, heads, D] as one vector of heads * D per token.
+
+    A tensor-parallel rank has its part of the heads and of the weight. The sum of squares is that of all ranks, in the
+    forward and in the backward.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int) -> None:
+        super().__init__()
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        if heads % ranks:
+            raise ValueError(
+                f"--tensor-model-parallel-size must divide the {heads} heads that share a norm, got {ranks}: "
+                f"{heads} / {ranks} = {heads / ranks:.3f}; take fewer ranks"
+            )
+        self.eps, self.width = eps, heads * hidden_size
+        self.weight = nn.Parameter(torch.ones(self.width // ranks))
+        weight: Any = self.weight  # the marks are Megatron's
+        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = x.float().square().sum((-2, -1), keepdim=True)
+        if self.width != self.weight.numel():
+            # both collectives: each rank uses the sum, and each rank's part depends on every rank's use
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = (x.float() * torch.rsqrt(squares / self.width + self.eps)).to(x.dtype)
+        return normed * self.weight.view(x.shape[-2:])
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        state = self.state_dict(prefix="", keep_vars=True)
+        shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets
+        )
+        return shards

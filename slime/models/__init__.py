@@ -1,0 +1,60 @@
+"""Model families: one file each. To add a family, write its file and add it to `_ALL` (docs/adding-a-model.md).
+
+A family turns config.json into a `Decoder` and has the table of its weights. Trainer, planner and flag checks read the
+decoder, so no other file names a family. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from slime.models.decoder import Attention, Decoder, Experts, Hf, Layer
+from slime.models.family import Family, as_stored
+from slime.models.glm4 import GLM4
+from slime.models.glm4_moe import GLM4_MOE
+from slime.models.llama import LLAMA
+from slime.models.mimo import MIMO
+from slime.models.minimax_m2 import MINIMAX_M2
+from slime.models.mistral import MISTRAL
+from slime.models.qwen2 import QWEN2
+from slime.models.qwen2_moe import QWEN2_MOE
+from slime.models.qwen3 import QWEN3, QWEN3_MOE
+
+__all__ = ["FAMILIES", "Attention", "Decoder", "Experts", "Family", "Hf", "Layer", "decoder_of", "family_for"]
+
+_ALL = (
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    GLM4,
+    GLM4_MOE,
+    LLAMA,
+    MISTRAL,
+    MINIMAX_M2,
+    MIMO,
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
+"""`model_type` of config.json -> family."""
+
+
+def family_for(hf: Hf) -> Family:
+    """The family of a parsed config.json. ValueError with the known families for any other model."""
+    model_type = hf.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type in config.json must be one of {', '.join(sorted(FAMILIES))}, got {model_type!r}; "
+            "docs/adding-a-model.md shows how to add a family"
+        )
+    return FAMILIES[model_type]
+
+
+def decoder_of(hf: Hf) -> Decoder:
+    """What config.json describes. ValueError for a family, a shape or a setting that is not supported."""
+    family = family_for(hf)
+    if hf.get("quantization_config") and family.stored is as_stored:
+        kind = hf["quantization_config"].get("quant_method")
+        raise ValueError(
+            f"quantization_config in config.json must be left out for {family.model_type}, got {kind}; use a "
+            "checkpoint in bfloat16"
+        )
+    return family.read(hf)

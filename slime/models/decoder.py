@@ -1,0 +1,114 @@
+"""What a decoder is: the record that a family reads from config.json, in one vocabulary for all families.
+
+Trainer, planner and flag checks read this record and never ask for a family's name. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.models.rope import Rope
+
+Hf = Mapping[str, Any]
+"""A parsed config.json."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The sizes of a layer's attention that memory and FLOPs depend on. Elements, not bytes.
+
+    `params`: its matrices, which tensor-parallel ranks split; `whole`: further matrices that each rank has. `kept`:
+    what the backward needs per token (input and output included, split over ranks). `context`: keys and values that
+    context-parallel ranks gather per token. `cache`: what an engine keeps per token. `pair_flops`: forward FLOPs per
+    (query, key) pair. `token_flops`: forward FLOPs per token beside the matrices.
+    """
+
+    params: int
+    kept: int
+    context: int
+    cache: int
+    pair_flops: int
+    whole: int = 0
+    token_flops: int = 0
+
+    @classmethod
+    def grouped(cls, hidden: int, q: int, kv: int) -> Attention:
+        """Softmax attention with grouped heads. `q` and `kv` are heads times head size."""
+        return cls(
+            params=hidden * (2 * q + 2 * kv),
+            kept=4 * q + 4 * kv,
+            context=2 * kv,
+            cache=2 * kv,
+            pair_flops=4 * q,
+        )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer. `kind` is the kind of its attention, a key of slime.megatron_backend.attention_kinds.
+
+    A token sees the newest `window` tokens up to itself (None: all of them). `rope` is the number of its rotary
+    embedding in `Decoder.ropes` (None: the layer has none). `sparse`: experts take the place of the MLP.
+    """
+
+    attention: Attention
+    kind: str = "full"
+    window: int | None = None
+    rope: int | None = 0
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of the sparse layers, `topk` of `count` per token. `shared` is the width of the shared expert, or 0.
+
+    `score`: "softmax" over the experts, or "sigmoid" per expert. `bias`: a correction bias chooses the experts.
+    `normalised`: the weights of a token's experts sum up to `scale`. `groups`: experts come from the best `groups[1]`
+    of `groups[0]` groups. `shared_gate`: a sigmoid of the token weighs the shared expert.
+    """
+
+    count: int
+    topk: int
+    width: int
+    shared: int = 0
+    score: str = "softmax"
+    bias: bool = False
+    normalised: bool = True
+    groups: tuple[int, int] | None = None
+    scale: float | None = None
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder: sizes, layers, and what is particular about its parts.
+
+    `output_bias`: a bias after the attention. `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection"
+    (RMSNorm of all heads together). `post_norms`: norms of the outputs of attention and MLP too. `core`: further fields
+    of megatron-core's TransformerConfig.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocab: int
+    context: int
+    norm_eps: float
+    tied: bool
+    layers: tuple[Layer, ...]
+    ropes: tuple[Rope, ...]
+    experts: Experts | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: str = ""
+    post_norms: bool = False
+    core: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sparse(self) -> tuple[bool, ...]:
+        """Whether each layer has experts in place of one MLP."""
+        return tuple(layer.sparse for layer in self.layers)

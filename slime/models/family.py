@@ -1,0 +1,84 @@
+"""The record of a model family: how config.json is read, and the table of its weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slime.models.decoder import Decoder, Hf
+from slime.models.layouts import Row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint in its files."""
+
+    def names(self) -> set[str]: ...
+
+    def get(self, name: str) -> Tensor: ...
+
+    def place(self, name: str) -> str:
+        """The file of a tensor, for messages."""
+        ...
+
+
+def as_stored(tensors: Tensors, hf: Hf) -> Tensors:
+    """The tensors of a checkpoint that stores its weights as they are."""
+    return tensors
+
+
+def later_layers(hf: Hf) -> tuple[str, ...]:
+    """The usual place of multi-token prediction: the layers behind the last decoder layer."""
+    depth = hf["num_hidden_layers"]
+    more = hf.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{number}." for number in range(depth, depth + more))
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family. `model_type` is that of config.json; `title` and `models` are for people.
+
+    `read` turns config.json into a `Decoder` and raises ValueError for what is not supported. `rows` is the weight
+    table. `ignored` are HF names that may be in a checkpoint but that the model does not use. `predicted` gives the
+    beginnings of the names of multi-token prediction, which loading skips and export copies. `stored` presents the
+    tensors of files that store them in another form, such as quantised. `flags` are MODEL_ARGS whose value only this
+    family knows: name -> value for a config.json.
+    """
+
+    model_type: str
+    title: str
+    models: str
+    rows: tuple[Row, ...]
+    read: Callable[[Hf], Decoder]
+    ignored: tuple[str, ...] = ()
+    predicted: Callable[[Hf], tuple[str, ...]] = later_layers
+    stored: Callable[[Tensors, Hf], Tensors] = as_stored
+    flags: tuple[tuple[str, Callable[[Hf], Any]], ...] = ()
+
+    def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
+        """The row of a Megatron parameter, and its HF names with the numbers filled in. KeyError without a row."""
+        for row in self.rows:
+            pattern = re.escape(row.megatron)
+            for letter in "ie":
+                pattern = pattern.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
+            if match := re.fullmatch(pattern, parameter):
+                return row, tuple(name.format(**match.groupdict()) for name in row.hf)
+        raise KeyError(f"{parameter} has no row in the {self.model_type} table")
+
+    def ignores(self, hf_name: str) -> bool:
+        return any(
+            re.fullmatch(re.escape(name).replace(re.escape("{i}"), r"\d+"), hf_name) for name in self.ignored
+        )
+
+    def prediction_names(self, names: Iterable[str], hf: Hf) -> list[str]:
+        """The tensor names in `names` that belong to multi-token prediction.
+
+        A token's log-prob does not depend on them. The trainer does not build these layers, and an engine builds them
+        only if it speculates.
+        """
+        prefixes = self.predicted(hf)
+        return [name for name in names if name.startswith(prefixes)]

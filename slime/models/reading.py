@@ -1,0 +1,182 @@
+"""Readers of config.json that families share. Each raises ValueError for a missing key or an unsupported value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slime.models.decoder import Attention, Decoder, Experts, Hf, Layer
+from slime.models.rope import Rope, read_rope
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "rms_norm_eps",
+)
+
+
+def need(hf: Hf, *keys: str) -> None:
+    """ValueError for the first of `keys` that config.json does not give."""
+    for key in keys:
+        if hf.get(key) is None:
+            raise ValueError(f"config.json must give {key}, got none; the checkpoint is incomplete")
+
+
+def only(hf: Hf, **wanted: Any) -> None:
+    """ValueError for a key of config.json with another value. A key that is missing or null is accepted."""
+    for key, value in wanted.items():
+        got = hf.get(key)
+        if got is not None and got != value:
+            raise ValueError(f"{key} in config.json must be {value}, got {got}; it is not supported")
+
+
+def head_dim(hf: Hf) -> int:
+    """Size of one attention head: `head_dim`, else hidden size divided by the number of heads. ValueError if the heads
+    do not divide the hidden size."""
+    size, heads = hf.get("head_dim"), hf["num_attention_heads"]
+    if size is None and hf["hidden_size"] % heads:
+        raise ValueError(
+            f"num_attention_heads in config.json must divide hidden_size without head_dim, got {hf['hidden_size']} / "
+            f"{heads} = {hf['hidden_size'] / heads:.3f}; the checkpoint is incomplete"
+        )
+    return int(size or hf["hidden_size"] // heads)
+
+
+def expert_count(hf: Hf) -> int:
+    """Number of routed experts per layer, 0 for a dense model. Qwen's files have num_experts, transformers 5 writes
+    num_local_experts instead, and GLM's files have n_routed_experts."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((hf[key] for key in keys if hf.get(key)), 0)
+
+
+def sparse_layers(hf: Hf) -> tuple[bool, ...]:
+    """Whether each layer has experts in place of one MLP: every `decoder_sparse_step`-th layer, except
+    `mlp_only_layers` and the first `first_k_dense_replace` layers."""
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    first = hf.get("first_k_dense_replace", 0)
+    return tuple(
+        i >= first and i not in dense and (i + 1) % step == 0 for i in range(hf["num_hidden_layers"])
+    )
+
+
+def softmax_experts(hf: Hf) -> Experts:
+    """Experts with softmax scores: no bias, no groups, no shared expert."""
+    need(hf, "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    return Experts(
+        count=expert_count(hf),
+        topk=hf["num_experts_per_tok"],
+        width=hf["moe_intermediate_size"],
+        normalised=hf["norm_topk_prob"],
+    )
+
+
+def sigmoid_experts(hf: Hf) -> Experts:
+    """Experts with sigmoid scores and a correction bias, in groups, with shared experts. The `n_shared_experts` of a
+    layer are one MLP that is as wide as all of them together."""
+    need(hf, "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    need(hf, "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor")
+    if hf["routed_scaling_factor"] <= 0:
+        raise ValueError(
+            f"routed_scaling_factor in config.json must be above 0, got {hf['routed_scaling_factor']}; "
+            "the checkpoint is incomplete"
+        )
+    return Experts(
+        count=expert_count(hf),
+        topk=hf["num_experts_per_tok"],
+        width=hf["moe_intermediate_size"],
+        shared=hf["n_shared_experts"] * hf["moe_intermediate_size"],
+        score="sigmoid",
+        bias=True,
+        normalised=hf["norm_topk_prob"],
+        groups=(hf["n_group"], hf["topk_group"]) if hf["n_group"] > 1 else None,
+        scale=float(hf["routed_scaling_factor"]),
+    )
+
+
+def read_decoder(
+    hf: Hf,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: str = "",
+    post_norms: bool = False,
+    rope: Callable[[Hf, int], Rope] | None = None,
+    windows: Sequence[int | None] | None = None,
+    experts: Callable[[Hf], Experts] | None = None,
+) -> Decoder:
+    """The decoder of a family with grouped softmax attention and gated SiLU MLPs.
+
+    `rope` reads the rotary embedding from config.json and the head size (None: whole heads). `windows` has the sliding
+    window of each layer (None: no layer has one). `experts` reads the experts of the sparse layers; a family without
+    it has none.
+    """
+    need(hf, *SIZES)
+    only(hf, hidden_act="silu", mlp_bias=False)
+    layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
+    groups, size = hf.get("num_key_value_heads") or heads, head_dim(hf)
+    if heads % groups:
+        raise ValueError(
+            f"num_key_value_heads in config.json must divide the {heads} num_attention_heads, got {groups}: "
+            f"{heads} / {groups} = {heads / groups:.3f}; the checkpoint is incomplete"
+        )
+    found = check_experts(hf, experts)
+    sparse = sparse_layers(hf) if found else (False,) * layers
+    attention = Attention.grouped(hf["hidden_size"], heads * size, groups * size)
+    of_layers = [
+        Layer(attention, window=window, sparse=has)
+        for window, has in zip(windows or [None] * layers, sparse, strict=True)
+    ]
+    return Decoder(
+        hidden=hf["hidden_size"],
+        ffn=hf["intermediate_size"],
+        heads=heads,
+        groups=groups,
+        head_dim=size,
+        vocab=hf["vocab_size"],
+        context=hf.get("max_position_embeddings") or 0,
+        norm_eps=hf["rms_norm_eps"],
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        layers=tuple(of_layers),
+        ropes=(rope(hf, size) if rope else read_rope(hf, size, whole=True),),
+        experts=found,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+        post_norms=post_norms,
+    )
+
+
+def check_experts(hf: Hf, experts: Callable[[Hf], Experts] | None) -> Experts | None:
+    """The experts in config.json. ValueError if a dense family has some, or a family with experts has none."""
+    count = expert_count(hf)
+    if experts is None:
+        if count:
+            raise ValueError(
+                f"model_type in config.json must be that of a family with experts, got {hf.get('model_type')} with "
+                f"{count} experts; `vime models` lists the families"
+            )
+        return None
+    if not count:
+        raise ValueError(
+            f"config.json must give num_experts for model_type {hf.get('model_type')}, got none; the checkpoint is "
+            "incomplete"
+        )
+    found = experts(hf)
+    if not 1 <= found.topk <= count:
+        raise ValueError(
+            f"num_experts_per_tok in config.json must lie in [1, {count}], the experts, got {found.topk}"
+        )
+    return found
+
+
+def sliding_windows(hf: Hf) -> list[int | None]:
+    """The window of each layer where `sliding_window` holds for all layers. ValueError for a window below 1."""
+    window = hf.get("sliding_window")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"sliding_window in config.json must be at least 1 or null, got {window}; the checkpoint is incomplete"
+        )
+    return [window] * hf["num_hidden_layers"]

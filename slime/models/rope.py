@@ -1,0 +1,181 @@
+"""Rotary position embeddings: settings of config.json, their checks, frequencies. Imports torch only to compute.
+
+The kinds and their formulas are those of transformers' ROPE_INIT_FUNCTIONS, which the tests compare with:
+`default`, `linear` (Chen et al. 2306.15595), `llama3` and `yarn` (Peng et al. 2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
+    ),
+}
+"""Kind -> (settings it needs, settings it may have)."""
+
+_COMMON = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+    "mrope_section",
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One rotary embedding. It turns the first `size` dimensions of a head by `position * frequency`.
+
+    Dimension k is paired with dimension k + size / 2, or 2 k with 2 k + 1 if `interleaved`. `settings` are those of
+    the kind. cos and sin are multiplied by `amplitude`.
+    """
+
+    theta: float
+    size: int
+    kind: str = "default"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+
+    @property
+    def amplitude(self) -> float:
+        """The factor of cos and sin: 1, except for YaRN (its "attention factor")."""
+        if self.kind != "yarn":
+            return 1.0
+        if (given := self.settings.get("attention_factor")) is not None:
+            return float(given)
+        factor = self.settings["factor"]
+        upper, lower = self.settings.get("mscale"), self.settings.get("mscale_all_dim")
+        if upper and lower:
+            return _mscale(factor, upper) / _mscale(factor, lower)
+        return _mscale(factor, 1.0)
+
+    def frequencies(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Angle per position: fp32 [size / 2]."""
+        import torch
+
+        steps = torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size
+        plain = 1.0 / self.theta**steps
+        if self.kind == "linear":
+            return plain / self.settings["factor"]
+        if self.kind == "llama3":
+            return self._llama3(plain)
+        if self.kind == "yarn":
+            return self._yarn(plain)
+        return plain
+
+    def _llama3(self, plain: torch.Tensor) -> torch.Tensor:
+        """Long waves are divided by the factor, short waves stay, and those between are interpolated."""
+        import torch
+
+        factor, low, high, context = (self.settings[key] for key in KINDS["llama3"][0])
+        waves = 2 * math.pi / plain
+        share = (context / waves - low) / (high - low)
+        between = (1 - share) * plain / factor + share * plain
+        return torch.where(
+            waves > context / low, plain / factor, torch.where(waves < context / high, plain, between)
+        )
+
+    def _yarn(self, plain: torch.Tensor) -> torch.Tensor:
+        """A ramp over the dimensions from the plain frequencies to those divided by the factor."""
+        import torch
+
+        context = self.settings["original_max_position_embeddings"]
+        first, last = (
+            self.size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            for turns in (self.settings.get("beta_fast") or 32, self.settings.get("beta_slow") or 1)
+        )
+        if self.settings.get("truncate", True):
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.size - 1)
+        if first == last:
+            last += 0.001  # a step in place of a ramp
+        place = torch.arange(self.size // 2, dtype=torch.float32, device=plain.device)
+        ramp = ((place - first) / (last - first)).clamp(0, 1)
+        return plain / self.settings["factor"] * ramp + plain * (1 - ramp)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [P] int64 -> (cos, sin), each fp32 [P, 1, size / 2]."""
+        turned = positions.float()[:, None, None] * self.frequencies(positions.device)
+        return turned.cos() * self.amplitude, turned.sin() * self.amplitude
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_record(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings. Older files have them at the top level and in `rope_scaling`, newer files in
+    `rope_parameters`."""
+    top = {key: hf[key] for key in ("rope_theta", "partial_rotary_factor") if key in hf}
+    context = {"max_position_embeddings": hf.get("max_position_embeddings")}
+    return {**context, **top, **(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+
+
+def read_rope(
+    hf: Mapping[str, Any],
+    head_dim: int,
+    *,
+    fraction: float = 1.0,
+    whole: bool = False,
+    interleaved: bool = False,
+    record: Mapping[str, Any] | None = None,
+) -> Rope:
+    """The rotary embedding in config.json (or in `record`, where a model has several).
+
+    `fraction` is the rotated part of a head if config.json does not say it. `whole`: the family rotates whole heads
+    only. ValueError for a kind or a setting that nobody knows, a missing setting, or an odd part of a head.
+    """
+    settings = dict(rope_record(hf) if record is None else record)
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind not in KINDS:
+        why = (
+            "its frequencies change with the length" if kind in ("dynamic", "longrope") else "it is not known"
+        )
+        raise ValueError(
+            f"rope_type in config.json must be one of {', '.join(KINDS)}, got {kind!r}; {why}, so trainer and engine "
+            "would not compute one policy"
+        )
+    if "rope_theta" not in settings:
+        raise ValueError("config.json must give rope_theta, got none; the checkpoint is incomplete")
+    needed, optional = KINDS[kind]
+    for key in needed:
+        if settings.get(key) is None:
+            raise ValueError(
+                f"config.json must give {key} for rope_type {kind}, got none; the checkpoint is incomplete"
+            )
+    known = {*_COMMON, *needed, *optional}
+    if unknown := sorted(key for key in settings if key not in known and settings[key] is not None):
+        raise ValueError(
+            f"rotary settings in config.json must be among {', '.join(sorted(known))} for rope_type {kind}, got "
+            f"{', '.join(unknown)}; what they change is not known"
+        )
+    size = _rotated(settings.get("partial_rotary_factor", fraction), head_dim, whole)
+    kept = {key: settings[key] for key in (*needed, *optional) if settings.get(key) is not None}
+    return Rope(float(settings["rope_theta"]), size, kind, kept, interleaved)
+
+
+def _rotated(fraction: float, head_dim: int, whole: bool) -> int:
+    if whole and fraction != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor in config.json must be 1, got {fraction}; it is not supported"
+        )
+    rotated = int(head_dim * fraction)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise ValueError(
+            "partial_rotary_factor in config.json must leave an even part of a head to rotate, got "
+            f"{fraction} of head_dim {head_dim}"
+        )
+    return rotated

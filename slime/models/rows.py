@@ -1,0 +1,62 @@
+"""Rows that the weight tables of several families share. Names of Megatron on the left, of HF files on the right."""
+
+from __future__ import annotations
+
+from slime.models.layouts import Direct, GateUp, GroupedQkv, Row, Vocab
+
+MG, HF = "decoder.layers.{i}.", "model.layers.{i}."
+IGNORED = (HF + "self_attn.rotary_emb.inv_freq",)
+
+
+def _qkv(suffix: str) -> Row:
+    names = tuple(f"{HF}self_attn.{x}_proj.{suffix}" for x in "qkv")
+    return Row(f"{MG}self_attention.linear_qkv.{suffix}", names, GroupedQkv())
+
+
+ENDS = (
+    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), Vocab()),
+    Row("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    Row("output_layer.weight", ("lm_head.weight",), Vocab()),
+)
+NORMS = (
+    Row(MG + "input_layernorm.weight", (HF + "input_layernorm.weight",)),
+    Row(MG + "pre_mlp_layernorm.weight", (HF + "post_attention_layernorm.weight",)),
+)
+ATTENTION = (
+    _qkv("weight"),
+    _qkv("bias"),
+    Row(MG + "self_attention.linear_proj.weight", (HF + "self_attn.o_proj.weight",), Direct(axis=1)),
+)
+OUTPUT_BIAS = Row(MG + "self_attention.linear_proj.bias", (HF + "self_attn.o_proj.bias",))
+HEAD_NORMS = (
+    Row(MG + "self_attention.q_layernorm.weight", (HF + "self_attn.q_norm.weight",)),
+    Row(MG + "self_attention.k_layernorm.weight", (HF + "self_attn.k_norm.weight",)),
+)
+
+
+def mlp_rows(
+    megatron: str, hf: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Row, ...]:
+    """A gated MLP whose parameters begin with `megatron` there and with `hf` in files."""
+    return (
+        Row(megatron + "linear_fc1.weight", (f"{hf}{gate}.weight", f"{hf}{up}.weight"), GateUp()),
+        Row(megatron + "linear_fc2.weight", (f"{hf}{down}.weight",), Direct(axis=1)),
+    )
+
+
+MLP = mlp_rows(MG + "mlp.", HF + "mlp.")
+DENSE = ENDS + NORMS + ATTENTION + MLP
+"""The rows of a dense decoder without norms of queries and keys."""
+
+EXPERTS = (
+    Row(MG + "mlp.router.weight", (HF + "mlp.gate.weight",)),
+    *mlp_rows(MG + "mlp.experts.local_experts.{e}.", HF + "mlp.experts.{e}."),
+)
+"""A layer has the rows of an MLP or of experts. Expert E is `experts.E` in a file and `local_experts.E` in Megatron.
+The numbers are equal if one expert-parallel rank has all experts."""
+
+ROUTER_BIAS = Row(MG + "mlp.router.expert_bias", (HF + "mlp.gate.e_score_correction_bias",))
+"""In Megatron, the bias is a buffer in fp32 for every dtype of the model. In files and engines, it is an ordinary
+tensor."""
+
+SHARED_EXPERT = mlp_rows(MG + "mlp.shared_experts.", HF + "mlp.shared_experts.")

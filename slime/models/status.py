@@ -1,0 +1,31 @@
+"""Where each family was run. `vime models` prints this record, and docs/models.md is checked against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PLANNED = "planned"
+"""The flags are accepted, and the family was never run there."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """`cpu`: what ran on CPUs. `h200`: what ran on an H200. Each is PLANNED or names the model that ran."""
+
+    cpu: str = PLANNED
+    h200: str = PLANNED
+
+
+STATUS: dict[str, Status] = {
+    "qwen2": Status(cpu="tiny model and Qwen2.5-0.5B"),
+    "qwen3": Status(cpu="tiny model", h200="4B, random weights"),
+    "qwen3_moe": Status(cpu="tiny model", h200="30B-A3B, 6 of 48 layers, random weights"),
+    "glm4_moe": Status(cpu="tiny model", h200="Air, 2 of 46 layers, random weights"),
+    "llama": Status(cpu="tiny model"),
+    "mistral": Status(cpu="tiny model"),
+    "glm4": Status(cpu="tiny model"),
+    "minimax_m2": Status(cpu="tiny model, trainer only"),
+    "mimo": Status(cpu="tiny model"),
+    "qwen2_moe": Status(cpu="tiny model"),
+}
+"""`model_type` -> status. A family without an entry is planned."""

@@ -1,0 +1,100 @@
+"""Tiny models of families, trained in one process of their own and published, and the comparison with vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_cases import BUILT_AS, CASES, engine_shape
+from megatron_cases import make_config, tiny_checkpoint
+from offline_engine import offline_engine
+from torch.multiprocessing import spawn
+
+from slime.weight_sync.file_channel import FileChannel
+
+TOKENS = [3, 7, 50, 21, 9, 88, 40, 2, 11, 63, 5, 29]
+"""More than the window of tiny Mistral."""
+
+REMOTE = """from transformers import {base}Config
+
+
+class FamilyConfig({base}Config):
+    model_type = "{kind}"
+"""
+
+
+def with_remote_config(directory: Path, kind: str) -> None:
+    """The configuration class that the published checkpoints of a family bring, because transformers has none."""
+    (directory / "configuration_family.py").write_text(REMOTE.format(base="Qwen2", kind=kind))
+    file = directory / "config.json"
+    said = json.loads(file.read_text()) | {"auto_map": {"AutoConfig": "configuration_family.FamilyConfig"}}
+    file.write_text(json.dumps(said | {"architectures": ["MiMoForCausalLM"]}))
+
+
+def train(_: int, root: Path, names: Sequence[str]) -> None:
+    """In a process of its own: the trainer's log-probs of every model, before and after a step of plain descent, and
+    what it publishes of both."""
+    from slime.data.token_slice import token_slice
+    from slime.hf_config import read_hf_config
+    from slime.megatron_backend.attention import packed_layout
+    from slime.megatron_backend.model import build_model, logits_of, stage_output, unwrap
+    from slime.megatron_backend.parallel import init_parallel
+    from slime.megatron_backend.weights import export_hf, load_hf
+
+    torch.set_num_threads(1)
+    config = make_config()
+    init_parallel(0, 1, config, init_method=f"file://{root}/store")
+    tokens = torch.tensor(TOKENS)
+
+    def log_probs(model: torch.nn.Module) -> torch.Tensor:
+        output = stage_output(model, tokens, packed_layout(token_slice([len(TOKENS)]), "cpu"))
+        return logits_of(model, output)[:-1, :99].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+    found: dict[str, list[Any]] = {}
+    for name in names:
+        model = build_model(read_hf_config(root / name), config)
+        load_hf(model, root / name)
+        found[name] = []
+        channel = FileChannel(root / f"{name}-weights")
+        for version in (0, 1):
+            values = log_probs(model)
+            update = channel.publish(export_hf(model), version, checksums=True)
+            found[name].append((values.detach(), update))
+            values.sum().backward()
+            for parameter in unwrap(model).parameters():
+                parameter.data.add_(0.01 * parameter.main_grad)
+    torch.save(found, root / "trained.pt")
+
+
+Trained = tuple[Path, dict[str, list[Any]]]
+
+
+def trained_models(root: Path, names: Sequence[str]) -> Trained:
+    """`root`, and for each model its log-probs with the update that brings them, before and after a step."""
+    for name in names:
+        case = CASES[name]
+        tiny_checkpoint(root / name, case.kind, **engine_shape(case))
+        if case.kind in BUILT_AS:
+            with_remote_config(root / name, case.kind)
+    spawn(train, args=(root, names))
+    return root, torch.load(root / "trained.pt", weights_only=False)
+
+
+def check_engine(
+    trained: Trained, name: str, monkeypatch: pytest.MonkeyPatch, tolerance: float = 1e-5
+) -> None:
+    """vLLM gives the trainer's log-probs as loaded, after an update, and after the first weights again."""
+    root, found = trained
+    (before, first), (after, second) = found[name]
+    assert (before - after).abs().max() > 0.01
+    remote = {"trust_remote_code": True} if CASES[name].kind in BUILT_AS else {}
+    with offline_engine(root / name, root / f"{name}-weights", monkeypatch, **remote) as engine:
+        assert (engine.log_probs(TOKENS) - before).abs().mean() < tolerance
+        for update, expected in ((second, after), (first, before)):
+            engine.take(update)
+            difference = (engine.log_probs(TOKENS) - expected).abs()
+            assert difference.mean() < tolerance and difference.max() < 5 * tolerance

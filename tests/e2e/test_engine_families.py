@@ -1,0 +1,25 @@
+"""A tiny model of each family, trained in Megatron and published to a real vLLM: their log-probs are the same before
+and after an update of live weights.
+
+One process trains all models. Then one vLLM after the other is made in this process, which has imported it once.
+"""
+
+from __future__ import annotations
+
+import pytest
+from family_cases import CASES
+from family_engine import Trained, check_engine, trained_models
+
+pytestmark = pytest.mark.e2e
+
+SERVED = [name for name, case in CASES.items() if case.engine == "cpu"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return trained_models(tmp_path_factory.mktemp("families"), SERVED)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_trainer_and_engine_agree(trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    check_engine(trained, name, monkeypatch)

@@ -1,0 +1,88 @@
+"""The tiny models that every family is proved on: one line per model. All family tests read this table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_SOFTMAX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+_SIGMOID = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+TINY: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},  # not hidden / heads, as in the real Qwen3-0.6B
+    "qwen3_moe": {"head_dim": 32, **_SOFTMAX},
+    "glm4_moe": {"head_dim": 32, "attention_bias": True, **_SIGMOID},
+    "llama": {},
+    "mistral": {"head_dim": 32, "sliding_window": 6},
+    "glm4": {"head_dim": 32, "pad_token_id": None},
+    "minimax_m2": {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "mimo": {"num_nextn_predict_layers": 1},
+    "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80},
+}
+"""`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+OLD = {"original_max_position_embeddings": 16}
+
+
+BUILT_AS = {"mimo": "qwen2"}
+"""Families that transformers does not have: the family whose layers they have."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: where a real engine
+    serves it in tests/e2e, "cpu" or "gpu"; "" for families with an engine test of their own, and for variants."""
+
+    kind: str
+    shape: dict[str, Any] = field(default_factory=dict)
+    engine: str = ""
+
+
+CASES: dict[str, Case] = {
+    "qwen2": Case("qwen2"),
+    "qwen3-untied": Case("qwen3", {"tie_word_embeddings": False}),
+    "qwen3-moe": Case("qwen3_moe", {"mlp_only_layers": [0]}),
+    "glm4-moe": Case("glm4_moe", {"tie_word_embeddings": False, "first_k_dense_replace": 1}),
+    "llama": Case("llama", {"rope_parameters": LLAMA3 | OLD}, engine="cpu"),
+    "llama-untied-yarn": Case(
+        "llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}, engine="cpu"
+    ),
+    "llama-bias": Case("llama", {"attention_bias": True}),
+    "llama-linear": Case(
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
+    ),
+    "mistral": Case("mistral", engine="cpu"),
+    "mistral-untied-all": Case("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
+    "glm4": Case("glm4", {"tie_word_embeddings": False}, engine="cpu"),
+    # vLLM's router for CPUs has no sigmoid scores without groups
+    "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine="gpu"),
+    "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
+    "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
+}
+"""Name of a tiny model -> the model."""
+
+ENGINE_SHAPE: dict[str, Any] = {"hidden_size": 128, "max_position_embeddings": 512}
+"""vLLM's CPU kernels need heads of 32 and experts of 64 at least."""
+ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
+    "minimax_m2": {
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
+    "qwen2_moe": {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64},
+}
+
+
+def engine_shape(case: Case) -> dict[str, Any]:
+    """The shape of a tiny model that vLLM serves too."""
+    return {**case.shape, **ENGINE_SHAPE, **ENGINE_EXPERTS.get(case.kind, {})}

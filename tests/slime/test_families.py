@@ -1,0 +1,107 @@
+"""Every family on a tiny random model against transformers: logits, log-probs, gradients, and the bytes of weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from family_cases import CASES, TINY
+from megatron_cases import (
+    VOCAB,
+    hf_gradients,
+    hf_logits,
+    hidden_of,
+    make_config,
+    packed_logits,
+    sequences,
+    sum_loss,
+    tiny_checkpoint,
+)
+from safetensors.torch import load_file
+
+import rl_kernel
+from slime.megatron_backend.model import build_model, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.weights import export_hf, load_hf, save_hf
+from slime.models import FAMILIES, family_for
+
+BATCH = [
+    *sequences(0),
+    torch.randint(0, VOCAB, (70,), generator=torch.Generator().manual_seed(9)),
+    torch.tensor([5]),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_rank(tmp_path_factory):
+    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
+    yield
+    destroy_parallel()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def tiny(request, tmp_path_factory):
+    """(directory, transformers' model, ours) of one tiny model."""
+    case, directory = CASES[request.param], tmp_path_factory.mktemp("hf")
+    hf = tiny_checkpoint(directory, case.kind, **case.shape)
+    return directory, hf, loaded(directory)
+
+
+def loaded(directory):
+    model = build_model(load_hf_config(directory), make_config())
+    load_hf(model, directory)
+    return model
+
+
+def test_every_family_has_a_tiny_model():
+    assert {case.kind for case in CASES.values()} == FAMILIES.keys() == TINY.keys()
+
+
+def test_logits_and_log_probs(tiny):
+    _, hf, model = tiny
+    with torch.no_grad():
+        expected, got = hf_logits(hf, BATCH), packed_logits(model, BATCH)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+        targets = torch.cat([tokens.roll(-1) for tokens in BATCH])
+        start, size = vocab_range(model)
+        hidden, weight = hidden_of(model, BATCH), output_weight(model)
+        ours = rl_kernel.linear_logp(hidden, weight, targets, vocab_start=start, vocab_size=size)
+    theirs = expected.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_weights_are_exported_as_they_were_loaded(tiny, tmp_path):
+    directory, hf, model = tiny
+    original, exported = load_file(directory / "model.safetensors"), dict(export_hf(model))
+    kept = set(original) - set(
+        family_for(load_hf_config(directory)).prediction_names(original, load_hf_config(directory))
+    )
+    assert exported.keys() == kept
+    assert all(torch.equal(exported[name], original[name]) for name in kept)
+    save_hf(model, directory, tmp_path)
+    known = json.loads((tmp_path / "config.json").read_text())["model_type"] in transformers.CONFIG_MAPPING
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=None if known else hf.config)
+    written = load_file(tmp_path / "model.safetensors")
+    assert written.keys() == original.keys()
+    assert all(torch.equal(written[name], original[name]) for name in original)
+    # not the same bits: a product may depend on where in memory a weight begins
+    torch.testing.assert_close(hf_logits(again, sequences(3)), hf_logits(hf, sequences(3)), rtol=0, atol=1e-6)
+
+
+def test_gradients(tiny, tmp_path):
+    """The last test of a model: its parameters become gradients."""
+    _, hf, model = tiny
+    sum_loss(packed_logits(model, BATCH), BATCH).backward()
+    sum_loss(torch.cat([hf(tokens[None]).logits[0] for tokens in BATCH]), BATCH).backward()
+    for parameter in unwrap(model).parameters():
+        parameter.data = parameter.main_grad  # so that the export lists gradients
+    got = {name: x for name, x in export_hf(model) if not name.endswith("e_score_correction_bias")}
+    wanted = {
+        n: x for n, x in hf_gradients(hf, tmp_path).items() if not n.endswith("e_score_correction_bias")
+    }
+    assert got.keys() == wanted.keys()
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=name)

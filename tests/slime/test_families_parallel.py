@@ -1,0 +1,138 @@
+"""Every family on two processes against transformers: log-probs, gradients and the bytes of weights, with tensor (and
+sequence), pipeline and expert parallelism.
+
+Two worker processes run all layouts and models in turn and write what they got; the tests compare.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_cases import CASES
+from megatron_cases import (
+    hf_gradients,
+    hf_logits,
+    hidden_of,
+    make_config,
+    sequences,
+    sum_loss,
+    tiny_checkpoint,
+)
+from rank_processes import on_ranks
+from safetensors.torch import load_file
+
+import rl_kernel
+from slime.megatron_backend.model import build_model, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.optimizer import finish_grads
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.weights import export_hf, load_hf
+from slime.models import decoder_of
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp": {"pipeline_model_parallel_size": 2},
+    # with the distributed optimizer, a data-parallel rank would have its part of the gradients only
+    "ep": {"expert_model_parallel_size": 2, "use_distributed_optimizer": False},
+}
+BATCH = [*sequences(0), torch.tensor([1, 2, 3])]
+"""32 tokens: sequence parallelism needs a multiple of the ranks."""
+
+
+def fits(directory: Path, layout: str) -> bool:
+    return layout != "ep" or decoder_of(load_hf_config(directory)).experts is not None
+
+
+def work(rank: int, root: Path) -> None:
+    torch.set_num_threads(1)
+    out: dict[tuple[str, str], dict[str, Any]] = {}
+    for layout, sizes in LAYOUTS.items():
+        config = make_config(**sizes)
+        info = init_parallel(rank, 2, config, init_method=f"file://{root}/store-{layout}", local_rank=rank)
+        for name in CASES:
+            if fits(root / name, layout):
+                out[name, layout] = one_model(root / name, config, info, steps=layout != "pp")
+        destroy_parallel()
+    torch.save(out, root / f"rank{rank}.pt")
+
+
+def one_model(directory: Path, config: Any, info: Any, *, steps: bool) -> dict[str, Any]:
+    model = build_model(load_hf_config(directory), config)
+    load_hf(model, directory)
+    found: dict[str, Any] = {"weights": {name: tensor.clone() for name, tensor in export_hf(model)}}
+    if not steps:
+        return found
+    mine = BATCH[info.dp_rank :: info.dp_size]
+    start, size = vocab_range(model)
+    targets = torch.cat([tokens.roll(-1) for tokens in mine])
+    group = info.tp_group if info.tp_size > 1 else None
+    log_probs = rl_kernel.linear_logp(
+        hidden_of(model, mine),
+        output_weight(model),
+        targets,
+        vocab_start=start,
+        vocab_size=size,
+        tp_group=group,
+    )
+    (-log_probs.sum() / 29).backward()
+    finish_grads(model)
+    for parameter in unwrap(model).parameters():
+        parameter.data = parameter.main_grad.clone()
+    gradients = {name: x.clone() for name, x in export_hf(model)}
+    return found | {"log_probs": log_probs.detach(), "gradients": gradients}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The directory of all tiny models, and transformers' models."""
+    root = tmp_path_factory.mktemp("families")
+    return root, {name: tiny_checkpoint(root / name, case.kind, **case.shape) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def two(models):
+    root, _ = models
+    on_ranks(work, root, ranks=2)
+    return [torch.load(root / f"rank{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_put_together_bitwise(models, two, name, layout):
+    original = load_file(models[0] / name / "model.safetensors")
+    for rank in two:
+        if (found := rank.get((name, layout))) is None:
+            assert layout == "ep" and not fits(models[0] / name, layout)
+            return
+        assert found["weights"].keys() == {n for n in original if ".mtp_layers." not in n}
+        assert all(torch.equal(tensor, original[n]) for n, tensor in found["weights"].items())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_log_probs_and_gradients(models, two, name):
+    root, hfs = models
+    expected = of_transformers(hfs[name], root / f"{name}-gradients")
+    for layout in ("tp", "ep"):
+        if not fits(root / name, layout):
+            continue
+        for rank, of_rank in enumerate(two):
+            found = of_rank[name, layout]
+            mine = range(len(BATCH))[rank::2] if layout == "ep" else range(len(BATCH))
+            wanted = torch.cat([expected["log_probs"][i] for i in mine])
+            torch.testing.assert_close(found["log_probs"], wanted, rtol=0, atol=1e-5)
+            for key, gradient in found["gradients"].items():
+                if not key.endswith("e_score_correction_bias"):
+                    torch.testing.assert_close(
+                        gradient, expected["gradients"][key], rtol=1e-4, atol=1e-6, msg=f"{layout} {key}"
+                    )
+
+
+def of_transformers(hf: Any, directory: Path) -> dict[str, Any]:
+    log_probs = [
+        hf_logits(hf, [tokens]).log_softmax(-1).gather(1, tokens.roll(-1)[:, None])[:, 0] for tokens in BATCH
+    ]
+    sum_loss(torch.cat([hf(tokens[None]).logits[0] for tokens in BATCH]), BATCH).backward()
+    return {"log_probs": log_probs, "gradients": hf_gradients(hf, directory)}

@@ -1,0 +1,41 @@
+"""`vime models`: the model families with what was run of each."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from slime.models import FAMILIES
+from slime.models.status import STATUS, Status
+
+HEAD = ("model_type", "family", "models", "run on CPU", "run on H200")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print one line per family."""
+    parser = argparse.ArgumentParser(
+        prog="vime models", description="The model families that vime trains, by model_type of config.json."
+    )
+    parser.parse_args(argv)
+    print("\n".join(lines()))
+    return 0
+
+
+def rows() -> list[tuple[str, ...]]:
+    """The cells of the table, one row per family."""
+    found = []
+    for name, family in FAMILIES.items():
+        status = STATUS.get(name, Status())
+        found.append((name, family.title, family.models, status.cpu, status.h200))
+    return found
+
+
+def lines() -> Iterator[str]:
+    """The table as text, and where to read more."""
+    table = [HEAD, *rows()]
+    widths = [max(len(row[i]) for row in table) for i in range(len(HEAD))]
+    for row in table:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield ""
+    yield "planned: the flags are accepted, and the family was never run there (docs/models.md)."
+    yield "docs/adding-a-model.md shows how to add a family."
