@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
 
 def rows() -> list[tuple[str, ...]]:
     """The cells of the table, one row per family."""
-    found = []
+    found: list[tuple[str, ...]] = []
     for name, family in FAMILIES.items():
         status = STATUS.get(name, Status())
         found.append((name, family.title, family.models, status.cpu, status.h200))

@@ -95,8 +95,9 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no typ
         if post_norms:
             self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-            self.self_attn_bda = after(self.post_self_attn_layernorm, self.self_attn_bda)
-            self.mlp_bda = after(self.post_mlp_layernorm, self.mlp_bda)
+            own: Any = self  # Megatron's attributes have no types
+            own.self_attn_bda = after(self.post_self_attn_layernorm, own.self_attn_bda)
+            own.mlp_bda = after(self.post_mlp_layernorm, own.mlp_bda)
         # this class does what --recompute-modules layernorm does; Megatron's own code needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
         if config.recompute_granularity != "full":

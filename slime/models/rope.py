@@ -67,9 +67,9 @@ class Rope:
         import torch
 
         steps = torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size
-        plain = 1.0 / self.theta**steps
+        plain: torch.Tensor = 1.0 / self.theta**steps
         if self.kind == "linear":
-            return plain / self.settings["factor"]
+            plain = plain / self.settings["factor"]
         if self.kind == "llama3":
             return self._llama3(plain)
         if self.kind == "yarn":
@@ -104,7 +104,8 @@ class Rope:
             last += 0.001  # a step in place of a ramp
         place = torch.arange(self.size // 2, dtype=torch.float32, device=plain.device)
         ramp = ((place - first) / (last - first)).clamp(0, 1)
-        return plain / self.settings["factor"] * ramp + plain * (1 - ramp)
+        ramped: torch.Tensor = plain / self.settings["factor"] * ramp + plain * (1 - ramp)
+        return ramped
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [P] int64 -> (cos, sin), each fp32 [P, 1, size / 2]."""
