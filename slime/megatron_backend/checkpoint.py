@@ -140,14 +140,7 @@ def load_checkpoint(
     random generators stay as they are.
     """
     directory = Path(directory)
-    iteration = latest(directory) if iteration is None else iteration
-    if iteration is None:
-        raise ValueError(
-            f"--load must hold {LATEST}, got {directory} without it; nothing was ever saved there"
-        )
-    path = existing(directory, iteration)
-    if not (path / COMPLETE).is_file():
-        raise ValueError(f"iteration {iteration} must be a complete checkpoint, but {path} is not one")
+    iteration, path = _complete(directory, iteration)
     if is_foreign(path):
         return _load_foreign(path, iteration, model, optimizer)
     verify(directory, iteration, choose)
@@ -179,6 +172,19 @@ def load_checkpoint(
         _set_rng_state(state["rng"])
     extra: dict[str, Any] = common["extra"]
     return extra
+
+
+def _complete(directory: Path, iteration: int | None) -> tuple[int, Path]:
+    """The iteration to load (None: the latest) and its folder. ValueError if it is not complete."""
+    iteration = latest(directory) if iteration is None else iteration
+    if iteration is None:
+        raise ValueError(
+            f"--load must hold {LATEST}, got {directory} without it; nothing was ever saved there"
+        )
+    path = existing(directory, iteration)
+    if not (path / COMPLETE).is_file():
+        raise ValueError(f"iteration {iteration} must be a complete checkpoint, but {path} is not one")
+    return iteration, path
 
 
 def _load_foreign(

@@ -186,10 +186,8 @@ def is_foreign(path: Path) -> bool:
         if torch.serialization.get_unsafe_globals_in_checkpoint(path / "common.pt"):
             return True  # Megatron saves its argparse.Namespace
         return "shape" not in torch.load(path / "common.pt", map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ):  # border: damaged files raise any error, and the reader of our own checkpoints names them
-        return False
+    except Exception:  # border: damaged files raise any error
+        return False  # the reader of our own checkpoints names the file
 
 
 @torch.no_grad()

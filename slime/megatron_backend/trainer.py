@@ -80,9 +80,12 @@ class MegatronTrainer:
         self.optimizer, self.scheduler = build_optimizer(self.model, config, total_steps=config.total_steps)
         self.start_rollout_id = config.data.start_rollout_id or 0
         if load and resume is not None:
-            parts, flags = (self.model, self.optimizer, self.scheduler), config.checkpoint
-            kept = {"optim": not flags.no_load_optim, "rng": not flags.no_load_rng}
-            extra = checkpoint.load_checkpoint(load, *parts, iteration=resume, **kept)
+            extra = checkpoint.load_checkpoint(
+                *(load, self.model, self.optimizer, self.scheduler),
+                iteration=resume,
+                optim=not config.checkpoint.no_load_optim,
+                rng=not config.checkpoint.no_load_rng,
+            )
             if config.data.start_rollout_id is None:
                 self.start_rollout_id = extra["rollout_id"] + 1
         self.ref_model = None
