@@ -36,9 +36,12 @@ slime.rollout.filter_hub.base_types DynamicFilterOutput keep reason= keep_when_i
 slime.rollout.filter_hub.dynamic_sampling_filters check_reward_nonzero_std args samples
 slime.rollout.rm_hub async_rm args sample
 slime.rollout.rm_hub batched_async_rm args samples
-slime.rollout.rm_hub grade_answer_verl response label
-slime.rollout.rm_hub.math_utils grade_answer_verl response label
+slime.rollout.rm_hub grade_answer_verl solution_str ground_truth
+slime.rollout.rm_hub.math_utils grade_answer_verl solution_str ground_truth
+slime.rollout.rm_hub get_deepscaler_rule_based_reward response label
+slime.rollout.rm_hub extract_boxed_answer text
 slime.rollout.rm_hub.math_utils extract_answer text
+slime.rollout.rm_hub.math_utils extract_boxed_answer text
 slime.rollout.rm_hub.math_dapo_utils compute_score solution_str ground_truth strict_box_verify=
 slime.rollout.rm_hub.deepscaler get_deepscaler_rule_based_reward response label
 slime.rollout.rm_hub.gpqa compute_gpqa_reward response label metadata=

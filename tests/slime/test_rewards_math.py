@@ -40,6 +40,13 @@ def checker():
         (r"18\text{ dollars}", "18"),
         (r"\text{(A)}", "A"),
         (r"50\%", r"\frac{1}{2}"),
+        (r"\dfrac{3}{4}", "3/4"),
+        (r"\text{north east}", "north east"),
+        (r"\frac{-3}{4}", r"-\frac34"),
+        (r"25\text{ cm}^2", "25"),
+        (r"30^{\circ}", "30"),
+        (r"\left[2, \infty\right)", r"[2,\infty)"),
+        (r"\frac{7}{3}", r"2\frac{1}{3}"),
     ],
 )
 def test_same(answer, gold):
@@ -58,6 +65,15 @@ def test_same(answer, gold):
         (r"2} \boxed{3", "2"),
         ("", "5"),
         (r"\frac{1}{", "1"),
+        (r"\frac{2}{4}", r"\frac{1}{2}"),  # slime asks for reduced fractions too
+        (r"\frac24", "1/2"),
+        ("[1,2]", "(1,2)"),
+        ("1,2", "(1,2)"),
+        (r"(2,\infty)", r"[2,\infty)"),
+        (r"\sqrt{16}", "4"),  # a whole number has to be computed
+        ("6*2", "12"),
+        (r"3 \times 10^2", "300"),
+        ("256", "2^8"),
     ],
 )
 def test_different(answer, gold):
@@ -83,7 +99,7 @@ def test_event_loop_keeps_running_while_a_tower_is_scored(monkeypatch, checker):
     monkeypatch.setattr(math_equal, "_checker", lambda: checker)
     math_equal._ask.cache_clear()
     args = SimpleNamespace(rm_type="math", custom_rm_path=None)
-    tower = Sample(index=0, response=rf"\boxed{{{TOWER}}}", label="7")
+    tower = Sample(index=0, response=rf"\boxed{{{TOWER}}}", label=r"\sqrt{7}")
     easy = Sample(index=1, response=r"\boxed{7}", label="7")
 
     async def scenario() -> tuple[float, int]:

@@ -8,14 +8,14 @@ from slime.rollout.rewards.math_equal import same_answer
 from slime.rollout.rewards.text import expected_answer, extract_answer
 
 
-def grade_answer_verl(response: str, label: Any) -> bool:
-    """Whether the last `\\boxed{}` of `response` equals the label's answer. False without a box.
+def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
+    """Whether the last `\\boxed{}` of `solution_str` equals the label's answer. False without a box.
 
-    `label` is the answer itself, a solution that boxes the answer, or a GSM8K solution that ends in "#### 18".
+    `ground_truth` is the answer itself, a solution that boxes the answer, or a GSM8K solution that ends in "#### 18".
     ValueError if the label has no answer. Blocks as `same_answer` does.
     """
-    gold = expected_answer(label)
-    answer = extract_answer(response)
+    gold = expected_answer(ground_truth)
+    answer = extract_answer(solution_str)
     return answer is not None and same_answer(answer, gold)
 
 

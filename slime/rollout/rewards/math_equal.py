@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import os
+import re
 import select
 import signal
 import subprocess
@@ -27,6 +28,16 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0
 
+_TEXT = re.compile(r"\\text\{(.*)\}", re.DOTALL)
+_BRACKETS = {"()", "[]", "(]", "[)"}
+_SHORT_FRACTION = re.compile(r"frac([0-9])([0-9])")
+_DRESS = re.compile(
+    r"\\text\{[^{}]*\}(?:\^\{?[0-9]\}?)?|\s|\\[!,;: ]|\$|\\(?:left|right)(?![a-z])|\^\{?\\circ\}?"
+)
+_FRACTION = re.compile(r"[-+]?(?:\\frac\{([-+]?[0-9]+)\}\{([-+]?[0-9]+)\}|([0-9]+)/([0-9]+))")
+_WHOLE = re.compile(r"^[-+]?[0-9]{1,3}(?:(?:,|\{,\})?[0-9]{3})*(?:\.0*)?$|^[-+]?[0-9]+(?:\.0*)?$")
+_COMPUTED = re.compile(r"\\(?:frac|sqrt|cdot|times|binom)|[0-9)}][-+*/^!]")
+
 
 def same_answer(answer: str, gold: str) -> bool:
     """Whether `answer` equals `gold` as mathematics. Compares text, then plain numbers, then with math-verify.
@@ -38,7 +49,7 @@ def same_answer(answer: str, gold: str) -> bool:
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
         return False
-    if answer == gold:
+    if _unwrapped(answer) == _unwrapped(gold):
         return True
     numbers = canonical_number(answer), canonical_number(gold)
     if None not in numbers:
@@ -46,7 +57,40 @@ def same_answer(answer: str, gold: str) -> bool:
             return True
         if "." not in answer + gold and "%" not in answer + gold:
             return False
-    return _ask(gold, answer)
+    return not _of_another_form(answer, gold) and _ask(gold, answer)
+
+
+def _unwrapped(text: str) -> str:
+    """The text without `\\text{}` around all of it."""
+    while (inner := _TEXT.fullmatch(text)) is not None:
+        text = inner[1].strip()
+    return text
+
+
+def _of_another_form(answer: str, gold: str) -> bool:
+    """Whether the answer does not have the form that the label asks for, which slime's graders refuse too: brackets of
+    another kind, a fraction that is not the label's, or something to compute for a whole number (or the reverse)."""
+    answer, gold = _bare(answer), _bare(gold)
+    if "," in gold and gold[:1] + gold[-1:] in _BRACKETS and gold[:1] + gold[-1:] != answer[:1] + answer[-1:]:
+        return True
+    parts = _FRACTION.fullmatch(answer), _FRACTION.fullmatch(gold)
+    if parts[0] and parts[1]:
+        return _parts(parts[0]) != _parts(parts[1])
+    whole = _WHOLE.search(answer) is not None, _WHOLE.search(gold) is not None
+    computed = _COMPUTED.search(answer) is not None, _COMPUTED.search(gold) is not None
+    return (whole[1] and computed[0]) or (whole[0] and computed[1])
+
+
+def _bare(text: str) -> str:
+    """The text without white space, math mode, units, degrees and sizes of brackets, with fractions in one form."""
+    text = _DRESS.sub("", text).replace("dfrac", "frac").replace("tfrac", "frac")
+    return _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)
+
+
+def _parts(fraction: re.Match[str]) -> tuple[bool, int, int]:
+    """(negative, numerator, denominator)."""
+    top, bottom = (abs(int(part)) for part in fraction.groups() if part is not None)
+    return fraction[0].count("-") % 2 == 1, top, bottom
 
 
 @functools.lru_cache(maxsize=4096)  # the samples of a group often give the same wrong answers
