@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vime.engine import cpu_engine
-from vime.engine.cpu_engine import METHOD_VARIABLE, cache_bytes, environment, torchs_openmp
+from vime.engine.cpu_engine import METHOD_VARIABLE, WAIT_VARIABLE, cache_bytes, environment, torchs_openmp
 from vime.engine.server import EngineServer, EngineSpec
 
 TINY = {
@@ -45,6 +45,8 @@ def test_a_server_loads_torchs_openmp_and_forks():
     assert environment({METHOD_VARIABLE: "spawn"}, 1, eager=True)[METHOD_VARIABLE] == "spawn", (
         "a user's choice"
     )
+    assert env[WAIT_VARIABLE] == "passive"
+    assert environment({WAIT_VARIABLE: "active"}, 1, eager=True)[WAIT_VARIABLE] == "active", "a user's choice"
     made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
     compiled = EngineSpec(**made, vllm_argv=("--no-enforce-eager",))
     assert "TORCHDYNAMO_DISABLE" not in EngineServer(compiled).environment()

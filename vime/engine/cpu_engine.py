@@ -19,6 +19,7 @@ _LEAST_CACHE_BYTES = 1 << 26
 _PROMPT_TOKENS = 512
 _OTHER_STATE = ("kv_lora_rank", "linear_num_value_heads", "mamba_d_state")
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+WAIT_VARIABLE = "OMP_WAIT_POLICY"
 
 
 def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
@@ -27,6 +28,8 @@ def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[
     """
     env = {
         "OMP_NUM_THREADS": str(threads),
+        # Threads that wait for work sleep. By default they spin for milliseconds, on the core that the server needs.
+        WAIT_VARIABLE: given.get(WAIT_VARIABLE, "passive"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # The worker runs in the engine's process: on 2 cores a third process costs more time than it saves.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
