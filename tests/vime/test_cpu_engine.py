@@ -26,13 +26,13 @@ MIB = 1 << 20
 
 def test_the_cache_holds_the_requests_of_a_rollout():
     token = 2 * 2 * 2 * 32 * 4
-    assert cache_bytes(TINY, 512, 256) == 256 * 1024 * token == 256 * MIB
+    assert cache_bytes(TINY, 512, 256) == 256 * 768 * token == 192 * MIB
     assert cache_bytes(TINY, 512, 1024) == cache_bytes(TINY, 512, 512), "vLLM computes 512 at once"
     assert cache_bytes(TINY, 5, 1) == 64 * MIB
     assert cache_bytes(TINY | {"max_position_embeddings": 1 << 17}, 5, 1) == 256 * MIB, "two longest contexts"
     assert cache_bytes(TINY | {"num_hidden_layers": 48}, 8192, 512) == 1024 * MIB
     own = {key: TINY[key] for key in TINY if key not in ("head_dim", "num_key_value_heads")}
-    assert cache_bytes(own, 512, 64) == 4 * cache_bytes(TINY, 512, 64), "a head for each query head"
+    assert cache_bytes(own, 512, 128) == 4 * cache_bytes(TINY, 512, 128), "a head for each query head"
     assert cache_bytes(TINY | {"kv_lora_rank": 512}, 5, 1) == 1024 * MIB
 
 
