@@ -38,6 +38,7 @@ from slime.room import Room
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from vime.backends import backend_of, parse_config
+from vime.engine.cpu_engine import WAIT_VARIABLE
 from vime.engine.process import tail
 from vime.room import require_room_to_run
 from vime.run_lock import lock_all
@@ -58,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     if config.cluster.device == "cpu":  # on GPUs the trainers know what they have
         decide(config, config.cluster.device)
+        # For trainers and engines, which share the cores: threads that wait for work sleep instead of spinning.
+        os.environ.setdefault(WAIT_VARIABLE, "passive")
     try:
         run(config, argv)
     except KeyboardInterrupt as interrupt:

@@ -241,6 +241,9 @@ def test_colocated_run_records_configuration_and_environment_without_keys(world:
     environment = json.loads((whole / "environment.json").read_text())
     assert "--check-weight-update-equal" in environment["command"]
     assert {"torch", "ray", "transformers"} <= environment["packages"].keys()
+    assert environment["variables"]["OMP_WAIT_POLICY"] == "passive", (
+        "threads that wait leave the cores to others"
+    )
     digests = {file["sha256"] for file in environment["files"].values()} | {
         (environment["git"] or {}).get("difference")
     }

@@ -275,7 +275,7 @@ def launched(command: list[str], output: Path) -> Iterator[Launch]:
 
 LISTENING = (
     *("vime train", "gcs/gcs_server", "raylet/raylet", "ray::RuntimeEnvAgent"),
-    *("ray::TrainerActor", "ray::RolloutActor", "ray::EngineServer"),
+    *("ray::TrainerActor", "ray::RolloutActor"),
     *(r"vllm\.entrypoints", "VLLM::EngineCore", r"vime\.engine\.router_main"),
 )
 """Patterns for the command lines of a colocated run's listening processes."""

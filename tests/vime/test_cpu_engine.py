@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vime.engine import cpu_engine
-from vime.engine.cpu_engine import METHOD_VARIABLE, cache_bytes, environment, torchs_openmp
+from vime.engine.cpu_engine import METHOD_VARIABLE, WAIT_VARIABLE, cache_bytes, environment, torchs_openmp
 from vime.engine.server import EngineServer, EngineSpec
 
 TINY = {
@@ -26,13 +26,13 @@ MIB = 1 << 20
 
 def test_the_cache_holds_the_requests_of_a_rollout():
     token = 2 * 2 * 2 * 32 * 4
-    assert cache_bytes(TINY, 512, 256) == 256 * 1024 * token == 256 * MIB
+    assert cache_bytes(TINY, 512, 256) == 256 * 768 * token == 192 * MIB
     assert cache_bytes(TINY, 512, 1024) == cache_bytes(TINY, 512, 512), "vLLM computes 512 at once"
     assert cache_bytes(TINY, 5, 1) == 64 * MIB
     assert cache_bytes(TINY | {"max_position_embeddings": 1 << 17}, 5, 1) == 256 * MIB, "two longest contexts"
     assert cache_bytes(TINY | {"num_hidden_layers": 48}, 8192, 512) == 1024 * MIB
     own = {key: TINY[key] for key in TINY if key not in ("head_dim", "num_key_value_heads")}
-    assert cache_bytes(own, 512, 64) == 4 * cache_bytes(TINY, 512, 64), "a head for each query head"
+    assert cache_bytes(own, 512, 128) == 4 * cache_bytes(TINY, 512, 128), "a head for each query head"
     assert cache_bytes(TINY | {"kv_lora_rank": 512}, 5, 1) == 1024 * MIB
 
 
@@ -45,6 +45,8 @@ def test_a_server_loads_torchs_openmp_and_forks():
     assert environment({METHOD_VARIABLE: "spawn"}, 1, eager=True)[METHOD_VARIABLE] == "spawn", (
         "a user's choice"
     )
+    assert env[WAIT_VARIABLE] == "passive"
+    assert environment({WAIT_VARIABLE: "active"}, 1, eager=True)[WAIT_VARIABLE] == "active", "a user's choice"
     made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
     compiled = EngineSpec(**made, vllm_argv=("--no-enforce-eager",))
     assert "TORCHDYNAMO_DISABLE" not in EngineServer(compiled).environment()

@@ -314,6 +314,8 @@ def test_the_command_line_of_an_engine_holds_no_secret_and_user_flags_come_last(
     assert "--enforce-eager" not in EngineServer(gpu).command()
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it where it is imported
     assert EngineServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert EngineServer(gpu).environment()["OMP_NUM_THREADS"] == "1", "as in an actor of Ray"
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     assert EngineServer(gpu).environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn", "a user's choice stays"
 

@@ -20,7 +20,7 @@ from slime.config import Config
 from slime.config.engine import EngineFacts
 from vime.engine.nodes_server import NodesServer
 from vime.engine.pool import VllmEnginePool
-from vime.engine.ray_server import Seat, start_actors
+from vime.engine.ray_server import Seat, make_servers
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineServer, EngineSpec, pair_up
 
@@ -183,7 +183,7 @@ def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> N
         Seat(placed.nodes[p[0]].address, placed.visible(p), placed.buses(p), placed.options(p[0]))
         for p in parts
     ]
-    engine = start_actors(spec(tmp_path, env={"KEPT": "1"}), seats)
+    engine = make_servers(spec(tmp_path, env={"KEPT": "1"}), seats, here=False)
     assert isinstance(engine, NodesServer)
     for node, member in enumerate(engine._members):
         where, told = ray.get(
@@ -194,6 +194,17 @@ def test_ray_puts_each_process_on_its_node(two_nodes: None, tmp_path: Path) -> N
         assert Path(told.log_path).name == ("e.log", "e-node-2.log")[node]
     host, _, port = engine._members[0].meeting_point().partition(":")
     assert host == HOSTS[0] and int(port) > 0
-    alone = start_actors(spec(tmp_path), seats[:1])
+    alone = make_servers(spec(tmp_path), seats[:1], here=False)
     assert not isinstance(alone, NodesServer), "an engine of one node is one actor, as before"
     placed.release()
+
+
+def test_the_driver_itself_starts_servers_of_its_host(tmp_path: Path) -> None:
+    """No cluster of Ray is here. The server sees the GPUs of its seat."""
+    seat = Seat(HOSTS[0], {VISIBLE_VARIABLE: "2,3"}, ("0000:01:00.0",), {"num_gpus": 1})
+    alone = make_servers(spec(tmp_path, env={"KEPT": "1"}), [seat], here=True)
+    assert isinstance(alone, EngineServer)
+    assert alone.spec.env == {"KEPT": "1", VISIBLE_VARIABLE: "2,3"} and alone.spec.gpu_buses == seat.gpu_buses
+    assert alone.environment()[VISIBLE_VARIABLE] == "2,3"
+    both = make_servers(spec(tmp_path), [seat, seat], here=True)
+    assert isinstance(both, NodesServer) and [m.spec.node for m in both._members] == [0, 1]

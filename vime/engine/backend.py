@@ -158,7 +158,7 @@ class VllmBackend:
 
         from slime.cluster import placement
         from vime.engine.pool import VllmEnginePool
-        from vime.engine.ray_server import start_actors
+        from vime.engine.ray_server import make_servers
 
         run_key = secrets.token_hex(32)
         assert config.logging.run_dir is not None
@@ -191,7 +191,7 @@ class VllmBackend:
                 argv=tuple(config.engine.router_argv),
                 request_timeout_s=config.rollout.rollout_deadline_s,
             ),
-            spawn=lambda spec: start_actors(spec, seats[spec.index]),
+            spawn=lambda spec: make_servers(spec, seats[spec.index], here=not joined),
             dtype=flags.engine_dtype(config),
             gives_memory=flags.gives_memory(config),
             source=source,

@@ -16,9 +16,10 @@ MOST_REQUESTS = 512
 """--max-num-seqs."""
 MOST_CACHE_BYTES = 1 << 30
 _LEAST_CACHE_BYTES = 1 << 26
-_PROMPT_TOKENS = 512
+_PROMPT_TOKENS = 256
 _OTHER_STATE = ("kv_lora_rank", "linear_num_value_heads", "mamba_d_state")
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
+WAIT_VARIABLE = "OMP_WAIT_POLICY"
 
 
 def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
@@ -27,6 +28,8 @@ def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[
     """
     env = {
         "OMP_NUM_THREADS": str(threads),
+        # Threads that wait for work sleep. By default they spin for milliseconds, on the core that the server needs.
+        WAIT_VARIABLE: given.get(WAIT_VARIABLE, "passive"),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # The worker runs in the engine's process: on 2 cores a third process costs more time than it saves.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -40,7 +43,7 @@ def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[
 
 
 def cache_bytes(hf_config: Mapping[str, Any], response_tokens: int, requests: int) -> int:
-    """Bytes of a float32 key-value cache for `requests` at once, of which each has 512 tokens of prompt and
+    """Bytes of a float32 key-value cache for `requests` at once, of which each has 256 tokens of prompt and
     `response_tokens`, or a context of the model's longest. Between 64 MiB and 1 GiB; 1 GiB for layers whose state is
     not keys and values. Requests that find no room wait for those that have it."""
     heads = hf_config.get("num_key_value_heads") or hf_config.get("num_attention_heads")

@@ -1,4 +1,5 @@
-"""An engine server placed by Ray: an actor on the node that has the devices, which starts and watches it.
+"""An engine server placed by Ray: an actor on the node that has the devices starts and watches it. In a cluster of the
+run's own, which is on the driver's host, the driver does.
 
 Ray shows the actor one GPU. The server of an engine of several sees those that `spec.env` names, set by the placement.
 """
@@ -84,22 +85,27 @@ class Seat:
     options: Mapping[str, Any]
 
 
-def start_actors(spec: EngineSpec, seats: Sequence[Seat]) -> RayEngineServer | NodesServer:
-    """The handle of one engine with a server process in each of `seats`, in the order of its nodes."""
+def make_servers(
+    spec: EngineSpec, seats: Sequence[Seat], *, here: bool
+) -> EngineServer | RayEngineServer | NodesServer:
+    """The handle of one engine with a server process in each of `seats`, in the order of its nodes. `here`: this
+    process starts and watches them itself, because all seats are on its host. Otherwise an actor per seat does."""
     log = Path(spec.log_path)
-    members = [
-        RayEngineServer(
-            replace(
-                spec,
-                host=seat.host,
-                env={**spec.env, **seat.visible},
-                gpu_buses=seat.gpu_buses,
-                nodes=len(seats),
-                node=node,
-                log_path=str(log if node == 0 else log.with_name(f"{log.stem}-node-{node + 1}{log.suffix}")),
-            ),
-            dict(seat.options),
+    specs = [
+        replace(
+            spec,
+            host=seat.host,
+            env={**spec.env, **seat.visible},
+            gpu_buses=seat.gpu_buses,
+            nodes=len(seats),
+            node=node,
+            log_path=str(log if node == 0 else log.with_name(f"{log.stem}-node-{node + 1}{log.suffix}")),
         )
         for node, seat in enumerate(seats)
     ]
+    members: list[EngineServer | RayEngineServer]
+    if here:
+        members = [EngineServer(each) for each in specs]
+    else:
+        members = [RayEngineServer(each, dict(seat.options)) for each, seat in zip(specs, seats, strict=True)]
     return members[0] if len(members) == 1 else NodesServer(members)

@@ -202,6 +202,9 @@ class EngineServer(Server[EngineSpec]):
             # A forked engine process starts faster, because the server's imports are in it already. vLLM uses another
             # start method where it cannot fork.
             env.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+            env.setdefault(
+                "OMP_NUM_THREADS", "1"
+            )  # as in an actor of Ray, which some servers are children of
         if spec.device == "cpu":
             threads = spec.cpu_threads or max(1, (os.cpu_count() or 1) // 2)
             compiles = "enforce-eager" in {option(tokens) for tokens in pair_up(spec.vllm_argv)}
