@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slime import http
 from slime.data.prompts import render_chat
 from slime.protocols import GenerateResult, RolloutEngine
 from slime.rollout.user_code import watch_loop
@@ -23,6 +25,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _PROMPTS_REMEMBERED = 4096
+_newest: weakref.ref[GenerateState] | None = None
+
+
+def rollout_sampling_params(args: Any) -> dict[str, Any]:
+    """The sampling parameters of training samples, under the names that generate functions use."""
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
 
 
 class GenerateState:
@@ -31,7 +49,8 @@ class GenerateState:
     `semaphore` limits the samples in generation to `server_concurrency` per engine. `aborted` makes running
     generations stop. `timed_out` maps the index of a sample to the reason why it passed its deadline.
     `request_figures` maps a metric to its values, one per request. Both cover the current rollout. `progress` is
-    (samples finished, samples wanted) of the current rollout, for a progress bar.
+    (samples finished, samples wanted) of the current rollout, for a progress bar. `sampling_params` are those of
+    training samples. `processor` is None: prompts are text only.
     """
 
     def __init__(self, args: Any, engine: RolloutEngine | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -45,11 +64,15 @@ class GenerateState:
         self.timed_out: dict[int | None, str] = {}
         self.request_figures: dict[str, list[float]] = {}
         self.progress = (0, 0)
+        self.sampling_params = rollout_sampling_params(args)
+        self.processor = None  # prompts are text
         self.eval_prompts: dict[str, list[Prompt]] = {}
         self._busy = False
         self._loop: asyncio.AbstractEventLoop | None = None
         # The samples of a group share their prompt, so each prompt is tokenised once.
         self._encode = functools.lru_cache(_PROMPTS_REMEMBERED)(self._encode_uncached)
+        global _newest
+        _newest = weakref.ref(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GenerateState:
         """Returns this object: hooks deep-copy `args`, and the engine and the loop must stay the same."""
@@ -66,6 +89,7 @@ class GenerateState:
             thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
             thread.start()
             watch_loop(self._loop, thread)
+            http.keep_connections(self._loop)
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -79,6 +103,7 @@ class GenerateState:
             return
         if self.engine is not None:
             self.run(self.engine.close())
+        self.run(http.close_connections())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = None
 
@@ -120,3 +145,13 @@ class GenerateState:
 
     def _encode_uncached(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def of_process(args: Any) -> GenerateState:
+    """The state of `args`, or this process's own for arguments that a hook made itself."""
+    state: GenerateState | None = getattr(args, "rollout_state", None) or (_newest() if _newest else None)
+    if state is None:
+        raise RuntimeError(
+            "GenerateState(args) must be called while a rollout runs, got no state in this process; call it from a hook"
+        )
+    return state
