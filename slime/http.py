@@ -129,8 +129,10 @@ async def _try(
     end = loop.time() + deadline_s
     for attempt in range(1, max_retries + 2):
         try:
-            sent = {**await _own.headers_for(session, url), **headers}
-            return await _once(session, method, url, {**content, "headers": sent}, end - loop.time())
+            own = await _own.headers_for(session, url)
+            # A redirect must not carry the run's key to wherever it leads.
+            sent = {**content, "headers": {**own, **headers}, "allow_redirects": not own}
+            return await _once(session, method, url, sent, end - loop.time())
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
             if attempt > max_retries or loop.time() + pause_s >= end:
@@ -146,8 +148,7 @@ async def _once(
     session: aiohttp.ClientSession, method: str, url: str, content: dict[str, Any], left_s: float
 ) -> Any:
     timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001))
-    # A redirect would carry the run's key to wherever it leads.
-    async with session.request(method, url, timeout=timeout, allow_redirects=False, **content) as response:
+    async with session.request(method, url, timeout=timeout, **content) as response:
         text = await response.text()
         if response.status >= 500 or response.status in _TRANSIENT_STATUS:
             raise ConnectionError(f"HTTP {response.status}: {text[:200]}")

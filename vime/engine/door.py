@@ -9,6 +9,7 @@ them, and passes everything else on. It has no key: the router and the engines c
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Mapping
 
@@ -150,4 +151,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(router_url: str, listening: socket.socket) -> None:
     """Serve until the process ends."""
-    asyncio.run(Door(router_url).serve(listening))
+    import uvloop  # vLLM brings it
+
+    gc.freeze()
+    uvloop.run(Door(router_url).serve(listening))
