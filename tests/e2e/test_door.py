@@ -282,7 +282,7 @@ def test_vllms_own_route_passes_the_door(stack: Stack) -> None:
 
 
 def test_requests_per_second(stack: Stack) -> None:
-    """Single requests, one after the other: the door against our own client. VIME_DOOR_REQUESTS makes it a measurement."""
+    """Single requests, one after the other: the door against our own client. VIME_DOOR_REQUESTS sets how many."""
     count, tries = int(os.environ.get("VIME_DOOR_REQUESTS", "40")), 3
 
     async def seconds(together: int, one: Any) -> float:

@@ -96,6 +96,8 @@ def test_a_redirect_does_not_carry_the_key_away() -> None:
             await post(router.url + "/moved", {})
         assert stranger.asked == []
         engine.elsewhere = stranger.url + "/x"
-        assert await post(engine.url + "/moved", {}) == {"key": None}  # not the run's: followed without the key
+        assert await post(engine.url + "/moved", {}) == {
+            "key": None
+        }  # not the run's: followed without the key
 
     run(body)

@@ -97,6 +97,7 @@ class VllmEnginePool:
             **{f"{engine}_router_ip": spec.host for engine in ("vllm", "sglang")},
             **{f"{engine}_router_port": spec.door_port for engine in ("vllm", "sglang")},
             "vllm_router_headers": headers,
+            "router_url": door,
             "own_servers": {
                 "urls": [door, spec.url],
                 "headers": headers,

@@ -212,14 +212,14 @@ def _prompts(fields: GenerateFields) -> tuple[list[str | list[int]], bool]:
     text, ids = fields.text, fields.input_ids
     if (text is None) == (ids is None):
         got = "none" if text is None else "both"
-        raise ValueError(f"a request must have one of text and input_ids, got {got}")
+        raise ValueError(f"a request must have one of text and input_ids, got {got}; send one of them")
     name, given = ("text", text) if ids is None else ("input_ids", ids)
     nested = isinstance(text, list) or (ids is not None and any(isinstance(one, list) for one in ids))
     if ids is not None and nested and not all(isinstance(one, list) for one in ids):
-        raise ValueError("input_ids must be token ids or a list of such lists, got a mixture")
+        raise ValueError("input_ids must be token ids or a list of such lists, got a mixture; send one form")
     prompts: list[Any] = list(given) if nested else [given]  # type: ignore[arg-type]
     if not prompts or not all(prompts):
-        raise ValueError(f"{name} must not be empty, got {json.dumps(given)[:80]}")
+        raise ValueError(f"{name} must not be empty, got {json.dumps(given)[:80]}; send a prompt")
     return prompts, nested
 
 
@@ -229,7 +229,10 @@ def _one_each(name: str, given: Any, count: int) -> list[Any]:
             return [f"{given}-{place}" for place in range(count)]
         return [given] * count
     if len(given) != count:
-        raise ValueError(f"{name} must have one entry per prompt, got {len(given)} for {count} prompts")
+        raise ValueError(
+            f"{name} must have one entry per prompt, got {len(given)} for {count} prompts; send one for all or "
+            "one for each"
+        )
     return given
 
 
