@@ -1,58 +1,165 @@
-"""JSON over HTTP for user hooks (generate functions, tools). Owns retries and the deadline."""
+"""JSON over HTTP for user hooks (generate functions, tools). Owns retries, the deadline, and the run's key.
+
+Requests to the run's own router and engines carry the run's key by themselves. Requests to other servers never do.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import aiohttp
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _TRANSIENT_STATUS = {408, 425, 429}
+_LOOK_S = 30.0
+
+
+@dataclass
+class OwnServers:
+    """The servers of this run, and the headers with the run's key for them.
+
+    `urls`: their addresses. `workers` answers with the addresses of the engines, as {"urls": [...]}, which change when
+    an engine restarts; it is asked about a URL whose path begins with `worker_path`, as the engines' URLs do.
+    """
+
+    urls: Sequence[str] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+    workers: str = ""
+    worker_path: str = ""
+
+    def __post_init__(self) -> None:
+        self._known = {_origin(url) for url in self.urls}
+
+    async def headers_for(self, session: aiohttp.ClientSession, url: str) -> Mapping[str, str]:
+        """`headers` if `url` is one of the run's servers, else none."""
+        origin = _origin(url)
+        if origin not in self._known and self.worker_path and urlsplit(url).path.startswith(self.worker_path):
+            timeout = aiohttp.ClientTimeout(total=_LOOK_S)
+            async with session.get(self.workers, headers=self.headers, timeout=timeout) as response:
+                response.raise_for_status()
+                listed = await response.json(content_type=None)
+            self._known |= {_origin(worker) for worker in listed["urls"]}
+        return self.headers if origin in self._known else {}
+
+
+_own = OwnServers()
+_kept: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession | None] = WeakKeyDictionary()
+
+
+def set_own_servers(own: OwnServers) -> None:
+    """From now on, requests of this process to `own` carry the run's key."""
+    global _own
+    _own = own
+
+
+def keep_connections(loop: asyncio.AbstractEventLoop) -> None:
+    """Let the requests of this event loop share connections, until `close_connections`."""
+    _kept[loop] = None  # opened by the first request
+
+
+async def close_connections() -> None:
+    """Close what the requests of this event loop share, if they do."""
+    if (session := _kept.pop(asyncio.get_running_loop(), None)) is not None:
+        await session.close()
 
 
 async def post(
     url: str,
-    payload: dict[str, Any],
+    payload: Any,
     max_retries: int = 60,
-    headers: dict[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
     *,
     deadline_s: float = 600.0,
 ) -> Any:
     """POST `payload` as JSON and return the JSON of the reply.
 
-    Connection errors and status 408, 425, 429 and 5xx are retried with growing pauses. TimeoutError after
-    `max_retries` retries or `deadline_s` seconds. Any other status than 2xx, or a reply that is not JSON, raises
-    ValueError without a retry. The run's own servers need the run's key: pass it in `headers`.
+    A URL of the run's own router or engines gets the run's key, unless `headers` have one. Connection errors and status
+    408, 425, 429 and 5xx are retried with growing pauses. TimeoutError after `max_retries` retries or `deadline_s`
+    seconds. Any other status than 2xx, or a reply that is not JSON, raises ValueError without a retry.
     """
+    return await _request("POST", url, {"json": payload}, max_retries, headers, deadline_s)
+
+
+async def get(
+    url: str,
+    payload: Mapping[str, Any] | None = None,
+    max_retries: int = 60,
+    headers: Mapping[str, str] | None = None,
+    *,
+    deadline_s: float = 600.0,
+) -> Any:
+    """GET `url`, with `payload` as its query, and return the JSON of the reply. Key, retries and errors: see `post`."""
+    return await _request("GET", url, {"params": payload}, max_retries, headers, deadline_s)
+
+
+async def _request(
+    method: str,
+    url: str,
+    content: dict[str, Any],
+    max_retries: int,
+    headers: Mapping[str, str] | None,
+    deadline_s: float,
+) -> Any:
+    loop = asyncio.get_running_loop()
+    if loop in _kept:
+        if (session := _kept[loop]) is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            session = _kept[loop] = aiohttp.ClientSession(connector=connector)
+        return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
+    async with aiohttp.ClientSession() as session:
+        return await _try(session, method, url, content, max_retries, headers or {}, deadline_s)
+
+
+async def _try(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    content: dict[str, Any],
+    max_retries: int,
+    headers: Mapping[str, str],
+    deadline_s: float,
+) -> Any:
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline_s
-    async with aiohttp.ClientSession(headers=headers) as session:
-        for attempt in range(1, max_retries + 2):
-            try:
-                return await _post_once(session, url, payload, max(end - loop.time(), 0.001))
-            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
-                if attempt > max_retries or loop.time() + pause_s >= end:
-                    raise TimeoutError(
-                        f"{url} must answer within {deadline_s:g} s and {max_retries} retries, got "
-                        f"{attempt} failed attempts; the last one with {type(error).__name__}: {error}"
-                    ) from error
-            await asyncio.sleep(pause_s)
+    for attempt in range(1, max_retries + 2):
+        try:
+            own = await _own.headers_for(session, url)
+            # A redirect must not carry the run's key to wherever it leads.
+            sent = {**content, "headers": {**own, **headers}, "allow_redirects": not own}
+            return await _once(session, method, url, sent, end - loop.time())
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
+            if attempt > max_retries or loop.time() + pause_s >= end:
+                raise TimeoutError(
+                    f"{url} must answer within {deadline_s:g} s and {max_retries} retries, got "
+                    f"{attempt} failed attempts; the last one with {type(error).__name__}: {error}"
+                ) from error
+        await asyncio.sleep(pause_s)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-async def _post_once(
-    session: aiohttp.ClientSession, url: str, payload: dict[str, Any], timeout_s: float
+async def _once(
+    session: aiohttp.ClientSession, method: str, url: str, content: dict[str, Any], left_s: float
 ) -> Any:
-    async with session.post(url, json=payload, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+    timeout = aiohttp.ClientTimeout(total=max(left_s, 0.001))
+    async with session.request(method, url, timeout=timeout, **content) as response:
         text = await response.text()
         if response.status >= 500 or response.status in _TRANSIENT_STATUS:
             raise ConnectionError(f"HTTP {response.status}: {text[:200]}")
-        if not response.ok:
+        if response.status >= 300:
             raise ValueError(f"{url} must accept the request, got HTTP {response.status}: {text[:500]}")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{url} must answer in JSON, got {text[:200]!r}") from error
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port

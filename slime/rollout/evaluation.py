@@ -22,7 +22,7 @@ from slime.hf_config import read_hf_config
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.generate import generate_and_rm_group, run_together
 from slime.rollout.metrics import eval_reward_args
-from slime.rollout.state import GenerateState
+from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.types import Prompt, Sample, SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -246,14 +246,13 @@ def _eval_group(config: EvalDatasetConfig, number: int, prompt: Prompt) -> Sampl
 
 
 def _sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
-    params = {
+    params = rollout_sampling_params(args) | {
         "temperature": config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
         "max_new_tokens": config.max_response_len,
         "stop": config.stop,
         "stop_token_ids": config.stop_token_ids,
-        "skip_special_tokens": args.rollout_skip_special_tokens,
     }
     if config.max_context_len != args.rollout_max_context_len:
         params["max_context_len"] = config.max_context_len

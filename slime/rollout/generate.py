@@ -41,19 +41,6 @@ def request_seed(run_seed: int, session_id: str, generated_tokens: int, retry: i
     return int.from_bytes(digest[:8], "big") >> 12
 
 
-def rollout_sampling_params(args: Any) -> dict[str, Any]:
-    """The sampling parameters of training samples, under the names that generate functions use."""
-    return {
-        "temperature": args.rollout_temperature,
-        "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
-        "max_new_tokens": args.rollout_max_response_len,
-        "stop": args.rollout_stop,
-        "stop_token_ids": args.rollout_stop_token_ids,
-        "skip_special_tokens": args.rollout_skip_special_tokens,
-    }
-
-
 async def run_together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all coroutines, in order. If one fails, the others are cancelled and its error is raised."""
     try:

@@ -7,11 +7,11 @@ protocol's methods. Ray is only the `put` function, which stores a rank's data f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from slime import operators
+from slime import http, operators
 from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.problems import given
@@ -38,7 +38,8 @@ class RolloutManager:
     """Draws, generates, scores and converts rollouts. Methods run one at a time, in call order.
 
     Arguments: the configuration, an engine client (None for SFT and replay), the number of data-parallel ranks,
-    and run-time values that hooks may read from `args` (the router's address).
+    and run-time values that hooks may read from `args` (the router's address). `own_servers` among them are the
+    fields of `slime.http.OwnServers`.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class RolloutManager:
         config: Config,
         engine: RolloutEngine | None,
         dp_size: int,
-        facts: dict[str, Any],
+        facts: Mapping[str, Any],
         put: Callable[[Any], Any],
     ) -> None:
         self.config, self.dp_size, self.put = config, dp_size, put
+        facts = dict(facts)
+        http.set_own_servers(http.OwnServers(**facts.pop("own_servers", {})))
         self.args = config.namespace(**facts)
         operators.install(config)
         checkpoint = given(config.rollout.hf_checkpoint)

@@ -20,9 +20,9 @@ from slime.hooks import load_function
 from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
-from slime.rollout.generate import FINISHED, generate_and_rm_group, rollout_sampling_params
+from slime.rollout.generate import FINISHED, generate_and_rm_group
 from slime.rollout.metrics import statistics_of
-from slime.rollout.state import GenerateState
+from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.types import Sample, SampleGroup
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,21 @@
-"""Import path of existing slime scripts and plug-ins. The run's own engine generates."""
+"""Import path of slime plug-ins: see slime.rollout.vllm_rollout. The run's own engine generates."""
 
-from slime.rollout.generate import generate, generate_and_rm, generate_and_rm_group
-from slime.rollout.vllm_rollout import generate_rollout
+from slime.rollout.vllm_rollout import (
+    GenerateState,
+    abort,
+    generate,
+    generate_and_rm,
+    generate_and_rm_group,
+    generate_rollout,
+    get_model_url,
+)
 
-__all__ = ["generate", "generate_and_rm", "generate_and_rm_group", "generate_rollout"]
+__all__ = [
+    "GenerateState",
+    "abort",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "generate_rollout",
+    "get_model_url",
+]

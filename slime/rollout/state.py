@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slime import http
 from slime.data.rows import render_chat
 from slime.protocols import GenerateResult, RolloutEngine
 from slime.rollout.user_code import watch_loop
@@ -29,6 +30,21 @@ _newest: weakref.ref[GenerateState] | None = None
 _own_loop: asyncio.AbstractEventLoop | None = None
 
 
+def rollout_sampling_params(args: Any) -> dict[str, Any]:
+    """The sampling parameters of training samples, under the names that generate functions use."""
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
 class GenerateState:
     """One per rollout manager. `engine` is None if no sample is generated (SFT, replay of saved samples).
 
@@ -36,7 +52,8 @@ class GenerateState:
     generations stop. `timed_out` maps the index of a sample to the reason why it passed its deadline.
     `request_figures` maps a metric to its values, one per request. `requests` counts the requests by random stream and
     tokens before them, so that a sample that starts again draws another response. All cover the current rollout.
-    `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar.
+    `progress` is (samples finished, samples wanted) of the current rollout, for a progress bar. `sampling_params`
+    are those of training samples. `processor` is None: prompts are text only.
     """
 
     def __init__(self, args: Any, engine: RolloutEngine | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -51,6 +68,8 @@ class GenerateState:
         self.request_figures: dict[str, list[float]] = {}
         self.requests: Counter[tuple[str, int]] = Counter()
         self.progress = (0, 0)
+        self.sampling_params = rollout_sampling_params(args)
+        self.processor = None  # prompts are text
         self.eval_prompts: dict[str, Sequence[Prompt]] = {}
         self._busy = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -74,6 +93,7 @@ class GenerateState:
             thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
             thread.start()
             watch_loop(self._loop, thread)
+            http.keep_connections(self._loop)
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -87,6 +107,7 @@ class GenerateState:
             return
         if self.engine is not None:
             self.run(self.engine.close())
+        self.run(http.close_connections())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = None
 
@@ -150,3 +171,13 @@ def run_in_process(coroutine: Coroutine[Any, Any, T]) -> T:
         _own_loop = asyncio.new_event_loop()
         threading.Thread(target=_own_loop.run_forever, name="plug-in", daemon=True).start()
     return asyncio.run_coroutine_threadsafe(coroutine, _own_loop).result()
+
+
+def of_process(args: Any) -> GenerateState:
+    """The state of `args`, or this process's own for arguments that a hook made itself."""
+    state: GenerateState | None = getattr(args, "rollout_state", None) or (_newest() if _newest else None)
+    if state is None:
+        raise RuntimeError(
+            "GenerateState(args) must be called while a rollout runs, got no state in this process; call it from a hook"
+        )
+    return state

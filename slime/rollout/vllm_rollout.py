@@ -1,21 +1,62 @@
-"""The default `--rollout-function-path`: generates with the engine of `args.rollout_state`."""
+"""The default `--rollout-function-path`: generates with the engine of `args.rollout_state`.
+
+Also an import path of plug-ins: the names of slime's sglang_rollout, which are those of upstream vime's vllm_rollout.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from slime.protocols import DataSource
+from slime.rollout import state
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.evaluation import eval_rollout
+from slime.rollout.generate import generate, generate_and_rm, generate_and_rm_group
 from slime.rollout.rollout import generate_rollout_async
-from slime.rollout.state import GenerateState
+
+__all__ = [
+    "GenerateState",
+    "abort",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "generate_rollout",
+    "get_model_url",
+]
 
 
 def generate_rollout(
     args: Any, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout of `--rollout-batch-size` groups, or, with `evaluation`, a pass over the evaluation datasets."""
-    state: GenerateState = args.rollout_state
+    own = GenerateState(args)
     if evaluation:
-        return state.run(eval_rollout(state, rollout_id))
-    return state.run(generate_rollout_async(state, rollout_id, data_source))
+        return own.run(eval_rollout(own, rollout_id))
+    return own.run(generate_rollout_async(own, rollout_id, data_source))
+
+
+def GenerateState(args: Any) -> state.GenerateState:
+    """The run's own state: tokenizer, processor (None), semaphore, sampling_params, aborted, args. Whoever asks in the
+    rollout manager's process gets the same one, with any `args`. RuntimeError where no rollout runs."""
+    return state.of_process(args)
+
+
+async def abort(args: Any, rollout_id: int) -> list[Any]:
+    """Make the running generations of this rollout end: each request returns the tokens that it has.
+
+    The rollout itself puts groups back to the data source (--partial-rollout), so the list is empty.
+    """
+    own = GenerateState(args)
+    own.aborted = True
+    if own.engine is not None:
+        await own.engine.abort_all()
+    return []
+
+
+def get_model_url(args: Any, name: str, endpoint: str = "/generate") -> str:
+    """The URL of `endpoint` for the model `name`: at the router that `args.model_routers` has for the name, or, where
+    the run serves one model, at `args.router_url`. ValueError for a name that none of several models has."""
+    routers: dict[str, str] = getattr(args, "model_routers", None) or {}
+    if routers and name not in routers:
+        raise ValueError(f"name must be one of {sorted(routers)}, got {name!r}; the run serves these models")
+    return f"{routers.get(name, args.router_url)}{endpoint}"

@@ -1,5 +1,5 @@
 """Import path of slime plug-ins: see slime.http."""
 
-from slime.http import post
+from slime.http import get, post
 
-__all__ = ["post"]
+__all__ = ["get", "post"]

@@ -10,12 +10,13 @@ import pytest
 from slime import hooks, http, loss_mask, types
 from slime.algo import ppo
 from slime.data import packing, prompts, source, tokenizer
-from slime.rollout import evaluation, rewards
+from slime.rollout import evaluation, generate, rewards, vllm_rollout
 
 # module, name, the parameters a plug-in passes: a prefix of the signature, "=" marks those with a default
 PATHS = """
 slime.utils.misc load_function path
-slime.utils.http_utils post url payload max_retries=
+slime.utils.http_utils post url payload max_retries= headers=
+slime.utils.http_utils get url payload= max_retries= headers=
 slime.utils.processing_utils load_tokenizer name_or_path
 slime.utils.mask_utils MultiTurnLossMaskGenerator tokenizer tokenizer_type=
 slime.utils.ppo_utils compute_approx_kl log_probs log_probs_base kl_loss_type importance_ratio=
@@ -68,6 +69,13 @@ slime.backends.megatron_utils.cp_utils get_logits_and_tokens_offset_with_cp tota
 slime.backends.megatron_utils.loss get_log_probs_and_entropy logits
 slime.backends.megatron_utils.loss compute_advantages_and_returns args rollout_data
 slime.rollout.sglang_rollout generate_rollout args rollout_id data_source evaluation=
+slime.rollout.sglang_rollout GenerateState args
+slime.rollout.sglang_rollout generate args sample sampling_params
+slime.rollout.sglang_rollout generate_and_rm args sample sampling_params evaluation=
+slime.rollout.sglang_rollout abort args rollout_id
+slime.rollout.sglang_rollout get_model_url args name endpoint=
+slime.rollout.vllm_rollout GenerateState args
+slime.rollout.vllm_rollout get_model_url args name endpoint=
 slime.rollout.sft_rollout generate_rollout args rollout_id data_source evaluation=
 """
 
@@ -85,7 +93,8 @@ def test_path_and_parameters(line):
 
 def test_what_a_plug_in_awaits_is_a_coroutine():
     for module, names in {
-        "slime.utils.http_utils": ["post"],
+        "slime.utils.http_utils": ["get", "post"],
+        "slime.rollout.sglang_rollout": ["generate", "generate_and_rm", "abort"],
         "slime.rollout.rm_hub": ["async_rm", "batched_async_rm"],
         "slime.rollout.sample_hooks": ["apply_rollout_sample_hooks"],
     }.items():
@@ -107,6 +116,8 @@ def test_what_a_plug_in_awaits_is_a_coroutine():
         ("slime.utils.eval_config.build_eval_dataset_configs", evaluation.build_eval_dataset_configs),
         ("slime.rollout.data_source.RolloutDataSourceWithBuffer", source.PromptDataSource),
         ("slime.rollout.rm_hub.async_rm", rewards.async_rm),
+        ("slime.rollout.sglang_rollout.generate", generate.generate),
+        ("slime.rollout.sglang_rollout.generate_rollout", vllm_rollout.generate_rollout),
     ],
 )
 def test_old_paths_lead_to_the_one_definition(path, owner):

@@ -14,7 +14,7 @@ from rollout_double import make_args, make_state, make_tokenizer
 from slime.protocols import GenerateResult
 from slime.rollout import sample_hooks
 from slime.rollout.generate import generate, generate_and_rm, generate_and_rm_group, request_seed
-from slime.rollout.generate import rollout_sampling_params as params_of
+from slime.rollout.state import rollout_sampling_params as params_of
 from slime.types import Sample
 
 STATUS = Sample.Status

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from vime.engine.group_wire import SAMPLES
+from vime.engine.sglang_request import ROUTES, WRAPPED
 
 KEY_VARIABLE = "VIME_RUN_KEY"
 VERSIONS_HEADER = "x-weight-versions"
@@ -25,6 +26,9 @@ CHECKPOINT_VERSION = -1
 """The version of a server that was given no weights yet: those of its checkpoint."""
 
 _SAMPLES = f'"{SAMPLES}":'.encode()
+_WRAPPED = f'"{WRAPPED}":'.encode()
+_READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate")}
+"""Routes whose body says whether they are ours."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -60,6 +64,7 @@ class RunKeyMiddleware:
             raise ValueError(f"{KEY_VARIABLE} must not be empty; the engine pool sets it")
         self.prefix = health_prefix(self.run_key)
         self.versions = [CHECKPOINT_VERSION]
+        self.running: dict[str, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -74,13 +79,13 @@ class RunKeyMiddleware:
             await _refuse(scope, send)
         elif scope["type"] == "websocket":
             await self.app(scope, receive, send)
-        elif (scope["path"], scope["method"]) == ("/v1/completions", "POST"):
-            await self._complete(scope, receive, send)
+        elif (scope["method"], scope["path"]) in _READ:
+            await self._read(scope, receive, send, routed=routed)
         else:
             await self.app(scope, receive, self._annotate(scope, send))
 
-    async def _complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Requests for a group of samples are ours (group_route), all others vLLM's."""
+    async def _read(self, scope: Scope, receive: Receive, send: Send, *, routed: bool) -> None:
+        """Requests for a group of samples (group_route) and SGLang's routes (sglang_route) are ours, others vLLM's."""
         arrived = len(self.versions) - 1
         body, more = bytearray(), True
         while more:
@@ -89,18 +94,27 @@ class RunKeyMiddleware:
                 return
             body += message.get("body", b"")
             more = message.get("more_body", False)
-        if _SAMPLES in body:
+        route = scope["method"], scope["path"]
+        if route == ("POST", "/v1/completions") and _SAMPLES in body:
             from vime.engine import group_route
 
             engine = scope["app"].state.engine_client
             await group_route.answer(engine, bytes(body), receive, send, lambda: self.versions[arrived:])
-            return
-        whole: list[Message] = [{"type": "http.request", "body": bytes(body)}]
+        elif route in ROUTES or _WRAPPED in body:
+            from vime.engine import sglang_route
 
-        async def again() -> Message:
-            return whole.pop() if whole else await receive()
+            llm = scope["app"].state.engine_client
+            ours = sglang_route.Engine(llm, lambda: self.versions[arrived:], self.running)
+            await sglang_route.answer(
+                ours, route, bytes(body), receive, self._annotate(scope, send), routed=routed
+            )
+        else:
+            whole: list[Message] = [{"type": "http.request", "body": bytes(body)}]
 
-        await self.app(scope, again, self._annotate(scope, send))
+            async def again() -> Message:
+                return whole.pop() if whole else await receive()
+
+            await self.app(scope, again, self._annotate(scope, send))
 
     def _annotate(self, scope: Scope, send: Send) -> Send:
         arrived = len(self.versions) - 1

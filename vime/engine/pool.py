@@ -21,6 +21,7 @@ from slime.weight_sync.transfer import Engine, WeightTransfer
 from vime.engine.client import VllmEngineClient
 from vime.engine.control import ControlError, PauseMode
 from vime.engine.member import Member, Spawn
+from vime.engine.middleware import health_prefix
 from vime.engine.process import Started, require_running
 from vime.engine.router import Router, RouterSpec
 from vime.engine.server import EngineServer, EngineSpec
@@ -85,12 +86,24 @@ class VllmEnginePool:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What hooks find in their `args`: the address of the router, and the dtype that engines compute in."""
+        """What hooks find in their `args`: the address of the router (its door), and the dtype that engines compute in.
+
+        `own_servers` are the servers of the run for slime.http.OwnServers.
+        """
         spec = self._router.spec
+        headers = {"Authorization": f"Bearer {spec.run_key}"}
+        door = f"http://{spec.host}:{spec.door_port}"
         return {
-            "vllm_router_ip": spec.host,
-            "vllm_router_port": spec.port,
-            "vllm_router_headers": {"Authorization": f"Bearer {spec.run_key}"},
+            **{f"{engine}_router_ip": spec.host for engine in ("vllm", "sglang")},
+            **{f"{engine}_router_port": spec.door_port for engine in ("vllm", "sglang")},
+            "vllm_router_headers": headers,
+            "router_url": door,
+            "own_servers": {
+                "urls": [door, spec.url],
+                "headers": headers,
+                "workers": f"{spec.url}/list_workers",
+                "worker_path": health_prefix(spec.run_key),
+            },
             "rollout_engine_dtype": self._dtype,
         }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 from vime.engine.control import request
@@ -23,6 +23,8 @@ class RouterSpec(ServerSpec):
     """What the router is to be. `argv`: flags of vllm-router; they win over the defaults here."""
 
     argv: tuple[str, ...] = ()
+    door_port: int = 0
+    """Where the door for plug-ins listens, see vime.engine.door. 0: a free port is picked at once."""
     request_timeout_s: float = 600.0
 
 
@@ -37,12 +39,14 @@ class Router(Server[RouterSpec]):
         """Its address is known from now on. It keeps the port while this object lives, and starts there again."""
         super().__init__(spec)
         self.choose_port()
+        self.spec = replace(self.spec, door_port=spec.door_port or self._hold())
 
     def command(self) -> list[str]:
         spec = self.spec
         flags = {
             "host": spec.host,
             "port": spec.port,
+            "door-port": spec.door_port,
             "policy": "round_robin",
             "request-timeout-secs": max(1, round(spec.request_timeout_s)),
             "worker-startup-timeout-secs": round(_REQUEST_S),

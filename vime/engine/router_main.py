@@ -3,7 +3,7 @@
 vllm-router's --api-key must not be used: it is the key that the router itself sends to workers, for callers without
 any too. What guards its routes is a list of URLs that it asks once per new key (`api_key_validation_urls`, which
 its command line lacks). This file starts it with one such URL, answered by a small child process on loopback.
-Refuses to run without a key.
+Refuses to run without a key. A second child process is the door for plug-ins (see vime.engine.door).
 
 One page stays open, for the router cannot be told to leave it out: its Prometheus counters, read-only, on loopback at a
 free port. It names the workers, hence their health path, and never the key.
@@ -22,6 +22,7 @@ import vllm_router_rs
 from vllm_router.router import policy_from_str
 from vllm_router.router_args import RouterArgs
 
+from vime.engine import door
 from vime.engine.middleware import KEY_VARIABLE
 from vime.engine.process import hold_port
 from vime.engine.supervise import die_with_parent
@@ -56,12 +57,24 @@ def start_key_server(run_key: str) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
+def start_door(host: str, port: int, router_port: int) -> None:
+    """Fork the process of vime.engine.door. It ends with the caller's."""
+    listening = door.listen(host, port)
+    if os.fork() == 0:
+        die_with_parent()
+        door.serve(f"http://{host}:{router_port}", listening)
+        os._exit(0)
+    listening.close()
+
+
 def main(argv: Sequence[str]) -> None:
     """Serve until terminated. `argv` is what vllm-router's own command line takes."""
     run_key = os.environ[KEY_VARIABLE]
     parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--door-port", type=int, required=True)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
-    args = RouterArgs.from_cli_args(parser.parse_args(argv), use_router_prefix=False)
+    given = parser.parse_args(argv)
+    args = RouterArgs.from_cli_args(given, use_router_prefix=False)
     args._validate_router_args()
     prometheus = hold_port("127.0.0.1")
     settings = {
@@ -77,6 +90,7 @@ def main(argv: Sequence[str]) -> None:
         "api_key_validation_urls": [start_key_server(run_key)],
     }
     del settings["mini_lb"]
+    start_door(args.host, given.door_port, args.port)
     vllm_router_rs.Router(**settings).start()
 
 

@@ -19,6 +19,7 @@ worker's base class     wants trainer_send_weights of all   sending is a class o
 /weight_checker         does not exist                      checksums of what each worker has   not asked: workers
                                                                                                 compare by themselves
 /update_weights         one record for all workers          one record, or a list: one for each one record
+/inference/v1/generate  always there (read, not run)        with --enable-scale-out alone       `token_routes`
 /abort_requests         any JSON                            an object                           an object
 /sleep, /wake_up        answer nothing, check nothing       answer a status, check level, mode  answers are not read
 answers' "metrics"      times of the request                and its speculative decoding        the times
@@ -40,7 +41,7 @@ has not begun (a test asks);
 vllm.entrypoints.cli.serve.run_headless and the flags of the multi-node mode, --nnodes, --node-rank, --master-addr,
 --master-port (vime.engine.headless; run with 0.32.0, read from a version between the two, not from 0.26.0 itself);
 --enable-per-request-metrics; layerwise reloading (vllm.model_executor.model_loader.reload); the registry of backends.
-/inference/v1/generate is in both and not used: vllm-router balances /v1/completions.
+/inference/v1/generate is in both and for plug-ins only: our client asks /v1/completions for a group.
 """
 
 from __future__ import annotations
@@ -117,13 +118,24 @@ def refusals() -> tuple[type[Exception], ...]:
 def server_module() -> str:
     """What `python -m` starts as the server of the vLLM here: the newest that it has a file of, without an import. The
     oldest where there is no vLLM, for a plan."""
-    spec = find_spec("vllm")
-    folders = [] if spec is None else spec.submodule_search_locations or []
     for module in SERVER_MODULES:
-        file = Path(*module.split(".")[1:]).with_suffix(".py")
-        if any((Path(folder) / file).is_file() for folder in folders):
+        if _file_of(module) is not None:
             return module
     return SERVER_MODULES[-1]
+
+
+def _file_of(module: str) -> Path | None:
+    """The source of a module of vLLM, without an import."""
+    spec = find_spec("vllm")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = [Path(folder, *module.split(".")[1:]).with_suffix(".py") for folder in folders]
+    return next((file for file in files if file.is_file()), None)
+
+
+def token_routes() -> list[str]:
+    """The flag without which newer servers refuse /inference/v1/generate, to which plug-ins of upstream vime post."""
+    files = [file for module in _PARSER_MODULES if (file := _file_of(module)) is not None]
+    return ["--enable-scale-out"] if any("enable_scale_out" in file.read_text() for file in files) else []
 
 
 def request_times(argv: Sequence[str]) -> list[str]:
