@@ -308,15 +308,22 @@ def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) 
 
 
 def forward_flops(
-    data: TrainData, columns: Sequence[str], hf_config: dict[str, Any], *, share_prompts: bool
+    data: TrainData,
+    columns: Sequence[str],
+    hf_config: dict[str, Any],
+    *,
+    share_prompts: bool,
+    first_step: bool = True,
 ) -> float:
-    """`sample_flops` of all samples of a rank, without the prompts that their micro-batches compute for another sample.
+    """`sample_flops` of a rank's samples, without the prompts that their micro-batches compute for another sample.
 
-    `columns`: those that the micro-batches carry, as in `pack`.
+    `columns`: those that the micro-batches carry, as in `pack`. `first_step`: with the samples of the first step.
     """
-    lengths = zip(data["total_lengths"], data["response_lengths"], strict=True)
-    total = sum(sample_flops(n, response, hf_config) for n, response in lengths)
-    for samples in data["micro_batch_indices"] if share_prompts else ():
-        taken = (n for _, n in shared_prompts(data, samples, columns))
-        total -= sum(sample_flops(n, 0, hf_config) for n in taken)
+    total = 0.0
+    for samples in data["micro_batch_indices"][0 if first_step else data["num_microbatches"][0] :]:
+        lengths = ((data["total_lengths"][i], data["response_lengths"][i]) for i in samples)
+        total += sum(sample_flops(n, response, hf_config) for n, response in lengths)
+        if share_prompts:
+            taken = (n for _, n in shared_prompts(data, samples, columns))
+            total -= sum(sample_flops(n, 0, hf_config) for n in taken)
     return total
