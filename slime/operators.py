@@ -122,24 +122,34 @@ def whole_sequences(config: Config) -> str:
 
 
 def needs_old_log_probs(config: Config) -> bool:
-    """Whether an extra pass computes the log-probs of the old policy before the first step.
-
-    With one step per rollout, the trained policy is still the old policy in that step, so its detached log-probs are
-    enough. The extra pass runs if something needs the log-probs before the step: a KL penalty in the reward, hooks,
-    sequence ratios.
-    """
+    """Whether an extra pass computes log-probs of the old policy before the first step: of all samples if
+    `before_first_step`, else of those of later steps."""
     loss = loss_of(config.algorithm)
     if not loss.rewarded or config.off_policy.use_rollout_logprobs:
         return False
+    steps = config.data.num_steps_per_rollout
+    return steps != 1 or before_first_step(config, steps)
+
+
+def before_first_step(config: Config, steps: int | None) -> bool:
+    """Whether something needs the old log-probs of all samples before the first of the rollout's `steps`: a KL penalty
+    in the reward, hooks, sequence ratios.
+
+    Otherwise the first step needs no extra pass: it trains the old policy, so that its detached log-probs are the old
+    ones. With several steps, the audit and a hook before the step also need the extra pass.
+    """
+    several = steps != 1
     return bool(
-        config.data.num_steps_per_rollout != 1
-        or config.algorithm.kl_coef != 0
+        config.algorithm.kl_coef != 0
         or config.off_policy.get_mismatch_metrics
         or estimator_of(config.algorithm).needs_old_log_probs
-        or loss.needs_old_log_probs
+        or loss_of(config.algorithm).needs_old_log_probs
         or config.algorithm.custom_advantage_function_path is not None
         # Routing replay repeats the experts of the extra pass, unless it repeats the experts of the engine.
         or (config.off_policy.use_routing_replay and not config.off_policy.use_rollout_routing_replay)
+        # The audit compares the samples of all steps, and the hook may change the model.
+        or (several and config.kernels.rlk_consistency != "off")
+        or (several and config.value_of("custom_megatron_before_train_step_hook_path") is not None)
     )
 
 

@@ -288,15 +288,23 @@ def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) 
 
 
 def forward_flops(
-    data: TrainData, columns: Sequence[str], hf_config: dict[str, Any], *, share_prompts: bool
+    data: TrainData,
+    columns: Sequence[str],
+    hf_config: dict[str, Any],
+    *,
+    share_prompts: bool,
+    first_step: bool = True,
 ) -> float:
-    """FLOPs of one forward pass over all samples of a rank. A prompt that a micro-batch shares counts once.
+    """FLOPs of one forward pass over a rank's samples. A prompt that a micro-batch shares counts once.
 
-    `columns`: those that the micro-batches carry, as in `pack`.
+    `columns`: those that the micro-batches carry, as in `pack`. `first_step`: with the samples of the first step.
     """
     flops = ForwardFlops(hf_config)
-    total = sum(map(flops, data["total_lengths"], data["response_lengths"]))
-    for samples in data["micro_batch_indices"] if share_prompts else ():
-        taken = (n for _, n in shared_prompts(data, samples, columns))
-        total -= sum(flops(n, 0) for n in taken)
+    total = 0.0
+    for samples in data["micro_batch_indices"][0 if first_step else data["num_microbatches"][0] :]:
+        lengths = ((data["total_lengths"][i], data["response_lengths"][i]) for i in samples)
+        total += sum(flops(n, response) for n, response in lengths)
+        if share_prompts:
+            taken = (n for _, n in shared_prompts(data, samples, columns))
+            total -= sum(flops(n, 0) for n in taken)
     return total

@@ -52,6 +52,13 @@ class TokenSlice:
         return mine, row[mine]
 
 
+def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """`cat([arange(s, s + n) for s, n in zip(starts, lengths)])`, int64. Fast for a thousand short ranges."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    shift = torch.tensor(starts, dtype=torch.int64) - (sizes.cumsum(0) - sizes)
+    return shift.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+
+
 def token_slice(
     lengths: Sequence[int],
     *,
@@ -77,10 +84,7 @@ def token_slice(
     else:
         runs = [_runs(lengths, r, size) for r in range(size)]
     tokens = [
-        torch.cat(
-            [torch.arange(first[x.sequence] + x.start, first[x.sequence] + x.stop) for x in of_rank]
-            or [torch.empty(0, dtype=torch.int64)]
-        )
+        ranges([first[x.sequence] + x.start for x in of_rank], [x.stop - x.start for x in of_rank])
         for of_rank in runs
     ]
     rows = -(-max(len(x) for x in tokens) // multiple) * multiple

@@ -24,11 +24,24 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rl_kernel import rotary
-from slime.data.token_slice import TokenSlice
+from slime.data.token_slice import Run, TokenSlice, ranges
 from slime.megatron_backend.rows import Rows, take
 
 # Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
+
+# Of a bucket's mask. With more, queries that nobody reads cost less than the mask's memory.
+_MASK_ELEMENTS = 2**24
+
+
+class Bucket(NamedTuple):
+    """A padded batch of runs: `runs` S, `queries` and `keys` per run with padding. `mask` [S, 1, queries, keys]: which
+    keys a query sees. None for a causal mask over as many queries as keys."""
+
+    runs: int
+    queries: int
+    keys: int
+    mask: Tensor | None = None
 
 
 class Rotary(NamedTuple):
@@ -47,25 +60,23 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
 
     `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows are
     padding, 0. `rotary` are the model's rotary embeddings, which it sets before its layers run. `cu_seqlens_q`
-    bounds the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. `buckets` lists (S, L) of the
-    padded batches, which follow each other in one buffer of `padded_tokens` rows. `slots` [T] and `query_slots` [n]
-    int64 are the buffer rows of the packed tokens and of this rank's tokens.
+    bounds the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. The padded batches of
+    `buckets` follow each other in one buffer of queries and one of keys. `query_slots` [n] and `key_slots` [K] int64
+    are the rows of the queries and of the keys of every run in these buffers.
 
-    `context_group` are the ranks that share the row, or None. With it, and where sequences share a prompt, `gathered`
-    reads each of the T packed tokens from the concatenated rows of all ranks, and `keys` reads the K keys of every run,
-    one run after the other. Otherwise both are None. `routing`: the experts of the tokens, see
+    `context_group` are the ranks that share the row, or None. With it, and where sequences share a prompt, `keys` reads
+    the K keys of every run, one run after the other, from the concatenated rows of all ranks. Otherwise `keys` is None
+    and the keys are those of the rank's tokens. `routing`: the experts of the tokens, see
     `slime.megatron_backend.routing_replay`. None if the routers choose.
     """
 
     own: int = 0
     positions: Tensor = field(kw_only=True)
     rotary: Sequence[Rotary] = ()
-    buckets: list[tuple[int, int]] = field(default_factory=list)
-    slots: Tensor = field(kw_only=True)
+    buckets: list[Bucket] = field(default_factory=list)
     query_slots: Tensor = field(kw_only=True)
-    padded_tokens: int = 0
+    key_slots: Tensor = field(kw_only=True)
     context_group: Any = None
-    gathered: Rows | None = None
     keys: Rows | None = None
     routing: Any = None
 
@@ -77,8 +88,7 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
     place = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
     positions = torch.zeros(part.rows, dtype=torch.int64)
     positions[: len(part.tokens)] = place[part.tokens]
-    first_slot, buckets, padded = _buckets(part.lengths)
-    slots = first_slot.repeat_interleave(sizes) + place
+    query_slots, key_slots, buckets = _buckets(part.runs)
     queries = [run.stop - run.start for run in part.runs]
     seen = [run.stop for run in part.runs]
     layout = PackedLayout(
@@ -89,17 +99,15 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
         max_seqlen_kv=max(seen, default=0),
         own=len(part.tokens),
         positions=positions.to(device),
-        buckets=buckets,
-        slots=slots.to(device),
-        query_slots=slots[part.tokens].to(device),
-        padded_tokens=padded,
+        buckets=[b if b.mask is None else b._replace(mask=b.mask.to(device)) for b in buckets],
+        query_slots=query_slots.to(device),
+        key_slots=key_slots.to(device),
     )
     if part.size > 1 or part.shares:
         first = starts.tolist()
-        runs = [torch.arange(first[run.sequence], first[run.sequence] + run.stop) for run in part.runs]
-        keys = part.gathered[torch.cat([*runs, torch.empty(0, dtype=torch.int64)])]
+        keys = part.gathered[ranges([first[run.sequence] for run in part.runs], seen)]
         total = part.size * part.rows if part.size > 1 else len(part.tokens)
-        layout.gathered, layout.keys = (Rows.of(x, total).to(device) for x in (part.gathered, keys))
+        layout.keys = Rows.of(keys, total).to(device)
         layout.context_group = context_group if part.size > 1 else None
     return layout
 
@@ -108,37 +116,55 @@ def _cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
 
 
-def _buckets(lengths: Sequence[int]) -> tuple[Tensor, list[tuple[int, int]], int]:
-    """Group sequences of similar length. Returns each sequence's first row in the padded buffer, (S, L) of every
-    bucket in buffer order, and the number of rows of the buffer."""
-    members: dict[int, list[int]] = {}
-    for sequence, length in enumerate(lengths):
-        members.setdefault(math.ceil(math.log(length, _BUCKET_RATIO)), []).append(sequence)
-    first = torch.empty(len(lengths), dtype=torch.int64)
-    buckets, row = [], 0
-    for _, sequences in sorted(members.items()):
-        longest = max(lengths[s] for s in sequences)
-        first[sequences] = row + longest * torch.arange(len(sequences))
-        buckets.append((len(sequences), longest))
-        row += len(sequences) * longest
-    return first, buckets, row
+def _buckets(runs: Sequence[Run]) -> tuple[Tensor, Tensor, list[Bucket]]:
+    """Group runs of similar length. Returns the buffer rows of all queries, those of all keys, and the buckets in
+    buffer order.
+
+    A run that begins late, such as a response after a shared prompt, has few queries and many keys. A bucket of such
+    runs has a mask. In other buckets a query has the place of its key, after queries that nobody reads.
+    """
+    members: dict[tuple[int, int], list[int]] = {}
+    for i, run in enumerate(runs):
+        late = 2 * (run.stop - run.start) <= run.stop
+        size = _size(run.stop - run.start) if late else 0
+        members.setdefault((size, _size(run.stop)), []).append(i)
+    queries, keys = [0] * len(runs), [0] * len(runs)
+    buckets, query_row, key_row = [], 0, 0
+    for (size, _), of_bucket in sorted(members.items()):
+        most = max(runs[i].stop for i in of_bucket)
+        few = max(runs[i].stop - runs[i].start for i in of_bucket)
+        masked = size > 0 and 2 * few <= most and len(of_bucket) * few * most <= _MASK_ELEMENTS
+        bucket = Bucket(len(of_bucket), few if masked else most, most)
+        if masked:
+            start = torch.tensor([runs[i].start for i in of_bucket]).view(-1, 1, 1, 1)
+            bucket = bucket._replace(mask=start + torch.arange(few)[:, None] >= torch.arange(most))
+        for place, i in enumerate(of_bucket):
+            queries[i] = query_row + place * bucket.queries + (0 if masked else runs[i].start)
+            keys[i] = key_row + place * bucket.keys
+        query_row += bucket.runs * bucket.queries
+        key_row += bucket.runs * bucket.keys
+        buckets.append(bucket)
+    query_slots = ranges(queries, [run.stop - run.start for run in runs])
+    return query_slots, ranges(keys, [run.stop for run in runs]), buckets
 
 
-def gather_keys(
-    key: Tensor, value: Tensor, layout: PackedLayout, order: Rows | None
-) -> tuple[Tensor, Tensor]:
-    """The keys and values [n, G, D] that the attention reads, in `order` (`layout.gathered` or `layout.keys`): [T or K,
-    G, D].
+def _size(length: int) -> int:
+    """1 for a length of 1, and more for lengths that differ by more than `_BUCKET_RATIO`."""
+    return 1 + math.ceil(math.log(length, _BUCKET_RATIO))
+
+
+def gather_keys(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    """The keys and values of this rank's tokens [n, G, D] -> those of every run, one run after the other [K, G, D].
 
     Backward: each token gets the sum of the gradients of all ranks and of all sequences that read it. Collective if
     several ranks share the row.
     """
-    if order is None:
+    if layout.keys is None:
         return key, value
     both = torch.cat([key, value], dim=1)
     if layout.context_group is not None:
         both = gather_from_sequence_parallel_region(_padded(both, layout), group=layout.context_group)
-    keys, values = take(both, order).chunk(2, dim=1)
+    keys, values = take(both, layout.keys).chunk(2, dim=1)
     return keys, values
 
 
@@ -171,25 +197,48 @@ def padded_attention(
     """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket. A token sees
     the newest `window` tokens up to itself (None: all).
 
-    query [n, A, D] of this rank's tokens, key and value [T, G, D] of the row -> [n, A, D]. Padding rows follow a
-    sequence's tokens, so the causal mask excludes them. Deterministic on the CPU. The queries of other ranks, and of a
-    prompt that another sequence computes, are computed with zeros, which costs as much as computing them.
+    query [n, A, D] of this rank's tokens, key and value [K, G, D] of every run -> [n, A, D]. Padding rows follow a
+    run's keys, so the causal mask excludes them. Deterministic on the CPU.
     """
-    sizes = [sequences * length for sequences, length in layout.buckets]
-    places = (layout.query_slots, layout.slots, layout.slots)
+    if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
+        return query + (key.sum() + value.sum())
+    queries, keys = ([b.runs * b.queries for b in layout.buckets], [b.runs * b.keys for b in layout.buckets])
+    places = (
+        (query, layout.query_slots, queries),
+        (key, layout.key_slots, keys),
+        (value, layout.key_slots, keys),
+    )
     buffers = [
-        x.new_zeros(layout.padded_tokens, *x.shape[1:]).index_copy(0, at, x).split(sizes)
-        for x, at in zip((query, key, value), places, strict=True)
+        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, at, x).split(sizes) for x, at, sizes in places
     ]
     outputs = []
-    for (sequences, length), *qkv in zip(layout.buckets, *buffers, strict=True):
-        q, k, v = (x.view(sequences, length, *x.shape[1:]).transpose(1, 2) for x in qkv)
-        mask = None if window is None or window >= length else _band(length, window, q.device)
-        out = scaled_dot_product_attention(
-            *(q, k, v, mask), is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    for bucket, *qkv in zip(layout.buckets, *buffers, strict=True):
+        q, k, v = (x.unflatten(0, (bucket.runs, -1)).transpose(1, 2) for x in qkv)
+        outputs.append(_bucket_attention(q, k, v, bucket, scale, window).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, layout.query_slots)
+
+
+def _bucket_attention(
+    q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float, window: int | None
+) -> Tensor:
+    """q [S, A, queries, D], k and v [S, G, keys, D] -> [S, A, queries, D]."""
+    shared = q.shape[1] // k.shape[1]
+    narrow = window is not None and window < bucket.keys
+    if bucket.mask is None:
+        band = _band(bucket.keys, window, q.device) if window is not None and narrow else None
+        return scaled_dot_product_attention(
+            q, k, v, band, is_causal=band is None, scale=scale, enable_gqa=shared > 1
         )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, places[0])
+    # The heads of a group as more queries: on CPUs a third faster than `enable_gqa` for few queries.
+    folded = q.unflatten(1, (-1, shared)).flatten(2, 3)
+    mask = bucket.mask
+    if window is not None and narrow:
+        place = mask.sum(-1, keepdim=True) - 1  # of a query among its keys: it sees all keys up to its own
+        mask = mask & (torch.arange(bucket.keys, device=q.device) > place - window)
+    mask = mask.repeat(1, 1, shared, 1)
+    out: Tensor = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+    unfolded: Tensor = out.unflatten(2, (shared, -1))
+    return unfolded.flatten(1, 2)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
@@ -266,7 +315,7 @@ class PackedAttention(nn.Module):
         query, key = rotated(query, layout, self.rope), rotated(key, layout, self.rope)
         query, key, value = (x[: layout.own] for x in (query, key, value))
         flash = query.is_cuda and query.dtype != torch.float32
-        key, value = gather_keys(key, value, layout, layout.keys if flash else layout.gathered)
+        key, value = gather_keys(key, value, layout)
         out = (flash_attention if flash else padded_attention)(
             query, key, value, layout, self.scale, self.window
         )

@@ -14,11 +14,16 @@ from slime.megatron_backend.pipeline import run_forward, tensors_from_last_stage
 
 @torch.no_grad()
 def log_probs_of_data(
-    head: LmHead, batches: Iterable[MicroBatch], count: int, response_lengths: list[int]
-) -> list[Tensor]:
-    """Log-probs of every sample of a rank by the model of `head`: one fp32 tensor [response length] per sample, nats.
+    head: LmHead,
+    batches: Iterable[MicroBatch],
+    count: int,
+    response_lengths: list[int],
+    samples: Iterable[int] | None = None,
+) -> dict[int, Tensor]:
+    """Log-probs by the model of `head`, by sample: fp32 tensors [response length], nats.
 
-    `count` micro-batches hold all samples. Collective over tensor-, context- and pipeline-parallel ranks.
+    `count` micro-batches hold `samples`, which are all samples of the rank if None. Collective over tensor-, context-
+    and pipeline-parallel ranks.
     """
 
     def parts(batch: MicroBatch, output: Tensor) -> list[tuple[int, Tensor]]:
@@ -27,5 +32,5 @@ def log_probs_of_data(
 
     kept = run_forward(head.model, head.ranks, batches, count, parts)
     found = dict(pair for of_batch in kept for pair in of_batch)
-    found = tensors_from_last_stage(head.ranks, found, dict(enumerate(response_lengths)))
-    return [found[i] for i in range(len(response_lengths))]
+    wanted = range(len(response_lengths)) if samples is None else samples
+    return tensors_from_last_stage(head.ranks, found, {i: response_lengths[i] for i in wanted})

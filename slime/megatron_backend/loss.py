@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime.algo.losses import loss_of
@@ -103,3 +104,17 @@ def _hook_columns(setup: LossSetup, data: TrainData, batch: MicroBatch) -> tuple
         if column.name != "loss_masks" and all(x is not None for x in out[column.name]):
             out[column.name] = view.split(torch.cat(out[column.name]))
     return view, out
+
+
+def reduce_metrics(losses: list[MicroBatchLoss], group: dist.ProcessGroup) -> dict[str, float]:
+    """Sums of `sums` over micro-batches and the ranks of `group`, and the largest of `maxima`. The denominators of the
+    tokens turn the sums into means."""
+    sums = {name: cast(Tensor, sum(loss.sums[name] for loss in losses)) for name in losses[0].sums}
+    maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).amax() for name in losses[0].maxima}
+    out: dict[str, float] = {}
+    for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
+        if values:
+            packed = torch.stack([value.detach().double() for value in values.values()])
+            dist.all_reduce(packed, op=op, group=group)
+            out.update(zip((f"train/{name}" for name in values), packed.tolist(), strict=True))
+    return out

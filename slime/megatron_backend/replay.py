@@ -66,7 +66,7 @@ def replay_log_probs(
                 assert sorted(i for row in layout for i in row) == list(range(len(samples))), name
                 batches = (packed(row) for row in layout)
                 values = log_probs_of_data(head, batches, len(layout), data["response_lengths"])
-                found[name] = [x.cpu() for x in values]
+                found[name] = [values[i].cpu() for i in range(len(samples))]
             return found
         finally:
             destroy_parallel()

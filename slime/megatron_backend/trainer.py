@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,10 @@ from slime.megatron_backend.audit import Audit
 from slime.megatron_backend.finite import require_finite_log_probs, require_finite_weights
 from slime.megatron_backend.forward import log_probs_of_data
 from slime.megatron_backend.head import LmHead, MicroBatchLoss, lm_head
-from slime.megatron_backend.loss import LossSetup, micro_batch_loss
+from slime.megatron_backend.loss import LossSetup, micro_batch_loss, reduce_metrics
 from slime.megatron_backend.model import build_model, unwrap
 from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.old_log_probs import OldLogProbs, later_micro_batches
 from slime.megatron_backend.optimizer import build_optimizer, finish_grads
 from slime.megatron_backend.out_of_memory import explained
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
@@ -104,6 +105,7 @@ class MegatronTrainer:
         self.publisher = self._publisher(config)
         self.version = self.start_rollout_id  # how many rollouts the current weights were trained on
         self.audit = Audit(config, self.info, self.timers, self.temperature)
+        self.old = OldLogProbs(self.info)
         self.replay = Replay(config, self.info)
         steps = profiled_steps(config.debug.profile_steps)
         self.profiler = StepProfiler(steps, config.logging.run_dir, rank, self.timers, self.info.device)
@@ -141,7 +143,7 @@ class MegatronTrainer:
         audited: dict[str, float] = {}
         with self.audit.watch(rollout_id, data, audited), self.timers.measure("actor_train"):
             with self.timers.measure("step_metrics"):
-                require_finite_log_probs(rollout_id, data)
+                require_finite_log_probs(rollout_id, data | self.old.known)
             steps = self._optimizer_steps(rollout_id, data)
         self.replay.forget()
         self._update_reference(rollout_id)
@@ -243,35 +245,40 @@ class MegatronTrainer:
         workspace_bytes = self.config.kernels.rl_kernel_workspace_mib * 2**20
         return lm_head(kind, model, self.info, temperature=self.temperature, workspace_bytes=workspace_bytes)
 
-    def _forward_log_probs(self, model: Any, data: TrainData, prefix: str) -> list[Tensor]:
-        """Log-probs of all samples by `model`. `prefix` ("ref_" or "") names the column for
+    def _forward_log_probs(
+        self, model: Any, data: TrainData, prefix: str, micro_batches: list[list[int]]
+    ) -> dict[int, Tensor]:
+        """Log-probs by `model`, by sample of `micro_batches`. `prefix` ("ref_" or "") names the column for
         --custom-megatron-before-log-prob-hook-path."""
         self._hook("custom_megatron_before_log_prob_hook_path", self.args, [model], prefix)
         policy = model is self.model
         return log_probs_of_data(
             self._head(operators.pass_head(self.config), model),
-            (
-                self._pack(data, samples, training=False, policy=policy)
-                for samples in data["micro_batch_indices"]
-            ),
-            len(data["micro_batch_indices"]),
+            (self._pack(data, samples, training=False, policy=policy) for samples in micro_batches),
+            len(micro_batches),
             data["response_lengths"],
+            sorted(i for samples in micro_batches for i in samples),
         )
 
     def _add_log_probs(self, data: TrainData) -> None:
         """Add ref_log_probs where a KL needs them, and old_log_probs where those of the first step cannot serve."""
-        config = self.config
+        config, everything = self.config, data["micro_batch_indices"]
         if self.ref_model is not None:
             with self.timers.measure("ref_log_probs"):
-                data["ref_log_probs"] = self._forward_log_probs(self.ref_model, data, "ref_")
+                found = self._forward_log_probs(self.ref_model, data, "ref_", everything)
+            data["ref_log_probs"] = [found[i] for i in range(len(found))]
         if not self.loss.rewarded:
             return
         if config.off_policy.use_rollout_logprobs:
             data["old_log_probs"] = data["rollout_log_probs"]
-        elif len(data["num_microbatches"]) > 1 or operators.needs_old_log_probs(config):
+        elif operators.before_first_step(config, len(data["num_microbatches"])):
             with self.timers.measure("log_probs"):
-                data["old_log_probs"] = self._forward_log_probs(self.model, data, "")
+                found = self._forward_log_probs(self.model, data, "", everything)
+            data["old_log_probs"] = [found[i] for i in range(len(found))]
             data["log_probs"] = data["old_log_probs"]  # the name that advantage hooks read
+        elif later := later_micro_batches(data):
+            with self.timers.measure("log_probs"):
+                self.old.expect(self._forward_log_probs(self.model, data, "", later))
 
     def _add_advantages(self, data: TrainData) -> None:
         if self.config.algorithm.disable_compute_advantages_and_returns or not self.loss.rewarded:
@@ -307,13 +314,18 @@ class MegatronTrainer:
 
         def on_output(batch: MicroBatch, output: Tensor) -> tuple[Tensor, MicroBatchLoss]:
             loss = micro_batch_loss(self.loss_setup, data, batch, output, data["normalisers"][step_id])
-            if loss.log_probs is not None and self.audit.wants(data, step_id):
+            readers = [self.audit] * self.audit.wants(data, step_id) + [self.old] * self.old.wants(step_id)
+            if loss.log_probs is not None and readers:
                 with self.timers.measure("policy_loss"):
-                    self.audit.add(data, batch, self.head.all_rows(batch, loss.log_probs))
+                    log_probs = self.head.all_rows(batch, loss.log_probs)
+                    for reader in readers:
+                        reader.add(data, batch, log_probs)
             return loss.loss, replace(loss, loss=loss.loss.detach())  # the backward ends the use of the graph
 
         losses = run_stages(self.model, self.info, batches, len(micro_batches), on_output, self.timers)
         self.progress = (done + len(micro_batches), self.progress[1])
+        if self.old.wants(step_id):
+            self.old.complete(data)
         with self.timers.measure("reduce_grads"):
             finish_grads(self.model)
         with self.timers.measure("optimizer"):
@@ -375,17 +387,3 @@ class MegatronTrainer:
         for step in steps:
             step.pop("train/log_probs", None)
         return means
-
-
-def reduce_metrics(losses: list[MicroBatchLoss], group: dist.ProcessGroup) -> dict[str, float]:
-    """Sums of `sums` over micro-batches and the ranks of `group`, and the largest of `maxima`. The denominators of the
-    tokens turn the sums into means."""
-    sums = {name: cast(Tensor, sum(loss.sums[name] for loss in losses)) for name in losses[0].sums}
-    maxima = {name: torch.stack([loss.maxima[name] for loss in losses]).amax() for name in losses[0].maxima}
-    out: dict[str, float] = {}
-    for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
-        if values:
-            packed = torch.stack([value.detach().double() for value in values.values()])
-            dist.all_reduce(packed, op=op, group=group)
-            out.update(zip((f"train/{name}" for name in values), packed.tolist(), strict=True))
-    return out

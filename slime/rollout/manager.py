@@ -107,12 +107,19 @@ class RolloutManager:
             metrics["perf/rollout_rss_gib"] = resident
         # Count the ranks' data only: samples at the end of a batch that do not fill a step are left out.
         totals = [n for data in ranks for n in data["total_lengths"]]
-        flops = sum(self._forward_flops(data) for data in ranks)
-        return RolloutBatch(rank_data, metrics, tokens=sum(totals), forward_flops=flops)
+        flops, old = (sum(self._forward_flops(data, old=old) for data in ranks) for old in (False, True))
+        return RolloutBatch(rank_data, metrics, sum(totals), forward_flops=flops, old_flops=old)
 
-    def _forward_flops(self, data: TrainData) -> float:
+    def _forward_flops(self, data: TrainData, *, old: bool) -> float:
+        """Of a pass over all samples of a rank, or of the one for old log-probs."""
         carried = columns.carried(data, self.args, training=True, policy=True)
-        return forward_flops(data, carried, self.hf_config, share_prompts=shares_prompts(self.config))
+        return forward_flops(
+            data,
+            carried,
+            self.hf_config,
+            share_prompts=shares_prompts(self.config),
+            first_step=not old or operators.before_first_step(self.config, len(data["num_microbatches"])),
+        )
 
     def _groups(self, rollout_id: int) -> tuple[list[SampleGroup], dict[str, float], Facts | None]:
         """Groups, their metrics, and how they were drawn (None if a saved rollout does not record it)."""

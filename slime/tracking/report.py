@@ -37,8 +37,13 @@ class Reporter:
             inside = perf["perf/trainer_time"] + perf.get("perf/profile_time", 0.0)
             perf["perf/handover_time"] = perf["perf/train_time"] - inside
         # Computed here, because a rank knows only its own samples.
-        flops, ranks = batch.forward_flops, self.config.world_size
-        perf |= training_speed(perf, tokens=batch.tokens, forward_flops=flops, ranks=ranks)
+        perf |= training_speed(
+            perf,
+            tokens=batch.tokens,
+            forward_flops=batch.forward_flops,
+            old_flops=batch.old_flops,
+            ranks=self.config.world_size,
+        )
         traced = rollout_id in self._profiled
         perf |= self._figures.add(perf["perf/step_time"], batch.tokens, count=not traced)
         if (resident := resident_peak_gib()) is not None:

@@ -91,8 +91,7 @@ def shared(attention, dtype: torch.dtype, *, own: bool) -> list[Tensor]:
         out = attention(query[copies], key[copies], value[copies], layout, SCALE)[tokens]
     else:
         layout = packed_layout(part, "cuda")
-        order = layout.keys if attention is flash_attention else layout.gathered
-        out = attention(query, *gather_keys(key, value, layout, order), layout, SCALE)
+        out = attention(query, *gather_keys(key, value, layout), layout, SCALE)
     out.backward(upstream)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 

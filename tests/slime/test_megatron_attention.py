@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_kernel import rotary
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import PackedAttention, Rotary, packed_layout, rotated
+from slime.megatron_backend.attention import Bucket, PackedAttention, Rotary, packed_layout, rotated
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None = None) -> Tensor:
@@ -83,17 +83,29 @@ def test_layout_by_hand():
     assert (layout.qkv_format, layout.max_seqlen_q, layout.own) == ("thd", 4, 8)
     assert layout.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     # buckets by length: {1}, {3}, {4}: their rows follow each other
-    assert layout.buckets == [(1, 1), (1, 3), (1, 4)] and layout.padded_tokens == 8
-    assert layout.slots.tolist() == [1, 2, 3, 0, 4, 5, 6, 7]
+    assert layout.buckets == [Bucket(1, 1, 1), Bucket(1, 3, 3), Bucket(1, 4, 4)]
+    assert layout.query_slots.tolist() == layout.key_slots.tolist() == [1, 2, 3, 0, 4, 5, 6, 7]
+
+
+def test_late_runs_have_few_queries():
+    """A prompt of 6; one sequence ends with it, two go on for 1 and 2 tokens."""
+    part = token_slice([6, 7, 8], prompts=[(0, 0), (0, 6), (0, 6)])
+    layout = packed_layout(part, "cpu")
+    causal, one, two = layout.buckets
+    assert causal == Bucket(1, 6, 6)
+    assert one[:3] == (1, 1, 7) and two[:3] == (1, 2, 8)
+    assert one.mask is not None and one.mask[0, 0].int().tolist() == [[1] * 7]
+    assert two.mask is not None and two.mask[0, 0].int().tolist() == [[1] * 7 + [0], [1] * 8]
+    assert layout.query_slots.tolist() == list(range(9)) and layout.key_slots.tolist() == list(range(21))
 
 
 def test_similar_lengths_share_a_bucket_and_padding_is_bounded():
     layout = packed_layout(token_slice([24, 20, 18, 1000]), "cpu")
-    assert layout.buckets == [(3, 24), (1, 1000)]
+    assert layout.buckets == [Bucket(3, 24, 24), Bucket(1, 1000, 1000)]
     lengths = list(range(1, 500))
     layout = packed_layout(token_slice(lengths), "cpu")
-    assert len(layout.buckets) <= 18 and layout.padded_tokens < 1.5 * sum(lengths)
-    assert layout.slots.unique().numel() == sum(lengths)  # no two tokens share a row
+    assert len(layout.buckets) <= 18 and sum(b.runs * b.keys for b in layout.buckets) < 1.5 * sum(lengths)
+    assert layout.key_slots.unique().numel() == sum(lengths)  # no two tokens share a row
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0, 2]])
