@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from slime.config import Config, FlagGroup, parse_args
 from slime.config.listing import Row, own_rows
 from slime.config.parser import check_flags
+from slime.config.validate import Rule
 from slime.protocols import RolloutBackend
 from vime.engine.backend import VllmBackend
 from vime.switch import from_environment
@@ -26,9 +27,12 @@ def backend_of(config: Config) -> RolloutBackend:
     return BACKENDS[config.engine.rollout_backend]
 
 
-def parse_config(argv: Sequence[str]) -> Config:
-    """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong."""
-    config = parse_args(argv, BACKENDS, _from_environment)
+def parse_config(argv: Sequence[str], rules: Sequence[Rule] = ()) -> Config:
+    """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong.
+
+    `rules` are more checks, whose errors are in the same report.
+    """
+    config = parse_args(argv, BACKENDS, _from_environment, rules)
     return dataclasses.replace(config, notes=(*config.notes, *backend_of(config).remarks(config)))
 
 

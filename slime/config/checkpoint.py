@@ -17,12 +17,14 @@ from slime.checkpoint_dir import (
     start_directory,
 )
 from slime.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
-from slime.config.fields import flag
+from slime.config.fields import flag, spelled
 from slime.config.problems import given
 from slime.config.ranges import COUNT, COUNT_OR_ZERO
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
+
+_RELEASE = "release"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class CheckpointConfig:
     save_hf: str | None = flag(
         None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
     )
+    finetune: bool = flag(False, "start from weights alone; an error where --load holds a checkpoint to resume")
+    no_load_optim: bool = flag(False, "as --finetune")
+    no_load_rng: bool = flag(False, "as --finetune")
     ref_load: str | None = flag(None, "weights of the reference model (default: --hf-checkpoint)")
 
 
@@ -63,6 +68,11 @@ def check_directories(c: Config) -> None:
     if c.debug.debug_rollout_only:
         return
     resumes = _resumes(c)
+    if resumes and (asked := weights_alone(c)):
+        raise ValueError(
+            f"{' and '.join(asked)} must be left out where --load holds a checkpoint to resume, got {c.checkpoint.load}; "
+            "to start from its weights alone, give them as --hf-checkpoint (vime export) and another --load"
+        )
     if c.checkpoint.load and not resumes and (Path(c.checkpoint.load) / COMPLETE).is_file():
         folder = Path(c.checkpoint.load).absolute().parent
         raise ValueError(
@@ -76,6 +86,18 @@ def check_directories(c: Config) -> None:
     read = c.needs_reference or (not resumes and start == c.checkpoint.ref_load)
     if read and Path(reference := given(c.checkpoint.ref_load)) != Path(given(c.rollout.hf_checkpoint)):
         _check_reference(reference)
+
+
+def weights_alone(c: Config) -> list[str]:
+    """The given flags that ask for a start from weights alone."""
+    return [spelled(name) for name in ("finetune", "no_load_optim", "no_load_rng") if c.value_of(name)]
+
+
+def is_converted(path: str) -> bool:
+    """Whether the folder holds a checkpoint that slime or Megatron converted: `release` in place of an iteration."""
+    record = Path(path) / LATEST
+    released = record.is_file() and record.read_text().strip() == _RELEASE
+    return released and (Path(path) / _RELEASE / ".metadata").is_file()
 
 
 def _resumes(c: Config) -> bool:
@@ -101,7 +123,7 @@ def _resumes(c: Config) -> bool:
 
 
 def _check_reference(path: str) -> None:
-    if _latest("--ref-load", path) is None and not holds_hf_weights(path):
+    if not is_converted(path) and _latest("--ref-load", path) is None and not holds_hf_weights(path):
         got = "which holds neither" if Path(path).is_dir() else "which is no directory"
         raise ValueError(
             f"--ref-load must name a Hugging Face directory with {HF_SINGLE} or {HF_INDEX}, or a folder with the "
@@ -110,6 +132,8 @@ def _check_reference(path: str) -> None:
 
 
 def _latest(flag_name: str, path: str) -> int | None:
+    if is_converted(path):
+        return None
     try:
         return latest(path)
     except ValueError as error:

@@ -1,14 +1,29 @@
-"""Compares MODEL_ARGS with config.json. The checkpoint decides the shape, and the flags must agree with it."""
+"""Compares MODEL_ARGS with config.json. The checkpoint decides the shape, and the flags must agree with it.
+
+Most flags have one reader here for all families. What only some families have (gates, more norms) is in the record of
+the family, `Family.model_args`, under the name of the flag. A flag about which config.json says nothing is not compared,
+and a note names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.config.fields import spelled
-from slime.hf_config import expert_count, shared_expert_width, sigmoid_scores, sparse_layers
+from slime.hf_config import EXPERT_MODELS, expert_count, shared_expert_width, sigmoid_scores, sparse_layers
 
 Reader = Callable[[dict[str, Any]], Any]
+
+
+class _Unsaid:
+    """config.json says nothing."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+UNSAID = _Unsaid()
 
 
 def _rotary(key: str, default: Any) -> Reader:
@@ -21,15 +36,89 @@ def _rotary(key: str, default: Any) -> Reader:
     return read
 
 
+def _scaling(key: str, unscaled: Any) -> Reader:
+    """A setting of rotary scaling. `unscaled` if config.json says that nothing is scaled."""
+
+    def read(hf: dict[str, Any]) -> Any:
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(hf.get(name), dict):
+                kind = hf[name].get("rope_type", hf[name].get("type", "default"))
+                return unscaled if kind == "default" else hf[name].get(key, UNSAID)
+        return unscaled if "rope_scaling" in hf else UNSAID
+
+    return read
+
+
+def _scaled_by(hf: dict[str, Any]) -> Any:
+    """The kind of rotary scaling."""
+    said = _scaling("rope_type", "default")(hf)
+    return _scaling("type", "default")(hf) if said is UNSAID else said
+
+
+def _latent(hf: dict[str, Any]) -> bool:
+    return hf.get("kv_lora_rank") is not None
+
+
+def _of_latent(key: str) -> Reader:
+    """A size of latent attention. None for other models."""
+    return lambda hf: hf.get(key, UNSAID if _latent(hf) else None)
+
+
+def _head(hf: dict[str, Any]) -> Any:
+    """Width of a head. Latent attention has others, with flags of their own."""
+    return UNSAID if _latent(hf) else hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def _of_family(name: str) -> Reader:
+    """What the record of the family says about a flag. False if the record leaves the flag out, and `UNSAID` for a
+    family without a record."""
+
+    def read(hf: dict[str, Any]) -> Any:
+        try:
+            from slime.megatron_backend.hf_weights import FAMILIES
+        except ImportError:  # a machine without Megatron checks flags, too
+            return UNSAID
+        if hf.get("model_type") not in FAMILIES:
+            return UNSAID
+        said = FAMILIES[hf["model_type"]].model_args.get(name, False)
+        return said(hf) if callable(said) else said
+
+    return read
+
+
+def _qk_norm(hf: dict[str, Any]) -> Any:
+    return _latent(hf) or hf.get("use_qk_norm", str(hf.get("model_type")).startswith("qwen3"))
+
+
 def _has_qkv_bias(hf: dict[str, Any]) -> bool:
     biased: bool = hf.get("attention_bias", hf.get("model_type") in ("qwen2", "qwen2_moe"))
     return biased
 
 
-def _scores(hf: dict[str, Any]) -> str | None:
+def _scores(hf: dict[str, Any]) -> Any:
     if not expert_count(hf):
         return None
-    return "sigmoid" if sigmoid_scores(hf) else hf.get("scoring_func", "softmax")
+    if "scoring_func" in hf:
+        return hf["scoring_func"]
+    # config.json of other families does not give the scores, and the record of the family would have to
+    return ("sigmoid" if sigmoid_scores(hf) else "softmax") if hf.get("model_type") in EXPERT_MODELS else UNSAID
+
+
+def _pre_softmax(hf: dict[str, Any]) -> Any:
+    """config.json has no such setting for sigmoid scores, and slime's scripts set the flag."""
+    if (scores := _scores(hf)) is UNSAID:
+        return UNSAID
+    return scores == "sigmoid" or (expert_count(hf) > 0 and not hf.get("norm_topk_prob", False))
+
+
+def _expert_bias(hf: dict[str, Any]) -> Any:
+    scores = _scores(hf)
+    return UNSAID if scores is UNSAID else scores == "sigmoid"
+
+
+def _predicts(hf: dict[str, Any]) -> Any:
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    return next((hf[key] or None for key in keys if key in hf), UNSAID)
 
 
 READERS: dict[str, Reader] = {
@@ -39,8 +128,8 @@ READERS: dict[str, Reader] = {
     "num_attention_heads": lambda hf: hf.get("num_attention_heads"),
     "group_query_attention": lambda hf: hf.get("num_key_value_heads") != hf.get("num_attention_heads"),
     "num_query_groups": lambda hf: hf.get("num_key_value_heads", hf.get("num_attention_heads")),
-    "kv_channels": lambda hf: hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-    "qk_layernorm": lambda hf: hf.get("use_qk_norm", str(hf.get("model_type")).startswith("qwen3")),
+    "kv_channels": _head,
+    "qk_layernorm": _qk_norm,
     "swiglu": lambda hf: hf.get("hidden_act") == "silu",
     "disable_bias_linear": lambda hf: not hf.get("mlp_bias", False),
     "add_qkv_bias": _has_qkv_bias,
@@ -48,6 +137,7 @@ READERS: dict[str, Reader] = {
     "norm_epsilon": lambda hf: hf.get("rms_norm_eps", hf.get("layer_norm_eps")),
     "position_embedding_type": lambda hf: "rope",
     "use_rotary_position_embeddings": lambda hf: True,
+    "no_position_embedding": lambda hf: True,
     "rotary_base": _rotary("rope_theta", 10000.0),
     "rotary_percent": _rotary("partial_rotary_factor", 1.0),
     "vocab_size": lambda hf: hf.get("vocab_size"),
@@ -58,17 +148,46 @@ READERS: dict[str, Reader] = {
     "moe_router_topk": lambda hf: hf.get("num_experts_per_tok"),
     "moe_layer_freq": lambda hf: [int(sparse) for sparse in sparse_layers(hf)],
     "moe_router_score_function": _scores,
-    # config.json has no such setting for sigmoid scores, and slime's scripts set the flag
-    "moe_router_pre_softmax": lambda hf: (
-        sigmoid_scores(hf) or (expert_count(hf) > 0 and not hf.get("norm_topk_prob", False))
-    ),
-    "moe_router_enable_expert_bias": sigmoid_scores,
+    "moe_router_pre_softmax": _pre_softmax,
+    "moe_router_enable_expert_bias": _expert_bias,
     "moe_router_num_groups": lambda hf: hf.get("n_group"),
     "moe_router_group_topk": lambda hf: hf.get("topk_group"),
     "moe_router_topk_scaling_factor": lambda hf: hf.get("routed_scaling_factor"),
     "moe_shared_expert_intermediate_size": lambda hf: shared_expert_width(hf) or None,
+    "moe_shared_expert_gate": _of_family("moe_shared_expert_gate"),
+    "spec": lambda hf: hf.get("model_type"),
+    "use_gated_attention": _of_family("attention_output_gate"),
+    "attention_output_gate": _of_family("attention_output_gate"),
+    "post_self_attn_layernorm": _of_family("post_self_attn_layernorm"),
+    "post_mlp_layernorm": _of_family("post_mlp_layernorm"),
+    "apply_layernorm_1p": _of_family("apply_layernorm_1p"),
+    "rotary_interleaved": _of_family("rotary_interleaved"),
+    "use_rope_scaling": lambda hf: kind if (kind := _scaled_by(hf)) is UNSAID else kind == "llama3",
+    "rope_scaling_factor": _scaling("factor", 1.0),
+    "multi_latent_attention": _latent,
+    "q_lora_rank": _of_latent("q_lora_rank"),
+    "kv_lora_rank": _of_latent("kv_lora_rank"),
+    "qk_head_dim": _of_latent("qk_nope_head_dim"),
+    "qk_pos_emb_head_dim": _of_latent("qk_rope_head_dim"),
+    "v_head_dim": _of_latent("v_head_dim"),
+    "rope_type": lambda hf: "rope" if (kind := _scaled_by(hf)) == "default" else kind,
+    "rotary_scaling_factor": _scaling("factor", 1.0),
+    "original_max_position_embeddings": _scaling("original_max_position_embeddings", UNSAID),
+    "beta_fast": _scaling("beta_fast", UNSAID),
+    "beta_slow": _scaling("beta_slow", UNSAID),
+    "mscale": _scaling("mscale", UNSAID),
+    "mscale_all_dim": _scaling("mscale_all_dim", UNSAID),
+    "mtp_num_layers": _predicts,
 }
 """MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary)."""
+
+REMARKED = {
+    "max_position_embeddings": "positions are rotary, so the number sizes nothing",
+    "moe_shared_expert_intermediate_size": "the load compares the width with the shapes of the weights",
+}
+"""MODEL_ARG whose difference is a note, and why no error is needed."""
+
+SLIME_LAYERS = "slime_plugins.models."
 
 
 def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> None:
@@ -76,15 +195,56 @@ def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> N
 
     Only flags that the user gave are compared.
     """
-    wrong = []
-    for name, value in model_args.items():
-        actual = READERS[name](hf_config)
-        if name == "moe_layer_freq" and isinstance(value, int):
-            value = [int(layer % value == 0) for layer in range(len(actual))]
-        if actual != value:
-            wrong.append(f"{spelled(name)} is {value}, config.json says {actual}")
+    wrong = [
+        f"{spelled(name)} is {_shown(value)}, config.json says {actual}"
+        for name, value, actual in _differing(model_args, hf_config)
+        if actual is not UNSAID and name not in REMARKED
+    ]
     if wrong:
         raise ValueError(
             "MODEL_ARGS must agree with config.json of --hf-checkpoint, got "
             f"{'; '.join(wrong)}; correct or leave out these flags"
         )
+
+
+def model_arg_notes(model_args: dict[str, Any], hf_config: dict[str, Any]) -> Iterator[str]:
+    """A note for the MODEL_ARGS that were not compared, and one for each that differs and decides nothing."""
+    unsaid = []
+    for name, value, actual in _differing(model_args, hf_config):
+        if actual is UNSAID:
+            unsaid.append(f"{spelled(name)} {_shown(value)}" if value is not True else spelled(name))
+        elif name in REMARKED:
+            yield (
+                f"{spelled(name)} {value} is not {actual} as in config.json, which decides: {REMARKED[name]}"
+            )
+    if unsaid:
+        yield (
+            f"not compared with config.json, which says nothing about them: {', '.join(unsaid)}; config.json and the "
+            "model family decide"
+        )
+
+
+def _differing(
+    model_args: dict[str, Any], hf_config: dict[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value of the flag, value of config.json) of each flag that does not agree."""
+    for name, value in model_args.items():
+        actual = READERS[name](hf_config)
+        if name == "moe_layer_freq" and isinstance(value, int):
+            value = [int(layer % value == 0) for layer in range(len(actual))]
+        if name == "spec":
+            if _names_layers(value, str(actual)):
+                continue
+            actual = f"model_type {actual}, whose layers are built here"
+        if actual is UNSAID or actual != value:
+            yield name, value, actual
+
+
+def _names_layers(spec: list[str], model_type: str) -> bool:
+    """Whether --spec names slime's own layers of this model_type: module qwen3_5 for qwen3_5 and qwen3_5_moe."""
+    module = spec[0] if spec else ""
+    return module.startswith(SLIME_LAYERS) and model_type.startswith(module.rpartition(".")[2])
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else str(value)

@@ -9,9 +9,9 @@ Shapes: H hidden, D head size, A query heads, G key/value groups, F feed-forward
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -135,7 +135,8 @@ class Family:
 
     `qkv_bias` and `qk_norm` are a key of config.json if the family has models of both kinds. `rotary_fraction` is the
     default for the rotated part of a head. Families with 1 rotate whole heads only. `ignored` are HF names that may be
-    in a checkpoint but that the model does not use.
+    in a checkpoint but that the model does not use. `model_args`: Megatron's flag (`post_mlp_layernorm`) -> its value for
+    every model of the family, or a function of config.json; slime.config.model_args compares launch scripts with it.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Family:
     qk_norm: bool | str
     ignored: tuple[str, ...] = ()
     rotary_fraction: float = 1.0
+    model_args: Mapping[str, Any] = field(default_factory=dict)
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
         """The row of a Megatron parameter, and its HF names with the numbers filled in. KeyError without a row."""
