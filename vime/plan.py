@@ -336,8 +336,15 @@ def main(argv: Sequence[str]) -> int:
     wrong."""
     flags, size = take_gpu_memory(argv)
     data = list[str]()
+
+    def model(config: Config) -> None:
+        check_model(config)
+
+    def readable(config: Config) -> None:
+        data.extend(prompts(config))
+
     # Model and prompts are checked with the flags, so that one report has every reason.
-    c = parse_config(for_gpus(flags, size), (check_model, lambda config: data.extend(prompts(config))))
+    c = parse_config(for_gpus(flags, size), (model, readable))
     asked = asked_bytes(c, size)
     told = describe(c, asked, data)
     print(told)

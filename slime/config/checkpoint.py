@@ -47,7 +47,9 @@ class CheckpointConfig:
     save_hf: str | None = flag(
         None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
     )
-    finetune: bool = flag(False, "start from weights alone; an error where --load holds a checkpoint to resume")
+    finetune: bool = flag(
+        False, "start from weights alone; an error where --load holds a checkpoint to resume"
+    )
     no_load_optim: bool = flag(False, "as --finetune")
     no_load_rng: bool = flag(False, "as --finetune")
     ref_load: str | None = flag(None, "weights of the reference model (default: --hf-checkpoint)")
@@ -70,7 +72,7 @@ def check_directories(c: Config) -> None:
     resumes = _resumes(c)
     if resumes and (asked := weights_alone(c)):
         raise ValueError(
-            f"{' and '.join(asked)} must be left out where --load holds a checkpoint to resume, got {c.checkpoint.load}; "
+            f"{' and '.join(asked)} must be left out where --load has a checkpoint to resume, got {c.checkpoint.load}; "
             "to start from its weights alone, give them as --hf-checkpoint (vime export) and another --load"
         )
     if c.checkpoint.load and not resumes and (Path(c.checkpoint.load) / COMPLETE).is_file():
@@ -79,7 +81,8 @@ def check_directories(c: Config) -> None:
             f"--load must name the folder of all iterations, got one of them, {c.checkpoint.load}; use {folder}"
         )
     start = start_directory(c)
-    if not resumes and start == c.checkpoint.load and not holds_hf_weights(start):
+    read_as_hf = not resumes and start == c.checkpoint.load and not is_converted(start)
+    if read_as_hf and not holds_hf_weights(start):
         raise ValueError(
             f"--load must hold {HF_SINGLE} or {HF_INDEX} beside its config.json, got neither in {start}; copy them"
         )

@@ -7,7 +7,7 @@ the user's hooks: they find it in their `args`, with the value of the file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,7 @@ def custom_entries(groups: list[FlagGroup]) -> dict[str, Any]:
     return {str(key).removeprefix("--").replace("-", "_"): value for key, value in content.items()}
 
 
-def settings_notes(settings: dict[str, Any], known: Iterable[str]) -> Iterator[str]:
-    """A note with the keys that are no flags. A key that is near a flag is named with that flag."""
-    if settings:
-        listed, names = ", ".join(settings), list(known)
-        near = "".join(f" ({key}{hint})" for key in settings if (hint := nearest(key, names)))
-        yield f"--custom-config-path: {listed}: no flags, so hooks find them in args{near}"
+def settings_note(settings: dict[str, Any], known: Sequence[str]) -> str:
+    """The keys that are no flags. A key that is near a flag is named with that flag."""
+    near = "".join(f" ({key}{hint})" for key in settings if (hint := nearest(key, known)))
+    return f"--custom-config-path: {', '.join(settings)}: no flags, so hooks find them in args{near}"

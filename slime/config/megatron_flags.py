@@ -176,6 +176,7 @@ MANAGED = {
     "layernorm_epsilon": "spelled --norm-epsilon and read from the checkpoint's config.json",
     "add_bias_linear": "read from the checkpoint's config.json",
     "gated_linear_unit": "read from the checkpoint's config.json",
+    "layernorm_zero_centered_gamma": "spelled --apply-layernorm-1p and follows from the model family",
     "num_moe_experts": "spelled --num-experts and read from the checkpoint's config.json",
     "bias_activation_fusion": "spelled --no-bias-swiglu-fusion",
 }

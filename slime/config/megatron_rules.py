@@ -21,7 +21,9 @@ _NEVER_RUN = (
     "external_cuda_graph",
     "cpu_offloading",
 )
-_ON_GPU = "the optimizer's state stays on the GPU between its steps (--offload-train moves it away while engines generate)"
+_ON_GPU = (
+    "the optimizer's state stays on the GPU during training; --offload-train moves it away for the engines"
+)
 _ALLTOALL = "tokens travel to their experts by torch's all-to-all, with the same result"
 _SCHEDULE = "each rank has one stage of the pipeline; interleaved stages compute the same in another order"
 _FLASH = "attention runs in the kernel for packed rows, with the same mathematics"
@@ -42,7 +44,11 @@ SAME_RESULT: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
     "use_torch_optimizer_for_cpu_offload": (None, None, _ON_GPU),
     "pin_cpu_grads": (None, None, _ON_GPU),
     "pin_cpu_params": (None, None, _ON_GPU),
-    "use_precision_aware_optimizer": (None, None, "main weights, gradients and moments are float32, its default, too"),
+    "use_precision_aware_optimizer": (
+        None,
+        None,
+        "main weights, gradients and moments are float32, its default, too",
+    ),
     "microbatch_group_size_per_vp_stage": (None, None, _SCHEDULE),
     "attention_backend": (("fused", "unfused", "local"), "auto", _FLASH),
 }

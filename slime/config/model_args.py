@@ -1,8 +1,8 @@
 """Compares MODEL_ARGS with config.json. The checkpoint decides the shape, and the flags must agree with it.
 
 Most flags have one reader here for all families. What only some families have (gates, more norms) is in the record of
-the family, `Family.model_args`, under the name of the flag. A flag about which config.json says nothing is not compared,
-and a note names it.
+the family, `Family.model_args`, under the name of the flag. A flag about which config.json says nothing is not
+compared, and a note names it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def _scores(hf: dict[str, Any]) -> Any:
     if "scoring_func" in hf:
         return hf["scoring_func"]
     # config.json of other families does not give the scores, and the record of the family would have to
-    return ("sigmoid" if sigmoid_scores(hf) else "softmax") if hf.get("model_type") in EXPERT_MODELS else UNSAID
+    return (
+        ("sigmoid" if sigmoid_scores(hf) else "softmax") if hf.get("model_type") in EXPERT_MODELS else UNSAID
+    )
 
 
 def _pre_softmax(hf: dict[str, Any]) -> Any:
@@ -185,9 +187,11 @@ REMARKED = {
     "max_position_embeddings": "positions are rotary, so the number sizes nothing",
     "moe_shared_expert_intermediate_size": "the load compares the width with the shapes of the weights",
 }
-"""MODEL_ARG whose difference is a note, and why no error is needed."""
+"""MODEL_ARG whose difference is a note if config.json has a value, and why no error is needed."""
 
 SLIME_LAYERS = "slime_plugins.models."
+_RENAMED_LAYERS = {"glm5": "glm_moe_dsa"}
+"""Module of slime's layers -> model_type, where the module is not the start of the model_type."""
 
 
 def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> None:
@@ -198,7 +202,7 @@ def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> N
     wrong = [
         f"{spelled(name)} is {_shown(value)}, config.json says {actual}"
         for name, value, actual in _differing(model_args, hf_config)
-        if actual is not UNSAID and name not in REMARKED
+        if actual is not UNSAID and not (name in REMARKED and actual)
     ]
     if wrong:
         raise ValueError(
@@ -208,12 +212,12 @@ def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> N
 
 
 def model_arg_notes(model_args: dict[str, Any], hf_config: dict[str, Any]) -> Iterator[str]:
-    """A note for the MODEL_ARGS that were not compared, and one for each that differs and decides nothing."""
+    """A note for the MODEL_ARGS that were not compared, and one for each of `REMARKED` that differs."""
     unsaid = []
     for name, value, actual in _differing(model_args, hf_config):
         if actual is UNSAID:
             unsaid.append(f"{spelled(name)} {_shown(value)}" if value is not True else spelled(name))
-        elif name in REMARKED:
+        else:
             yield (
                 f"{spelled(name)} {value} is not {actual} as in config.json, which decides: {REMARKED[name]}"
             )
@@ -224,9 +228,7 @@ def model_arg_notes(model_args: dict[str, Any], hf_config: dict[str, Any]) -> It
         )
 
 
-def _differing(
-    model_args: dict[str, Any], hf_config: dict[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
+def _differing(model_args: dict[str, Any], hf_config: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(name, value of the flag, value of config.json) of each flag that does not agree."""
     for name, value in model_args.items():
         actual = READERS[name](hf_config)
@@ -243,8 +245,11 @@ def _differing(
 def _names_layers(spec: list[str], model_type: str) -> bool:
     """Whether --spec names slime's own layers of this model_type: module qwen3_5 for qwen3_5 and qwen3_5_moe."""
     module = spec[0] if spec else ""
-    return module.startswith(SLIME_LAYERS) and model_type.startswith(module.rpartition(".")[2])
+    name = module.rpartition(".")[2]
+    return module.startswith(SLIME_LAYERS) and model_type.startswith(_RENAMED_LAYERS.get(name, name))
 
 
 def _shown(value: Any) -> str:
-    return " ".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else str(value)
+    return (
+        " ".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else str(value)
+    )

@@ -43,8 +43,8 @@ def package_notes(c: Config) -> Iterator[str]:
     """A note for --use-wandb without wandb: the run's own record is complete without it."""
     if c.logging.use_wandb and not is_installed("wandb"):
         yield (
-            "--use-wandb: the package wandb is not installed, so metrics go to metrics.jsonl of the run directory alone "
-            "(`vime plot` draws them); pip install wandb to send them, too"
+            "--use-wandb: the package wandb is not installed, so metrics go to metrics.jsonl of the run directory "
+            "alone (`vime plot` draws them); pip install wandb to send them, too"
         )
 
 

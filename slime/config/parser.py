@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.config.backend import BackendFlags, NoBackend
 from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
-from slime.config.custom_config import custom_entries, settings_notes
+from slime.config.custom_config import custom_entries, settings_note
 from slime.config.engine import DEFAULT_BACKEND
 from slime.config.fields import nearest
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
@@ -93,7 +93,8 @@ def _collect(
     if split is not None:
         groups += split[0]
         given.values["hook_settings"] = split[1]
-        given.notes += settings_notes(split[1], _known(backend))
+        if split[1]:
+            given.notes.append(settings_note(split[1], sorted(_fixed(backend))))
     groups = _translated(groups, backend, given, problems)
     if translate is not None and (translated := problems.check(translate, groups)) is not None:
         groups, notes = translated

@@ -169,7 +169,9 @@ def _batches(c: argparse.Namespace) -> None:
 def _evaluation(c: argparse.Namespace) -> None:
     """One path alone is slime's older spelling of a data set with the name aime."""
     if len(c.eval_prompt_data or []) == 1:
-        c.notes.append(f"--eval-prompt-data {c.eval_prompt_data[0]} has no name; it is called aime, as in slime")
+        c.notes.append(
+            f"--eval-prompt-data {c.eval_prompt_data[0]} has no name; it is called aime, as in slime"
+        )
         c.eval_prompt_data = ["aime", *c.eval_prompt_data]
 
 

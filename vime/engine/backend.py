@@ -31,7 +31,10 @@ ENGINE_SHARE = 0.92
 """vLLM's own --gpu-memory-utilization."""
 CONCURRENCY = FlagSpec("vllm_server_concurrency", int, 512, "maximum number of requests in flight per engine")
 INVARIANT = FlagSpec(
-    "vllm_batch_invariant", bool, False, "answers that do not depend on the other requests of a batch (slower)"
+    "vllm_batch_invariant",
+    bool,
+    False,
+    "answers that do not depend on the other requests of a batch (slower)",
 )
 _DEADLINE = "one request may take --rollout-deadline-s"
 UNSUPPORTED = {

@@ -83,7 +83,9 @@ def _translate(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
                 f"{group.typed} must be one of {', '.join(values)} to have a vLLM counterpart, got {value}; choose one "
                 f"of them, or leave it out and give --{target.replace('_', '-')}"
             )
-        return ([_group(target, values[value])], "") if values[value] != ANY else ([], "vLLM chooses it itself")
+        return (
+            ([_group(target, values[value])], "") if values[value] != ANY else ([], "vLLM chooses it itself")
+        )
     if name in ENGINE_DECIDES:
         return [], ENGINE_DECIDES[name]
     if name in SPECIAL:
@@ -148,7 +150,9 @@ def _spread(groups: list[FlagGroup]) -> bool:
     """Whether an engine needs several nodes. Other checks report values that are no numbers."""
     typed = {group.name: group.values[0] for group in groups if group.values}
     defaults = ClusterConfig()
-    nodes = HARDWARE[typed["gpu"]].gpus_per_node if typed.get("gpu") in HARDWARE else defaults.num_gpus_per_node
+    nodes = (
+        HARDWARE[typed["gpu"]].gpus_per_node if typed.get("gpu") in HARDWARE else defaults.num_gpus_per_node
+    )
     try:
         engine = int(typed.get("rollout_num_gpus_per_engine", defaults.rollout_num_gpus_per_engine))
         return engine > int(typed.get("num_gpus_per_node", nodes))

@@ -102,90 +102,99 @@ MAPPED: dict[str, tuple[str, dict[str, str]]] = {
 }
 """Another name, and other names for the values."""
 
-_SCHEDULE = "vLLM's scheduler decides itself"
-_LAYOUT = "vLLM decides itself how the parts of a layer are shared"
-_KERNELS = "vLLM chooses its kernels itself"
-_BALANCE = "vLLM does not move experts between GPUs here; answers are the same"
-_LOGS = "logs of the engines are in the run directory"
-_POOL = "the engine pool decides this itself"
-_CACHE = "vLLM's prefix cache is on the GPU"
-_WATCH = "the engine pool watches engines: --rollout-health-check-timeout"
-_TOKENS = "engines get and give tokens"
-ENGINE_DECIDES = {
-    "enable_metrics": "vLLM always serves /metrics",
-    "enable_dp_attention": "in vLLM it follows from --vllm-data-parallel-size",
-    **dict.fromkeys(("enable_dp_lm_head", "moe_dense_tp_size", "attention_context_parallel_size"), _LAYOUT),
-    **dict.fromkeys(("schedule_policy", "schedule_conservativeness", "num_continuous_decode_steps"), _SCHEDULE),
-    **dict.fromkeys(("disable_overlap_schedule", "enable_mixed_chunk", "max_prefill_tokens"), _SCHEDULE),
-    **dict.fromkeys(("max_total_tokens", "max_queued_requests", "load_balance_method"), _SCHEDULE),
-    **dict.fromkeys(("swa_full_tokens_ratio", "max_mamba_cache_size", "mamba_full_memory_ratio"), _SCHEDULE),
-    **dict.fromkeys(("stream_interval", "sleep_on_idle", "prefill_max_requests", "disable_hybrid_swa_memory"), _SCHEDULE),
-    **dict.fromkeys(("enable_two_batch_overlap", "enable_single_batch_overlap"), _SCHEDULE),
-    **dict.fromkeys(("tbo_token_distribution_threshold", "enable_pdmux", "min_free_slots_delayer"), _SCHEDULE),
-    **dict.fromkeys(("prefill_attention_backend", "decode_attention_backend", "mm_attention_backend"), _KERNELS),
-    **dict.fromkeys(("nsa_prefill_backend", "nsa_decode_backend", "sampling_backend", "grammar_backend"), _KERNELS),
-    **dict.fromkeys(("moe_runner_backend", "fp8_gemm_backend", "fp8_gemm_runner_backend", "fp4_gemm_backend"), _KERNELS),
-    **dict.fromkeys(("mamba_backend", "linear_attn_backend", "flashinfer_mla_disable_ragged"), _KERNELS),
-    **dict.fromkeys(("enable_torch_compile", "torch_compile_max_bs", "enable_piecewise_cuda_graph"), _KERNELS),
-    **dict.fromkeys(("piecewise_cuda_graph_max_tokens", "piecewise_cuda_graph_tokens"), _KERNELS),
-    **dict.fromkeys(("disable_cuda_graph_padding", "enable_profile_cuda_graph", "cuda_graph_gc"), _KERNELS),
-    **dict.fromkeys(("triton_attention_num_kv_splits", "triton_attention_split_tile_size"), _KERNELS),
-    **dict.fromkeys(("enable_flashinfer_allreduce_fusion", "enable_nccl_nvls", "enable_symm_mem"), _KERNELS),
-    **dict.fromkeys(("enable_mscclpp", "enable_torch_symm_mem", "enable_p2p_check", "deepep_config"), _KERNELS),
-    **dict.fromkeys(("disable_flashinfer_cutlass_moe_fp4_allgather", "disable_shared_experts_fusion"), _KERNELS),
-    **dict.fromkeys(("disable_chunked_prefix_cache", "enable_fused_qk_norm_rope", "enable_attn_tp_input_scattered"), _KERNELS),
-    **dict.fromkeys(("enable_cudagraph_gc", "enable_layerwise_nvtx_marker"), _KERNELS),
-    **dict.fromkeys(("enable_eplb", "eplb_algorithm", "eplb_rebalance_num_iterations"), _BALANCE),
-    **dict.fromkeys(("eplb_rebalance_layers_per_chunk", "ep_num_redundant_experts"), _BALANCE),
-    **dict.fromkeys(("ep_dispatch_algorithm", "init_expert_location", "enable_expert_distribution_metrics"), _BALANCE),
-    **dict.fromkeys(("expert_distribution_recorder_mode", "expert_distribution_recorder_buffer_size"), _BALANCE),
-    **dict.fromkeys(("log_level", "log_requests", "log_requests_level", "show_time_cost"), _LOGS),
-    **dict.fromkeys(("decode_log_interval", "crash_dump_folder", "enable_metrics_for_all_schedulers"), _LOGS),
-    **dict.fromkeys(("enable_trace", "otlp_traces_endpoint", "collect_tokens_histogram", "kv_events_config"), _LOGS),
-    **dict.fromkeys(("bucket_time_to_first_token", "bucket_inter_token_latency", "enable_cache_report"), _LOGS),
-    **dict.fromkeys(("device", "base_gpu_id", "gpu_id_step", "nccl_port", "dist_init_addr", "dist_timeout"), _POOL),
-    **dict.fromkeys(("nnodes", "node_rank", "numa_node", "warmups", "skip_server_warmup"), _POOL),
-    **dict.fromkeys(("enable_memory_saver", "enable_weights_cpu_backup", "checkpoint_engine_wait_weights"), _POOL),
-    **dict.fromkeys(("delete_ckpt_after_loading", "weight_loader_disable_mmap", "model_loader_extra_config"), _POOL),
-    **dict.fromkeys(("watchdog_timeout", "soft_watchdog_timeout", "enable_nan_detection"), _WATCH),
-    **dict.fromkeys(("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "hicache_write_policy"), _CACHE),
-    **dict.fromkeys(("hicache_io_backend", "hicache_mem_layout", "hicache_storage_backend"), _CACHE),
-    **dict.fromkeys(("radix_eviction_policy", "enable_lmcache"), _CACHE),
-    **dict.fromkeys(("skip_tokenizer_init", "stream_output", "tokenizer_worker_num", "detokenizer_worker_num"), _TOKENS),
-    **dict.fromkeys(("disable_fast_image_processor", "keep_mm_feature_on_device"), _TOKENS),
-    **dict.fromkeys(("enable_tokenizer_batch_encode", "disable_outlines_disk_cache"), _TOKENS),
-    **dict.fromkeys(("constrained_json_whitespace_pattern", "file_storage_path", "tool_server"), _TOKENS),
-    **dict.fromkeys(("speculative_attention_mode", "speculative_draft_attention_backend"), _KERNELS),
-    **dict.fromkeys(("speculative_moe_runner_backend", "speculative_moe_a2a_backend"), _KERNELS),
-}
-"""The answers are the same without the flag."""
 
-_ENGINE_SIZE = "GPUs of one engine: --rollout-num-gpus-per-engine {}"
-_ADDRESS = "engines listen where the engine pool places them"
-_SPLIT = "separate prefill servers are not supported yet; all engines do both"
-_LORA = "adapters are not supported; all weights are trained"
-_OTHER = "answers would come from another distribution than the trainer's"
-_LOSSY = "drafted tokens are always accepted by the exact rule; leave the flag out"
-REFUSED = {
-    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size"), _ENGINE_SIZE),
-    **dict.fromkeys(
-        ("pp_size", "pipeline_parallel_size"), "stages of one engine: --vllm-pipeline-parallel-size {}"
+def _by_name(table: dict[str, str]) -> dict[str, str]:
+    """Flag -> reason, from reason -> flags in one text."""
+    return {name: why for why, names in table.items() for name in names.split()}
+
+
+_ENGINE_DECIDES = {
+    "vLLM always serves /metrics": "enable_metrics",
+    "in vLLM it follows from --vllm-data-parallel-size": "enable_dp_attention",
+    "vLLM decides itself how the parts of a layer are shared": (
+        "enable_dp_lm_head moe_dense_tp_size attention_context_parallel_size"
     ),
-    **dict.fromkeys(("model", "model_path"), "engines serve --hf-checkpoint"),
-    **dict.fromkeys(("host", "port", "api_key", "served_model_name"), _ADDRESS),
-    "config": "groups of engines and several models are not supported yet; --rollout-num-gpus-per-engine sizes all engines",
-    **dict.fromkeys(("disaggregation_mode", "disaggregation_transfer_backend"), _SPLIT),
-    **dict.fromkeys(("disaggregation_bootstrap_port", "disaggregation_ib_device"), _SPLIT),
-    **dict.fromkeys(("disaggregation_decode_tp", "disaggregation_decode_dp", "pdlb_url"), _SPLIT),
-    **dict.fromkeys(("enable_lora", "lora_paths", "max_lora_rank", "lora_target_modules"), _LORA),
-    **dict.fromkeys(("max_loras_per_batch", "lora_backend"), _LORA),
-    **dict.fromkeys(("torchao_config", "quantization_param_path", "modelopt_quant"), "use --vllm-quantization"),
-    "enable_fp32_lm_head": "vLLM computes logits in the dtype of the model; use --vllm-dtype float32",
-    "rl_on_policy_target": "--sglang-enable-deterministic-inference asks for batch-invariant engines",
-    "enable_custom_logit_processor": _OTHER,
-    **dict.fromkeys(("preferred_sampling_params", "sampling_defaults"), "sampling is set by --rollout-temperature, --rollout-top-p and --rollout-top-k"),
-    **dict.fromkeys(("is_embedding", "enable_multimodal", "completion_template"), "engines generate text from tokens"),
-    **dict.fromkeys(("speculative_accept_threshold_single", "speculative_accept_threshold_acc"), _LOSSY),
-    "speculative_token_map": "vLLM drafts over the whole vocabulary",
+    "vLLM's scheduler decides itself": (
+        "schedule_policy schedule_conservativeness num_continuous_decode_steps disable_overlap_schedule "
+        "enable_mixed_chunk max_prefill_tokens max_total_tokens max_queued_requests load_balance_method "
+        "swa_full_tokens_ratio max_mamba_cache_size mamba_full_memory_ratio stream_interval sleep_on_idle "
+        "prefill_max_requests disable_hybrid_swa_memory enable_two_batch_overlap enable_single_batch_overlap "
+        "tbo_token_distribution_threshold enable_pdmux"
+    ),
+    "vLLM chooses its kernels itself": (
+        "prefill_attention_backend decode_attention_backend mm_attention_backend nsa_prefill_backend "
+        "nsa_decode_backend sampling_backend grammar_backend moe_runner_backend fp8_gemm_backend "
+        "fp8_gemm_runner_backend fp4_gemm_backend mamba_backend linear_attn_backend "
+        "flashinfer_mla_disable_ragged enable_torch_compile torch_compile_max_bs enable_piecewise_cuda_graph "
+        "piecewise_cuda_graph_max_tokens piecewise_cuda_graph_tokens disable_cuda_graph_padding "
+        "enable_profile_cuda_graph triton_attention_num_kv_splits "
+        "triton_attention_split_tile_size enable_flashinfer_allreduce_fusion enable_nccl_nvls enable_symm_mem "
+        "enable_mscclpp enable_torch_symm_mem enable_p2p_check deepep_config "
+        "disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion "
+        "disable_chunked_prefix_cache enable_fused_qk_norm_rope enable_attn_tp_input_scattered "
+        "enable_cudagraph_gc enable_layerwise_nvtx_marker speculative_attention_mode "
+        "speculative_draft_attention_backend speculative_moe_runner_backend speculative_moe_a2a_backend"
+    ),
+    "vLLM does not move experts between GPUs here; answers are the same": (
+        "enable_eplb eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk "
+        "ep_num_redundant_experts ep_dispatch_algorithm init_expert_location "
+        "enable_expert_distribution_metrics expert_distribution_recorder_mode "
+        "expert_distribution_recorder_buffer_size"
+    ),
+    "logs of the engines are in the run directory": (
+        "log_level log_requests log_requests_level show_time_cost decode_log_interval crash_dump_folder "
+        "enable_metrics_for_all_schedulers enable_trace otlp_traces_endpoint collect_tokens_histogram "
+        "kv_events_config bucket_time_to_first_token bucket_inter_token_latency enable_cache_report"
+    ),
+    "the engine pool decides this itself": (
+        "device base_gpu_id gpu_id_step nccl_port dist_init_addr dist_timeout nnodes node_rank numa_node "
+        "warmups skip_server_warmup enable_memory_saver enable_weights_cpu_backup "
+        "checkpoint_engine_wait_weights delete_ckpt_after_loading weight_loader_disable_mmap "
+        "model_loader_extra_config"
+    ),
+    "the engine pool watches engines: --rollout-health-check-timeout": (
+        "watchdog_timeout soft_watchdog_timeout enable_nan_detection"
+    ),
+    "vLLM's prefix cache is on the GPU": (
+        "enable_hierarchical_cache hicache_ratio hicache_size hicache_write_policy hicache_io_backend "
+        "hicache_mem_layout hicache_storage_backend radix_eviction_policy enable_lmcache"
+    ),
+    "engines get and give tokens": (
+        "skip_tokenizer_init stream_output tokenizer_worker_num detokenizer_worker_num "
+        "disable_fast_image_processor keep_mm_feature_on_device enable_tokenizer_batch_encode "
+        "disable_outlines_disk_cache constrained_json_whitespace_pattern file_storage_path tool_server"
+    ),
 }
+ENGINE_DECIDES = _by_name(_ENGINE_DECIDES)
+"""The answers are the same without the flag. The value is the reason."""
+
+_REFUSED = {
+    "GPUs of one engine: --rollout-num-gpus-per-engine {}": ("tp tp_size tensor_parallel_size"),
+    "stages of one engine: --vllm-pipeline-parallel-size {}": ("pp_size pipeline_parallel_size"),
+    "engines serve --hf-checkpoint": ("model model_path"),
+    "engines listen where the engine pool places them": ("host port api_key served_model_name"),
+    "groups of engines and several models are not supported yet; --rollout-num-gpus-per-engine sizes all": (
+        "config"
+    ),
+    "separate prefill servers are not supported yet; all engines do both": (
+        "disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port "
+        "disaggregation_ib_device disaggregation_decode_tp disaggregation_decode_dp pdlb_url"
+    ),
+    "adapters are not supported; all weights are trained": (
+        "enable_lora lora_paths max_lora_rank lora_target_modules max_loras_per_batch lora_backend"
+    ),
+    "use --vllm-quantization": ("torchao_config quantization_param_path"),
+    "vLLM computes logits in the dtype of the model; use --vllm-dtype float32": "enable_fp32_lm_head",
+    "--sglang-enable-deterministic-inference asks for batch-invariant engines": "rl_on_policy_target",
+    "answers would come from another distribution than the trainer's": "enable_custom_logit_processor",
+    "sampling is set by --rollout-temperature, --rollout-top-p and --rollout-top-k": (
+        "preferred_sampling_params sampling_defaults"
+    ),
+    "engines generate text from tokens": ("is_embedding enable_multimodal completion_template"),
+    "drafted tokens are always accepted by the exact rule; leave the flag out": (
+        "speculative_accept_threshold_single speculative_accept_threshold_acc"
+    ),
+    "vLLM drafts over the whole vocabulary": "speculative_token_map",
+}
+REFUSED = _by_name(_REFUSED)
 """What another flag decides, or why there is no counterpart, in words; {} is the value that was given."""

@@ -135,8 +135,8 @@ class Family:
 
     `qkv_bias` and `qk_norm` are a key of config.json if the family has models of both kinds. `rotary_fraction` is the
     default for the rotated part of a head. Families with 1 rotate whole heads only. `ignored` are HF names that may be
-    in a checkpoint but that the model does not use. `model_args`: Megatron's flag (`post_mlp_layernorm`) -> its value for
-    every model of the family, or a function of config.json; slime.config.model_args compares launch scripts with it.
+    in a checkpoint but that the model does not use. `model_args`: Megatron's flag (`post_mlp_layernorm`) -> its value
+    for every model of the family, or a function of config.json; slime.config.model_args compares flags with it.
     """
 
     name: str
