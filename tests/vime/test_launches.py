@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from vime.backends import parse_config
 from vime.cli import main
+from vime.engine.flags import engine_settings
 
 QWEN = {
     "model_type": "qwen3",
@@ -149,3 +151,12 @@ def test_one_report_has_every_reason(folder, capsys):
     ):
         assert told.count(reason) >= 1, reason
     assert "Traceback" not in told
+
+
+def test_deterministic_inference_sets_the_engines_environment(folder):
+    """vLLM has batch invariance on GPUs alone."""
+    argv = planned(folder, "dense, apart")
+    assert engine_settings(parse_config(argv))["env"] == {"VLLM_BATCH_INVARIANT": "1"}
+    c = parse_config([*argv, "--device", "cpu"])
+    assert engine_settings(c)["env"] == {}
+    assert any(note.startswith("--vllm-batch-invariant has no effect on CPU engines") for note in c.notes)
