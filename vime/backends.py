@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from slime.config import Config, FlagGroup, parse_args
 from slime.config.listing import Row, own_rows
 from slime.config.parser import check_flags
+from slime.config.validate import Rule
 from slime.protocols import RolloutBackend
 from vime.engine.backend import VllmBackend
 from vime.switch import from_environment
@@ -28,12 +29,13 @@ def backend_of(config: Config) -> RolloutBackend:
     return BACKENDS[config.engine.rollout_backend]
 
 
-def parse_config(argv: Sequence[str], *, download: bool = False) -> Config:
+def parse_config(argv: Sequence[str], rules: Sequence[Rule] = (), *, download: bool = False) -> Config:
     """The resolved, validated configuration of a command line and of vime.switch's variables. ValueError when wrong.
 
-    `download`: fetch --hf-checkpoint and --ref-load if they name models of the Hugging Face hub.
+    `rules` are more checks, whose errors are in the same report. `download`: fetch --hf-checkpoint and --ref-load if
+    they name models of the Hugging Face hub.
     """
-    config = parse_args(argv, BACKENDS, _from_environment, download=download)
+    config = parse_args(argv, BACKENDS, _from_environment, rules, download=download)
     return dataclasses.replace(config, notes=(*config.notes, *backend_of(config).remarks(config)))
 
 

@@ -251,8 +251,8 @@ def transport(c: Config) -> str:
     return f"{CHANNELS[name].plan.format(weight_dir=where)} ({name})"
 
 
-def describe(c: Config, gpu_bytes: float | None = None) -> str:
-    """The whole plan as text, for GPUs of `gpu_bytes` each or for this machine's GPU."""
+def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | None = None) -> str:
+    """The whole plan as text, for GPUs of `gpu_bytes` each or for this machine's GPU. `data`: lines of `prompts`."""
     gpu_bytes = gpu_bytes or device_memory(c)
     remarks = notes(c)
     hf = hf_config_of(c)
@@ -266,7 +266,7 @@ def describe(c: Config, gpu_bytes: float | None = None) -> str:
         "Hardware": list(hardware(c, hf)),
         "Operators": list(kernels(c)),
         "Batches": list(batches(c)),
-        "Data": list(prompts(c)),
+        "Data": list(prompts(c) if data is None else data),
         "Memory of a trainer rank": list(trainer_memory(c, hf, gpu_bytes)),
         "Memory of an engine, per GPU": list(memory_of_engine(c, hf, gpu_bytes)),
         "Engine flags": list(backend_of(c).command_lines(c)),
@@ -336,9 +336,18 @@ def main(argv: Sequence[str]) -> int:
     """Print the plan of these flags. Returns 1 if the run does not fit the given GPUs. ValueError if a flag is
     wrong."""
     flags, size = take_gpu_memory(argv)
-    c = parse_config(for_gpus(flags, size))
+    data = list[str]()
+
+    def model(config: Config) -> None:
+        check_model(config)
+
+    def readable(config: Config) -> None:
+        data.extend(prompts(config))
+
+    # Model and prompts are checked with the flags, so that one report has every reason.
+    c = parse_config(for_gpus(flags, size), (model, readable))
     asked = asked_bytes(c, size)
-    told = describe(c, asked)
+    told = describe(c, asked, data)
     print(told)
     verdicts = [line.strip() for line in told.splitlines()]
     return int(asked is not None and any(line.startswith(TOO_SMALL) for line in verdicts))

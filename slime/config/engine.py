@@ -39,6 +39,7 @@ class EngineFacts:
 @dataclass(frozen=True)
 class EngineConfig:
     """`*_args` are typed values that the user gave, by the engine's own names; `*_argv` are the same as its flags.
+    `backend_env`: environment variables of the engines' processes.
     `server_concurrency`: maximum number of requests in flight per engine. `hook_args`: what hooks find in their `args`
     under the backend's names."""
 
@@ -47,6 +48,7 @@ class EngineConfig:
     engine_facts: EngineFacts = field(default_factory=EngineFacts)
     backend_args: dict[str, Any] = field(default_factory=dict)
     backend_argv: list[str] = field(default_factory=list)
+    backend_env: dict[str, str] = field(default_factory=dict)
     router_args: dict[str, Any] = field(default_factory=dict)
     router_argv: list[str] = field(default_factory=list)
     hook_args: dict[str, Any] = field(default_factory=dict)

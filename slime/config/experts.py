@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.config.fields import spelled
+from slime.config.problems import Problems
 from slime.models import Decoder
 
 if TYPE_CHECKING:
@@ -28,11 +29,7 @@ REFUSED = {
     "moe_router_force_load_balancing": "tokens would go to random experts",
     "moe_router_force_biased": "tokens would go to random experts",
     "moe_router_bias_update_rate": "the engine's choice of experts would move without a gradient",
-    "moe_shared_expert_gate": _ROWS,
-    "moe_shared_expert_overlap": "the shared expert is computed before the routed ones",
     "moe_latent_size": _ROWS,
-    "moe_enable_deepep": "tokens travel by --moe-token-dispatcher-type alltoall alone",
-    "overlap_moe_expert_parallel_comm": "the trainer's schedule has no such overlap",
 }
 """Settings that must be off, and why."""
 
@@ -53,12 +50,14 @@ ONLY = {
 def check_expert_flags(c: Config, decoder: Decoder) -> None:
     """ValueError for flags that do not fit the model, with experts or dense."""
     if experts := decoder.experts:
-        check_expert_settings(c.megatron.overrides)
-        check_untried(c.megatron.overrides)
-        check_expert_layout(c, experts.count)
-        check_expert_width(c, decoder)
-        check_expert_ranks(c, c.world_size)
-        check_expert_stages(c, decoder.sparse)
+        problems = Problems()
+        problems.check(check_expert_settings, c.megatron.overrides)
+        problems.check(check_untried, c.megatron.overrides)
+        problems.check(check_expert_layout, c, experts.count)
+        problems.check(check_expert_width, c, decoder)
+        problems.check(check_expert_ranks, c, c.world_size)
+        problems.check(check_expert_stages, c, decoder.sparse)
+        problems.report()
     elif c.megatron.expert_model_parallel_size != 1 or c.megatron.expert_tensor_parallel_size not in (
         None,
         1,
@@ -71,18 +70,19 @@ def check_expert_flags(c: Config, decoder: Decoder) -> None:
 
 
 def check_expert_settings(overrides: dict[str, Any]) -> None:
-    """ValueError for a Megatron setting that would change the policy of a model with experts, or that was never run.
-    `overrides` has megatron-core's field names."""
+    """ValueError for the Megatron settings that would change the policy of a model with experts, or that were never
+    run. `overrides` has megatron-core's field names."""
+    problems = Problems()
     for name, value in overrides.items():
-        got = " ".join(map(str, value)) if isinstance(value, list) else value
+        values = value if isinstance(value, list) else [value]
+        got = " ".join(map(str, values))
         if name in ONLY:
             accepted, why = ONLY[name]
-            if any(kind not in accepted for kind in (value if isinstance(value, list) else [value])):
-                raise ValueError(f"{spelled(name)} must be {' or '.join(accepted)}, got {got}; {why}")
-        elif name in REFUSED and not all(
-            _is_off(name, x) for x in (value if isinstance(value, list) else [value])
-        ):
-            raise ValueError(f"{spelled(name)} must be left out, got {got}; {REFUSED[name]}")
+            if any(kind not in accepted for kind in values):
+                problems.add(f"{spelled(name)} must be {' or '.join(accepted)}, got {got}; {why}")
+        elif name in REFUSED and not all(_is_off(name, x) for x in values):
+            problems.add(f"{spelled(name)} must be left out, got {got}; {REFUSED[name]}")
+    problems.report()
 
 
 def _is_off(name: str, value: Any) -> bool:

@@ -45,6 +45,10 @@ class MegatronConfig:
         "constant", "schedule of the learning rate", choices=("constant", "linear", "cosine")
     )
     lr_warmup_iters: int = flag(0, "number of optimizer steps of linear warm-up", range=COUNT_OR_ZERO)
+    lr_warmup_fraction: float | None = flag(
+        None, "part of the schedule's steps that are warm-up, in place of --lr-warmup-iters", range=DECAY
+    )
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", range=RATE)
     lr_decay_iters: int | None = flag(
         None, "number of optimizer steps until --min-lr (default: all steps of the run)", range=COUNT
     )

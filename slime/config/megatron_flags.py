@@ -79,6 +79,31 @@ MODEL_ARGS = {
         FlagSpec("moe_router_group_topk", int, None, "expert groups per token"),
         FlagSpec("moe_router_topk_scaling_factor", float, None, "sum of the weights of a token's experts"),
         FlagSpec("moe_shared_expert_intermediate_size", int, None, "width of the shared expert"),
+        FlagSpec("moe_shared_expert_gate", bool, False, "a gate scales the shared expert"),
+        FlagSpec("spec", str, None, "module and function of the layers", many=True),
+        FlagSpec("use_gated_attention", bool, False, "a gate scales the output of attention"),
+        FlagSpec("attention_output_gate", bool, False, "a gate scales the output of attention"),
+        FlagSpec("post_self_attn_layernorm", bool, False, "a norm after attention"),
+        FlagSpec("post_mlp_layernorm", bool, False, "a norm after the MLP"),
+        FlagSpec("apply_layernorm_1p", bool, False, "norms store their weight minus 1"),
+        FlagSpec("no_position_embedding", bool, False, "no learned position embedding"),
+        FlagSpec("rotary_interleaved", bool, False, "rotary pairs are neighbours, not halves"),
+        FlagSpec("use_rope_scaling", bool, False, "Llama 3's scaling of the rotary frequencies"),
+        FlagSpec("rope_scaling_factor", float, None, "factor of Llama 3's rotary scaling"),
+        FlagSpec("multi_latent_attention", bool, False, "latent attention (MLA)"),
+        FlagSpec("q_lora_rank", int, None, "latent width of queries"),
+        FlagSpec("kv_lora_rank", int, None, "latent width of keys and values"),
+        FlagSpec("qk_head_dim", int, None, "part of a head without rotation"),
+        FlagSpec("qk_pos_emb_head_dim", int, None, "rotated part of a head"),
+        FlagSpec("v_head_dim", int, None, "width of a value head"),
+        FlagSpec("rope_type", str, None, "kind of rotary scaling of latent attention"),
+        FlagSpec("rotary_scaling_factor", float, None, "factor of YaRN's rotary scaling"),
+        FlagSpec("original_max_position_embeddings", int, None, "context before rotary scaling"),
+        FlagSpec("beta_fast", float, None, "YaRN's beta_fast"),
+        FlagSpec("beta_slow", float, None, "YaRN's beta_slow"),
+        FlagSpec("mscale", float, None, "YaRN's scale of attention"),
+        FlagSpec("mscale_all_dim", float, None, "YaRN's scale of attention, over all dimensions"),
+        FlagSpec("mtp_num_layers", int, None, "layers of multi-token prediction"),
     )
 }
 """MODEL_ARGS of launch scripts. They describe the checkpoint and are compared with its config.json."""
@@ -104,7 +129,10 @@ class Historical:
 HISTORICAL = {
     "accumulate_allreduce_grads_in_fp32": Historical("grad_reduce_in_fp32", True),
     "attention_backend": Historical(
-        "attention_backend", spec=FlagSpec("attention_backend", str, "auto", "", choices=("auto", "flash"))
+        "attention_backend",
+        spec=FlagSpec(
+            "attention_backend", str, "auto", "", choices=("auto", "flash", "fused", "unfused", "local")
+        ),
     ),
     "check_for_nan_in_loss_and_grad": Historical("check_for_nan_in_grad", True),
     "ddp_average_in_collective": Historical("average_in_collective", True),
@@ -148,6 +176,7 @@ MANAGED = {
     "layernorm_epsilon": "spelled --norm-epsilon and read from the checkpoint's config.json",
     "add_bias_linear": "read from the checkpoint's config.json",
     "gated_linear_unit": "read from the checkpoint's config.json",
+    "layernorm_zero_centered_gamma": "spelled --apply-layernorm-1p and follows from the model family",
     "num_moe_experts": "spelled --num-experts and read from the checkpoint's config.json",
     "bias_activation_fusion": "spelled --no-bias-swiglu-fusion",
 }

@@ -1,4 +1,8 @@
-"""Rules and notes for Megatron's own settings, under the names of Megatron's fields."""
+"""Rules and notes for Megatron's own settings, under the names of Megatron's fields.
+
+`SAME_RESULT` are settings that change how fast a step is, or where its state lies, and not what it computes. The
+trainer computes in its own way, and a note says so.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,74 @@ _NEVER_RUN = (
     "enable_cuda_graph",
     "external_cuda_graph",
     "cpu_offloading",
-    "optimizer_cpu_offload",
-    "use_precision_aware_optimizer",
 )
+_ON_GPU = (
+    "the optimizer's state stays on the GPU during training; --offload-train moves it away for the engines"
+)
+_ALLTOALL = "tokens travel to their experts by torch's all-to-all, with the same result"
+_SCHEDULE = "each rank has one stage of the pipeline; interleaved stages compute the same in another order"
+_FLASH = "attention runs in the kernel for packed rows, with the same mathematics"
+SAME_RESULT: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
+    "moe_token_dispatcher_type": (("flex", "allgather"), "alltoall", _ALLTOALL),
+    "moe_enable_deepep": (None, None, _ALLTOALL),
+    "moe_flex_dispatcher_backend": (None, None, _ALLTOALL),
+    "moe_deepep_num_sms": (None, None, _ALLTOALL),
+    "moe_shared_expert_overlap": (None, None, "the shared expert is computed before the routed ones"),
+    "moe_router_fusion": (None, None, "the router is plain PyTorch"),
+    "overlap_moe_expert_parallel_comm": (None, None, "the trainer's schedule has no such overlap"),
+    "delay_wgrad_compute": (None, None, "the trainer's schedule has no such overlap"),
+    "overlap_param_gather": (None, None, "parameters are gathered before the step"),
+    "align_param_gather": (None, None, "parameters are gathered before the step"),
+    "optimizer_cpu_offload": (None, None, _ON_GPU),
+    "optimizer_offload_fraction": (None, None, _ON_GPU),
+    "overlap_cpu_optimizer_d2h_h2d": (None, None, _ON_GPU),
+    "use_torch_optimizer_for_cpu_offload": (None, None, _ON_GPU),
+    "pin_cpu_grads": (None, None, _ON_GPU),
+    "pin_cpu_params": (None, None, _ON_GPU),
+    "use_precision_aware_optimizer": (
+        None,
+        None,
+        "main weights, gradients and moments are float32, its default, too",
+    ),
+    "microbatch_group_size_per_vp_stage": (None, None, _SCHEDULE),
+    "attention_backend": (("fused", "unfused", "local"), "auto", _FLASH),
+}
+"""Field -> (its values that are replaced, or None for all; what replaces them, or None for nothing; the reason)."""
+
+_FLOAT32 = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+def same_result(overrides: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """`overrides` without the settings of `SAME_RESULT`, and one note per reason."""
+    kept, told = dict[str, Any](), dict[str, list[str]]()
+    for name, value in overrides.items():
+        replaced, by, why = SAME_RESULT.get(name, ((), None, ""))
+        if replaced is None or value in replaced:
+            if by is not None:
+                kept[name] = by
+            if value not in (None, False):
+                told.setdefault(why, []).append(spelled(name) + ("" if value is True else f" {value}"))
+        else:
+            kept[name] = value
+    return kept, [f"{', '.join(flags)}: no effect on the result; {why}" for why, flags in told.items()]
+
+
+def check_optimizer_dtypes(c: Config) -> None:
+    """The optimizer's state is float32. Other types change the result, and only Transformer Engine has them."""
+    for name in _FLOAT32:
+        if c.megatron.overrides.get(name, "float32") != "float32":
+            raise ValueError(
+                f"{spelled(name)} must be fp32, got {c.megatron.overrides[name]}; the optimizer's state is float32"
+            )
+
+
+def check_warm_up(c: Config) -> None:
+    """The warm-up has one length."""
+    if c.megatron.lr_warmup_fraction is not None and c.megatron.lr_warmup_iters:
+        raise ValueError(
+            "--lr-warmup-fraction must not be given with --lr-warmup-iters, got "
+            f"{c.megatron.lr_warmup_fraction} and {c.megatron.lr_warmup_iters}; leave out one of the two"
+        )
 
 
 def check_local_layers(c: Config) -> None:

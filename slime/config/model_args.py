@@ -1,14 +1,28 @@
-"""Compares MODEL_ARGS with config.json. The checkpoint decides the shape, and the flags must agree with it."""
+"""Compares MODEL_ARGS with config.json. The checkpoint decides the shape, and the flags must agree with it.
+
+Most flags have one reader here for all families. What only one family knows is in its record, `Family.flags`, under the
+name of the flag. A flag about which config.json says nothing is not compared, and a note names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from slime.config.fields import spelled
-from slime.models import Experts, decoder_of, family_for
+from slime.models import FAMILIES, Decoder, Experts, decoder_of
 
 Reader = Callable[[dict[str, Any]], Any]
+
+
+class _Unsaid:
+    """config.json says nothing."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+UNSAID = _Unsaid()
 
 
 def _rotary(key: str, default: Any) -> Reader:
@@ -21,14 +35,64 @@ def _rotary(key: str, default: Any) -> Reader:
     return read
 
 
-def _of_experts(read: Callable[[Experts], Any], dense: Any = None) -> Reader:
-    """A setting of the experts, or `dense` for a model without experts."""
+def _scaling(key: str, unscaled: Any) -> Reader:
+    """A setting of rotary scaling. `unscaled` if config.json says that nothing is scaled."""
+
+    def read(hf: dict[str, Any]) -> Any:
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(hf.get(name), dict):
+                kind = hf[name].get("rope_type", hf[name].get("type", "default"))
+                return unscaled if kind == "default" else hf[name].get(key, UNSAID)
+        return unscaled if "rope_scaling" in hf else UNSAID
+
+    return read
+
+
+def _scaled_by(hf: dict[str, Any]) -> Any:
+    """The kind of rotary scaling."""
+    said = _scaling("rope_type", "default")(hf)
+    return _scaling("type", "default")(hf) if said is UNSAID else said
+
+
+def _latent(hf: dict[str, Any]) -> bool:
+    return hf.get("kv_lora_rank") is not None
+
+
+def _of_latent(key: str) -> Reader:
+    """A size of latent attention. None for other models."""
+    return lambda hf: hf.get(key, UNSAID if _latent(hf) else None)
+
+
+def _head(hf: dict[str, Any]) -> Any:
+    """Width of a head. Latent attention has others, with flags of their own."""
+    return UNSAID if _latent(hf) else hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+
+
+def _of_decoder(read: Callable[[Decoder], Any]) -> Reader:
+    """What the record of the model says. `UNSAID` for a model that is not supported, which is an error of its own."""
 
     def of(hf: dict[str, Any]) -> Any:
-        experts = decoder_of(hf).experts
-        return dense if experts is None else read(experts)
+        try:
+            return read(decoder_of(hf))
+        except ValueError:
+            return UNSAID
 
     return of
+
+
+def _of_experts(read: Callable[[Experts], Any], dense: Any = None) -> Reader:
+    """A setting of the experts, or `dense` for a model without experts."""
+    return _of_decoder(lambda decoder: dense if decoder.experts is None else read(decoder.experts))
+
+
+def _of_family(hf: dict[str, Any]) -> Any:
+    """A flag that no family's record has: False for a known family."""
+    return False if hf.get("model_type") in FAMILIES else UNSAID
+
+
+def _predicts(hf: dict[str, Any]) -> Any:
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    return next((hf[key] or None for key in keys if key in hf), UNSAID)
 
 
 READERS: dict[str, Reader] = {
@@ -38,15 +102,17 @@ READERS: dict[str, Reader] = {
     "num_attention_heads": lambda hf: hf.get("num_attention_heads"),
     "group_query_attention": lambda hf: hf.get("num_key_value_heads") != hf.get("num_attention_heads"),
     "num_query_groups": lambda hf: hf.get("num_key_value_heads", hf.get("num_attention_heads")),
-    "kv_channels": lambda hf: hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-    "qk_layernorm": lambda hf: bool(decoder_of(hf).qk_norm),
+    "kv_channels": _head,
+    # of latent attention: the norms of the compressed queries, keys and values
+    "qk_layernorm": lambda hf: _latent(hf) or _of_decoder(lambda decoder: bool(decoder.qk_norm))(hf),
     "swiglu": lambda hf: hf.get("hidden_act") == "silu",
     "disable_bias_linear": lambda hf: not hf.get("mlp_bias", False),
-    "add_qkv_bias": lambda hf: decoder_of(hf).qkv_bias,
+    "add_qkv_bias": _of_decoder(lambda decoder: decoder.qkv_bias),
     "normalization": lambda hf: "RMSNorm" if "rms_norm_eps" in hf else "LayerNorm",
     "norm_epsilon": lambda hf: hf.get("rms_norm_eps", hf.get("layer_norm_eps")),
     "position_embedding_type": lambda hf: "rope",
     "use_rotary_position_embeddings": lambda hf: True,
+    "no_position_embedding": lambda hf: True,
     "rotary_base": _rotary("rope_theta", 10000.0),
     "rotary_percent": _rotary("partial_rotary_factor", 1.0),
     "vocab_size": lambda hf: hf.get("vocab_size"),
@@ -55,7 +121,7 @@ READERS: dict[str, Reader] = {
     "num_experts": _of_experts(lambda experts: experts.count),
     "moe_ffn_hidden_size": _of_experts(lambda experts: experts.width),
     "moe_router_topk": _of_experts(lambda experts: experts.topk),
-    "moe_layer_freq": lambda hf: [int(sparse) for sparse in decoder_of(hf).sparse],
+    "moe_layer_freq": _of_decoder(lambda decoder: [int(sparse) for sparse in decoder.sparse]),
     "moe_router_score_function": _of_experts(lambda experts: experts.score),
     # config.json has no such setting for sigmoid scores, and slime's scripts set the flag
     "moe_router_pre_softmax": _of_experts(lambda e: e.score == "sigmoid" or not e.normalised, False),
@@ -64,9 +130,46 @@ READERS: dict[str, Reader] = {
     "moe_router_group_topk": lambda hf: hf.get("topk_group"),
     "moe_router_topk_scaling_factor": lambda hf: hf.get("routed_scaling_factor"),
     "moe_shared_expert_intermediate_size": _of_experts(lambda experts: experts.shared or None),
+    "moe_shared_expert_gate": _of_experts(lambda experts: experts.shared_gate, False),
+    "spec": lambda hf: hf.get("model_type"),
+    "use_gated_attention": _of_family,
+    "attention_output_gate": _of_family,
+    "post_self_attn_layernorm": _of_decoder(lambda decoder: decoder.post_norms),
+    "post_mlp_layernorm": _of_decoder(lambda decoder: decoder.post_norms),
+    "apply_layernorm_1p": _of_family,
+    "rotary_interleaved": _of_decoder(lambda decoder: any(rope.interleaved for rope in decoder.ropes)),
+    "use_rope_scaling": lambda hf: kind if (kind := _scaled_by(hf)) is UNSAID else kind == "llama3",
+    "rope_scaling_factor": _scaling("factor", 1.0),
+    "multi_latent_attention": _latent,
+    "q_lora_rank": _of_latent("q_lora_rank"),
+    "kv_lora_rank": _of_latent("kv_lora_rank"),
+    "qk_head_dim": _of_latent("qk_nope_head_dim"),
+    "qk_pos_emb_head_dim": _of_latent("qk_rope_head_dim"),
+    "v_head_dim": _of_latent("v_head_dim"),
+    "rope_type": lambda hf: "rope" if (kind := _scaled_by(hf)) == "default" else kind,
+    "rotary_scaling_factor": _scaling("factor", 1.0),
+    "original_max_position_embeddings": _scaling("original_max_position_embeddings", UNSAID),
+    "beta_fast": _scaling("beta_fast", UNSAID),
+    "beta_slow": _scaling("beta_slow", UNSAID),
+    "mscale": _scaling("mscale", UNSAID),
+    "mscale_all_dim": _scaling("mscale_all_dim", UNSAID),
+    "mtp_num_layers": _predicts,
 }
 """MODEL_ARG -> its value according to a Hugging Face config.json (all supported families are rotary).
 `Family.flags` has those that only a family knows."""
+
+REMARKED = {
+    "max_position_embeddings": "positions are rotary, so the number sizes nothing",
+    "moe_shared_expert_intermediate_size": "the load compares the width with the shapes of the weights",
+}
+"""MODEL_ARG whose difference is a note if config.json has a value, and why no error is needed."""
+
+_ALIASES = {"use_gated_attention": "attention_output_gate"}
+"""slime's own name of a flag -> Megatron's, under which families list it."""
+
+SLIME_LAYERS = "slime_plugins.models."
+_RENAMED_LAYERS = {"glm5": "glm_moe_dsa"}
+"""Module of slime's layers -> model_type, where the module is not the start of the model_type."""
 
 
 def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> None:
@@ -74,15 +177,59 @@ def check_model_args(model_args: dict[str, Any], hf_config: dict[str, Any]) -> N
 
     Only flags that the user gave are compared.
     """
-    own, wrong = dict(family_for(hf_config).flags), []
-    for name, value in model_args.items():
-        actual = own.get(name, READERS[name])(hf_config)
-        if name == "moe_layer_freq" and isinstance(value, int):
-            value = [int(layer % value == 0) for layer in range(len(actual))]
-        if actual != value:
-            wrong.append(f"{spelled(name)} is {value}, config.json says {actual}")
+    wrong = [
+        f"{spelled(name)} is {_shown(value)}, config.json says {actual}"
+        for name, value, actual in _differing(model_args, hf_config)
+        if actual is not UNSAID and not (name in REMARKED and actual)
+    ]
     if wrong:
         raise ValueError(
             "MODEL_ARGS must agree with config.json of --hf-checkpoint, got "
             f"{'; '.join(wrong)}; correct or leave out these flags"
         )
+
+
+def model_arg_notes(model_args: dict[str, Any], hf_config: dict[str, Any]) -> Iterator[str]:
+    """A note for the MODEL_ARGS that were not compared, and one for each of `REMARKED` that differs."""
+    unsaid = []
+    for name, value, actual in _differing(model_args, hf_config):
+        if actual is UNSAID:
+            unsaid.append(f"{spelled(name)} {_shown(value)}" if value is not True else spelled(name))
+        else:
+            yield (
+                f"{spelled(name)} {value} is not {actual} as in config.json, which decides: {REMARKED[name]}"
+            )
+    if unsaid:
+        yield (
+            f"not compared with config.json, which says nothing about them: {', '.join(unsaid)}; config.json and the "
+            "model family decide"
+        )
+
+
+def _differing(model_args: dict[str, Any], hf_config: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value of the flag, value of config.json) of each flag that does not agree."""
+    family = FAMILIES.get(str(hf_config.get("model_type")))
+    own = dict(family.flags) if family else {}
+    for name, value in model_args.items():
+        actual = own.get(_ALIASES.get(name, name), READERS[name])(hf_config)
+        if name == "moe_layer_freq" and isinstance(value, int) and actual is not UNSAID:
+            value = [int(layer % value == 0) for layer in range(len(actual))]
+        if name == "spec":
+            if _names_layers(value, str(actual)):
+                continue
+            actual = f"model_type {actual}, whose layers are built here"
+        if actual is UNSAID or actual != value:
+            yield name, value, actual
+
+
+def _names_layers(spec: list[str], model_type: str) -> bool:
+    """Whether --spec names slime's own layers of this model_type: module qwen3_5 for qwen3_5 and qwen3_5_moe."""
+    module = spec[0] if spec else ""
+    name = module.rpartition(".")[2]
+    return module.startswith(SLIME_LAYERS) and model_type.startswith(_RENAMED_LAYERS.get(name, name))
+
+
+def _shown(value: Any) -> str:
+    return (
+        " ".join(value) if isinstance(value, list) and all(isinstance(x, str) for x in value) else str(value)
+    )

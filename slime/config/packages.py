@@ -1,4 +1,5 @@
 """Packages that only some flags need. A missing package is an error at start-up, before the models are loaded.
+Only wandb may be missing: the run's own record is complete.
 
 Looks for a package without importing it. The trainers check Transformer Engine, because only an import shows that it
 fits their torch.
@@ -7,7 +8,10 @@ fits their torch.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from slime.config.problems import Problems
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -20,22 +24,31 @@ def check_packages(c: Config) -> None:
     needed = []
     if c.logging.use_tensorboard:
         needed.append(("--use-tensorboard", "tensorboard", "tensorboard"))
-    if c.logging.use_wandb:
-        needed.append(("--use-wandb", "wandb", "wandb"))
     if (
         c.reward.custom_rm_path is None
         and (c.reward.rm_type or "").removeprefix("boxed_") in _COMPARED_AS_MATHEMATICS
     ):
         needed.append((f"--rm-type {c.reward.rm_type}", "math_verify", "math-verify"))
+    problems = Problems()
     for flag, module, package in needed:
-        if not _is_installed(module):
-            raise ValueError(
+        if not is_installed(module):
+            problems.add(
                 f"{flag} must have the package {package}, got none installed; pip install {package}, or leave the "
                 "flag out"
             )
+    problems.report()
 
 
-def _is_installed(module: str) -> bool:
+def package_notes(c: Config) -> Iterator[str]:
+    """A note for --use-wandb without wandb: the run's own record is complete without it."""
+    if c.logging.use_wandb and not is_installed("wandb"):
+        yield (
+            "--use-wandb: the package wandb is not installed, so metrics go to metrics.jsonl of the run directory "
+            "alone (`vime plot` draws them); pip install wandb to send them, too"
+        )
+
+
+def is_installed(module: str) -> bool:
     """Whether `import module` finds a package. A folder of that name without Python code does not count: wandb creates
     such a folder where it has run."""
     spec = importlib.util.find_spec(module)

@@ -7,13 +7,13 @@ backend; Megatron (MODEL_ARGS, historical names, core fields). Positional argume
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from slime.config.backend import BackendFlags, NoBackend
 from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
+from slime.config.custom_config import custom_entries, settings_note
 from slime.config.engine import DEFAULT_BACKEND
 from slime.config.fields import nearest, spelled
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
@@ -21,7 +21,7 @@ from slime.config.problems import Problems
 from slime.config.resolve import resolve
 from slime.config.schema import Config, own_flags
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
-from slime.config.validate import validate
+from slime.config.validate import Rule, checkpoint_notes, validate
 from slime.hub import local_checkpoint
 
 NO_BACKENDS: Mapping[str, BackendFlags] = MappingProxyType({})
@@ -45,6 +45,7 @@ def parse_args(
     argv: Sequence[str],
     backends: Mapping[str, BackendFlags] = NO_BACKENDS,
     translate: Translator | None = None,
+    rules: Sequence[Rule] = (),
     *,
     download: bool = False,
 ) -> Config:
@@ -52,8 +53,8 @@ def parse_args(
 
     --rollout-backend picks one of `backends`, which gets its flags and adds its rules. `translate` adds flags from
     elsewhere. The command line overrides the files of --config, and the YAML file of --custom-config-path overrides
-    every flag. A model of the Hugging Face hub becomes its local directory, and `download` fetches it first. Raises one
-    ValueError with every problem and the flags as typed.
+    every flag. `rules` are checked last. A model of the Hugging Face hub becomes its local directory, and `download`
+    fetches it first. Raises one ValueError with every problem and the flags as typed.
     """
     problems = Problems()
     given, backend = _collect(argv, backends, translate, problems)
@@ -61,10 +62,10 @@ def parse_args(
     if config is not None:
         local = problems.check(_local_models, config, download)
         config = local or config
-        validate(config, problems, backend.rules)
+        validate(config, problems, backend.rules, rules)
     problems.report()
     assert isinstance(config, Config), "without a problem there is a configuration"
-    return config
+    return replace(config, notes=(*config.notes, *checkpoint_notes(config)))
 
 
 def _local_models(config: Config, download: bool) -> Config:
@@ -101,8 +102,15 @@ def _collect(
     groups = problems.check(with_config_files, typed)
     if groups is None:
         groups = [group for group in typed if group.name != CONFIG]
-    groups += problems.check(_custom_config, groups) or []
-    backend = _picked(groups, backends, problems)
+    custom = problems.check(custom_entries, groups) or {}
+    named = [yaml_group(key, value) for key, value in custom.items() if key == "rollout_backend"]
+    backend = _picked([*groups, *named], backends, problems)
+    split = problems.check(_flags_and_settings, custom, backend)
+    if split is not None:
+        groups += split[0]
+        given.values["hook_settings"] = split[1]
+        if split[1]:
+            given.notes.append(settings_note(split[1], sorted(_fixed(backend))))
     groups = _translated(groups, backend, given, problems)
     if translate is not None and (translated := problems.check(translate, groups)) is not None:
         groups, notes = translated
@@ -158,25 +166,31 @@ def _translated(
     return [group for group in groups if not group.name.startswith(backend.foreign)]
 
 
-def _custom_config(groups: list[FlagGroup]) -> list[FlagGroup]:
-    """The entries of the --custom-config-path file as groups, in the order of the file."""
-    paths = [g.values for g in groups if g.name == "custom_config_path"]
-    if not paths:
-        return []
-    import yaml
+def _flags_and_settings(
+    entries: dict[str, Any], backend: BackendFlags
+) -> tuple[list[FlagGroup], dict[str, Any]]:
+    """The entries of --custom-config-path that are flags, as groups, and the others, which hooks find in `args`."""
+    prefixes = (*(owner.prefix for owner in backend.owners), backend.foreign)
+    flags, settings = list[FlagGroup](), dict[str, Any]()
+    for key, value in entries.items():
+        fixed = _fixed(backend)
+        known = key in fixed or key.removeprefix("no_") in fixed or key.startswith(prefixes)
+        if not known and key not in (core := core_flags()) and key.removeprefix("no_") not in core:
+            settings[key] = value
+        elif value is not None:
+            flags.append(yaml_group(key, value))
+    return flags, settings
 
-    path = Path(paths[-1][0]) if paths[-1] else Path()
-    if not path.is_file():
-        raise ValueError(f"--custom-config-path must name a YAML file, got {path}; check the path")
-    try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"--custom-config-path must be valid YAML, got {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"--custom-config-path must hold one mapping of flag: value, got {type(content).__name__}"
-        )
-    return [yaml_group(str(key), value) for key, value in content.items() if value is not None]
+
+def _fixed(backend: BackendFlags) -> set[str]:
+    """The names of all flags but those of prefix owners and of Megatron's core fields."""
+    of_backend = {*backend.specs, *backend.unsupported, *backend.no_effect}
+    return {*own_flags(), *UNSUPPORTED, *NO_EFFECT, *MODEL_ARGS, *HISTORICAL, *MANAGED, *of_backend}
+
+
+def _known(backend: BackendFlags) -> list[str]:
+    """The names that an unknown one may have been meant for."""
+    return [*(_fixed(backend) - set(MANAGED)), *core_flags(), *(o.prefix + "..." for o in backend.owners)]
 
 
 def _assign(group: FlagGroup, given: _Given, backend: BackendFlags) -> None:
@@ -223,7 +237,4 @@ def _assign_megatron(group: FlagGroup, given: _Given, backend: BackendFlags) -> 
             f"{group.typed} must be left out, got {' '.join(group.values) or name}; it is {MANAGED[name]}"
         )
     else:
-        prefixes = [o.prefix + "..." for o in backend.owners]
-        backends = [*backend.specs, *backend.unsupported, *backend.no_effect, *prefixes]
-        known = [*own_flags(), *UNSUPPORTED, *NO_EFFECT, *MODEL_ARGS, *HISTORICAL, *core, *backends]
-        raise ValueError(f"{group.typed} is not a known flag{nearest(name, known)}")
+        raise ValueError(f"{group.typed} is not a known flag{nearest(name, _known(backend))}")

@@ -36,7 +36,7 @@ class Problems:
             return rule(*args)
         except ValueError as error:
             self.add(*getattr(error, "problems", [str(error)]), origin=origin)
-        except (TypeError, ArithmeticError):
+        except (TypeError, ArithmeticError, AssertionError):
             # An earlier problem left a value out or left it 0. Without an earlier problem, this is a bug.
             if not self._found:
                 raise

@@ -13,7 +13,8 @@ from slime.algo.losses import loss_of
 from slime.config.algorithm import compares_alone, makes_groups
 from slime.config.checkpoint import remarks as read_remarks
 from slime.config.kernels import OPERATORS
-from slime.config.megatron_rules import never_run
+from slime.config.megatron_rules import never_run, same_result
+from slime.config.packages import package_notes
 from slime.config.schema import SECTIONS, Config
 from slime.hardware import HARDWARE
 from slime.weight_sync.registry import CHANNELS, default_channel
@@ -46,9 +47,13 @@ def resolve(given: dict[str, Any], notes: list[str] | None = None) -> Config:
     _device(draft)
     _placement(draft)
     _batches(draft)
+    _evaluation(draft)
+    _reference(draft)
     for name, source in FALLBACKS.items():
         if getattr(draft, name) is None:
             setattr(draft, name, getattr(draft, source))
+    draft.overrides, told = same_result(draft.overrides)
+    draft.notes += told
     _weight_update(draft)
     _kernels(draft)
     _run_dir(draft)
@@ -113,6 +118,18 @@ def _placement(c: argparse.Namespace) -> None:
         c.offload_train = True
 
 
+def _reference(c: argparse.Namespace) -> None:
+    """A conversion of --hf-checkpoint that is not there is not needed: the checkpoint itself is read."""
+    if c.ref_load is None or c.hf_checkpoint is None or Path(c.ref_load).exists():
+        return
+    if Path(c.ref_load).name == f"{Path(c.hf_checkpoint).name}_torch_dist":
+        c.notes.append(
+            f"--ref-load {c.ref_load} does not exist; by its name it is --hf-checkpoint {c.hf_checkpoint} converted, "
+            "which is read itself"
+        )
+        c.ref_load = None
+
+
 def _weight_update(c: argparse.Namespace) -> None:
     gpus: Literal["shared", "apart"] | None = None
     if c.device == "cuda":
@@ -147,6 +164,15 @@ def _batches(c: argparse.Namespace) -> None:
         c.num_steps_per_rollout = samples // c.global_batch_size
     if c.num_rollout is not None and c.num_epoch is not None:
         c.notes.append(f"--num-epoch {c.num_epoch} has no effect, as --num-rollout {c.num_rollout} is given")
+
+
+def _evaluation(c: argparse.Namespace) -> None:
+    """One path alone is slime's older spelling of a data set with the name aime."""
+    if len(c.eval_prompt_data or []) == 1:
+        c.notes.append(
+            f"--eval-prompt-data {c.eval_prompt_data[0]} has no name; it is called aime, as in slime"
+        )
+        c.eval_prompt_data = ["aime", *c.eval_prompt_data]
 
 
 def _kernels(c: argparse.Namespace) -> None:
@@ -190,5 +216,6 @@ def _remarks(c: Config) -> Iterator[str]:
             "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
             "Transformer Engine and have never been run; local was run and measured"
         )
+    yield from package_notes(c)
     yield from never_run(c.megatron.overrides)
     yield from read_remarks(c)

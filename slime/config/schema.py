@@ -158,8 +158,8 @@ class Config:
 
         Contains every field under its name; unsupported flags with their default; switches without effect as False
         (other flags without effect are absent, because they have no known value); the negated names of `NEGATED`;
-        Megatron overrides under their core field names; and what the rollout backend adds
-        under its own names. `facts` have priority.
+        Megatron overrides under their core field names; the keys of --custom-config-path that are no flags; and what
+        the rollout backend adds under its own names. `facts` have priority.
         """
         flat = {name: entry.default for name, entry in UNSUPPORTED.items()}
         flat.update({name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None})
@@ -168,7 +168,11 @@ class Config:
         flat.update(
             {
                 k: v
-                for k, v in {**self.megatron.model_args, **self.megatron.overrides}.items()
+                for k, v in {
+                    **self.megatron.model_args,
+                    **self.megatron.overrides,
+                    **self.train.hook_settings,
+                }.items()
                 if k not in flat
             }
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from slime.config.fields import flag
 from slime.config.ranges import SEED
@@ -10,12 +11,16 @@ from slime.config.ranges import SEED
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training backend, and settings for every tool that reads a checkpoint."""
+    """The training backend, and settings for every tool that reads a checkpoint. `hook_settings`: the keys of
+    --custom-config-path that are no flags."""
 
     train_backend: str = flag("megatron", "training backend", choices=("megatron",))
     custom_config_path: str | None = flag(
-        None, "YAML file with lines of the form flag: value; its entries override the command line"
+        None,
+        "YAML file with lines of the form flag: value; its entries override the command line, and keys that are no "
+        "flags go to hooks, as attributes of args",
     )
+    hook_settings: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = flag(
         False, "run Python code that ships with the checkpoint (tokenizer, engine)"
     )

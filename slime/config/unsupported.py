@@ -12,15 +12,15 @@ from typing import Any
 from slime.config.fields import FlagSpec, spelled
 
 _CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
-_LATENT = "latent-attention models are not supported yet"
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
-_PIPELINE = "each rank has one stage of the pipeline; interleaved stages are not supported yet"
 _PIPELINE_LAYOUT = "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
 _MTP = "multi-token prediction is not supported yet"
 _HOOK = "this hook is not called yet"
 _SELECT = "training a part of the parameters is not supported yet"
+_PIPELINE = "each rank has one stage of the pipeline; interleaved stages compute the same in another order"
+_TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
 _BUFFER = "an external trajectory buffer is not supported; write a --rollout-function-path instead"
@@ -38,12 +38,10 @@ class Unsupported:
 UNSUPPORTED: dict[str, Unsupported] = {
     # train
     "qkv_format": Unsupported("thd", "sequences are always packed one after the other (thd), never padded"),
-    "qwen_gdn_backend": Unsupported("fla", "linear-attention models are not supported yet"),
     "custom_model_provider_path": Unsupported(None, "the model is built from the checkpoint's config.json"),
     "only_train_params_name_list": Unsupported(None, _SELECT),
     "freeze_params_name_list": Unsupported(None, _SELECT),
     "freeze_indexer": Unsupported(False, _SELECT),
-    "release_train": Unsupported(False, "the trainer stays loaded in this version"),
     "megatron_config_path": Unsupported(None, "give Megatron's settings as flags or in --custom-config-path"),
     "padded_vocab_size": Unsupported(None, "use --make-vocab-size-divisible-by"),
     "megatron_deepgemm_forward_layers": Unsupported(None, _DEEPGEMM),
@@ -63,7 +61,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
         False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
     ),
     # rollout and data
-    "rollout_data_transport": Unsupported("object-store", "rollout data travels through Ray's object store"),
     "rollout_external_engine_addrs": Unsupported(None, EXTERNAL),
     "prefill_num_servers": Unsupported(None, "separate prefill servers are not supported yet"),
     "rollout_buffer_url": Unsupported(None, _BUFFER),
@@ -72,13 +69,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "rollout_task_type": Unsupported("math", _BUFFER),
     "multimodal_keys": Unsupported(None, "images and audio are not supported yet"),
     # checkpoint
-    "async_save": Unsupported(False, "checkpoints are written before the next step starts"),
     # algorithm
     "value_clip": Unsupported(0.2, _CRITIC),
     "lambd": Unsupported(1.0, _CRITIC),
-    "use_rollout_entropy": Unsupported(
-        False, "the entropy of every training step is reported as train/entropy_loss"
-    ),
     "num_critic_only_steps": Unsupported(0, _CRITIC),
     "critic_train_only": Unsupported(False, _CRITIC),
     "critic_num_nodes": Unsupported(None, _CRITIC),
@@ -94,53 +87,43 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "opd_kl_coef": Unsupported(1.0, _OPD),
     "opd_teacher_load": Unsupported(None, _OPD),
     "opd_teacher_ckpt_step": Unsupported(None, _OPD),
-    "mtp_num_layers": Unsupported(None, _MTP),
     "enable_mtp_training": Unsupported(False, _MTP),
     "mtp_loss_scaling_factor": Unsupported(0.2, _MTP),
     # debug
     "save_debug_train_data": Unsupported(None, "use --save-debug-rollout-data"),
-    "record_memory_history": Unsupported(False, _MEMORY),
-    "memory_snapshot_dir": Unsupported(".", _MEMORY),
-    "memory_snapshot_num_steps": Unsupported(None, _MEMORY),
-    "memory_recorder": Unsupported("torch", _MEMORY),
-    "profile_target": Unsupported(
-        "train_overall", "--profile-steps A:B traces the whole training of those rollouts"
-    ),
-    "ci_test": Unsupported(False, _CI),
-    "ci_disable_kl_checker": Unsupported(False, _CI),
-    "ci_train_rollout_logprob_abs_diff_threshold": Unsupported(0.1, _CI),
-    "ci_save_grad_norm": Unsupported(None, _CI),
-    "ci_load_grad_norm": Unsupported(None, _CI),
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),
-    "use_distributed_post": Unsupported(False, "requests leave from the rollout manager"),
     # Megatron
-    "virtual_pipeline_model_parallel_size": Unsupported(None, _PIPELINE),
-    "num_layers_per_virtual_pipeline_stage": Unsupported(None, _PIPELINE),
     "pipeline_model_parallel_layout": Unsupported(None, _PIPELINE_LAYOUT),
     "account_for_embedding_in_pipeline_split": Unsupported(False, _PIPELINE_LAYOUT),
     "account_for_loss_in_pipeline_split": Unsupported(False, _PIPELINE_LAYOUT),
-    "multi_latent_attention": Unsupported(False, _LATENT),
-    "q_lora_rank": Unsupported(None, _LATENT),
-    "kv_lora_rank": Unsupported(None, _LATENT),
-    "qk_head_dim": Unsupported(None, _LATENT),
-    "qk_pos_emb_head_dim": Unsupported(None, _LATENT),
-    "v_head_dim": Unsupported(None, _LATENT),
-    "rotary_scaling_factor": Unsupported(None, _LATENT),
-    "mscale": Unsupported(None, _LATENT),
-    "mscale_all_dim": Unsupported(None, _LATENT),
     "train_iters": Unsupported(None, "use --num-rollout"),
     "train_samples": Unsupported(None, "use --num-rollout"),
-    "lr_warmup_fraction": Unsupported(None, "use --lr-warmup-iters"),
-    "lr_warmup_init": Unsupported(0.0, "warm-up starts from 0"),
     "start_weight_decay": Unsupported(None, "use --weight-decay"),
     "end_weight_decay": Unsupported(None, "use --weight-decay"),
     "weight_decay_incr_style": Unsupported("constant", "use --weight-decay"),
-    "use_rope_scaling": Unsupported(False, "rope scaling is read from the checkpoint's config.json"),
     "ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
     "dist_ckpt_format": Unsupported("torch_dist", "checkpoints are Megatron distributed checkpoints"),
 }
 
 _TEXT = {
+    "virtual_pipeline_model_parallel_size": _PIPELINE,
+    "num_layers_per_virtual_pipeline_stage": _PIPELINE,
+    "num_virtual_stages_per_pipeline_rank": _PIPELINE,
+    "qwen_gdn_backend": "the model's layers choose their kernels",
+    "rollout_data_transport": "rollout data travels through Ray's object store, with the same content",
+    "memory_snapshot_dir": _MEMORY,
+    "memory_snapshot_num_steps": _MEMORY,
+    "memory_recorder": _MEMORY,
+    "profile_target": "--profile-steps A:B traces the whole training of those rollouts",
+    "ci_train_rollout_logprob_abs_diff_threshold": _CI,
+    "ci_save_grad_norm": _CI,
+    "ci_load_grad_norm": _CI,
+    "tokenizer_type": _TOKENIZER,
+    "tokenizer_model": _TOKENIZER,
+    "dist_ckpt_strictness": "a load compares every tensor",
+    "log_interval": "every step is logged",
+    "tensorboard_dir": "--use-tensorboard writes into the run directory",
+    "num_workers": "prompts are read before the run",
     "cp_comm_type": "context parallelism always gathers keys and values",
     "hierarchical_context_parallel_sizes": "context parallelism always gathers keys and values in one step",
     "data_pad_size_multiplier": "packed micro-batches are padded only as far as tensor parallelism needs",
@@ -152,6 +135,18 @@ _TEXT = {
     "megatron_to_hf_mode": "one table per family (slime/models) converts weights in both directions",
 }
 _BARE = {
+    "release_train": "the trainer's processes stay; --offload-train frees their GPU memory",
+    "async_save": "checkpoints are written before the next step starts",
+    "record_memory_history": _MEMORY,
+    "ci_test": _CI,
+    "ci_disable_kl_checker": _CI,
+    "use_distributed_post": "requests leave from the rollout manager",
+    "use_rollout_entropy": "the entropy of every training step is reported as train/entropy_loss",
+    "enable_experimental": "no experimental function of megatron-core is used",
+    "use_flash_attn": "--attention-backend decides",
+    "log_throughput": "tokens per second are always reported as perf/*",
+    "no_one_logger": "no such logger is used",
+    "manual_gc": "garbage collection is always under the trainer's control",
     "allgather_cp": "context parallelism always gathers keys and values",
     "use_fault_tolerance": "an engine that dies or stops answering is always restarted",
     "recompute_loss_function": "log-probs are computed from hidden states, no logits are kept",

@@ -6,8 +6,9 @@ Every error gives the flag, the rule, the values found and what to do.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.checkpoint import check_directories
@@ -16,8 +17,8 @@ from slime.config.debug import check_profile_steps
 from slime.config.experts import check_expert_flags
 from slime.config.fields import spelled
 from slime.config.kernels import check_kernels
-from slime.config.megatron_rules import check_local_layers
-from slime.config.model_args import check_model_args
+from slime.config.megatron_rules import check_local_layers, check_optimizer_dtypes, check_warm_up
+from slime.config.model_args import check_model_args, model_arg_notes
 from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
 from slime.config.packages import check_packages
 from slime.config.problems import Problems, given
@@ -26,15 +27,18 @@ from slime.config.schema import Config, own_flags
 from slime.data.files import find_source
 from slime.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.hooks import load_function
-from slime.models import decoder_of
+from slime.models import Decoder, decoder_of
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]
 
 
-def validate(config: Config, problems: Problems, more: Sequence[Rule] = ()) -> None:
-    """Add the errors of all rules to `problems`: first the rules of single flags, then the rules between flags."""
-    for stage in (BY_THEMSELVES, (*TOGETHER, *more)):
+def validate(
+    config: Config, problems: Problems, more: Sequence[Rule] = (), last: Sequence[Rule] = ()
+) -> None:
+    """Add the errors of all rules to `problems`: the rules of single flags, the rules between flags with `more`, then
+    the rules in `last`."""
+    for stage in (BY_THEMSELVES, (*TOGETHER, *more), last):
         for rule in stage:
             problems.check(rule, config)
         problems.next_stage()
@@ -84,14 +88,6 @@ def _precision(c: Config) -> None:
         raise ValueError(f"--distributed-backend must be nccl on GPUs, got {c.cluster.distributed_backend}")
     if c.megatron.fp16:  # there is no loss scaling, so gradients would underflow
         raise ValueError("--fp16 must be left out in this version, got --fp16; use --bf16 or --fp32")
-
-
-def _overlaps(c: Config) -> None:
-    if c.megatron.overrides.get("overlap_param_gather"):
-        raise ValueError(
-            "--overlap-param-gather must be left out, got it: the head's weight is read outside the module whose hook "
-            "waits for it"
-        )
 
 
 def _transformer_engine(c: Config) -> None:
@@ -232,62 +228,99 @@ def _rewards(c: Config) -> None:
 
 def _hooks(c: Config) -> None:
     """Load every function that the user named, so that a misspelled path is an error at start-up."""
+    problems = Problems()
     for name, spec in own_flags().items():
         value = c.value_of(name)
-        if name.endswith("_path") and name != "custom_config_path" and value != spec.default:
+        taken_over = name in FALLBACKS and value == c.value_of(FALLBACKS[name])
+        if (
+            name.endswith("_path")
+            and name != "custom_config_path"
+            and value != spec.default
+            and not taken_over
+        ):
             paths: list[str] = value if spec.many else [value]
             for path in paths:
-                load_function(path, spelled(name))
+                problems.check(load_function, path, spelled(name))
+    problems.report()
 
 
 def _intervals(c: Config) -> None:
+    problems, e = Problems(), c.evaluation
     if c.checkpoint.save_interval is not None and c.checkpoint.save is None:
-        raise ValueError(
+        problems.add(
             f"--save must be given with --save-interval, got only --save-interval {c.checkpoint.save_interval}"
         )
-    if (
-        c.evaluation.eval_interval is not None
-        and not c.evaluation.eval_prompt_data
-        and c.evaluation.eval_config is None
-    ):
-        raise ValueError(
-            f"--eval-prompt-data must be given with --eval-interval {c.evaluation.eval_interval}, got none"
-        )
-    pairs = c.evaluation.eval_prompt_data or []
+    if e.eval_interval is not None and not e.eval_prompt_data and e.eval_config is None:
+        problems.add(f"--eval-prompt-data must be given with --eval-interval {e.eval_interval}, got none")
+    pairs = e.eval_prompt_data or []
     if len(pairs) % 2:
-        raise ValueError(f"--eval-prompt-data must be pairs of name and path, got {' '.join(pairs)}")
+        problems.add(f"--eval-prompt-data must be pairs of name and path, got {' '.join(pairs)}")
+    problems.report()
 
 
 def _files(c: Config) -> None:
+    problems = Problems()
     paths: dict[str, Sequence[str | None]] = {
         "--prompt-data": [c.data.prompt_data],
         "--eval-prompt-data": (c.evaluation.eval_prompt_data or [])[1::2],
     }
     for name, files in paths.items():
         for path in filter(None, files):
-            find_source(path, name)
+            problems.check(find_source, path, name)
     if c.evaluation.eval_config is not None and not Path(c.evaluation.eval_config).exists():
-        raise ValueError(
+        problems.add(
             f"--eval-config must name a file that exists, got {c.evaluation.eval_config}; check the path"
         )
+    problems.report()
+
+
+def _model(c: Config) -> dict[str, Any]:
+    return read_hf_config(given(c.rollout.hf_checkpoint))
 
 
 def _checkpoint(c: Config) -> None:
-    checkpoint = given(c.rollout.hf_checkpoint)
-    hf_config = read_hf_config(checkpoint)
-    decoder = decoder_of(hf_config)
+    checkpoint, hf_config = given(c.rollout.hf_checkpoint), _model(c)
+    decoder_of(hf_config)
     check_checkpoint_shapes(checkpoint, hf_config)
-    check_model_args(c.megatron.model_args, hf_config)
-    experts = decoder.experts
-    check_replayed_model(c, experts.count if experts else 0, experts.topk if experts else None)
-    c.megatron.layers_of_stages(len(decoder.layers))
-    check_expert_flags(c, decoder)
     largest, vocabulary = largest_token_id(checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:
         raise ValueError(
             "--hf-checkpoint must have a tokenizer whose ids fit the model, got token id "
             f"{largest} and vocab_size {vocabulary} in {checkpoint}; the two are not of the same model"
         )
+
+
+def _model_args(c: Config) -> None:
+    check_model_args(c.megatron.model_args, _model(c))
+
+
+def _decoder(c: Config) -> Decoder | None:
+    """None for a model that `_checkpoint` reports."""
+    try:
+        return decoder_of(_model(c))
+    except ValueError:
+        return None
+
+
+def _replayed_model(c: Config) -> None:
+    if (decoder := _decoder(c)) is not None:
+        experts = decoder.experts
+        check_replayed_model(c, experts.count if experts else 0, experts.topk if experts else None)
+
+
+def _stages(c: Config) -> None:
+    if (decoder := _decoder(c)) is not None:
+        c.megatron.layers_of_stages(len(decoder.layers))
+
+
+def _experts(c: Config) -> None:
+    if (decoder := _decoder(c)) is not None:
+        check_expert_flags(c, decoder)
+
+
+def checkpoint_notes(c: Config) -> Iterator[str]:
+    """Notes on flags that describe the checkpoint of a validated configuration."""
+    yield from model_arg_notes(c.megatron.model_args, _model(c))
 
 
 BY_THEMSELVES: tuple[Rule, ...] = (_required, _ranges, _precision)
@@ -297,7 +330,8 @@ TOGETHER: tuple[Rule, ...] = (
     _transformer_engine,
     check_local_layers,
     _dropout,
-    _overlaps,
+    check_optimizer_dtypes,
+    check_warm_up,
     _engines,
     check_domains,
     _staleness,
@@ -318,6 +352,10 @@ TOGETHER: tuple[Rule, ...] = (
     check_directories,
     _hooks,
     _checkpoint,
+    _model_args,
+    _replayed_model,
+    _stages,
+    _experts,
 )
 
 

@@ -25,10 +25,11 @@ def build_optimizer(
 
     The state is sharded over data-parallel ranks unless --no-use-distributed-optimizer. Main weights and moments are
     fp32. Gradients are clipped to --clip-grad by their global norm. The schedule counts samples. It covers
-    --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples: --lr-warmup-iters steps of linear
-    warm-up from 0, then --lr-decay-style down to --min-lr.
+    --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples: --lr-warmup-iters steps, or
+    --lr-warmup-fraction of the steps, of linear warm-up from --lr-warmup-init, then --lr-decay-style down to --min-lr.
 
-    ValueError for another --optimizer than adam, a warm-up as long as the schedule, or --min-lr above --lr.
+    ValueError for another --optimizer than adam, a warm-up as long as the schedule, --lr-warmup-init or --min-lr above
+    --lr.
     """
     if config.megatron.optimizer != "adam":
         raise ValueError(
@@ -87,6 +88,10 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int) -> OptimizerParamScheduler:
     steps = config.megatron.lr_decay_iters or total_steps
+    if config.megatron.lr_warmup_init > config.megatron.lr:
+        raise ValueError(
+            f"--lr-warmup-init must be at most --lr {config.megatron.lr}, got {config.megatron.lr_warmup_init}"
+        )
     if not 0 <= config.megatron.lr_warmup_iters < steps:
         raise ValueError(
             f"--lr-warmup-iters must lie in [0, {steps}), the optimizer steps of the schedule, "
@@ -94,14 +99,15 @@ def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int) ->
         )
     if not 0 <= config.megatron.min_lr <= config.megatron.lr:
         raise ValueError(f"--min-lr must lie in [0, --lr {config.megatron.lr}], got {config.megatron.min_lr}")
-    samples = config.data.global_batch_size
+    samples, fraction = config.data.global_batch_size, config.megatron.lr_warmup_fraction
     assert samples is not None  # slime.config resolves it
+    warm_up = config.megatron.lr_warmup_iters if fraction is None else fraction * steps
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=config.megatron.lr_warmup_init,
         max_lr=config.megatron.lr,
         min_lr=config.megatron.min_lr,
-        lr_warmup_steps=config.megatron.lr_warmup_iters * samples,
+        lr_warmup_steps=int(warm_up * samples),
         lr_decay_steps=steps * samples,
         lr_decay_style=config.megatron.lr_decay_style,
         start_wd=config.megatron.weight_decay,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.config import Config
+from slime.config.packages import is_installed
 from slime.config.problems import given
 from slime.room import Room
 from slime.tracking.environment import mask_secrets
@@ -239,6 +240,6 @@ def make_trackers(config: Config, run_dir: Path, resume_step: int) -> Trackers:
     if config.logging.use_tensorboard:
         parts = [part for part in (config.logging.tb_project_name, config.logging.tb_experiment_name) if part]
         trackers.append(TensorBoardTracker(run_dir.joinpath("tensorboard", *parts), resume))
-    if config.logging.use_wandb:
+    if config.logging.use_wandb and is_installed("wandb"):
         trackers.append(WandbTracker(config, run_dir))
     return Trackers(trackers)

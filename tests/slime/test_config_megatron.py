@@ -34,12 +34,7 @@ def test_generated_flags_set_core_fields(argv):
                 "--recompute-num-layers",
                 "1",
             ),
-            *(
-                "--optimizer-cpu-offload",
-                "--overlap-cpu-optimizer-d2h-h2d",
-                "--use-precision-aware-optimizer",
-            ),
-            *("--main-grads-dtype", "bf16", "--no-pin-cpu-grads", "--recompute-modules", "mlp", "core_attn"),
+            *("--main-grads-dtype", "fp32", "--recompute-modules", "mlp", "core_attn"),
             *("--moe-token-dispatcher-type", "alltoall", "--window-size", "[4, 0]"),
         ]
     )
@@ -50,11 +45,7 @@ def test_generated_flags_set_core_fields(argv):
         "recompute_granularity": "full",
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
-        "optimizer_cpu_offload": True,
-        "overlap_cpu_optimizer_d2h_h2d": True,
-        "use_precision_aware_optimizer": True,
-        "main_grads_dtype": "bfloat16",
-        "pin_cpu_grads": False,
+        "main_grads_dtype": "float32",
         "recompute_modules": ["mlp", "core_attn"],
         "moe_token_dispatcher_type": "alltoall",
         "window_size": [4, 0],
@@ -84,19 +75,19 @@ def test_historical_names(argv):
 
 def test_core_overrides_come_in_the_types_of_core(argv):
     transformer, optimizer, ddp = core_config_classes()
-    flags = ["--attention-backend", "flash", "--attention-dropout", "0", "--main-grads-dtype", "bf16"]
+    flags = ["--attention-backend", "flash", "--attention-dropout", "0", "--main-grads-dtype", "fp32"]
     m = parse_args([*argv, *flags, "--accumulate-allreduce-grads-in-fp32"]).megatron
     backend = m.core_overrides(transformer).pop("attention_backend")
     assert backend.name == "flash" and type(backend).__name__ == "AttnBackend"
     assert m.core_overrides(transformer)["attention_dropout"] == 0.0
-    assert m.core_overrides(optimizer) == {"main_grads_dtype": torch.bfloat16}
+    assert m.core_overrides(optimizer) == {"main_grads_dtype": torch.float32}
     assert m.core_overrides(ddp) == {"grad_reduce_in_fp32": True}
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--attention-backend", "fused"], "--attention-backend must be one of auto, flash, got fused"),
+        (["--attention-backend", "fast"], "--attention-backend must be one of auto, flash, fused, unfused"),
         (["--recompute-method", "all"], "--recompute-method must be one of uniform, block, got all"),
         (["--main-grads-dtype", "int3"], "--main-grads-dtype must be of type"),
         (["--params-dtype", "bf16"], "--params-dtype must be left out, got bf16; it is set by --bf16"),
@@ -208,7 +199,7 @@ def test_what_needs_transformer_engine_is_refused_without(argv, flags, shown):
 
 
 def test_what_was_never_run_is_noted(argv):
-    flags = "--cuda-graph-impl local --cpu-offloading --optimizer-cpu-offload --use-precision-aware-optimizer"
+    flags = "--cuda-graph-impl local --cpu-offloading"
     said = [
         note.partition(":")[0]
         for note in parse_args([*argv, *flags.split()]).notes

@@ -193,7 +193,7 @@ def test_custom_config_file_wins_over_the_command_line(argv, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lrr: 1", "--lrr is not a known flag; did you mean --lr?"),
+        ("max_turns: 2026-01-01", "--custom-config-path must hold values that JSON can hold, got max_turns"),
         ("lr: fast", "--lr must be of type float, got 'fast'"),
         ("- lr", "--custom-config-path must hold one mapping of flag: value, got list"),
         ("a: [", "--custom-config-path must be valid YAML"),

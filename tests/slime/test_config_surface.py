@@ -25,7 +25,16 @@ def test_flags_and_defaults_are_those_on_record():
 RESOLVED_AWAY = {
     *("custom_config_path", "dump_details", "bf16", "fp16", "fp32", "update_weight_disk_dir"),
     *("num_gpus_per_node", "expert_tensor_parallel_size", "train_backend", "update_weight_transport"),
-    *("rollout_backend", "device", "distributed_backend", "offload", "offload_rollout"),
+    *(
+        "finetune",
+        "no_load_optim",
+        "no_load_rng",
+        "rollout_backend",
+        "device",
+        "distributed_backend",
+        "offload",
+        "offload_rollout",
+    ),
 }
 
 

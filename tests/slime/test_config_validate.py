@@ -262,7 +262,6 @@ RULES = [
     ("--bf16 --fp32", "must not be combined, got --bf16 and --fp32"),
     ("--device cuda --distributed-backend gloo", "--distributed-backend must be nccl on GPUs, got gloo"),
     ("--fp16", "--fp16 must be left out in this version"),
-    ("--overlap-param-gather", "--overlap-param-gather must be left out, got it"),
     # sampling
     ("--rollout-temperature 0", "--rollout-temperature must be above 0, got 0.0"),
     ("--rollout-top-p 0", "--rollout-top-p must lie in (0, 1], got 0.0"),
@@ -292,7 +291,7 @@ RULES = [
     ("--rm-type remote_rm", "--rm-url must be given with --rm-type remote_rm, got none"),
     ("--save-interval 5", "--save must be given with --save-interval, got only --save-interval 5"),
     ("--eval-interval 5", "--eval-prompt-data must be given with --eval-interval 5, got none"),
-    ("--eval-prompt-data aime", "--eval-prompt-data must be pairs of name and path, got aime"),
+    ("--eval-prompt-data a b c", "--eval-prompt-data must be pairs of name and path, got a b c"),
     (
         "--eval-prompt-data aime absent.jsonl",
         "--eval-prompt-data must name an existing file, got absent.jsonl",

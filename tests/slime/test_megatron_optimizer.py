@@ -93,6 +93,15 @@ def test_schedule_counts_batches(checkpoint):
     directory, _ = checkpoint
     assert rates(directory, 3) == [1.0, 1.0, 1.0]
     assert rates(directory, 4, lr_warmup_iters=2) == [0.0, 0.5, 1.0, 1.0]
+    assert rates(directory, 6, lr_warmup_fraction=0.4) == [
+        0.0,
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+    ]  # of total_steps = 10
+    assert rates(directory, 4, lr_warmup_iters=2, lr_warmup_init=0.5) == [0.5, 0.75, 1.0, 1.0]
     linear = rates(directory, 6, lr_decay_style="linear", lr_decay_iters=4, min_lr=0.2)
     assert linear == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
     cosine = rates(directory, 11, lr_decay_style="cosine")  # over total_steps = 10
@@ -104,6 +113,7 @@ def test_schedule_counts_batches(checkpoint):
     [
         ({"lr_warmup_iters": 10}, r"--lr-warmup-iters must lie in \[0, 10\).*got 10"),
         ({"lr": 1e-6, "min_lr": 1e-5}, r"--min-lr must lie in \[0, --lr 1e-06\], got 1e-05"),
+        ({"lr": 1e-6, "lr_warmup_init": 1e-5}, "--lr-warmup-init must be at most --lr 1e-06, got 1e-05"),
         ({"optimizer": "sgd"}, "--optimizer must be adam, got sgd"),
     ],
 )

@@ -155,6 +155,14 @@ def test_tensorboard_keeps_names_and_purges_replayed_steps(tmp_path):
     assert [step for step, _ in read_scalars(root / "eval", "eval/gsm8k")] == [0, 1]
 
 
+def test_without_wandb_the_record_of_the_run_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("slime.tracking.trackers.is_installed", lambda module: False)
+    trackers = make_trackers(make_config(use_wandb=True), tmp_path, resume_step=0)
+    trackers.log({"train/loss": 0.5}, step=0, step_key="train/step")
+    trackers.close()
+    assert [row["train/loss"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0.5]
+
+
 def test_wandb_works_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     config = make_config(use_wandb=True, wandb_key="secret-0123456789", wandb_always_use_train_step=True)

@@ -5,7 +5,10 @@ import json
 import pytest
 
 from slime.config.config_file import split_argv
-from vime.engine.sglang_flags import DROPPED, MAPPED, RENAMED, SPECIAL, targets, translate_sglang
+from vime.engine.sglang_flags import SPECIAL, targets, translate_sglang
+from vime.engine.sglang_tables import ENGINE_DECIDES, MAPPED, RENAMED
+
+ENGINE_OF_32 = "--rollout-num-gpus-per-engine 32"
 
 
 def translated(text: str) -> str:
@@ -23,6 +26,19 @@ def translated(text: str) -> str:
         ("--sglang-ep-size 8", "--vllm-enable-expert-parallel"),
         ("--sglang-ep-size 1", ""),
         ("--sglang-dp-size 2 --sglang-enable-dp-attention", "--vllm-data-parallel-size 2"),
+        ("--sglang-dp-size 4 --sglang-enable-dp-attention --rollout-num-gpus-per-engine 32", ENGINE_OF_32),
+        (
+            "--num-gpus-per-node 4 --rollout-num-gpus-per-engine 8 --sglang-dp-size 2",
+            "--num-gpus-per-node 4 --rollout-num-gpus-per-engine 8",
+        ),
+        (
+            "--gpu gb200 --rollout-num-gpus-per-engine 8 --sglang-dp-size 2",
+            "--gpu gb200 --rollout-num-gpus-per-engine 8",
+        ),
+        ("--sglang-enable-dp-lm-head --sglang-moe-dense-tp-size 1 --sglang-watchdog-timeout 3600", ""),
+        ("--sglang-attention-backend nsa --sglang-nsa-decode-backend flashmla_sparse", ""),
+        ("--sglang-enable-deterministic-inference", "--vllm-batch-invariant"),
+        ("--sglang-mamba-ssm-dtype float32", "--vllm-mamba-ssm-cache-dtype float32"),
         ("--sglang-chunked-prefill-size 4096", "--vllm-max-num-batched-tokens 4096"),
         ("--sglang-chunked-prefill-size -1", "--vllm-no-enable-chunked-prefill"),
         ("--sglang-attention-backend fa3", "--vllm-attention-backend FLASH_ATTN"),
@@ -53,16 +69,10 @@ def test_speculative_flags_become_one():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            "--sglang-moe-dense-tp-size 1",
-            "--sglang-moe-dense-tp-size must be left out: vLLM has no counterpart",
-        ),
-        (
-            "--sglang-enable-dp-lm-head",
-            "--sglang-enable-dp-lm-head must be left out: vLLM has no counterpart",
-        ),
+        ("--sglang-config c.yaml", "--sglang-config must be left out; groups of engines and several models"),
+        ("--sglang-enable-lora", "--sglang-enable-lora must be left out; adapters are not supported"),
         ("--sglang-max-runing-requests 1", "did you mean --sglang-max-running-requests?"),
-        ("--sglang-attention-backend dual", "--sglang-attention-backend must be one of fa3, flashinfer"),
+        ("--sglang-attention-backend dual", "--sglang-attention-backend must be one of fa3, fa4, flashinfer"),
         (
             "--sglang-tp-size 2",
             "--sglang-tp-size must be left out; GPUs of one engine: --rollout-num-gpus-per-engine 2",
@@ -96,11 +106,14 @@ def test_no_counterpart_is_an_error(given, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["foo", "moe-dense-tp-size", "enable-dp-lm-head", "schedule-policy"])
+@pytest.mark.parametrize("name", ["foo", "rollout-batch"])
 def test_no_name_is_proposed_that_is_not_near(name):
     with pytest.raises(ValueError) as error:
         translated(f"--sglang-{name}")
-    assert str(error.value).endswith("vLLM has no counterpart that is known here")
+    assert "did you mean" not in str(error.value)
+    assert str(error.value).endswith(
+        "no flag of SGLang with this name is known here; `vime flags sglang` lists them"
+    )
 
 
 def test_every_translation_is_remarked():
@@ -115,6 +128,6 @@ def test_every_translation_is_remarked():
 
 
 def test_tables_do_not_overlap_and_are_all_listed():
-    names = [*RENAMED, *MAPPED, *DROPPED, *SPECIAL]
+    names = [*RENAMED, *MAPPED, *ENGINE_DECIDES, *SPECIAL]
     assert len(names) == len(set(names))
     assert set(names) <= set(targets())

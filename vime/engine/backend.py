@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 ENGINE_SHARE = 0.92
 """vLLM's own --gpu-memory-utilization."""
 CONCURRENCY = FlagSpec("vllm_server_concurrency", int, 512, "maximum number of requests in flight per engine")
+INVARIANT = FlagSpec(
+    "vllm_batch_invariant",
+    bool,
+    False,
+    "answers that do not depend on the other requests of a batch (slower)",
+)
 _DEADLINE = "one request may take --rollout-deadline-s"
 UNSUPPORTED = {
     "vllm_router_ip": Unsupported(None, EXTERNAL),
@@ -86,7 +92,7 @@ class VllmBackend:
     """A `slime.protocols.RolloutBackend`."""
 
     name = "vllm"
-    specs = {CONCURRENCY.name: CONCURRENCY}
+    specs = {CONCURRENCY.name: CONCURRENCY, INVARIANT.name: INVARIANT}
     owners = (flags.VLLM, flags.ROUTER)
     unsupported = UNSUPPORTED
     no_effect = NO_EFFECT
@@ -112,6 +118,7 @@ class VllmBackend:
         hooks |= {name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None}
         hooks |= {
             CONCURRENCY.name: concurrency,
+            INVARIANT.name: own.get(INVARIANT.name, INVARIANT.default),
             "vllm_args": args,
             "vllm_argv": given.get("backend_argv", []),
         }
@@ -119,6 +126,7 @@ class VllmBackend:
         return {
             **given,
             "server_concurrency": concurrency,
+            "backend_env": {"VLLM_BATCH_INVARIANT": "1"} if own.get(INVARIANT.name) else {},
             "engine_facts": engine_facts(args),
             "hook_args": hooks,
         }

@@ -190,6 +190,8 @@ def remarks(config: Config) -> Iterator[str]:
             "--vllm-gpu-memory-utilization has no effect on CPU engines: their KV cache is as large as "
             "--vllm-kv-cache-memory-bytes says"
         )
+    if config.cluster.device == "cpu" and config.engine.backend_env:
+        yield "--vllm-batch-invariant has no effect on CPU engines: vLLM has it on GPUs alone"
     if config.cluster.actor_num_nodes > 1:
         yield f"--actor-num-nodes {config.cluster.actor_num_nodes}: several hosts have not been run in this version"
     elif config.num_engines and config.nodes_per_engine > 1:
@@ -322,6 +324,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "tensor_parallel_size": engine_tensor_parallel(config),
         "trust_remote_code": config.train.trust_remote_code,
         "vllm_argv": tuple(config.engine.backend_argv),
+        "env": config.engine.backend_env if config.cluster.device == "cuda" else {},
         "start_timeout_s": config.fault_tolerance.engine_start_timeout_s,
         "sleeps": gives_memory(config),
         "nodes": config.nodes_per_engine,

@@ -1,6 +1,7 @@
 """`--sglang-*` flags of existing launch scripts -> their `--vllm-*` counterparts, each with a remark.
 
-A flag with no counterpart is an error that names it; none is dropped without saying why.
+A flag is translated, or accepted with the reason why the answers are the same without it, or an error that names the
+reason. The tables are in sglang_tables.py.
 """
 
 from __future__ import annotations
@@ -8,101 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from slime.config.cluster import ClusterConfig
 from slime.config.config_file import FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
+from slime.hardware import HARDWARE
+from vime.engine.sglang_tables import ANY, ENGINE_DECIDES, MAPPED, REFUSED, RENAMED
 
 PREFIX = "sglang_"
-
-RENAMED = {
-    "max_running_requests": "vllm_max_num_seqs",
-    "cuda_graph_max_bs": "vllm_max_cudagraph_capture_size",
-    "cuda_graph_bs": "vllm_cudagraph_capture_sizes",
-    "dp_size": "vllm_data_parallel_size",
-    "data_parallel_size": "vllm_data_parallel_size",
-    "context_length": "vllm_max_model_len",
-    "dtype": "vllm_dtype",
-    "quantization": "vllm_quantization",
-    "kv_cache_dtype": "vllm_kv_cache_dtype",
-    "load_format": "vllm_load_format",
-    "random_seed": "vllm_seed",
-    "page_size": "vllm_block_size",
-    "log_level_http": "vllm_uvicorn_log_level",
-    "json_model_override_args": "vllm_hf_overrides",
-    "disable_radix_cache": "vllm_no_enable_prefix_caching",
-    "disable_cuda_graph": "vllm_enforce_eager",
-    "trust_remote_code": "trust_remote_code",
-    "server_concurrency": "vllm_server_concurrency",
-    "router_ip": "vllm_router_ip",
-    "router_port": "vllm_router_port",
-    "router_request_timeout_secs": "vllm_router_request_timeout_secs",
-    "router_policy": "router_policy",
-}
-"""Same meaning under another name."""
-
-MAPPED: dict[str, tuple[str, dict[str, str]]] = {
-    "attention_backend": (
-        "vllm_attention_backend",
-        {
-            "fa3": "FLASH_ATTN",
-            "flashinfer": "FLASHINFER",
-            "flashmla": "FLASHMLA",
-            "cutlass_mla": "CUTLASS_MLA",
-            "triton": "TRITON_ATTN",
-            "torch_native": "TORCH_SDPA",
-            "flex_attention": "FLEX_ATTENTION",
-        },
-    ),
-    "moe_a2a_backend": (
-        "vllm_all2all_backend",
-        {"deepep": "deepep_high_throughput", "none": "allgather_reducescatter"},
-    ),
-    "deepep_mode": (
-        "vllm_all2all_backend",
-        {
-            "auto": "deepep_high_throughput",
-            "normal": "deepep_high_throughput",
-            "low_latency": "deepep_low_latency",
-        },
-    ),
-    "reasoning_parser": (
-        "vllm_reasoning_parser",
-        {"qwen3": "qwen3", "deepseek-r1": "deepseek_r1", "deepseek-v3": "deepseek_v3", "glm45": "glm45"},
-    ),
-    "tool_call_parser": (
-        "vllm_tool_call_parser",
-        {
-            "qwen": "hermes",
-            "qwen25": "hermes",
-            "qwen3_coder": "qwen3_coder",
-            "deepseekv3": "deepseek_v3",
-            "glm45": "glm45",
-            "kimi_k2": "kimi_k2",
-            "llama3": "llama3_json",
-            "mistral": "mistral",
-        },
-    ),
-}
-"""Another name, and other names for the values."""
-
-DROPPED = {
-    "enable_metrics": "vLLM always serves /metrics",
-    "enable_dp_attention": "in vLLM it follows from --vllm-data-parallel-size",
-}
-"""The purpose is met without a flag."""
-
-_ENGINE_SIZE = "GPUs of one engine: --rollout-num-gpus-per-engine {}"
-_ADDRESS = "engines listen where the engine pool places them"
-REFUSED = {
-    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size"), _ENGINE_SIZE),
-    **dict.fromkeys(
-        ("pp_size", "pipeline_parallel_size"), "stages of one engine: --vllm-pipeline-parallel-size {}"
-    ),
-    **dict.fromkeys(("model", "model_path"), "engines serve --hf-checkpoint"),
-    **dict.fromkeys(("host", "port"), _ADDRESS),
-}
-"""What another flag decides, in words; {} is the value that was given."""
-
 SPECULATIVE = ("algorithm", "num_steps", "num_draft_tokens", "eagle_topk", "draft_model_path")
 _METHODS = {"NEXTN": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3"}
 
@@ -113,6 +27,7 @@ def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str
     notes: list[str] = []
     speculative: dict[str, FlagGroup] = {}
     problems = Problems()
+    spread = _spread(groups)
     for group in groups:
         if not group.name.startswith(PREFIX):
             out.append(group)
@@ -121,7 +36,10 @@ def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str
         if name.startswith("speculative_") and name.removeprefix("speculative_") in SPECULATIVE:
             speculative[name.removeprefix("speculative_")] = group
             continue
-        if (translated := problems.check(_translate, name, group, origin=group.origin)) is not None:
+        rule: Callable[..., tuple[list[FlagGroup], str]] = _translate
+        if name in REPLICAS and spread:
+            rule = _one_group
+        if (translated := problems.check(rule, name, group, origin=group.origin)) is not None:
             new, why = translated
             out += new
             notes.append(_remark(group, new, why))
@@ -138,7 +56,7 @@ def targets() -> dict[str, str]:
     """SGLang flag name (no prefix, underscores) -> what it becomes, in words; for `vime flags`."""
     rows = {name: "--" + target.replace("_", "-") for name, target in RENAMED.items()}
     rows |= {name: "--" + target.replace("_", "-") for name, (target, _) in MAPPED.items()}
-    rows |= {name: f"nothing: {why}" for name, why in DROPPED.items()}
+    rows |= {name: f"nothing: {why}" for name, why in ENGINE_DECIDES.items()}
     rows |= {name: doc for name, (_, doc) in SPECIAL.items()}
     rows |= {f"speculative_{name}": "an entry of --vllm-speculative-config" for name in SPECULATIVE}
     return rows
@@ -162,18 +80,24 @@ def _translate(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
         value = _one(group)
         if value not in values:
             raise ValueError(
-                f"{group.typed} must be one of {', '.join(values)} to have a vLLM counterpart, got {value}"
+                f"{group.typed} must be one of {', '.join(values)} to have a vLLM counterpart, got {value}; choose one "
+                f"of them, or leave it out and give --{target.replace('_', '-')}"
             )
-        return [_group(target, values[value])], ""
-    if name in DROPPED:
-        return [], DROPPED[name]
+        return (
+            ([_group(target, values[value])], "") if values[value] != ANY else ([], "vLLM chooses it itself")
+        )
+    if name in ENGINE_DECIDES:
+        return [], ENGINE_DECIDES[name]
     if name in SPECIAL:
         return SPECIAL[name][0](group)
     if name in REFUSED:
         instead = REFUSED[name].format(" ".join(group.values)).rstrip()
         raise ValueError(f"{group.typed} must be left out; {instead}")
     near = nearest(name, targets(), prefix="--sglang-")
-    raise ValueError(f"{group.typed} must be left out: vLLM has no counterpart that is known here{near}")
+    raise ValueError(
+        f"{group.typed} must be left out: no flag of SGLang with this name is known here{near}; `vime flags sglang` "
+        "lists them"
+    )
 
 
 def _one(group: FlagGroup) -> str:
@@ -209,6 +133,37 @@ def _expert_parallel(group: FlagGroup) -> tuple[list[FlagGroup], str]:
     return [], "one rank is no expert parallelism"
 
 
+REPLICAS = ("dp_size", "data_parallel_size")
+
+
+def _replicas(group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    return [_group("vllm_data_parallel_size", _one(group))], ""
+
+
+def _one_group(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    """An engine of several nodes has no replicas of its attention: every layer is split over all its GPUs."""
+    _number(group)
+    return [], "an engine of several nodes splits its layers over all its GPUs, with the same answers"
+
+
+def _spread(groups: list[FlagGroup]) -> bool:
+    """Whether an engine needs several nodes. Other checks report values that are no numbers."""
+    typed = {group.name: group.values[0] for group in groups if group.values}
+    defaults = ClusterConfig()
+    nodes = (
+        HARDWARE[typed["gpu"]].gpus_per_node if typed.get("gpu") in HARDWARE else defaults.num_gpus_per_node
+    )
+    try:
+        engine = int(typed.get("rollout_num_gpus_per_engine", defaults.rollout_num_gpus_per_engine))
+        return engine > int(typed.get("num_gpus_per_node", nodes))
+    except ValueError:
+        return False
+
+
+def _invariant(group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    return [_group("vllm_batch_invariant")], "an answer does not depend on the other requests of its batch"
+
+
 def _chunked_prefill(group: FlagGroup) -> tuple[list[FlagGroup], str]:
     if _number(group) > 0:
         return [_group("vllm_max_num_batched_tokens", _one(group))], ""
@@ -217,6 +172,9 @@ def _chunked_prefill(group: FlagGroup) -> tuple[list[FlagGroup], str]:
 
 SPECIAL: dict[str, tuple[Callable[[FlagGroup], tuple[list[FlagGroup], str]], str]] = {
     "mem_fraction_static": (_memory, "--vllm-gpu-memory-utilization"),
+    "dp_size": (_replicas, "--vllm-data-parallel-size, or nothing for an engine of several nodes"),
+    "data_parallel_size": (_replicas, "--vllm-data-parallel-size, or nothing for an engine of several nodes"),
+    "enable_deterministic_inference": (_invariant, "--vllm-batch-invariant"),
     "ep_size": (_expert_parallel, "--vllm-enable-expert-parallel when above 1"),
     "expert_parallel_size": (_expert_parallel, "--vllm-enable-expert-parallel when above 1"),
     "chunked_prefill_size": (

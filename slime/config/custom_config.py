@@ -1,0 +1,52 @@
+"""The file of --custom-config-path. Owns its form, and what becomes of keys that are no flags.
+
+slime sets every key as an attribute of `args`. A key that is a flag is read as that flag. Any other key is a setting of
+the user's hooks: they find it in their `args`, with the value of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slime.config.config_file import FlagGroup
+from slime.config.fields import nearest
+
+
+def custom_entries(groups: list[FlagGroup]) -> dict[str, Any]:
+    """Name (with underscores) -> value, in the order of the file of the last --custom-config-path. Empty without it.
+
+    ValueError if the file is missing, not YAML, not a mapping, or has a value that JSON cannot hold (a date).
+    """
+    paths = [g.values for g in groups if g.name == "custom_config_path"]
+    if not paths:
+        return {}
+    import yaml
+
+    path = Path(paths[-1][0]) if paths[-1] else Path()
+    if not path.is_file():
+        raise ValueError(f"--custom-config-path must name a YAML file, got {path}; check the path")
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"--custom-config-path must be valid YAML, got {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"--custom-config-path must hold one mapping of flag: value, got {type(content).__name__}"
+        )
+    for key, value in content.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ValueError(
+                f"--custom-config-path must hold values that JSON can hold, got {key}: {value}; quote the value"
+            ) from error
+    return {str(key).removeprefix("--").replace("-", "_"): value for key, value in content.items()}
+
+
+def settings_note(settings: dict[str, Any], known: Sequence[str]) -> str:
+    """The keys that are no flags. A key that is near a flag is named with that flag."""
+    near = "".join(f" ({key}{hint})" for key in settings if (hint := nearest(key, known)))
+    return f"--custom-config-path: {', '.join(settings)}: no flags, so hooks find them in args{near}"
