@@ -384,16 +384,8 @@ def test_wrong_calls(tmp_path, capsys):
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
     """A limit on the size of files stands for the full disk: the tokenizer fits, the 5 MB of weights do not."""
     script = str(ROOT / "scripts" / "make_model.py")
-    command = [
-        sys.executable,
-        script,
-        "--arch",
-        "qwen3-tiny",
-        "--random",
-        "--device",
-        "cpu",
-        str(tmp_path / "m"),
-    ]
+    options = "--arch qwen3-tiny --random --device cpu"
+    command = [sys.executable, script, *options.split(), str(tmp_path / "m")]
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 1024; exec "$@"', "-", *command], capture_output=True, text=True
     )
