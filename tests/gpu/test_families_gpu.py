@@ -18,5 +18,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_trainer_and_engine_agree(trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The trainer computes on the CPU. The tolerance is that of float32 products in another order."""
+    """The tolerance is that of float32 products in another order."""
     check_engine(trained, name, monkeypatch, tolerance=1e-4)
