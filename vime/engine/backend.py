@@ -47,6 +47,9 @@ UNSUPPORTED = {
 }
 NO_EFFECT = {
     "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, _DEADLINE),
+    "vllm_weight_sync_mode": FlagSpec(
+        "vllm_weight_sync_mode", str, None, "--update-weight-transport chooses how weights reach the engines"
+    ),
     "slime_router_timeout": FlagSpec("slime_router_timeout", str, None, _DEADLINE),
     "slime_router_max_connections": FlagSpec(
         "slime_router_max_connections",
