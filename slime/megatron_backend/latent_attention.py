@@ -4,8 +4,8 @@
     hidden -> latent of keys and values -> norm -> keys and values of all heads
            -> one rotated key, shared by all heads
 
-The matrices that make latent vectors are whole on each tensor-parallel rank; the ranks share the heads. megatron-core's
-own module needs Transformer Engine for the first, and rotates each sequence alone. The names of parameters are its names.
+Each tensor-parallel rank has the whole matrices that make latent vectors, and its part of the heads. megatron-core's
+module needs Transformer Engine for such matrices, and rotates each sequence alone. The parameters have its names.
 
 Shapes: T tokens of the rank's sequence-parallel part, P rows of the micro-batch, A heads of the rank, K and V the sizes
 of a head of keys and of values, R its rotated part.
@@ -155,8 +155,11 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
         """[P, A * V]. The kernels for packed sequences need heads of one size, so the smaller heads get zeros."""
         width = max(self.sizes.key, self.sizes.value)
-        query, key, value = (
-            pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (query, key, value)
-        )
+        query, key, value = (_widened(x, width) for x in (query, key, value))
         out: Tensor = self.core_attention(query, key, value, None, packed_seq_params=layout)
         return out.unflatten(-1, (-1, width))[..., : self.sizes.value].flatten(1)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """[P, A, size] -> [P, A, width] with zeros at the end of each head."""
+    return pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x

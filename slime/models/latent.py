@@ -18,9 +18,10 @@ from slime.models.rows import ENDS, EXPERTS, HF, MG, MLP, NORMS, OUTPUT_BIAS, RO
 
 @dataclass(frozen=True)
 class Latent(Attention):
-    """The sizes of latent attention. `q_rank` and `kv_rank` are the widths of the latent vectors (`q_rank` None: queries
-    come from the hidden states). A head has `plain` dimensions of query and key without position, `turned` rotated
-    dimensions, and `value` dimensions of the value. Scores are multiplied by `scale` before the softmax."""
+    """The sizes of latent attention. `q_rank` and `kv_rank` are the widths of the latent vectors (`q_rank` None:
+    queries come from the hidden states). A head has `plain` dimensions of query and key without position, `turned`
+    rotated dimensions, and `value` dimensions of the value. Scores are multiplied by `scale` before the softmax.
+    `bias`: the products of the hidden states to latent vectors and of the output have biases."""
 
     q_rank: int | None = None
     kv_rank: int = 0

@@ -96,8 +96,8 @@ def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
 
 
 def as_published(directory: Path, kind: str) -> None:
-    """Give the files what transformers does not write: the model_type of a family that transformers does not have, and a
-    tensor of multi-token prediction."""
+    """Give the files what transformers does not write: the model_type of a family that transformers does not have, and
+    a tensor of multi-token prediction."""
     hf_config = json.loads((directory / "config.json").read_text()) | {"model_type": kind}
     (directory / "config.json").write_text(json.dumps(hf_config))
     more = {PREDICTION[kind]: torch.randn(64, 128)} if kind in PREDICTION else {}
