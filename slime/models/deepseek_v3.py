@@ -9,6 +9,7 @@ from __future__ import annotations
 from slime.models.decoder import Decoder, Hf
 from slime.models.family import Family
 from slime.models.latent import LATENT_EXPERTS, read_latent
+from slime.models.quantised import dequantised
 from slime.models.reading import sparse_layers
 from slime.models.rows import IGNORED
 
@@ -24,5 +25,6 @@ DEEPSEEK_V3 = Family(
     LATENT_EXPERTS,
     read,
     ignored=IGNORED,
+    stored=dequantised,
     flags=(("qk_layernorm", lambda hf: True),),
 )

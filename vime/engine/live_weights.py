@@ -56,8 +56,8 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
     computes with.
 
     `update` has the HF names, for what files spell in several ways: experts, and projections that some hold fused.
-    A matrix with several copies (CPU embeddings, latent attention) is yielded once for each. Tied modules are all visited:
-    each may have a packed copy of its own.
+    A matrix with several copies (CPU embeddings, latent attention) is yielded once for each. Tied modules are all
+    visited: each may have a packed copy of its own.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
@@ -86,8 +86,8 @@ _OF_LATENT_ATTENTION = ("W_UK_T", "W_UV")
 
 
 def _of_latent_attention(module: Any) -> torch.Tensor:
-    """The matrix kv_b_proj [A * (K + V), L] of vLLM's latent attention, from the copies that its decoding computes with:
-    W_UK_T [A, K, L] and W_UV [A, L, V]."""
+    """The matrix kv_b_proj [A * (K + V), L] of vLLM's latent attention, from the copies that its decoding computes
+    with: W_UK_T [A, K, L] and W_UV [A, L, V]."""
     keys, values = (getattr(module, name).data for name in _OF_LATENT_ATTENTION)
     return torch.cat((keys, values.transpose(1, 2)), dim=1).flatten(0, 1)
 
