@@ -109,7 +109,9 @@ def test_scales_that_are_missing_or_of_another_shape_are_named(tmp_path):
         loaded(tmp_path)
     stored[f"{EXPERT}_scale_inv"] = scales[:-1].contiguous()
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"{EXPERT}_scale_inv must have shape \[4, 3\] for 64 x 48 in blocks"):
+    with pytest.raises(
+        ValueError, match=rf"{EXPERT}_scale_inv must have shape \[4, 3\] for 64 x 48 in blocks"
+    ):
         loaded(tmp_path)
 
 
