@@ -68,7 +68,10 @@ class Architecture:
 
 
 EXPERT_KEYS = {
-    "glm4_moe": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    **dict.fromkeys(
+        ("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
+        ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    ),
     "minimax_m2": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
 }
 """How config.json of a family spells the numbers of `Architecture.experts`, if not as Qwen does."""
@@ -76,7 +79,10 @@ EXPERT_KEYS = {
 ROTARY = {family: {"partial_rotary_factor": 0.5} for family in ("glm4", "glm4_moe", "minimax_m2")}
 """More rotary fields of a family: these rotate half of a head."""
 
-NOT_IN_TRANSFORMERS = {"mimo": ("qwen2", "MiMoForCausalLM")}
+NOT_IN_TRANSFORMERS = {
+    "mimo": ("qwen2", "MiMoForCausalLM"),
+    "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
+}
 """Family -> the family in transformers with the same layers, and the name of its model class in config.json."""
 
 
@@ -112,6 +118,44 @@ GLM = {
 
 GLM_LARGE = GLM | {"use_qk_norm": True, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
 """Fields of GLM-4.5 (355B) that are not columns of the table."""
+
+
+def latent(
+    q: int | None, head: tuple[int, int], dense: int, shared: int, scale: float, **more: Any
+) -> dict[str, Any]:
+    """Fields of models with latent attention: width of the queries' latent vector, (dimensions of a key without
+    position, of a value), dense layers, shared experts, scale of the experts' output. All published models have 512
+    latent dimensions of keys and values, and 64 rotated ones. Their layers of prediction are not trained here."""
+    return {
+        "q_lora_rank": q,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": head[0],
+        "qk_rope_head_dim": 64,
+        "v_head_dim": head[1],
+        "first_k_dense_replace": dense,
+        "n_shared_experts": shared,
+        "routed_scaling_factor": scale,
+        "n_group": 1,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+        **more,
+    }
+
+
+def deepseek_yarn(factor: float) -> dict[str, Any]:
+    """The rotary scaling of DeepSeek-V3 and Kimi K2."""
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0 if factor == 40.0 else 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+
 
 MINIMAX = {"scoring_func": "sigmoid", "use_routing_bias": True}
 LLAMA_VOCAB = (128256, 128000)
@@ -228,6 +272,33 @@ ARCHITECTURES = {
     "glm-moe-tiny": Architecture(
         *("glm4_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, False, "float32"),
         *("our own: GLM-4.5-Air in small, for tests", None, (8, 2, 128), GLM),
+    ),
+    "deepseek-v3": Architecture(
+        *("deepseek_v3", 7168, 18432, 61, (128, 128), 64, (129280, 128000), 1e4, 163840, False, "bfloat16"),
+        *("config.json of deepseek-ai/DeepSeek-V3, without its layer of prediction", None, (256, 8, 2048)),
+        latent(1536, (128, 128), 3, 1, 2.5, n_group=8, topk_group=4),
+        deepseek_yarn(40.0),
+    ),
+    "moonlight-16b-a3b": Architecture(
+        *("deepseek_v3", 2048, 11264, 27, (16, 16), 64, (163840, 163584), 5e4, 8192, False, "bfloat16"),
+        *("config.json of moonshotai/Moonlight-16B-A3B-Instruct", None, (64, 6, 1408)),
+        latent(None, (128, 128), 1, 2, 2.446, rms_norm_eps=1e-5),
+    ),
+    "kimi-k2": Architecture(
+        *("kimi_k2", 7168, 18432, 61, (64, 64), 64, (163840, 163584), 5e4, 131072, False, "bfloat16"),
+        *("config.json of moonshotai/Kimi-K2-Instruct", None, (384, 8, 2048)),
+        latent(1536, (128, 128), 1, 1, 2.827),
+        deepseek_yarn(32.0),
+    ),
+    "glm-4.7-flash": Architecture(
+        *("glm4_moe_lite", 2048, 10240, 47, (20, 20), 64, (154880, 154820), 1e6, 202752, False, "bfloat16"),
+        *("config.json of zai-org/GLM-4.7-Flash, without its layer of prediction", None, (64, 4, 1536)),
+        latent(768, (192, 256), 1, 1, 1.8, rms_norm_eps=1e-5),
+    ),
+    "deepseek-tiny": Architecture(
+        *("deepseek_v3", 256, 512, 2, (8, 8), 64, (262, 256), 1e4, 1024, False, "float32"),
+        *("our own: DeepSeek-V3 in small, for tests; vLLM's CPU kernel needs its latent sizes", None),
+        *((8, 2, 128), latent(128, (32, 32), 1, 1, 2.5, n_group=2, topk_group=1)),
     ),
     "llama-tiny": tiny("llama", rotary=llama3(8.0)),
     "mistral-tiny": tiny("mistral", more={"sliding_window": 12}),

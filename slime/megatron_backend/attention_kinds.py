@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.megatron_backend.attention import PackedAttention
+from slime.megatron_backend.latent_attention import latent_attention
 from slime.megatron_backend.layers import NormedLinear
 from slime.megatron_backend.norms import ProjectionNorm, RMSNorm
 from slime.models import Decoder, Layer
@@ -46,5 +47,8 @@ def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> M
     return spec
 
 
-KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec]] = {"full": full_attention}
+KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec]] = {
+    "full": full_attention,
+    "latent": latent_attention,
+}
 """`Layer.kind` -> the module of the attention slot."""

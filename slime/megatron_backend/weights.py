@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,11 @@ class Files:
             self._handles[file] = open_weights(file, "pt")
         tensor: Tensor = self._handles[file].get_tensor(name)
         return tensor
+
+    def open(self, names: Iterable[str]) -> None:
+        """Open the files of `names` now."""
+        for file in {self._files[name] for name in names}:
+            self._handles[file] = open_weights(file, "pt")
 
     def place(self, name: str) -> str:
         return str(self._files[name])
@@ -297,10 +302,11 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
     family = family_for(inner.hf_config)
     if not family.predicted(inner.hf_config):
         return iter(())
-    files = _files_of(source_dir)
-    names = family.prediction_names(files, inner.hf_config)
-    handles = {file: open_weights(file, "pt") for file in {files[name] for name in names}}
-    return ((name, handles[files[name]].get_tensor(name)) for name in names)
+    files = Files(source_dir)
+    stored = family.stored(files, inner.hf_config)
+    names = family.prediction_names(sorted(stored.names()), inner.hf_config)
+    files.open(family.prediction_names(files.names(), inner.hf_config))
+    return ((name, stored.get(name)) for name in names)
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
@@ -342,7 +348,8 @@ def _copy_config(inner: HiddenGPTModel, source_dir: Path, out_dir: Path) -> None
                 shutil.copyfile(file, out_dir / file.name)
     dtype = str(inner.config.params_dtype).removeprefix("torch.")
     key = "torch_dtype" if "torch_dtype" in inner.hf_config else "dtype"
-    (out_dir / "config.json").write_text(json.dumps({**inner.hf_config, key: dtype}, indent=2) + "\n")
+    plain = {name: value for name, value in inner.hf_config.items() if name != "quantization_config"}
+    (out_dir / "config.json").write_text(json.dumps({**plain, key: dtype}, indent=2) + "\n")
 
 
 def _shard_group(row: Row) -> dist.ProcessGroup:

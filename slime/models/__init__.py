@@ -7,9 +7,12 @@ decoder, so no other file names a family. Imports neither torch nor Megatron.
 from __future__ import annotations
 
 from slime.models.decoder import Attention, Decoder, Experts, Hf, Layer
+from slime.models.deepseek_v3 import DEEPSEEK_V3
 from slime.models.family import Family, as_stored
 from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
+from slime.models.glm4_moe_lite import GLM4_MOE_LITE
+from slime.models.kimi_k2 import KIMI_K2
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
 from slime.models.minimax_m2 import MINIMAX_M2
@@ -27,6 +30,9 @@ _ALL = (
     QWEN3_MOE,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
+    DEEPSEEK_V3,
+    KIMI_K2,
     LLAMA,
     MISTRAL,
     MINIMAX_M2,

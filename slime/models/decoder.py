@@ -21,7 +21,8 @@ class Attention:
 
     `params`: its matrices, which tensor-parallel ranks split; `whole`: further matrices that each rank has. `kept`:
     what the backward needs per token (input and output included, split over ranks). `context`: keys and values that
-    context-parallel ranks gather per token. `cache`: what an engine keeps per token. `pair_flops`: forward FLOPs per
+    context-parallel ranks gather per token. `cache`: what an engine keeps per token, all
+    of it on each tensor-parallel rank if `cache_whole`. `pair_flops`: forward FLOPs per
     (query, key) pair. `token_flops`: forward FLOPs per token beside the matrices.
     """
 
@@ -32,6 +33,7 @@ class Attention:
     pair_flops: int
     whole: int = 0
     token_flops: int = 0
+    cache_whole: bool = False
 
     @classmethod
     def grouped(cls, hidden: int, q: int, kv: int) -> Attention:

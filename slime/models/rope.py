@@ -59,8 +59,8 @@ class Rope:
         factor = self.settings["factor"]
         upper, lower = self.settings.get("mscale"), self.settings.get("mscale_all_dim")
         if upper and lower:
-            return _mscale(factor, upper) / _mscale(factor, lower)
-        return _mscale(factor, 1.0)
+            return mscale(factor, upper) / mscale(factor, lower)
+        return mscale(factor, 1.0)
 
     def frequencies(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """Angle per position: fp32 [size / 2]."""
@@ -113,7 +113,8 @@ class Rope:
         return turned.cos() * self.amplitude, turned.sin() * self.amplitude
 
 
-def _mscale(factor: float, weight: float) -> float:
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's factor for a context that is `factor` times as long."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

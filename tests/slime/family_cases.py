@@ -8,6 +8,17 @@ from typing import Any
 _SOFTMAX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 _SIGMOID = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
+_LATENT = {
+    "tie_word_embeddings": False,  # vLLM has no tied heads for these families
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "routed_scaling_factor": 1.8,
+    **_SIGMOID,
+}
+
 TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},  # not hidden / heads, as in the real Qwen3-0.6B
@@ -19,6 +30,20 @@ TINY: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
     "mimo": {"num_nextn_predict_layers": 1},
     "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80},
+    "deepseek_v3": {
+        **_LATENT,
+        "q_lora_rank": 24,
+        "first_k_dense_replace": 1,
+        **{"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2},
+    },
+    "kimi_k2": {
+        **_LATENT,
+        "q_lora_rank": 24,
+        "first_k_dense_replace": 1,
+        **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    },
+    # with another rms_norm_eps, transformers and vLLM differ (tests/slime/test_latent.py)
+    "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "rms_norm_eps": 1e-6},
 }
 """`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
 
@@ -30,11 +55,18 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 OLD = {"original_max_position_embeddings": 16}
 
 
-BUILT_AS = {"mimo": "qwen2"}
+BUILT_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Families that transformers does not have: the family whose layers they have."""
+
+PREDICTION = {
+    "mimo": "model.mtp_layers.0.input_proj.weight",
+    "deepseek_v3": "model.layers.2.eh_proj.weight",
+}
+"""Families whose tiny model has a tensor of multi-token prediction, and the name of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +98,32 @@ CASES: dict[str, Case] = {
     # vLLM's router for CPUs has no sigmoid scores without groups
     "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine="gpu"),
     "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
+    "deepseek": Case("deepseek_v3", engine="cpu"),
+    # Moonlight: queries from the hidden states; the published YaRN, where both factors are equal, changes the scale
+    "deepseek-plain-queries": Case(
+        "deepseek_v3",
+        {"q_lora_rank": None, "v_head_dim": 32, "rope_parameters": YARN | OLD | MSCALE},
+        engine="cpu",
+    ),
+    "kimi-k2": Case("kimi_k2", {"rope_parameters": YARN | OLD | MSCALE | {"mscale": 0.7}}, engine="cpu"),
+    "glm4-moe-lite": Case("glm4_moe_lite", engine="cpu"),
+    "glm4-moe-lite-bias": Case("glm4_moe_lite", {"attention_bias": True}),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
 }
 """Name of a tiny model -> the model."""
 
 ENGINE_SHAPE: dict[str, Any] = {"hidden_size": 128, "max_position_embeddings": 512}
 """vLLM's CPU kernels need heads of 32 and experts of 64 at least."""
+_ENGINE_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""vLLM's kernel for latent attention on CPUs needs these two sizes. vLLM reads method and scores from config.json.
+Published files give them, and transformers does not."""
 ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         "intermediate_size": 64,
@@ -79,6 +131,9 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "deepseek_v3": _ENGINE_LATENT | {"n_routed_experts": 12},
+    "kimi_k2": _ENGINE_LATENT,
+    "glm4_moe_lite": _ENGINE_LATENT | {"first_k_dense_replace": 1},
     "qwen2_moe": {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64},
 }
 

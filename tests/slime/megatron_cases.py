@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from family_cases import BUILT_AS, TINY
+from family_cases import BUILT_AS, PREDICTION, TINY
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -59,8 +59,8 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.04)
     model.save_pretrained(directory)
-    if kind in BUILT_AS:
-        with_prediction_layers(directory, kind)
+    if kind in BUILT_AS or kind in PREDICTION:
+        as_published(directory, kind)
     return model
 
 
@@ -95,12 +95,12 @@ def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def with_prediction_layers(directory: Path, kind: str) -> None:
-    """Make the files of a family that transformers does not have: its model_type, and layers of multi-token
-    prediction."""
+def as_published(directory: Path, kind: str) -> None:
+    """Give the files what transformers does not write: the model_type of a family that transformers does not have, and
+    a tensor of multi-token prediction."""
     hf_config = json.loads((directory / "config.json").read_text()) | {"model_type": kind}
     (directory / "config.json").write_text(json.dumps(hf_config))
-    more = {"model.mtp_layers.0.input_proj.weight": torch.randn(64, 128)}
+    more = {PREDICTION[kind]: torch.randn(64, 128)} if kind in PREDICTION else {}
     save_file(
         load_file(directory / "model.safetensors") | more, directory / "model.safetensors", {"format": "pt"}
     )

@@ -27,7 +27,9 @@ def has_experts(module: nn.Module) -> bool:
 
 def hf_path(path: str, shared: str) -> str:
     """A module's path in the checkpoint: the router and the shared expert are parts of vLLM's experts, too, under a
-    second name. `shared` is the shared expert's name in files, "shared_expert" or "shared_experts"."""
+    second name, as are the projections of latent attention parts of its kernel. `shared` is the shared expert's name in
+    files, "shared_expert" or "shared_experts"."""
+    path = re.sub(r"\.self_attn(\.mla_attn)+(?=\.|$)", ".self_attn", path)
     path = re.sub(r"\.experts\.gate$", ".gate", path)
     path = re.sub(r"\.experts\._shared_experts\._layer(?=\.|$)", f".{shared}", path)
     return re.sub(rf"\.{shared}\.expert_gate$", f".{shared}_gate", path)

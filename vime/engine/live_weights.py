@@ -56,8 +56,8 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
     computes with.
 
     `update` has the HF names, for what files spell in several ways: experts, and projections that some hold fused.
-    A matrix with a plain and a packed copy (CPU embeddings) is yielded once for each. Tied modules are all visited:
-    each may have a packed copy of its own.
+    A matrix with several copies (CPU embeddings, latent attention) is yielded once for each. Tied modules are all
+    visited: each may have a packed copy of its own.
     """
     packed = getattr(model, "packed_modules_mapping", {})
     shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
@@ -65,9 +65,13 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
         if has_experts(module):
             yield from expert_tensors(path, module, update)
             continue
+        if hasattr(module, "W_UK_T"):
+            yield hf_path(f"{path}.kv_b_proj.weight", shared), module.kv_b_proj, _of_latent_attention(module)
         parent, _, leaf = hf_path(path, shared).rpartition(".")
         parts = packed.get(leaf, [leaf])
         for kind, parameter in module.named_parameters(recurse=False):
+            if kind in _OF_LATENT_ATTENTION:
+                continue
             if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
                 parts = [leaf]
             values = [parameter.data] if parameter.numel() else []
@@ -76,6 +80,16 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
             for value in values:
                 for part, piece in zip(parts, _split(module, value, parts), strict=True):
                     yield ".".join(filter(None, [parent, part, kind])), module, piece
+
+
+_OF_LATENT_ATTENTION = ("W_UK_T", "W_UV")
+
+
+def _of_latent_attention(module: Any) -> torch.Tensor:
+    """The matrix kv_b_proj [A * (K + V), L] of vLLM's latent attention, from the copies that its decoding computes
+    with: W_UK_T [A, K, L] and W_UV [A, L, V]."""
+    keys, values = (getattr(module, name).data for name in _OF_LATENT_ATTENTION)
+    return torch.cat((keys, values.transpose(1, 2)), dim=1).flatten(0, 1)
 
 
 def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor:

@@ -6,7 +6,14 @@ from __future__ import annotations
 import gc
 import os
 
-from vime.engine import compact_log_probs, cpu_engine, merged_log_probs, routed_experts, shared_gpu
+from vime.engine import (
+    compact_log_probs,
+    cpu_engine,
+    cpu_rotary,
+    merged_log_probs,
+    routed_experts,
+    shared_gpu,
+)
 from vime.engine.supervise import die_with_parent, forks_die_with_parent
 from vime.engine.vllm_versions import meet_in_a_file, register_backend
 
@@ -30,6 +37,7 @@ def register() -> None:
         merged_log_probs.install()
         meet_in_a_file()
         cpu_engine.install()
+    cpu_rotary.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ

@@ -1,0 +1,30 @@
+"""DeepSeek-V3 and the models of its architecture: DeepSeek-R1, Moonlight and Kimi K2.
+
+Latent attention, dense first layers, then experts: sigmoid scores with a correction bias, the best groups of experts, a
+shared expert, one layer of multi-token prediction.
+"""
+
+from __future__ import annotations
+
+from slime.models.decoder import Decoder, Hf
+from slime.models.family import Family
+from slime.models.latent import LATENT_EXPERTS, read_latent
+from slime.models.quantised import dequantised
+from slime.models.reading import sparse_layers
+from slime.models.rows import IGNORED
+
+
+def read(hf: Hf) -> Decoder:
+    return read_latent(hf, sparse_layers(hf))
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepSeek-V3, experts",
+    "V3, R1, Moonlight-16B-A3B",
+    LATENT_EXPERTS,
+    read,
+    ignored=IGNORED,
+    stored=dequantised,
+    flags=(("qk_layernorm", lambda hf: True),),
+)

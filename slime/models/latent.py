@@ -1,0 +1,127 @@
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434, part 2.1): its sizes, its rows and its reader of config.json.
+
+Keys and values of all heads come from one latent vector per token. Queries may come from a latent vector too. A part of
+each query and key has no position; the other part is rotated, and all heads share that part of the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime.models.decoder import Attention, Decoder, Hf, Layer
+from slime.models.layouts import Direct, Row
+from slime.models.quantised import check_quantisation
+from slime.models.reading import SIZES, check_experts, need, only, sigmoid_experts
+from slime.models.rope import Rope, mscale, read_rope
+from slime.models.rows import ENDS, EXPERTS, HF, MG, MLP, NORMS, OUTPUT_BIAS, ROUTER_BIAS, SHARED_EXPERT
+
+
+@dataclass(frozen=True)
+class Latent(Attention):
+    """The sizes of latent attention. `q_rank` and `kv_rank` are the widths of the latent vectors (`q_rank` None:
+    queries come from the hidden states). A head has `plain` dimensions of query and key without position, `turned`
+    rotated dimensions, and `value` dimensions of the value. Scores are multiplied by `scale` before the softmax.
+    `bias`: the products of the hidden states to latent vectors and of the output have biases."""
+
+    q_rank: int | None = None
+    kv_rank: int = 0
+    plain: int = 0
+    turned: int = 0
+    value: int = 0
+    scale: float = 0.0
+    bias: bool = False
+
+    @property
+    def key(self) -> int:
+        """Dimensions of a query and of a key."""
+        return self.plain + self.turned
+
+
+def latent_attention(hf: Hf, rope: Rope) -> Latent:
+    """The attention of one layer."""
+    hidden, heads, q_rank, kv_rank = (
+        hf.get(key) for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
+    )
+    plain, turned, value = (hf[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    key, widest = plain + turned, max(plain + turned, value)
+    down = hidden * (kv_rank + turned) + hidden * (q_rank or 0)
+    # the output of the attention is copied where its heads were padded to the size of the keys
+    copied = heads * value if value < widest else 0
+    return Latent(
+        params=(q_rank or hidden) * heads * key + kv_rank * heads * (plain + value) + heads * value * hidden,
+        whole=down,
+        # the input after its norm, both latent vectors, queries, keys, and padded values and outputs
+        kept=hidden + (q_rank or 0) + kv_rank + turned + 2 * heads * (key + widest) + copied,
+        context=heads * (key + widest),
+        cache=kv_rank + turned,
+        cache_whole=True,
+        pair_flops=2 * heads * (key + value),
+        q_rank=q_rank,
+        kv_rank=kv_rank,
+        plain=plain,
+        turned=turned,
+        value=value,
+        scale=softmax_scale(rope, key),
+        bias=bool(hf.get("attention_bias", False)),
+    )
+
+
+def softmax_scale(rope: Rope, size: int) -> float:
+    """`size ** -0.5`, multiplied by the square of YaRN's scale for `mscale_all_dim`, if config.json gives it."""
+    weight = rope.settings.get("mscale_all_dim")
+    factor = mscale(rope.settings["factor"], weight) if weight else 1.0
+    return float(size**-0.5 * factor * factor)
+
+
+def read_latent(hf: Hf, sparse: Sequence[bool]) -> Decoder:
+    """The decoder of a family with latent attention and sigmoid experts. `sparse`: which layers have experts."""
+    need(hf, *SIZES, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    only(
+        hf,
+        hidden_act="silu",
+        mlp_bias=False,
+        rope_interleave=True,
+        num_key_value_heads=hf["num_attention_heads"],
+    )
+    only(hf, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    check_quantisation(hf)
+    rope = read_rope(hf, hf["qk_rope_head_dim"], whole=True, interleaved=True)
+    attention = latent_attention(hf, rope)
+    return Decoder(
+        hidden=hf["hidden_size"],
+        ffn=hf["intermediate_size"],
+        heads=hf["num_attention_heads"],
+        groups=hf["num_attention_heads"],
+        head_dim=attention.key,
+        vocab=hf["vocab_size"],
+        context=hf.get("max_position_embeddings") or 0,
+        norm_eps=hf["rms_norm_eps"],
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        layers=tuple(Layer(attention, kind="latent", sparse=has) for has in sparse),
+        ropes=(rope,),
+        experts=check_experts(hf, sigmoid_experts),
+        qkv_bias=attention.bias,
+        output_bias=attention.bias,
+    )
+
+
+_MG, _HF = MG + "self_attention.", HF + "self_attn."
+
+LATENT = (
+    Row(_MG + "linear_q_proj.weight", (_HF + "q_proj.weight",), Direct(axis=0)),
+    Row(_MG + "linear_q_down_proj.weight", (_HF + "q_a_proj.weight",)),
+    Row(_MG + "linear_q_down_proj.bias", (_HF + "q_a_proj.bias",)),
+    Row(_MG + "q_layernorm.weight", (_HF + "q_a_layernorm.weight",)),
+    Row(_MG + "linear_q_up_proj.weight", (_HF + "q_b_proj.weight",), Direct(axis=0)),
+    Row(_MG + "linear_kv_down_proj.weight", (_HF + "kv_a_proj_with_mqa.weight",)),
+    Row(_MG + "linear_kv_down_proj.bias", (_HF + "kv_a_proj_with_mqa.bias",)),
+    Row(_MG + "kv_layernorm.weight", (_HF + "kv_a_layernorm.weight",)),
+    Row(_MG + "linear_kv_up_proj.weight", (_HF + "kv_b_proj.weight",), Direct(axis=0)),
+    Row(_MG + "linear_proj.weight", (_HF + "o_proj.weight",), Direct(axis=1)),
+    OUTPUT_BIAS,
+)
+"""The names of Megatron are those of its own latent attention."""
+
+LATENT_EXPERTS = ENDS + NORMS + LATENT + MLP + EXPERTS + (ROUTER_BIAS, *SHARED_EXPERT)
+"""The whole table of a decoder with latent attention, sigmoid experts and a shared expert."""

@@ -1,0 +1,130 @@
+"""Checkpoints that are published in fp8 or int4: their tensors in bfloat16, dequantised one by one while they are read.
+
+fp8: a weight in float8_e4m3fn, and `weight_scale_inv` with one number per block of 128 x 128 (DeepSeek-V3, 2412.19437,
+part 3.3.2). int4: `weight_packed` with eight numbers per int32, `weight_scale` with one number per group of a row, and
+`weight_shape`, as compressed-tensors writes them (Kimi-K2-Thinking).
+
+Shapes: O outputs, I inputs of a weight. torch is imported only to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from slime.models.decoder import Hf
+from slime.models.family import Tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BITS = 4
+
+
+def check_quantisation(hf: Hf) -> None:
+    """ValueError for a quantization_config that `dequantised` cannot read."""
+    said = hf.get("quantization_config")
+    if said and not (_is_fp8(said) or _is_int4(said)):
+        kind = " ".join(str(said[key]) for key in ("quant_method", "format") if said.get(key))
+        raise ValueError(
+            "quantization_config in config.json must be fp8 with a weight_block_size, or compressed-tensors "
+            f"pack-quantized with {_BITS} bits and symmetric groups, got {kind or said}; use a checkpoint in bfloat16"
+        )
+
+
+def _is_fp8(said: Mapping[str, Any]) -> bool:
+    return said.get("quant_method") == "fp8" and len(said.get("weight_block_size") or ()) == 2
+
+
+def _is_int4(said: Mapping[str, Any]) -> bool:
+    groups = [group.get("weights") or {} for group in (said.get("config_groups") or {}).values()]
+    return said.get("format") == "pack-quantized" and all(
+        (weights.get("num_bits"), weights.get("type"), weights.get("symmetric"), weights.get("strategy"))
+        == (_BITS, "int", True, "group")
+        for weights in groups
+    )
+
+
+def dequantised(tensors: Tensors, hf: Hf) -> Tensors:
+    """`Family.stored`: the tensors of a checkpoint as its weight table has them."""
+    said = hf.get("quantization_config")
+    if not said:
+        return tensors
+    check_quantisation(hf)
+    return BlockFp8(tensors, tuple(said["weight_block_size"])) if _is_fp8(said) else PackedInt4(tensors)
+
+
+class BlockFp8:
+    """The tensors of a checkpoint with blocks in fp8. A weight without scales is stored as it is."""
+
+    def __init__(self, tensors: Tensors, block: tuple[int, int]) -> None:
+        self._tensors, self._block, self._stored = tensors, block, tensors.names()
+
+    def names(self) -> set[str]:
+        return {name for name in self._stored if not name.endswith("_scale_inv")}
+
+    def get(self, name: str) -> Tensor:
+        weight, scales = self._tensors.get(name), f"{name}_scale_inv"
+        if scales in self._stored:
+            return from_blocks(weight, self._tensors.get(scales), self._block, name)
+        if weight.element_size() == 1:
+            raise ValueError(
+                f"a checkpoint in fp8 must have {scales}, got none for {self.place(name)}; download it again"
+            )
+        return weight
+
+    def part(self, name: str, index: int) -> Tensor:
+        return self.get(name)[index]
+
+    def place(self, name: str) -> str:
+        return self._tensors.place(name)
+
+
+def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], name: str) -> Tensor:
+    """`weight.float() * scales[row // block[0], column // block[1]]` in bfloat16: weight fp8 [O, I]."""
+    import torch
+
+    rows, columns = weight.shape
+    wanted = [-(-rows // block[0]), -(-columns // block[1])]
+    if list(scales.shape) != wanted:
+        raise ValueError(
+            f"{name}_scale_inv must have shape {wanted} for {rows} x {columns} in blocks of {block[0]} x {block[1]}, "
+            f"got {list(scales.shape)}; download the checkpoint again"
+        )
+    each = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.float() * each).to(torch.bfloat16)
+
+
+class PackedInt4:
+    """The tensors of a checkpoint with packed int4 weights. Other tensors are stored as they are."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors, self._stored = tensors, tensors.names()
+
+    def names(self) -> set[str]:
+        plain = {n for n in self._stored if not n.endswith(("_packed", "_scale", "_shape"))}
+        return plain | {n.removesuffix("_packed") for n in self._stored if n.endswith("_packed")}
+
+    def get(self, name: str) -> Tensor:
+        if f"{name}_packed" not in self._stored:
+            return self._tensors.get(name)
+        packed, scales, shape = (self._tensors.get(name + end) for end in ("_packed", "_scale", "_shape"))
+        return from_packed(packed, scales, shape.tolist())
+
+    def part(self, name: str, index: int) -> Tensor:
+        return self.get(name)[index]
+
+    def place(self, name: str) -> str:
+        return self._tensors.place(f"{name}_packed" if f"{name}_packed" in self._stored else name)
+
+
+def from_packed(packed: Tensor, scales: Tensor, shape: list[int]) -> Tensor:
+    """`(code - 8) * scale of its group` in bfloat16. packed int32 [O, I / 8], the lowest four bits first; scales
+    [O, groups]."""
+    import torch
+
+    columns = shape[1]
+    shifts = torch.arange(0, 32, _BITS, dtype=torch.int32, device=packed.device)
+    codes = (packed[..., None] >> shifts & 2**_BITS - 1).flatten(1)[:, :columns] - 2 ** (_BITS - 1)
+    each = scales.float().repeat_interleave(columns // scales.shape[1], 1)
+    return (codes * each).to(torch.bfloat16)

@@ -1,0 +1,132 @@
+"""Checkpoints in fp8 and int4: a tiny DeepSeek-V3 that the test quantises is loaded as its dequantised weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from megatron_cases import make_config, tiny_checkpoint
+from safetensors.torch import load_file, save_file
+
+from slime.megatron_backend.model import build_model
+from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.weights import export_hf, load_hf, save_hf
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}
+INT4_GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": INT4_GROUP}},
+}
+EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+PREDICTION = "model.layers.2.eh_proj.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_rank(tmp_path_factory):
+    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
+    yield
+    destroy_parallel()
+
+
+def in_fp8(name, weight):
+    """Blocks of 16 x 16 with their largest element at the end of the range, as the published files have 128 x 128."""
+    rows, columns = (-(-size // 16) for size in weight.shape)
+    padded = torch.zeros(16 * rows, 16 * columns)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    blocks = padded.view(rows, 16, columns, 16)
+    scales = blocks.abs().amax((1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).view_as(padded)[: weight.shape[0], : weight.shape[1]]
+    codes = codes.to(torch.float8_e4m3fn).contiguous()
+    wanted = torch.empty_like(weight)
+    for row in range(weight.shape[0]):
+        for column in range(weight.shape[1]):
+            wanted[row, column] = codes[row, column].float() * scales[row // 16, column // 16]
+    return {name: codes, f"{name}_scale_inv": scales}, wanted.to(torch.bfloat16).float()
+
+
+def in_int4(name, weight):
+    """Groups of eight columns, packed by compressed-tensors."""
+    groups = weight.unflatten(1, (-1, 8))
+    scales = (groups.abs().amax(-1) / 7).to(torch.bfloat16)
+    codes = (groups / scales[..., None].float()).round().clamp(-8, 7)
+    stored = {
+        f"{name}_packed": pack_to_int32(codes.flatten(1).to(torch.int8), 4),
+        f"{name}_scale": scales,
+        f"{name}_shape": torch.tensor(weight.shape),
+    }
+    return stored, (codes * scales[..., None].float()).flatten(1).to(torch.bfloat16).float()
+
+
+def quantise(directory, said, form):
+    """Store the routed experts, one latent projection and the prediction layer of a tiny model in `form`. Returns the
+    weights that it stands for."""
+    tiny_checkpoint(directory, "deepseek_v3")
+    file = directory / "model.safetensors"
+    stored, wanted = {}, {}
+    for name, tensor in load_file(file).items():
+        if ".experts." in name or "q_a_proj" in name or name == PREDICTION:
+            more, wanted[name] = form(name, tensor)
+            stored |= more
+        else:
+            stored[name] = wanted[name] = tensor
+    save_file(stored, file, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return stored, wanted
+
+
+def loaded(directory):
+    model = build_model(load_hf_config(directory), make_config(), ddp=False)
+    load_hf(model, directory)
+    return model
+
+
+@pytest.mark.parametrize(("said", "form"), [(FP8, in_fp8), (INT4, in_int4)], ids=["fp8", "int4"])
+def test_quantised_weights_are_loaded_and_written_plain(tmp_path, said, form):
+    _, wanted = quantise(tmp_path / "hf", said, form)
+    model = loaded(tmp_path / "hf")
+    exported = dict(export_hf(model))
+    assert exported.keys() == wanted.keys() - {PREDICTION}
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in exported.items())
+    save_hf(model, tmp_path / "hf", tmp_path / "plain")
+    written = load_file(tmp_path / "plain" / "model.safetensors")
+    assert written.keys() == wanted.keys()
+    assert torch.equal(written[PREDICTION].float(), wanted[PREDICTION])
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert all(torch.equal(x, exported[name]) for name, x in export_hf(loaded(tmp_path / "plain")))
+
+
+def test_scales_that_are_missing_or_of_another_shape_are_named(tmp_path):
+    stored, _ = quantise(tmp_path, FP8, in_fp8)
+    scales = stored.pop(f"{EXPERT}_scale_inv")
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"must have {EXPERT}_scale_inv, got none"):
+        loaded(tmp_path)
+    stored[f"{EXPERT}_scale_inv"] = scales[:-1].contiguous()
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"{EXPERT}_scale_inv must have shape \[4, 3\] for 64 x 48 in blocks"
+    ):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "got"),
+    [
+        ({"quant_method": "fp8"}, "got fp8;"),
+        ({"quant_method": "awq"}, "got awq;"),
+        (
+            INT4 | {"config_groups": {"group_0": {"weights": INT4_GROUP | {"num_bits": 8}}}},
+            "got compressed-tensors pack-quantized;",
+        ),
+    ],
+)
+def test_other_quantisations_are_errors(tmp_path, said, got):
+    quantise(tmp_path, said, in_int4)
+    with pytest.raises(ValueError, match=rf"quantization_config in config.json must be fp8 .*{got}"):
+        load_hf_config(tmp_path)

@@ -1,0 +1,36 @@
+"""The rotary embedding of heads that have a dimension of their own, for engines on CPUs.
+
+vLLM's CPU kernel takes queries [T, A * D]. Its latent attention gives it queries [T, A, D], and the kernel of vLLM 0.32
+then turns other elements than it should, without an error. Here such queries take vLLM's plain PyTorch form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_MARK = "takes_heads"
+
+
+def install() -> None:
+    """Choose the form by the dimensions of the queries. May run more than once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotary: Any = RotaryEmbedding
+    if hasattr(rotary.forward_cpu, _MARK):
+        return
+    kernel = rotary.forward_cpu
+
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> Any:
+        form = kernel if query.dim() == 2 else rotary.forward_native
+        return form(self, positions, query, key)
+
+    setattr(forward_cpu, _MARK, True)
+    rotary.forward_cpu = forward_cpu
