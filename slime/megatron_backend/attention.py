@@ -20,11 +20,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rl_kernel import rotary
 from slime.data.token_slice import TokenSlice
+from slime.megatron_backend.attention_scores import SinkAttention, plain_attention
 
 # Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
 _BUCKET_RATIO = 1.5
@@ -162,10 +164,17 @@ def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0) -> Tensor:
 
 
 def padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket. A token sees
-    the newest `window` tokens up to itself (None: all).
+    """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket, or of
+    `plain_attention` with `cap` or `sinks`. A token sees the newest `window` tokens up to itself (None: all).
 
     query [n, A, D] of this rank's tokens, key and value [T, G, D] of the row -> [n, A, D]. Padding rows follow a
     sequence's tokens, so the causal mask excludes them. Deterministic on the CPU. The queries of other ranks are
@@ -180,10 +189,13 @@ def padded_attention(
     outputs = []
     for (sequences, length), *qkv in zip(layout.buckets, *buffers, strict=True):
         q, k, v = (x.view(sequences, length, *x.shape[1:]).transpose(1, 2) for x in qkv)
-        mask = None if window is None or window >= length else _band(length, window, q.device)
-        out = scaled_dot_product_attention(
-            *(q, k, v, mask), is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        if cap is not None or sinks is not None:
+            out = plain_attention(q, k, v, _band(length, window or length, q.device), scale, cap, sinks)
+        else:
+            mask = None if window is None or window >= length else _band(length, window, q.device)
+            out = scaled_dot_product_attention(
+                *(q, k, v, mask), is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, places[0])
 
@@ -205,18 +217,31 @@ def _varlen_attention() -> Callable[..., Any]:
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """`padded_attention` with torch's variable-length kernel. A run of queries sees the keys up to its last token.
+    """`padded_attention` without a cap, with torch's variable-length kernel. A run of queries sees the keys up to its
+    last token.
 
     key and value [K, G, D]: the keys and values of every run, one run after the other. The kernel's causal mask aligns
     the last query with the last key, also if their numbers differ.
     """
     if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
         return query + (key.sum() + value.sum())
+    bounds = (layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv)
+    if sinks is not None:
+        with_sinks: Tensor = SinkAttention.apply(
+            query, key.contiguous(), value.contiguous(), sinks, bounds, scale, window
+        )
+        return with_sinks
     out = _varlen_attention()(
         *(query, key.contiguous(), value.contiguous()),
-        *(layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv),
+        *bounds,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
     )
@@ -227,7 +252,8 @@ class PackedAttention(nn.Module):
     """Megatron's core-attention slot: rotary embedding, then causal attention over each packed sequence.
 
     Half precision on CUDA uses torch's variable-length flash attention. Other dtypes and devices use the padded form.
-    Grouped key/value heads and sliding windows are supported. Dropout and attention sinks are not. With context
+    Grouped key/value heads, sliding windows and sinks are supported, and capped scores in the padded form. Dropout is
+    not supported. With context
     parallelism, each rank keeps its queries and gathers the keys and values of all ranks (Llama 3, 2407.21783, part
     3.3.2): two collectives per layer, and as much memory for keys and values as without context parallelism.
     """
@@ -239,11 +265,20 @@ class PackedAttention(nn.Module):
         *,
         rope: int | None = 0,
         window: int | None = None,
+        scale: float | None = None,
+        cap: float | None = None,
+        sinks: bool = False,
         **unused: Any,
     ) -> None:
         super().__init__()
-        self.rope, self.window = rope, window
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.rope, self.window, self.cap = rope, window, cap
+        self.scale = scale or softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.sinks: nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = nn.Parameter(torch.empty(heads))
+            split: Any = self.sinks  # the marks are Megatron's
+            split.tensor_model_parallel, split.partition_dim, split.partition_stride = True, 0, 1
 
     def forward(
         self,
@@ -261,9 +296,19 @@ class PackedAttention(nn.Module):
         assert layout is not None
         query, key = rotated(query, layout, self.rope), rotated(key, layout, self.rope)
         query, key, value = (x[: layout.own] for x in (query, key, value))
-        flash = query.is_cuda and query.dtype != torch.float32
+        flash = query.is_cuda and query.dtype != torch.float32 and self.cap is None
         key, value = gather_keys(key, value, layout, layout.keys if flash else layout.gathered)
-        out = (flash_attention if flash else padded_attention)(
-            query, key, value, layout, self.scale, self.window
-        )
+        if flash:
+            out = flash_attention(query, key, value, layout, self.scale, self.window, self.sinks)
+        else:
+            out = padded_attention(query, key, value, layout, self.scale, self.window, self.cap, self.sinks)
         return _padded(out.flatten(1), layout)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            sinks, prefix, {"sinks": 0}, sharded_offsets
+        )
+        return shards

@@ -27,10 +27,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-import rl_kernel
 from slime.config import Config
 from slime.config.experts import check_expert_layout, check_expert_settings, check_expert_width
 from slime.config.fields import spelled
+from slime.megatron_backend.activations import Gated
 from slime.megatron_backend.grouped_product import GroupedProduct, expert_ends
 from slime.models import Decoder, Experts
 
@@ -156,6 +156,10 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
     parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs.
     """
 
+    def __init__(self, *args: Any, gated: Gated, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gated = gated
+
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
@@ -163,17 +167,19 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         tokens = permuted_local_hidden_states
         ends = expert_ends(tokens_per_expert, tokens.device)
         gate_and_up = GroupedProduct.apply(tokens, ends, *(e.linear_fc1.weight for e in self.local_experts))
-        gated = (rl_kernel.swiglu(gate_and_up) * permuted_probs[:, None]).to(tokens.dtype)
+        gated = (self.gated(gate_and_up) * permuted_probs[:, None]).to(tokens.dtype)
         return GroupedProduct.apply(gated, ends, *(e.linear_fc2.weight for e in self.local_experts)), None
 
 
-def experts_spec(shared: type) -> ModuleSpec:
+def experts_spec(shared: type, gated: Gated) -> ModuleSpec:
     """The MLP slot of a layer with experts: Megatron's layer and dispatcher, `Router`, `GatedExperts`, and `shared` as
-    the shared expert if the model has one."""
+    the shared expert if the model has one. `gated` is the experts' activation."""
     products = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=GatedExperts, submodules=products), router=Router, shared_experts=shared
+            experts=ModuleSpec(module=GatedExperts, submodules=products, params={"gated": gated}),
+            router=Router,
+            shared_experts=shared,
         ),
     )

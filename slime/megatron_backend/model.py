@@ -8,6 +8,7 @@ Shapes: P rows of packed tokens, H hidden, V_local vocabulary rows of this tenso
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -50,6 +51,8 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             position_embedding_type="none",  # PackedAttention applies it
         )
         self.hf_config, self.sizes, self.described = hf_config, sizes, described
+        if self.pre_process and described.embedding_scale != 1:
+            self.embedding.register_forward_hook(_scaled(described.embedding_scale))
         # Megatron moves its own matrices to the device, but leaves torch's norms on the host in fp32
         self.to(torch.cuda.current_device(), core.params_dtype)
 
@@ -77,6 +80,11 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
         return [
             Rotary(*rope.angles(positions), interleaved=rope.interleaved) for rope in self.described.ropes
         ]
+
+
+def _scaled(factor: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """A hook that multiplies a module's output by `factor`, rounded to the output's dtype as checkpoints expect."""
+    return lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
 
 
 def _block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlockSubmodules:

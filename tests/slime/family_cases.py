@@ -17,6 +17,13 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 32, "sliding_window": 6},
     "glm4": {"head_dim": 32, "pad_token_id": None},
     "minimax_m2": {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "pad_token_id": None,
+    },
     "mimo": {"num_nextn_predict_layers": 1},
     "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80},
 }
@@ -66,6 +73,7 @@ CASES: dict[str, Case] = {
     # vLLM's router for CPUs has no sigmoid scores without groups
     "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine="gpu"),
     "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
+    "gemma3": Case("gemma3_text", engine="cpu"),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
 }
 """Name of a tiny model -> the model."""
