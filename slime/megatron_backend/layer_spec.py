@@ -22,9 +22,9 @@ def layer_spec(core: TransformerConfig, decoder: Decoder, layer: LayerRecord) ->
     modules = spec.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     modules.self_attention = KINDS[layer.kind](core, decoder, layer)
-    modules.mlp = (
-        experts_spec(SharedExpert, ACTIVATIONS[decoder.activation])
-        if layer.sparse
-        else MLPS[decoder.activation]
-    )
+    if layer.sparse and decoder.experts:
+        gated = ACTIVATIONS[decoder.activation]
+        modules.mlp = experts_spec(SharedExpert, gated, biases=decoder.experts.biases)
+    else:
+        modules.mlp = MLPS[decoder.activation]
     return spec

@@ -89,11 +89,18 @@ class Files:
         return set(self._files)
 
     def get(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def part(self, name: str, index: int) -> Tensor:
+        tensor: Tensor = self._file(name).get_slice(name)[index]
+        return tensor
+
+    def _file(self, name: str) -> Any:
         file = self._files[name]
         if file not in self._handles:
             self._handles[file] = open_weights(file, "pt")
-        tensor: Tensor = self._handles[file].get_tensor(name)
-        return tensor
+        return self._handles[file]
 
     def place(self, name: str) -> str:
         return str(self._files[name])
@@ -185,6 +192,11 @@ def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tenso
     Tensors may share memory with the live parameters, so copy a tensor that is needed after the next optimizer step.
     """
     inner = unwrap(model)
+    yield from family_for(inner.hf_config).written(_export_stages(inner, read), inner.hf_config)
+
+
+def _export_stages(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the weight table, of all stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         yield from _export_stage(inner, read)
@@ -338,7 +350,8 @@ def _copy_config(inner: HiddenGPTModel, source_dir: Path, out_dir: Path) -> None
                 shutil.copyfile(file, out_dir / file.name)
     dtype = str(inner.config.params_dtype).removeprefix("torch.")
     key = "torch_dtype" if "torch_dtype" in inner.hf_config else "dtype"
-    (out_dir / "config.json").write_text(json.dumps({**inner.hf_config, key: dtype}, indent=2) + "\n")
+    plain = {name: value for name, value in inner.hf_config.items() if name != "quantization_config"}
+    (out_dir / "config.json").write_text(json.dumps({**plain, key: dtype}, indent=2) + "\n")
 
 
 def _shard_group(row: Row) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from slime.models.family import Family, as_stored
 from slime.models.gemma3 import GEMMA3
 from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
+from slime.models.gpt_oss import GPT_OSS
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
 from slime.models.minimax_m2 import MINIMAX_M2
@@ -29,6 +30,7 @@ _ALL = (
     GEMMA3,
     GLM4,
     GLM4_MOE,
+    GPT_OSS,
     LLAMA,
     MISTRAL,
     MINIMAX_M2,

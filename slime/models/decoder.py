@@ -66,7 +66,8 @@ class Experts:
 
     `score`: "softmax" over the experts, or "sigmoid" per expert. `bias`: a correction bias chooses the experts.
     `normalised`: the weights of a token's experts sum up to `scale`. `groups`: experts come from the best `groups[1]`
-    of `groups[0]` groups. `shared_gate`: a sigmoid of the token weighs the shared expert.
+    of `groups[0]` groups. `shared_gate`: a sigmoid of the token weighs the shared expert. `biases`: the
+    router and both products of an expert have one.
     """
 
     count: int
@@ -79,6 +80,7 @@ class Experts:
     groups: tuple[int, int] | None = None
     scale: float | None = None
     shared_gate: bool = False
+    biases: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,13 @@ TINY: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
     },
     "mimo": {"num_nextn_predict_layers": 1},
+    "gpt_oss": {
+        "head_dim": 32,
+        "sliding_window": 6,
+        "intermediate_size": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
     "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80},
 }
 """`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
@@ -73,6 +80,7 @@ CASES: dict[str, Case] = {
     # vLLM's router for CPUs has no sigmoid scores without groups
     "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine="gpu"),
     "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
+    "gpt-oss": Case("gpt_oss", {"tie_word_embeddings": False}, engine="cpu"),
     "gemma3": Case("gemma3_text", engine="cpu"),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
 }
@@ -87,6 +95,7 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
+    "gpt_oss": {"intermediate_size": 64, "num_local_experts": 8},
     "qwen2_moe": {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64},
 }
 
