@@ -164,12 +164,22 @@ def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
 
 def logits_of(model: nn.Module, output: Tensor) -> Tensor:
     """The last stage's output -> logits [P, V_local] of Megatron's output layer in the model's dtype, with padding
-    columns."""
+    columns. Capped, if the model has a soft cap."""
     inner = unwrap(model)
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else None
     logits: Tensor = inner.output_layer(output, weight=weight)[0]
-    return logits.squeeze(1)
+    return capped(logits.squeeze(1), logit_cap(model))
+
+
+def logit_cap(model: nn.Module) -> float | None:
+    """The soft cap of the model's logits, None for none."""
+    return unwrap(model).described.logit_cap
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """`cap * tanh(logits / cap)` in the dtype of the logits, as engines compute it. None: no cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def output_weight(model: nn.Module) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from slime.models.decoder import Attention, Decoder, Experts, Hf, Layer
 from slime.models.family import Family, as_stored
+from slime.models.gemma2 import GEMMA2
 from slime.models.gemma3 import GEMMA3
 from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
@@ -27,6 +28,7 @@ _ALL = (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    GEMMA2,
     GEMMA3,
     GLM4,
     GLM4_MOE,

@@ -42,8 +42,6 @@ def gemma(hf: Hf, pattern: int, **parts: Any) -> Decoder:
 
 
 def read(hf: Hf) -> Decoder:
-    """ValueError for soft caps, which no published Gemma 3 has."""
-    only(hf, attn_logit_softcapping=0, final_logit_softcapping=0)
     decoder = gemma(hf, 6, qk_norm="head", rope=lambda hf, head_dim: ropes(hf, head_dim)[0])
     layers = tuple(replace(layer, rope=0 if layer.window is None else 1) for layer in decoder.layers)
     return replace(decoder, layers=layers, ropes=ropes(hf, decoder.head_dim))

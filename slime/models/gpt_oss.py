@@ -31,8 +31,9 @@ def experts(hf: Hf) -> Experts:
 
 
 def read(hf: Hf) -> Decoder:
-    """ValueError for another activation than the published one, attention without biases, or another quantisation."""
-    only(hf, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0, hidden_act="silu")
+    """ValueError for other settings than the published ones, of which vLLM does not read some, or for another
+    quantisation."""
+    only(hf, rms_norm_eps=1e-5, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0, hidden_act="silu")
     kind = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
     if kind != "mxfp4":
         raise ValueError(

@@ -17,6 +17,15 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 32, "sliding_window": 6},
     "glm4": {"head_dim": 32, "pad_token_id": None},
     "minimax_m2": {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "gemma2": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "pad_token_id": None,
+        "attn_logit_softcapping": 2.0,  # small enough to change each score
+        "final_logit_softcapping": 3.0,
+        "attn_implementation": "eager",  # transformers leaves out the cap of scores elsewhere
+    },
     "gemma3_text": {
         "head_dim": 32,
         "query_pre_attn_scalar": 24,
@@ -81,6 +90,7 @@ CASES: dict[str, Case] = {
     "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine="gpu"),
     "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
     "gpt-oss": Case("gpt_oss", {"tie_word_embeddings": False}, engine="cpu"),
+    "gemma2": Case("gemma2", engine="cpu"),
     "gemma3": Case("gemma3_text", engine="cpu"),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
 }
