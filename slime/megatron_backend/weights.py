@@ -294,7 +294,7 @@ def save_hf(
             out_dir.mkdir(parents=True, exist_ok=True)
             (out_dir / "config.json").unlink(missing_ok=True)
             carried = _prediction_tensors(unwrap(model), source_dir)
-            _write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
+            write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
             _copy_config(unwrap(model), source_dir, out_dir)
     dist.barrier()
 
@@ -311,7 +311,8 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
     return ((name, handles[files[name]].get_tensor(name)) for name in names)
 
 
-def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
+def write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
+    """Write tensors to safetensors files of at most `max_shard_bytes` each, with an index if there are several."""
     for old in [*out_dir.glob("*.safetensors"), out_dir / HF_INDEX]:
         old.unlink(missing_ok=True)
     shards: list[list[str]] = []

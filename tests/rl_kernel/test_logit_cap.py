@@ -121,4 +121,4 @@ def test_bad_values(wrong):
     with pytest.raises(ValueError, match=f"{name} must be > 0 and finite"):
         linear_logp(**layer, targets=targets, **wrong)
     with pytest.raises(ValueError, match=f"{name} must be > 0 and finite"):
-        logp(layer["hidden"], targets, **wrong)
+        logp(torch.zeros(9, 37, device=DEVICE), targets, **wrong)

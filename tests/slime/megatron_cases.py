@@ -17,8 +17,8 @@ import rl_kernel
 from slime.config import Config
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.model import hidden_of as hidden_of_output
 from slime.megatron_backend.model import capped, logit_cap, output_weight, stage_output, vocab_range
+from slime.megatron_backend.model import hidden_of as hidden_of_output
 from slime.megatron_backend.optimizer import finish_grads
 
 VOCAB = 99
