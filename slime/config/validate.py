@@ -275,6 +275,13 @@ def _checkpoint(c: Config) -> None:
     hf_config = read_hf_config(checkpoint)
     decoder = decoder_of(hf_config)
     check_checkpoint_shapes(checkpoint, hf_config)
+    quantised = hf_config.get("quantization_config")
+    if quantised and not c.debug.debug_train_only:
+        raise ValueError(
+            "--hf-checkpoint must hold plain weights, because updates bring plain weights to the engines, got "
+            f"quant_method {quantised.get('quant_method')} in {checkpoint}; write a copy in bfloat16: "
+            f"python scripts/dequantise.py {checkpoint} OUT_DIR"
+        )
     check_model_args(c.megatron.model_args, hf_config)
     experts = decoder.experts
     check_replayed_model(c, experts.count if experts else 0, experts.topk if experts else None)
