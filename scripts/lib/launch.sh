@@ -132,7 +132,8 @@ PY
 if [[ -n "$MODEL" ]] && ! grep -q '^expert-model-parallel-size' "$LAYOUT"; then
     experts=$("$PYTHON" -c '
 import sys
-from slime.hf_config import expert_count, read_hf_config
+from slime.hf_config import read_hf_config
+from slime.models.reading import expert_count
 try:
     print(expert_count(read_hf_config(sys.argv[1])))
 except ValueError as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_cases import VOCAB, hf_logits, make_config, sequences, sum_loss, tiny_checkpoint
-from test_megatron_experts import hf_gradients, loaded
+from megatron_cases import VOCAB, hf_gradients, hf_logits, make_config, sequences, sum_loss, tiny_checkpoint
+from test_megatron_experts import loaded
 from torch.nn.functional import linear
 
 from slime.data.token_slice import token_slice
@@ -118,7 +118,7 @@ def replaying(hf, ids, first):
     return handles
 
 
-def test_other_choices_give_what_plain_pytorch_gives(checkpoint):
+def test_other_choices_give_what_plain_pytorch_gives(checkpoint, tmp_path):
     """Logits and every gradient, the routers' among them."""
     directory, hf = checkpoint
     model, batch = loaded(directory), sequences(2)
@@ -135,7 +135,7 @@ def test_other_choices_give_what_plain_pytorch_gives(checkpoint):
     torch.testing.assert_close(logits, wanted.detach(), rtol=0, atol=1e-5)
     assert (logits - hf_logits(hf, batch)).abs().max() > 1e-2
     sum_loss(wanted, batch).backward()
-    gradients = hf_gradients(hf)
+    gradients = hf_gradients(hf, tmp_path / "gradients")
     for parameter in unwrap(model).parameters():
         parameter.data = parameter.main_grad  # so that the export lists gradients
     for name, gradient in export_hf(model):

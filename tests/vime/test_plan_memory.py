@@ -173,7 +173,7 @@ def test_memory_of_a_pipeline_stage_of_an_engine(flags):
     c = parse_config([*flags, "--num-gpus-per-node", "3", *stages.split()])
     weights, token, _ = engine_memory(c, plan.Shape.of(QWEN3_4B))
     assert (weights.bytes, token.bytes) == (4_022_272_000, 36 * 1024 * 2)
-    assert token.arithmetic == "2 x 36 layers x 1024 x 2 B / TP 1 / PP 2"
+    assert token.arithmetic == "36 layers x 2048 x 2 B / TP 1 / PP 2"
 
 
 @pytest.mark.parametrize("value", ["0", "-80", "80GiB", "nan", "inf", "", None, "--device"])
