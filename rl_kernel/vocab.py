@@ -183,6 +183,27 @@ def scale_(tile: Tensor, temperature: float | Tensor) -> Tensor:
     return tile if temperature == 1.0 else tile.div_(temperature)
 
 
+def check_cap(logit_cap: float | None, logit_scale: float) -> None:
+    """ValueError unless both are positive and finite. No cap is None."""
+    for name, value in (("logit_cap", 1.0 if logit_cap is None else logit_cap), ("logit_scale", logit_scale)):
+        if not 0 < value < float("inf"):
+            raise invalid(name, "be > 0 and finite", value, "leave it out for a model without one")
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """`cap * tanh(logits / cap)`, each step in the dtype of the logits, as engines compute it. None: no cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def cap_slope_(grad: Tensor, z: Tensor, temperature: float | Tensor, cap: float | None) -> Tensor:
+    """Multiply a gradient [C, V] by the slope of `capped`, `1 - (z * temperature / cap) ** 2`, in place. z [C, V] are
+    the capped logits divided by the temperature."""
+    if cap is None:
+        return grad
+    ratio = temperature[:, None] / cap if isinstance(temperature, Tensor) else temperature / cap
+    return grad.mul_(1 - (z * ratio).square_())
+
+
 def row_stats(logits: Tensor, targets: Tensor, shard: VocabShard, with_entropy: bool) -> Tensor:
     """[3 or 4, C] of a tile z [C, V]: row maximum m, sum of exp(z - m), the target's logit (0 if another shard has it)
     and, for the entropy, sum of exp(z - m) * (z - m). A row without columns, or with columns of -inf only, gets the

@@ -73,6 +73,7 @@ EXPERT_KEYS = {
         ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
     "minimax_m2": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    "gpt_oss": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
 }
 """How config.json of a family spells the numbers of `Architecture.experts`, if not as Qwen does."""
 
@@ -90,6 +91,10 @@ STORED_AS = {
     "minimax_m2": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 }
 """Family -> how its checkpoints spell parts of the names that transformers gives."""
+
+
+STACKED = ("gpt_oss",)
+"""Families whose checkpoints have one tensor for all experts of a layer, as transformers has."""
 
 
 def llama3(factor: float) -> dict[str, Any]:
@@ -157,8 +162,34 @@ def deepseek_yarn(factor: float) -> dict[str, Any]:
     }
 
 
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def gemma3(scalar: int, window: int, **more: Any) -> dict[str, Any]:
+    """Fields of Gemma 3 that are not columns of the table: `scalar` under the scores, and the window."""
+    ropes = {"full_attention": 1e6, "sliding_attention": 1e4}
+    both = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in ropes.items()}
+    return {"query_pre_attn_scalar": scalar, "sliding_window": window, "rope_parameters": both, **more}
+
+
+def gemma2(scalar: int, window: int = 4096) -> dict[str, Any]:
+    """Fields of Gemma 2 that are not columns of the table."""
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return {"query_pre_attn_scalar": scalar, "sliding_window": window, **caps}
+
+
 MINIMAX = {"scoring_func": "sigmoid", "use_routing_bias": True}
 LLAMA_VOCAB = (128256, 128000)
+GEMMA3_VOCAB = (262144, 262138)
+GEMMA2_VOCAB = (256000, 255994)
+GPT_OSS_VOCAB = (201088, 199999)
 GLM_VOCAB = (151552, 151329)
 QWEN_VOCAB = (151936, 151643)  # all Qwen2, 2.5 and 3: 151643 byte pairs, special tokens, unused rows
 QWEN_LARGE_VOCAB = (152064, 151643)  # Qwen2.5 from 7B on has more unused rows
@@ -253,6 +284,26 @@ ARCHITECTURES = {
         *("bfloat16", "config.json of MiniMaxAI/MiniMax-M2, without its modules of prediction", None),
         *((256, 8, 1536), MINIMAX | {"rotary_dim": 64}),
     ),
+    "gemma-3-1b": Architecture(
+        *("gemma3_text", 1152, 6912, 26, (4, 1), 256, GEMMA3_VOCAB, 1e6, 32768, True),
+        *("bfloat16", "config.json of google/gemma-3-1b-it", None, None),
+        gemma3(256, 512),
+    ),
+    "gemma-2-2b": Architecture(
+        *("gemma2", 2304, 9216, 26, (8, 4), 256, GEMMA2_VOCAB, 1e4, 8192, True),
+        *("bfloat16", "config.json of google/gemma-2-2b-it", None, None),
+        gemma2(256),
+    ),
+    "gpt-oss-20b": Architecture(
+        *("gpt_oss", 2880, 2880, 24, (64, 8), 64, GPT_OSS_VOCAB, 1.5e5, 131072, False),
+        *("bfloat16", "config.json of openai/gpt-oss-20b, in bfloat16", None, (32, 4, 2880)),
+        *({"rms_norm_eps": 1e-5, "sliding_window": 128}, GPT_OSS_ROPE),
+    ),
+    "gpt-oss-120b": Architecture(
+        *("gpt_oss", 2880, 2880, 36, (64, 8), 64, GPT_OSS_VOCAB, 1.5e5, 131072, False),
+        *("bfloat16", "config.json of openai/gpt-oss-120b, in bfloat16", None, (128, 4, 2880)),
+        *({"rms_norm_eps": 1e-5, "sliding_window": 128}, GPT_OSS_ROPE),
+    ),
     "qwen3-50m": Architecture(
         *("qwen3", 512, 2048, 12, (8, 4), 64, BYTES_VOCAB, 1e4, 4096, True),
         *("bfloat16", "our own: a model that learns arithmetic within minutes on a GPU"),
@@ -305,6 +356,16 @@ ARCHITECTURES = {
     "glm4-tiny": tiny("glm4", more={"attention_bias": True}),
     "minimax-m2-tiny": tiny("minimax_m2", experts=(8, 2, 128), more=MINIMAX | {"rotary_dim": 16}),
     "qwen2-moe-tiny": tiny("qwen2_moe", experts=(8, 2, 128), more={"shared_expert_intermediate_size": 128}),
+    "gemma3-tiny": tiny(
+        "gemma3_text", more=gemma3(24, 12, layer_types=["sliding_attention", "full_attention"])
+    ),
+    "gemma2-tiny": tiny("gemma2", more=gemma2(24, 12)),
+    "gpt-oss-tiny": tiny(
+        "gpt_oss",
+        experts=(8, 2, 128),
+        more={"rms_norm_eps": 1e-5, "sliding_window": 12},
+        rotary=GPT_OSS_ROPE | {"original_max_position_embeddings": 256, "factor": 4.0},
+    ),
     "qwen3-moe-tiny": Architecture(
         *("qwen3_moe", 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, True),
         *("float32", "our own: qwen3-tiny with eight experts a layer, for tests", None, (8, 2, 128)),

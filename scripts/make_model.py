@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from architectures import ARCHITECTURES, NOT_IN_TRANSFORMERS, STORED_AS
+from architectures import ARCHITECTURES, NOT_IN_TRANSFORMERS, STACKED, STORED_AS
 from arithmetic import write_data
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -131,12 +131,13 @@ def stored_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def one_per_expert(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and stored buffers with one tensor per expert. transformers has one tensor per layer."""
+    """Parameters and stored buffers with one tensor per expert, or per layer as transformers has it (`STACKED`)."""
     stored = model.state_dict()
+    stacked = model.config.model_type in STACKED
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
     for name, parameter in [*model.named_parameters(), *buffers]:
         layer, fused, kind = name.rpartition(".experts.")
-        if not fused:
+        if not fused or stacked:
             yield name, parameter
             continue
         parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)

@@ -105,8 +105,8 @@ READERS: dict[str, Reader] = {
     "kv_channels": _head,
     # of latent attention: the norms of the compressed queries, keys and values
     "qk_layernorm": lambda hf: _latent(hf) or _of_decoder(lambda decoder: bool(decoder.qk_norm))(hf),
-    "swiglu": lambda hf: hf.get("hidden_act") == "silu",
-    "disable_bias_linear": lambda hf: not hf.get("mlp_bias", False),
+    "swiglu": _of_decoder(lambda decoder: decoder.activation == "swiglu"),
+    "disable_bias_linear": _of_decoder(lambda decoder: not decoder.core.get("add_bias_linear", False)),
     "add_qkv_bias": _of_decoder(lambda decoder: decoder.qkv_bias),
     "normalization": lambda hf: "RMSNorm" if "rms_norm_eps" in hf else "LayerNorm",
     "norm_epsilon": lambda hf: hf.get("rms_norm_eps", hf.get("layer_norm_eps")),

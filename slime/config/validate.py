@@ -282,6 +282,13 @@ def _checkpoint(c: Config) -> None:
     checkpoint, hf_config = given(c.rollout.hf_checkpoint), _model(c)
     decoder_of(hf_config)
     check_checkpoint_shapes(checkpoint, hf_config)
+    quantised = hf_config.get("quantization_config")
+    if quantised and not c.debug.debug_train_only:
+        raise ValueError(
+            "--hf-checkpoint must hold plain weights, because updates bring plain weights to the engines, got "
+            f"quant_method {quantised.get('quant_method')} in {checkpoint}; write a copy in bfloat16: "
+            f"python scripts/dequantise.py {checkpoint} OUT_DIR"
+        )
     largest, vocabulary = largest_token_id(checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:
         raise ValueError(

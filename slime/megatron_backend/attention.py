@@ -20,11 +20,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rl_kernel import rotary
 from slime.data.token_slice import Run, TokenSlice, ranges
+from slime.megatron_backend.attention_scores import SinkAttention, plain_attention
 from slime.megatron_backend.rows import Rows, take
 
 # Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
@@ -192,10 +194,17 @@ def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0) -> Tensor:
 
 
 def padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket. A token sees
-    the newest `window` tokens up to itself (None: all).
+    """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket, or of
+    `plain_attention` with `cap` or `sinks`. A token sees the newest `window` tokens up to itself (None: all).
 
     query [n, A, D] of this rank's tokens, key and value [K, G, D] of every run -> [n, A, D]. Padding rows follow a
     run's keys, so the causal mask excludes them. Deterministic on the CPU.
@@ -214,31 +223,40 @@ def padded_attention(
     outputs = []
     for bucket, *qkv in zip(layout.buckets, *buffers, strict=True):
         q, k, v = (x.unflatten(0, (bucket.runs, -1)).transpose(1, 2) for x in qkv)
-        outputs.append(_bucket_attention(q, k, v, bucket, scale, window).transpose(1, 2).flatten(0, 1))
+        mask = _mask(bucket, window, q.device)
+        if cap is not None or sinks is not None:
+            seen = _band(bucket.keys, bucket.keys, q.device) if mask is None else mask
+            out = plain_attention(q, k, v, seen, scale, cap, sinks)
+        else:
+            out = _bucket_attention(q, k, v, mask, scale)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.query_slots)
 
 
-def _bucket_attention(
-    q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float, window: int | None
-) -> Tensor:
-    """q [S, A, queries, D], k and v [S, G, keys, D] -> [S, A, queries, D]."""
+def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """q [S, A, queries, D], k and v [S, G, keys, D] -> [S, A, queries, D]. Without a mask it is causal."""
     shared = q.shape[1] // k.shape[1]
-    narrow = window is not None and window < bucket.keys
-    if bucket.mask is None:
-        band = _band(bucket.keys, window, q.device) if window is not None and narrow else None
+    if mask is None or mask.dim() == 2:
         return scaled_dot_product_attention(
-            q, k, v, band, is_causal=band is None, scale=scale, enable_gqa=shared > 1
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=shared > 1
         )
     # The heads of a group as more queries: on CPUs a third faster than `enable_gqa` for few queries.
     folded = q.unflatten(1, (-1, shared)).flatten(2, 3)
-    mask = bucket.mask
-    if window is not None and narrow:
-        place = mask.sum(-1, keepdim=True) - 1  # of a query among its keys: it sees all keys up to its own
-        mask = mask & (torch.arange(bucket.keys, device=q.device) > place - window)
-    mask = mask.repeat(1, 1, shared, 1)
-    out: Tensor = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+    out = scaled_dot_product_attention(folded, k, v, mask.repeat(1, 1, shared, 1), scale=scale)
     unfolded: Tensor = out.unflatten(2, (shared, -1))
     return unfolded.flatten(1, 2)
+
+
+def _mask(bucket: Bucket, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys the queries of a bucket see: [S, 1, queries, keys], or [keys, keys] if the bucket has no mask of its own.
+    None for a causal mask."""
+    if window is None or window >= bucket.keys:
+        return bucket.mask
+    if bucket.mask is None:
+        return _band(bucket.keys, window, device)
+    place = bucket.mask.sum(-1, keepdim=True) - 1  # of a query among its keys: it sees all keys up to its own
+    near: Tensor = torch.arange(bucket.keys, device=device) > place - window
+    return bucket.mask & near
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
@@ -258,18 +276,31 @@ def _varlen_attention() -> Callable[..., Any]:
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """`padded_attention` with torch's variable-length kernel. A run of queries sees the keys up to its last token.
+    """`padded_attention` without a cap, with torch's variable-length kernel. A run of queries sees the keys up to its
+    last token.
 
     key and value [K, G, D]: the keys and values of every run, one run after the other. The kernel's causal mask aligns
     the last query with the last key, also if their numbers differ.
     """
     if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
         return query + (key.sum() + value.sum())
+    bounds = (layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv)
+    if sinks is not None:
+        with_sinks: Tensor = SinkAttention.apply(
+            query, key.contiguous(), value.contiguous(), sinks, bounds, scale, window
+        )
+        return with_sinks
     out = _varlen_attention()(
         *(query, key.contiguous(), value.contiguous()),
-        *(layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv),
+        *bounds,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
     )
@@ -280,7 +311,8 @@ class PackedAttention(nn.Module):
     """Megatron's core-attention slot: rotary embedding, then causal attention over each packed sequence.
 
     Half precision on CUDA uses torch's variable-length flash attention. Other dtypes and devices use the padded form.
-    Grouped key/value heads and sliding windows are supported. Dropout and attention sinks are not. With context
+    Grouped key/value heads, sliding windows and sinks are supported, and capped scores in the padded form. Dropout is
+    not supported. With context
     parallelism, each rank keeps its queries and gathers the keys and values of all ranks (Llama 3, 2407.21783, part
     3.3.2): two collectives per layer, and as much memory for keys and values as without context parallelism.
     """
@@ -292,11 +324,20 @@ class PackedAttention(nn.Module):
         *,
         rope: int | None = 0,
         window: int | None = None,
+        scale: float | None = None,
+        cap: float | None = None,
+        sinks: bool = False,
         **unused: Any,
     ) -> None:
         super().__init__()
-        self.rope, self.window = rope, window
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.rope, self.window, self.cap = rope, window, cap
+        self.scale = scale or softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.sinks: nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = nn.Parameter(torch.empty(heads))
+            split: Any = self.sinks  # the marks are Megatron's
+            split.tensor_model_parallel, split.partition_dim, split.partition_stride = True, 0, 1
 
     def forward(
         self,
@@ -314,9 +355,19 @@ class PackedAttention(nn.Module):
         assert layout is not None
         query, key = rotated(query, layout, self.rope), rotated(key, layout, self.rope)
         query, key, value = (x[: layout.own] for x in (query, key, value))
-        flash = query.is_cuda and query.dtype != torch.float32
+        flash = query.is_cuda and query.dtype != torch.float32 and self.cap is None
         key, value = gather_keys(key, value, layout)
-        out = (flash_attention if flash else padded_attention)(
-            query, key, value, layout, self.scale, self.window
-        )
+        if flash:
+            out = flash_attention(query, key, value, layout, self.scale, self.window, self.sinks)
+        else:
+            out = padded_attention(query, key, value, layout, self.scale, self.window, self.cap, self.sinks)
         return _padded(out.flatten(1), layout)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            sinks, prefix, {"sinks": 0}, sharded_offsets
+        )
+        return shards

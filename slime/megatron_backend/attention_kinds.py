@@ -33,7 +33,14 @@ def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> M
     """Softmax attention with grouped heads over all tokens before, or over a sliding window."""
     spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization).submodules.self_attention
     modules = spec.submodules
-    modules.core_attention = functools.partial(PackedAttention, rope=layer.rope, window=layer.window)
+    modules.core_attention = functools.partial(
+        PackedAttention,
+        rope=layer.rope,
+        window=layer.window,
+        scale=decoder.attention_scale,
+        cap=decoder.attention_cap,
+        sinks=decoder.sinks,
+    )
     modules.linear_qkv = NormedLinear
     if decoder.output_bias:
         modules.linear_proj = BiasedOutput

@@ -15,22 +15,27 @@ Shapes: T tokens, H hidden, F width of an expert, C (token, expert) pairs, sorte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+)
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor
+from torch import Tensor, nn
 
-import rl_kernel
 from slime.config import Config
 from slime.config.experts import check_expert_layout, check_expert_settings, check_expert_width
 from slime.config.fields import spelled
+from slime.megatron_backend.activations import Gated
 from slime.megatron_backend.grouped_product import GroupedProduct, expert_ends
 from slime.models import Decoder, Experts
 
@@ -128,9 +133,17 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
 
     expert_bias: Tensor | None
 
+    def __init__(self, *args: Any, biases: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if biases:
+            self.bias = nn.Parameter(torch.empty(self.num_experts, dtype=self.weight.dtype))
+            self.bias.sequence_parallel = self.config.sequence_parallel
+
     def gating(self, input: Tensor) -> Tensor:
         """[..., H] -> fp32 logits [..., E]."""
         logits = RouterLogits.apply(input.flatten(0, -2), self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         unflattened: Tensor = logits.unflatten(0, input.shape[:-1])
         return unflattened
 
@@ -149,12 +162,33 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
         return self
 
 
+class BiasedFirst(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core has no types
+    """The first product of an expert with a bias."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class BiasedSecond(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
+    """The second product of an expert with a bias."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+        # `GatedExperts` sums its gradient: the tensor-parallel ranks of the rest of the model have other experts
+        self.bias.sequence_parallel = False
+
+
 class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's experts with separate weights, computed together in two grouped products.
 
-    The formula is Megatron's without fusion: `fc2((swiglu(fc1(x)) * weight).to(x.dtype))`, weights in fp32. If tensor
-    parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs.
+    The formula is Megatron's without fusion: `fc2((gated(fc1(x)) * weight).to(x.dtype))`, weights in fp32. If tensor
+    parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs. Biases of fc2 are
+    added in `weight * bias`, by the first of these ranks.
     """
+
+    def __init__(self, *args: Any, gated: Gated, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gated = gated
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -163,17 +197,34 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
         tokens = permuted_local_hidden_states
         ends = expert_ends(tokens_per_expert, tokens.device)
         gate_and_up = GroupedProduct.apply(tokens, ends, *(e.linear_fc1.weight for e in self.local_experts))
-        gated = (rl_kernel.swiglu(gate_and_up) * permuted_probs[:, None]).to(tokens.dtype)
-        return GroupedProduct.apply(gated, ends, *(e.linear_fc2.weight for e in self.local_experts)), None
+        biased = self.local_experts[0].linear_fc2.bias is not None
+        if biased:
+            expert_of = torch.bucketize(torch.arange(len(tokens), device=ends.device), ends, right=True)
+            gate_and_up = (
+                gate_and_up + torch.stack([e.linear_fc1.bias for e in self.local_experts])[expert_of]
+            )
+        gated = (self.gated(gate_and_up) * permuted_probs[:, None]).to(tokens.dtype)
+        output = GroupedProduct.apply(gated, ends, *(e.linear_fc2.weight for e in self.local_experts))
+        if biased:
+            bias = copy_to_tensor_model_parallel_region(
+                torch.stack([e.linear_fc2.bias for e in self.local_experts]), group=self.tp_group
+            )
+            first = float(self.tp_group.rank() == 0)
+            output = output + (bias[expert_of] * (permuted_probs[:, None] * first)).to(output.dtype)
+        return output, None
 
 
-def experts_spec(shared: type) -> ModuleSpec:
+def experts_spec(shared: type, gated: Gated, *, biases: bool) -> ModuleSpec:
     """The MLP slot of a layer with experts: Megatron's layer and dispatcher, `Router`, `GatedExperts`, and `shared` as
-    the shared expert if the model has one."""
-    products = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    the shared expert if the model has one. `gated` is the experts' activation."""
+    first, second = (BiasedFirst, BiasedSecond) if biases else (ColumnParallelLinear, RowParallelLinear)
+    products = MLPSubmodules(linear_fc1=first, linear_fc2=second)
+    router = functools.partial(Router, biases=biases)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=GatedExperts, submodules=products), router=Router, shared_experts=shared
+            experts=ModuleSpec(module=GatedExperts, submodules=products, params={"gated": gated}),
+            router=router,
+            shared_experts=shared,
         ),
     )

@@ -26,7 +26,15 @@ from slime import operators
 from slime.algo.policy_loss import Losses
 from slime.data.packing import MicroBatch
 from slime.megatron_backend import native
-from slime.megatron_backend.model import head_main_grad, hidden_of, logits_of, output_weight, vocab_range
+from slime.megatron_backend.model import (
+    capped,
+    head_main_grad,
+    hidden_of,
+    logit_cap,
+    logits_of,
+    output_weight,
+    vocab_range,
+)
 from slime.megatron_backend.native import EntropyUse
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.megatron_backend.rows import Rows, take
@@ -52,18 +60,19 @@ class MicroBatchLoss:
 
 
 class _Vocabulary(TypedDict):
-    """The vocabulary-parallel arguments that rl_kernel's log-prob operators share."""
+    """The arguments about the model's head that rl_kernel's log-prob operators share."""
 
     tp_group: dist.ProcessGroup | None
     vocab_start: int
     vocab_size: int
+    logit_cap: float | None
 
 
 class LmHead(ABC):
     """Log-probs, entropy and loss of one model on this rank. Every rank may build one; the last stage calls it.
 
     Log-probs and entropies are `log_softmax(hidden @ weight.T / temperature)[target]` and the entropy of that softmax,
-    in nats, fp32, equal on all tensor-parallel ranks.
+    in nats, fp32, equal on all tensor-parallel ranks. If the model has a soft cap, it caps the logits first.
     """
 
     kind: ClassVar[operators.Head]
@@ -126,7 +135,7 @@ class LmHead(ABC):
 
         Columns that pad the vocabulary hold -1e30 or less and so have probability 0. Differentiable.
         """
-        logits = self._response_logits(batch, output).float()
+        logits = capped(self._response_logits(batch, output), logit_cap(self.model)).float()
         return native.mask_padding(logits, *vocab_range(self.model)) / self.temperature
 
     def _hidden(self, batch: MicroBatch, output: Tensor) -> Tensor:
@@ -143,7 +152,8 @@ class LmHead(ABC):
     def _vocabulary(self) -> _Vocabulary:
         vocab_start, vocab_size = vocab_range(self.model)
         group = self.ranks.tp_group if self.ranks.tp_size > 1 else None
-        return {"tp_group": group, "vocab_start": vocab_start, "vocab_size": vocab_size}
+        cap = logit_cap(self.model)
+        return {"tp_group": group, "vocab_start": vocab_start, "vocab_size": vocab_size, "logit_cap": cap}
 
 
 class LinearHead(LmHead):

@@ -6,9 +6,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from slime.megatron_backend.activations import ACTIVATIONS
 from slime.megatron_backend.attention_kinds import KINDS
 from slime.megatron_backend.experts import experts_spec
-from slime.megatron_backend.layers import GatedMLP, Layer, SharedExpert
+from slime.megatron_backend.layers import MLPS, Layer, SharedExpert
 from slime.megatron_backend.norms import RMSNorm
 from slime.models import Decoder
 from slime.models import Layer as LayerRecord
@@ -21,5 +22,9 @@ def layer_spec(core: TransformerConfig, decoder: Decoder, layer: LayerRecord) ->
     modules = spec.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     modules.self_attention = KINDS[layer.kind](core, decoder, layer)
-    modules.mlp = experts_spec(SharedExpert) if layer.sparse else GatedMLP
+    if layer.sparse and decoder.experts:
+        gated = ACTIVATIONS[decoder.activation]
+        modules.mlp = experts_spec(SharedExpert, gated, biases=decoder.experts.biases)
+    else:
+        modules.mlp = MLPS[decoder.activation]
     return spec

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import rl_kernel
+from slime.megatron_backend.activations import Gated, geglu
 from slime.megatron_backend.norms import RMSNorm
 
 
@@ -38,7 +39,9 @@ class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core
 
 
 class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's MLP with rl_kernel.swiglu between its products."""
+    """Megatron's MLP with the gated activation `gated` between its products."""
+
+    gated: Gated = staticmethod(rl_kernel.swiglu)
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, MLPSubmodules(linear_fc1=NormedLinear, linear_fc2=RowParallelLinear))
@@ -46,9 +49,19 @@ class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         gate_and_up, _ = self.linear_fc1(hidden_states)
         if self.config.recompute_granularity == "full":
-            output: tuple[Tensor, Tensor | None] = self.linear_fc2(rl_kernel.swiglu(gate_and_up))
+            output: tuple[Tensor, Tensor | None] = self.linear_fc2(self.gated(gate_and_up))
             return output
-        return without_keeping(rl_kernel.swiglu, gate_and_up, self.linear_fc2)
+        return without_keeping(self.gated, gate_and_up, self.linear_fc2)
+
+
+class GeluMLP(GatedMLP):
+    """`GatedMLP` with GELU in place of SiLU."""
+
+    gated = staticmethod(geglu)
+
+
+MLPS: dict[str, type[GatedMLP]] = {"swiglu": GatedMLP, "geglu": GeluMLP}
+"""`Decoder.activation` -> the MLP of a layer without experts."""
 
 
 class SharedExpert(GatedMLP):

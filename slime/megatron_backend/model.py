@@ -8,6 +8,7 @@ Shapes: P rows of packed tokens, H hidden, V_local vocabulary rows of this tenso
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -50,6 +51,8 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             position_embedding_type="none",  # PackedAttention applies it
         )
         self.hf_config, self.sizes, self.described = hf_config, sizes, described
+        if self.pre_process and described.embedding_scale != 1:
+            self.embedding.register_forward_hook(_scaled(described.embedding_scale))
         # Megatron moves its own matrices to the device, but leaves torch's norms on the host in fp32
         self.to(torch.cuda.current_device(), core.params_dtype)
 
@@ -77,6 +80,11 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
         return [
             Rotary(*rope.angles(positions), interleaved=rope.interleaved) for rope in self.described.ropes
         ]
+
+
+def _scaled(factor: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """A hook that multiplies a module's output by `factor`, rounded to the output's dtype as checkpoints expect."""
+    return lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
 
 
 def _block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlockSubmodules:
@@ -156,12 +164,22 @@ def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
 
 def logits_of(model: nn.Module, output: Tensor) -> Tensor:
     """The last stage's output -> logits [P, V_local] of Megatron's output layer in the model's dtype, with padding
-    columns."""
+    columns. Capped, if the model has a soft cap."""
     inner = unwrap(model)
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else None
     logits: Tensor = inner.output_layer(output, weight=weight)[0]
-    return logits.squeeze(1)
+    return capped(logits.squeeze(1), logit_cap(model))
+
+
+def logit_cap(model: nn.Module) -> float | None:
+    """The soft cap of the model's logits, None for none."""
+    return unwrap(model).described.logit_cap
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """`cap * tanh(logits / cap)` in the dtype of the logits, as engines compute it. None: no cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def output_weight(model: nn.Module) -> Tensor:

@@ -71,6 +71,7 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": silu,
+        "layernorm_zero_centered_gamma": decoder.zero_centred,
         "add_bias_linear": False,
         "add_qkv_bias": decoder.qkv_bias,
         # Megatron sums the gradients of such norms over tensor-parallel ranks, which each have a part of the heads

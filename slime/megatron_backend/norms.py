@@ -13,10 +13,13 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
     """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019).
+
+    With --layernorm-zero-centered-gamma, it is `(x * rsqrt(..) * (1 + weight)).to(x.dtype)`, computed in fp32.
 
     megatron-core's own wrapper of torch's norm does not accept sequence parallelism. Sequence parallelism only needs a
     mark on the norm's weight. With the mark, the gradient is summed over the tensor-parallel ranks, which each have a
@@ -27,13 +30,16 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         weight: Any = self.weight  # the mark is Megatron's
         weight.sequence_parallel = config.sequence_parallel
+        self.zero_centred = config.layernorm_zero_centered_gamma
         self.deferred = False  # True: the next product computes this norm, see `defer`
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.deferred else self.normalise(x)
 
     def normalise(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        if not self.zero_centred:
+            return super().forward(x)
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class ProjectionNorm(nn.Module):

@@ -77,7 +77,9 @@ def block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlockS
         (layer.kind, layer.window, layer.rope, layer.sparse) == ("full", None, 0, False)
         for layer in described.layers
     )
-    if not plain or described.post_norms or described.output_bias or described.qk_norm == "projection":
+    own = described.activation != "swiglu" or described.zero_centred or described.embedding_scale != 1
+    own |= described.sinks or any((described.attention_scale, described.attention_cap, described.logit_cap))
+    if not plain or own or described.post_norms or described.output_bias or described.qk_norm == "projection":
         raise ValueError(
             "--transformer-impl must be local for a model with sliding windows, norms after attention and MLP, or "
             "other parts than those of Qwen3, got transformer_engine; leave the flag out"

@@ -90,11 +90,18 @@ class Files:
         return set(self._files)
 
     def get(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def part(self, name: str, index: int) -> Tensor:
+        tensor: Tensor = self._file(name).get_slice(name)[index]
+        return tensor
+
+    def _file(self, name: str) -> Any:
         file = self._files[name]
         if file not in self._handles:
             self._handles[file] = open_weights(file, "pt")
-        tensor: Tensor = self._handles[file].get_tensor(name)
-        return tensor
+        return self._handles[file]
 
     def open(self, names: Iterable[str]) -> None:
         """Open the files of `names` now."""
@@ -194,6 +201,11 @@ def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tenso
     Tensors may share memory with the live parameters, so copy a tensor that is needed after the next optimizer step.
     """
     inner = unwrap(model)
+    yield from family_for(inner.hf_config).written(_export_stages(inner, read), inner.hf_config)
+
+
+def _export_stages(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the weight table, of all stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         yield from _export_stage(inner, read)
@@ -291,7 +303,7 @@ def save_hf(
             out_dir.mkdir(parents=True, exist_ok=True)
             (out_dir / "config.json").unlink(missing_ok=True)
             carried = _prediction_tensors(unwrap(model), source_dir)
-            _write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
+            write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
             _copy_config(unwrap(model), source_dir, out_dir)
     dist.barrier()
 
@@ -309,7 +321,8 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
     return ((name, stored.get(name)) for name in names)
 
 
-def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
+def write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
+    """Write tensors to safetensors files of at most `max_shard_bytes` each, with an index if there are several."""
     for old in [*out_dir.glob("*.safetensors"), out_dir / HF_INDEX]:
         old.unlink(missing_ok=True)
     shards: list[list[str]] = []

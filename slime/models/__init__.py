@@ -9,9 +9,12 @@ from __future__ import annotations
 from slime.models.decoder import Attention, Decoder, Experts, Hf, Layer
 from slime.models.deepseek_v3 import DEEPSEEK_V3
 from slime.models.family import Family, as_stored
+from slime.models.gemma2 import GEMMA2
+from slime.models.gemma3 import GEMMA3
 from slime.models.glm4 import GLM4
 from slime.models.glm4_moe import GLM4_MOE
 from slime.models.glm4_moe_lite import GLM4_MOE_LITE
+from slime.models.gpt_oss import GPT_OSS
 from slime.models.kimi_k2 import KIMI_K2
 from slime.models.llama import LLAMA
 from slime.models.mimo import MIMO
@@ -28,11 +31,14 @@ _ALL = (
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    GEMMA2,
+    GEMMA3,
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
     DEEPSEEK_V3,
     KIMI_K2,
+    GPT_OSS,
     LLAMA,
     MISTRAL,
     MINIMAX_M2,

@@ -68,7 +68,8 @@ class Experts:
 
     `score`: "softmax" over the experts, or "sigmoid" per expert. `bias`: a correction bias chooses the experts.
     `normalised`: the weights of a token's experts sum up to `scale`. `groups`: experts come from the best `groups[1]`
-    of `groups[0]` groups. `shared_gate`: a sigmoid of the token weighs the shared expert.
+    of `groups[0]` groups. `shared_gate`: a sigmoid of the token weighs the shared expert. `biases`: the
+    router and both products of an expert have one.
     """
 
     count: int
@@ -81,6 +82,7 @@ class Experts:
     groups: tuple[int, int] | None = None
     scale: float | None = None
     shared_gate: bool = False
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,11 @@ class Decoder:
     """A decoder: sizes, layers, and what is particular about its parts.
 
     `output_bias`: a bias after the attention. `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection"
-    (RMSNorm of all heads together). `post_norms`: norms of the outputs of attention and MLP too. `core`: further fields
-    of megatron-core's TransformerConfig.
+    (RMSNorm of all heads together). `post_norms`: norms of the outputs of attention and MLP too. `activation` of the
+    MLP or of the experts: a key of slime.megatron_backend.activations. `zero_centred`: norms multiply by 1 + weight.
+    `embedding_scale` multiplies the embeddings and `attention_scale` the scores of attention (None: 1 / sqrt(head)).
+    `attention_cap` and `logit_cap`: scores and logits z become `cap * tanh(z / cap)`. `sinks`: each head has a learned
+    score, whose share of the softmax goes to no token. `core`: further fields of megatron-core's TransformerConfig.
     """
 
     hidden: int
@@ -108,6 +113,13 @@ class Decoder:
     output_bias: bool = False
     qk_norm: str = ""
     post_norms: bool = False
+    activation: str = "swiglu"
+    zero_centred: bool = False
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    sinks: bool = False
     core: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,10 @@ class Tensors(Protocol):
 
     def get(self, name: str) -> Tensor: ...
 
+    def part(self, name: str, index: int) -> Tensor:
+        """`get(name)[index]`, without reading the rest."""
+        ...
+
     def place(self, name: str) -> str:
         """The file of a tensor, for messages."""
         ...
@@ -28,6 +32,11 @@ class Tensors(Protocol):
 
 def as_stored(tensors: Tensors, hf: Hf) -> Tensors:
     """The tensors of a checkpoint that stores its weights as they are."""
+    return tensors
+
+
+def as_held(tensors: Iterator[tuple[str, Tensor]], hf: Hf) -> Iterator[tuple[str, Tensor]]:
+    """The names and tensors of an export, for a family whose files have them as the weight table does."""
     return tensors
 
 
@@ -45,7 +54,8 @@ class Family:
     `read` turns config.json into a `Decoder` and raises ValueError for what is not supported. `rows` is the weight
     table. `ignored` are HF names that may be in a checkpoint but that the model does not use. `predicted` gives the
     beginnings of the names of multi-token prediction, which loading skips and export copies. `stored` presents the
-    tensors of files that store them in another form, such as quantised. `flags` are MODEL_ARGS whose value only this
+    tensors of files that store them in another form, such as quantised. `written` gives exported tensors the form of
+    files that engines and transformers read. `flags` are MODEL_ARGS whose value only this
     family knows: name -> value for a config.json.
     """
 
@@ -57,6 +67,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     predicted: Callable[[Hf], tuple[str, ...]] = later_layers
     stored: Callable[[Tensors, Hf], Tensors] = as_stored
+    written: Callable[[Iterator[tuple[str, Tensor]], Hf], Iterator[tuple[str, Tensor]]] = as_held
     flags: tuple[tuple[str, Callable[[Hf], Any]], ...] = ()
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:

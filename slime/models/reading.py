@@ -103,18 +103,19 @@ def read_decoder(
     output_bias: bool = False,
     qk_norm: str = "",
     post_norms: bool = False,
+    activation: str = "swiglu",
     rope: Callable[[Hf, int], Rope] | None = None,
     windows: Sequence[int | None] | None = None,
     experts: Callable[[Hf], Experts] | None = None,
 ) -> Decoder:
-    """The decoder of a family with grouped softmax attention and gated SiLU MLPs.
+    """The decoder of a family with grouped softmax attention and gated MLPs.
 
     `rope` reads the rotary embedding from config.json and the head size (None: whole heads). `windows` has the sliding
     window of each layer (None: no layer has one). `experts` reads the experts of the sparse layers; a family without
     it has none.
     """
     need(hf, *SIZES)
-    only(hf, hidden_act="silu", mlp_bias=False)
+    only(hf, mlp_bias=False, **({"hidden_act": "silu"} if activation == "swiglu" else {}))
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     groups, size = hf.get("num_key_value_heads") or heads, head_dim(hf)
     if heads % groups:
@@ -146,6 +147,7 @@ def read_decoder(
         output_bias=output_bias,
         qk_norm=qk_norm,
         post_norms=post_norms,
+        activation=activation,
     )
 
 
@@ -180,3 +182,20 @@ def sliding_windows(hf: Hf) -> list[int | None]:
             f"sliding_window in config.json must be at least 1 or null, got {window}; the checkpoint is incomplete"
         )
     return [window] * hf["num_hidden_layers"]
+
+
+def alternating_windows(hf: Hf, pattern: int) -> list[int | None]:
+    """The window of each layer where `layer_types` says which layers are sliding. Older files leave it out: then every
+    `pattern`-th layer sees all tokens. ValueError for another kind of layer, or a window below 1."""
+    need(hf, "sliding_window")
+    depth = hf["num_hidden_layers"]
+    usual = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(depth)]
+    kinds = hf.get("layer_types") or usual
+    known = {"sliding_attention", "full_attention"}
+    if len(kinds) != depth or not known.issuperset(kinds):
+        raise ValueError(
+            f"layer_types in config.json must name {' or '.join(sorted(known))} for each of the {depth} layers, got "
+            f"{kinds}; other layers are not supported for this family"
+        )
+    windows = sliding_windows(hf)
+    return [w if kind == "sliding_attention" else None for w, kind in zip(windows, kinds, strict=True)]

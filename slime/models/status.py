@@ -27,5 +27,8 @@ STATUS: dict[str, Status] = {
     "minimax_m2": Status(cpu="tiny model, trainer only"),
     "mimo": Status(cpu="tiny model"),
     "qwen2_moe": Status(cpu="tiny model"),
+    "gemma2": Status(cpu="tiny model"),
+    "gemma3_text": Status(cpu="tiny model"),
+    "gpt_oss": Status(cpu="tiny model"),
 }
 """`model_type` -> status. A family without an entry is planned."""

@@ -28,7 +28,30 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 32, "sliding_window": 6},
     "glm4": {"head_dim": 32, "pad_token_id": None},
     "minimax_m2": {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "gemma2": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "pad_token_id": None,
+        "attn_logit_softcapping": 2.0,  # small enough to change each score
+        "final_logit_softcapping": 3.0,
+        "attn_implementation": "eager",  # transformers leaves out the cap of scores elsewhere
+    },
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "pad_token_id": None,
+    },
     "mimo": {"num_nextn_predict_layers": 1},
+    "gpt_oss": {
+        "head_dim": 32,
+        "sliding_window": 6,
+        "intermediate_size": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+    },
     "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80},
     "deepseek_v3": {
         **_LATENT,
@@ -108,6 +131,9 @@ CASES: dict[str, Case] = {
     "kimi-k2": Case("kimi_k2", {"rope_parameters": YARN | OLD | MSCALE | {"mscale": 0.7}}, engine="cpu"),
     "glm4-moe-lite": Case("glm4_moe_lite", engine="cpu"),
     "glm4-moe-lite-bias": Case("glm4_moe_lite", {"attention_bias": True}),
+    "gpt-oss": Case("gpt_oss", {"tie_word_embeddings": False}, engine="cpu"),
+    "gemma2": Case("gemma2", engine="cpu"),
+    "gemma3": Case("gemma3_text", engine="cpu"),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
 }
 """Name of a tiny model -> the model."""
@@ -134,6 +160,7 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _ENGINE_LATENT | {"n_routed_experts": 12},
     "kimi_k2": _ENGINE_LATENT,
     "glm4_moe_lite": _ENGINE_LATENT | {"first_k_dense_replace": 1},
+    "gpt_oss": {"intermediate_size": 64, "num_local_experts": 8},
     "qwen2_moe": {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64},
 }
 

@@ -17,8 +17,8 @@ import rl_kernel
 from slime.config import Config
 from slime.data.token_slice import token_slice
 from slime.megatron_backend.attention import packed_layout
+from slime.megatron_backend.model import capped, logit_cap, output_weight, stage_output, vocab_range
 from slime.megatron_backend.model import hidden_of as hidden_of_output
-from slime.megatron_backend.model import output_weight, stage_output, vocab_range
 from slime.megatron_backend.optimizer import finish_grads
 
 VOCAB = 99
@@ -76,7 +76,7 @@ def hf_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 def packed_logits(model: nn.Module, batch: list[Tensor]) -> Tensor:
     """Logits [T, V] of a packed row, for one tensor-parallel rank only."""
-    return (hidden_of(model, batch) @ output_weight(model).T)[:, :VOCAB]
+    return capped(hidden_of(model, batch) @ output_weight(model).T, logit_cap(model))[:, :VOCAB]
 
 
 def hidden_of(model: nn.Module, batch: list[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from megatron_cases import (
 from safetensors.torch import load_file
 
 import rl_kernel
-from slime.megatron_backend.model import build_model, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model import build_model, logit_cap, output_weight, unwrap, vocab_range
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
@@ -68,7 +68,8 @@ def test_logits_and_log_probs(tiny):
         targets = torch.cat([tokens.roll(-1) for tokens in BATCH])
         start, size = vocab_range(model)
         hidden, weight = hidden_of(model, BATCH), output_weight(model)
-        ours = rl_kernel.linear_logp(hidden, weight, targets, vocab_start=start, vocab_size=size)
+        shard = {"vocab_start": start, "vocab_size": size, "logit_cap": logit_cap(model)}
+        ours = rl_kernel.linear_logp(hidden, weight, targets, **shard)
     theirs = expected.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
@@ -83,7 +84,11 @@ def test_weights_are_exported_as_they_were_loaded(tiny, tmp_path):
     assert all(torch.equal(exported[name], original[name]) for name in kept)
     save_hf(model, directory, tmp_path)
     known = json.loads((tmp_path / "config.json").read_text())["model_type"] in transformers.CONFIG_MAPPING
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=None if known else hf.config)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        config=None if known else hf.config,
+        attn_implementation=hf.config._attn_implementation,
+    )
     written = load_file(tmp_path / "model.safetensors")
     assert written.keys() == original.keys()
     assert all(torch.equal(written[name], original[name]) for name in original)

@@ -26,7 +26,7 @@ from rank_processes import on_ranks
 from safetensors.torch import load_file
 
 import rl_kernel
-from slime.megatron_backend.model import build_model, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model import build_model, logit_cap, output_weight, unwrap, vocab_range
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
@@ -81,6 +81,7 @@ def one_model(directory: Path, config: Any, info: Any, *, steps: bool) -> dict[s
         targets,
         vocab_start=start,
         vocab_size=size,
+        logit_cap=logit_cap(model),
         tp_group=group,
     )
     (-log_probs.sum() / 29).backward()

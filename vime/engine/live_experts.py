@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,10 +41,11 @@ _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 def expert_tensors(
-    path: str, module: nn.Module, update: Collection[str]
+    path: str, module: nn.Module, update: Collection[str], files: Mapping[str, str]
 ) -> Iterator[tuple[str, object, torch.Tensor]]:
     """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`.
-    `update` has the HF names, which decide how a projection is spelled."""
+    `update` has the HF names, which decide how a projection is spelled. `files`: vLLM's names -> HF names, for files
+    that stack the experts of a layer."""
     if module.expert_map is not None:
         raise ValueError(
             "experts must be whole on each rank of an engine to be compared, got some of them; leave out "
@@ -53,12 +55,59 @@ def expert_tensors(
     width, padded = module.moe_config.intermediate_size_per_partition, w2.shape[2]
     width = getattr(module.moe_config, "intermediate_size_per_partition_unpadded", None) or width
     parent = path.removesuffix(".routed_experts")
+    if f"{parent}.w13_weight" in files:
+        stacked = _stacked(module, w13[:, : 2 * width], w2[:, :, :width])
+        yield from ((files[f"{parent}.{name}"], holder, value) for name, holder, value in stacked)
+        return
     spelled = [names for names in _SPELLINGS if f"{parent}.0.{names[0]}.weight" in update]
     for expert in range(len(w13)):
         pieces = w13[expert, :width], w13[expert, padded : padded + width], w2[expert, :, :width]
         for projection, piece in zip((spelled or _SPELLINGS)[0], pieces, strict=True):
             name = f"{parent}.{expert}.{projection}.weight"
             yield name, module.moe_config.moe_parallel_config, piece
+
+
+@dataclass(frozen=True)
+class _SecondBias:
+    """The bias of the second product: the first rank adds it, and the others hold zeros."""
+
+    tp_rank: int
+
+    def piece(self, full: torch.Tensor) -> torch.Tensor:
+        return full if self.tp_rank == 0 else torch.zeros_like(full)
+
+
+def _stacked(module: Any, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple[str, object, torch.Tensor]]:
+    """(vLLM's name, holder, value) of the tensors that files have for all experts of a layer: weights [E, inputs,
+    outputs] and biases [E, outputs]. In w13, gate and up alternate, as in the files."""
+    ranks = module.moe_config.moe_parallel_config
+    yield "w13_weight", ranks, w13.transpose(1, 2)
+    yield "w2_weight", ranks, w2.transpose(1, 2)
+    yield "w13_bias", ranks, module.w13_bias.data[:, : w13.shape[1]]
+    yield "w2_bias", _SecondBias(ranks.tp_rank), module.w2_bias.data
+
+
+def stacks_experts(model: nn.Module) -> bool:
+    """Whether vLLM reads the experts of a layer from stacked tensors and copies them, and sinks, without a loader."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper is not None and mapper.map_name("mlp.experts.gate_up_proj") == "mlp.experts.w13_weight"
+
+
+def keep_in_place(model: nn.Module) -> None:
+    """Take modules whose tensors vLLM copies without a loader out of a layerwise reload that has begun.
+
+    vLLM's reload replaces parameters by empty ones and collects what their loaders get. A copy without a loader goes
+    into an empty one and is lost: the engine would go on with the old experts and sinks and no error.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    if not stacks_experts(model):
+        return
+    for module in model.modules():
+        if has_experts(module) or "sinks" in dict(module.named_parameters(recurse=False)):
+            info = layerwise.get_layerwise_info(module)
+            layerwise._place_kernel_tensors(module, info)
+            info.reset()
 
 
 def repack_experts(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ plain parameters; that of experts is in vime.engine.live_experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,10 +60,11 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
     visited: each may have a packed copy of its own.
     """
     packed = getattr(model, "packed_modules_mapping", {})
+    files = _file_names(model, update)
     shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
     for path, module in model.named_modules(remove_duplicate=False):
         if has_experts(module):
-            yield from expert_tensors(path, module, update)
+            yield from expert_tensors(path, module, update, files)
             continue
         if hasattr(module, "W_UK_T"):
             yield hf_path(f"{path}.kv_b_proj.weight", shared), module.kv_b_proj, _of_latent_attention(module)
@@ -79,7 +80,16 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
                 values.append(_packed_matrix(module))
             for value in values:
                 for part, piece in zip(parts, _split(module, value, parts), strict=True):
-                    yield ".".join(filter(None, [parent, part, kind])), module, piece
+                    name = ".".join(filter(None, [parent, part, kind]))
+                    yield files.get(name, name), module, piece
+
+
+def _file_names(model: nn.Module, update: Collection[str]) -> dict[str, str]:
+    """vLLM's name -> HF name, for a model whose class renames tensors while it reads them (gpt-oss)."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
+    return {ours: name for name in update if (ours := mapper.map_name(name)) not in (None, name)}
 
 
 _OF_LATENT_ATTENTION = ("W_UK_T", "W_UV")
@@ -97,6 +107,8 @@ def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor
 
     Rows or columns are dealt out in rank order; with fewer pieces than ranks (key/value heads), neighbours share one.
     """
+    if hasattr(module, "piece"):  # what knows its own piece
+        return cast(torch.Tensor, module.piece(full))
     if full.shape == shape:
         return full
     if hasattr(module, "shard_indices"):  # an embedding: rows of the vocabulary
@@ -109,9 +121,18 @@ def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor
         return torch.cat([whole.narrow(0, module.tp_rank * size, size) for whole, size in parts])
     for dim, (whole, local) in enumerate(zip(full.shape, shape, strict=True)):
         if whole != local:
-            pieces = whole // local
-            full = full.narrow(dim, module.tp_rank * pieces // module.tp_size * local, local)
+            pieces, (rank, ranks) = whole // local, _place(module)
+            full = full.narrow(dim, rank * pieces // ranks * local, local)
     return full
+
+
+def _place(module: Any) -> tuple[int, int]:
+    """(tensor-parallel rank, ranks) of a module. One with plain parameters alone, such as sinks, does not know them."""
+    if hasattr(module, "tp_rank"):
+        return module.tp_rank, module.tp_size
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
 def repack_tied_weights(model: nn.Module) -> None:

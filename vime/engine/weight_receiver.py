@@ -26,7 +26,7 @@ from slime.hf_config import read_hf_config
 from slime.models import family_for
 from slime.weight_sync.channel import Part, Receiver, Worker
 from slime.weight_sync.registry import CHANNELS
-from vime.engine.live_experts import repack_experts
+from vime.engine.live_experts import keep_in_place, repack_experts, stacks_experts
 from vime.engine.live_weights import differing_tensors, repack_tied_weights
 from vime.engine.vllm_versions import ReceivesOnly
 
@@ -112,7 +112,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self._require_checkpoint(part.shapes, "the file")
         part.verify()
         if part.load:
-            initialize_layerwise_reload(self.model)
+            self._begin_loading()
             self._load(part)
             self._put_in_place()
         if part.compare:
@@ -123,7 +123,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self._begin_again_after(part.series)
         if part.load:
             if not self.loaded:
-                initialize_layerwise_reload(self.model)
+                self._begin_loading()
             self._load(part)
             self.loaded |= part.shapes
         if part.compare:
@@ -131,9 +131,16 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             self._compare(part, self.loaded)
             self.compared |= part.shapes
 
+    def _begin_loading(self) -> None:
+        initialize_layerwise_reload(self.model)
+        keep_in_place(self.model)
+
     def _load(self, part: Part) -> None:
         model: Any = self.model  # vLLM's models have the method, their base class does not
-        model.load_weights((name, part.get(name)) for name in part.shapes)
+        stacked = stacks_experts(model)
+        tensors = ((name, part.get(name)) for name in part.shapes)
+        # vLLM zeroes such a bias on all ranks but the first, and ranks may share the tensor
+        model.load_weights((n, x.clone() if stacked and n.endswith("_bias") else x) for n, x in tensors)
 
     def _finalize(self) -> None:
         finalize: Callable[..., None] = finalize_layerwise_reload  # untyped in vLLM

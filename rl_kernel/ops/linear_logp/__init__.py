@@ -37,12 +37,15 @@ def linear_logp(
     keep_mask: KeptTokens | None = None,
     return_entropy: bool = False,
     logits_dtype: str | None = None,
+    logit_cap: float | None = None,
+    logit_scale: float = 1.0,
     workspace_bytes: int = WORKSPACE_BYTES,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of each target and, if asked, the entropy of the distribution, in nats.
 
-    `log_p = log_softmax(F.linear(hidden, weight, bias)[:, :vocab_size] / temperature[:, None], -1)`;
+    `log_p = log_softmax(F.linear(hidden, weight, bias)[:, :vocab_size] / temperature[:, None], -1)`, with
+    `logit_scale * logit_cap * tanh(logits / logit_cap)` in place of the logits if there is a cap;
     `log_p.gather(1, targets[:, None])[:, 0]` and `-(log_p.exp() * log_p).sum(-1)`, all in float32.
     The module's docstring lists collectives, synchronisation, determinism, and the results of bad values.
 
@@ -61,6 +64,9 @@ def linear_logp(
         return_entropy: also return the entropy. The entropy costs a gradient only if a loss uses it.
         logits_dtype: "bfloat16" rounds the logits before the temperature, "float32" does not. None rounds to the
             dtype of `weight`, as vLLM does before it samples. Gradients pass through the rounding unchanged.
+        logit_cap: the model's soft cap (Gemma 2): rounded logits x become `cap * tanh(x / cap)`, each step rounded to
+            that dtype too. None: no cap.
+        logit_scale: multiplies the logits after the cap, not rounded; > 0.
         workspace_bytes: limit of memory beyond inputs, results and gradients. Logits beyond it are computed twice.
         impl: "triton" or "reference", whatever the mode; None lets the mode choose.
 
@@ -77,7 +83,7 @@ def linear_logp(
     task = checked_task(
         hidden, weight, bias, targets, temperature=temperature, tp_group=tp_group, vocab_start=vocab_start,
         vocab_size=vocab_size, keep_mask=keep_mask, with_entropy=return_entropy, logits_dtype=logits_dtype,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=workspace_bytes, logit_cap=logit_cap, logit_scale=logit_scale,
     )  # fmt: skip
     choice = choose("linear_logp", hidden.device, impl, layer_refusal(hidden, weight, bias))
     record(choice, len(hidden))

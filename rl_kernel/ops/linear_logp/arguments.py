@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from rl_kernel.checks import check_tensor, invalid
 from rl_kernel.dispatch import float64_refusal
 from rl_kernel.kept import KeptTokens, check_kept
 from rl_kernel.ops.linear_logp.plan import WORKSPACE_BYTES
-from rl_kernel.vocab import VocabShard, check_targets, check_temperature, make_shard, take
+from rl_kernel.vocab import VocabShard, check_cap, check_targets, check_temperature, make_shard, take
 
 LOGITS_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -22,7 +22,8 @@ class Task:
     """What one call computes from a layer (hidden, weight, bias). It holds everything that gets no gradient.
 
     `targets` [N] integer token ids. `temperature`: a positive number, or [N]. `keep`: the ids that top-p or top-k
-    sampling kept. `rounding`: the dtype that logits are rounded to, None for no rounding.
+    sampling kept. `rounding`: the dtype that logits are rounded to, None for no rounding. `cap`: the soft cap of the
+    logits, None for none.
     """
 
     targets: Tensor
@@ -32,17 +33,15 @@ class Task:
     rounding: torch.dtype | None
     with_entropy: bool = False
     workspace_bytes: int = WORKSPACE_BYTES
+    cap: float | None = None
 
     def rows(self, rows: slice) -> Task:
         """The task of some of the tokens."""
-        return Task(
-            self.targets[rows],
-            take(self.temperature, rows),
-            take(self.keep, rows),
-            self.shard,
-            self.rounding,
-            self.with_entropy,
-            self.workspace_bytes,
+        return replace(
+            self,
+            targets=self.targets[rows],
+            temperature=take(self.temperature, rows),
+            keep=take(self.keep, rows),
         )
 
 
@@ -60,8 +59,13 @@ def checked_task(
     with_entropy: bool,
     logits_dtype: str | None,
     workspace_bytes: int,
+    logit_cap: float | None,
+    logit_scale: float,
 ) -> Task:
-    """The task of a call, after all checks of its arguments. ValueError names the argument that is wrong."""
+    """The task of a call, after all checks of its arguments. ValueError names the argument that is wrong.
+
+    The scale follows the cap, so that it becomes a part of the temperature.
+    """
     check_tensor("hidden", hidden, ["N", "H"])
     tokens, width = hidden.shape
     check_tensor("weight", weight, ["V_local", width], device=hidden.device)
@@ -74,7 +78,9 @@ def checked_task(
     if workspace_bytes <= 0:
         raise invalid("workspace_bytes", "be > 0", workspace_bytes, "leave it out for 1.5 GiB")
     rounding = logits_rounding(logits_dtype, weight)
-    return Task(targets, temperature, keep_mask, shard, rounding, with_entropy, workspace_bytes)
+    check_cap(logit_cap, logit_scale)
+    scaled = temperature if logit_scale == 1 else temperature / logit_scale
+    return Task(targets, scaled, keep_mask, shard, rounding, with_entropy, workspace_bytes, logit_cap)
 
 
 def logits_rounding(logits_dtype: str | None, weight: Tensor) -> torch.dtype | None:

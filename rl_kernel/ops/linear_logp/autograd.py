@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ def prepared(problem: Problem) -> Problem:
     temperature = usable_temperature(task.temperature, torch.float32)
     if isinstance(temperature, Tensor):
         temperature = temperature.contiguous()
-    targets, keep, shard, rounding = task.targets.contiguous(), task.keep, task.shard, task.rounding
-    ready = Task(targets, temperature, keep, shard, rounding, task.with_entropy, task.workspace_bytes)
+    ready = replace(task, targets=task.targets.contiguous(), temperature=temperature)
     return Problem(hidden, weight, problem.bias, ready)
 
 

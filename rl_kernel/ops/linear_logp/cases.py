@@ -94,10 +94,12 @@ def formula(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     keep_mask: KeptTokens | None = None,
+    logit_cap: float | None = None,
+    logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The definition in float64, with materialised logits: log-probs [N] and entropy [N]."""
     logits = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
-    return logp_cases.formula(logits, targets, temperature, vocab_size, keep_mask)
+    return logp_cases.formula(logits, targets, temperature, vocab_size, keep_mask, logit_cap, logit_scale)
 
 
 def plain(

@@ -38,6 +38,8 @@ def refusal(problem: Problem) -> str | None:
         return "it rounds logits to bfloat16 or not at all"
     if problem.bias is not None or problem.task.keep is not None:
         return "it takes neither a bias nor kept tokens"
+    if problem.task.cap is not None:
+        return "it takes no soft cap"
     if problem.hidden.shape[1] % ALIGNMENT or not (readable(problem.hidden) and readable(problem.weight)):
         return "rows must be contiguous and start at multiples of 16 bytes"
     if not (interpreted() or _has_tensor_maps(problem.hidden.device)):

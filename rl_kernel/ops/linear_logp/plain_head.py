@@ -55,10 +55,17 @@ class PlainHead(Head):
             logits = self._logits(tile, memory[:, : tile.stop - tile.start])
             shard = self.task.shard.tile(tile)
             row_stats(
-                logits, self.task.targets, self.inverse, shard, with_entropy, self.task.rounding, out=part
+                logits,
+                self.task.targets,
+                self.inverse,
+                shard,
+                with_entropy,
+                self.task.rounding,
+                out=part,
+                cap=self.task.cap,
             )
             if keep is not None and z is not None:
-                pick_(z, logits, keep, self.inverse, shard, self.task.rounding)
+                pick_(z, logits, keep, self.inverse, shard, self.task.rounding, self.task.cap)
         if keep is not None and z is not None:
             merged = merge_kept(parts, z, keep, self.task.targets, self.task.shard)
             return Rows(*merged[:3], kept, {"whole_lse": merged[3], "kept_logits": z})
@@ -89,11 +96,11 @@ class PlainHead(Head):
         if self.task.keep is not None:
             return kept_logits_grad(
                 logits, rows.extra["kept_logits"], self.task.keep, self.task.targets, rows.lse, rows.extra["whole_lse"],
-                rows.entropy, shard, grad, grad_entropy, self.inverse, out, self.task.rounding,
+                rows.entropy, shard, grad, grad_entropy, self.inverse, out, self.task.rounding, self.task.cap,
             )  # fmt: skip
         return logits_grad(
             logits, self.task.targets, rows.lse, rows.entropy, shard, grad, grad_entropy, self.inverse, out,
-            self.task.rounding,
+            self.task.rounding, self.task.cap,
         )  # fmt: skip
 
     def finish_hidden(self, total: Tensor, factor: Tensor | None, out: Tensor) -> Tensor:

@@ -18,7 +18,16 @@ from torch.autograd.function import once_differentiable
 from rl_kernel.checks import compute_dtype
 from rl_kernel.kept import kept_grad, kept_stats, stats_count
 from rl_kernel.ops.linear_logp.arguments import Task
-from rl_kernel.vocab import VocabShard, merge_stats, row_tiles, scale_, take, usable_temperature
+from rl_kernel.vocab import (
+    VocabShard,
+    cap_slope_,
+    capped,
+    merge_stats,
+    row_tiles,
+    scale_,
+    take,
+    usable_temperature,
+)
 
 KEPT_ELEMENTS = 2**22
 """A call with at most this many logits keeps them for the backward (16 MiB in float32)."""
@@ -29,14 +38,14 @@ def tile_logits(
     weight: Tensor,
     bias: Tensor | None,
     temperature: float | Tensor,
-    rounding: torch.dtype | None,
+    task: Task,
 ) -> Tensor:
-    """Logits [C, V] of a tile: rounded to `rounding`, then divided by the temperature."""
+    """Logits [C, V] of a tile: rounded and capped, then divided by the temperature."""
     hidden = hidden.to(weight.dtype)
     logits = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
-    if rounding is not None:
-        logits = logits.to(rounding).to(weight.dtype)
-    return scale_(logits, temperature)
+    if task.rounding is not None:
+        logits = logits.to(task.rounding)
+    return scale_(capped(logits, task.cap).to(weight.dtype), temperature)
 
 
 class LinearLogp(torch.autograd.Function):
@@ -54,7 +63,7 @@ class LinearLogp(torch.autograd.Function):
         keeps_logits = len(hidden) * shard.real <= KEPT_ELEMENTS
         kept = []
         for rows in row_tiles(len(hidden), shard.real):
-            logits = tile_logits(hidden[rows], wide, wide_bias, take(temperature, rows), task.rounding)
+            logits = tile_logits(hidden[rows], wide, wide_bias, take(temperature, rows), task)
             stats[:, rows] = kept_stats(logits, targets[rows], shard, with_entropy, take(keep, rows))
             if keeps_logits:
                 kept.append(logits)
@@ -81,11 +90,11 @@ class LinearLogp(torch.autograd.Function):
         d_bias = lse.new_zeros(bias.shape) if need_bias else None
         for index, rows in enumerate(row_tiles(len(hidden), shard.real)):
             at = take(temperature, rows)
-            logits = kept[index] if kept else tile_logits(hidden[rows], wide, wide_bias, at, task.rounding)
+            logits = kept[index] if kept else tile_logits(hidden[rows], wide, wide_bias, at, task)
             by_token = task.targets[rows], lse[rows], whole_lse[rows], take(entropy, rows)
             upstream = take(grad_log_probs, rows), take(grad_entropy, rows)
             d_logits = kept_grad(logits, *by_token, shard, take(task.keep, rows), *upstream)
-            scale_(d_logits, at)
+            scale_(cap_slope_(d_logits, logits, at, task.cap), at)
             if d_hidden is not None:
                 torch.mm(d_logits, wide, out=d_hidden[rows])
             if d_weight is not None:

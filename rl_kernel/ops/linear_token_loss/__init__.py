@@ -29,6 +29,8 @@ def linear_token_loss(
     keep_mask: KeptTokens | None = None,
     return_entropy: bool = False,
     logits_dtype: str | None = None,
+    logit_cap: float | None = None,
+    logit_scale: float = 1.0,
     workspace_bytes: int = WORKSPACE_BYTES,
     weight_grad: Tensor | None = None,
     impl: str | None = None,
@@ -60,7 +62,7 @@ def linear_token_loss(
     task = checked_task(
         hidden, weight, bias, targets, temperature=temperature, tp_group=tp_group, vocab_start=vocab_start,
         vocab_size=vocab_size, keep_mask=keep_mask, with_entropy=return_entropy, logits_dtype=logits_dtype,
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=workspace_bytes, logit_cap=logit_cap, logit_scale=logit_scale,
     )  # fmt: skip
     if weight_grad is not None:
         check_tensor("weight_grad", weight_grad, weight.shape, (torch.float32,), device=weight.device)

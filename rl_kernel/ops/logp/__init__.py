@@ -11,7 +11,7 @@ from rl_kernel.dispatch import choose, float64_refusal
 from rl_kernel.kept import KeptTokens, check_kept
 from rl_kernel.ops.logp import reference
 from rl_kernel.telemetry import record, timed
-from rl_kernel.vocab import check_targets, check_temperature, make_shard, usable_temperature
+from rl_kernel.vocab import check_cap, check_targets, check_temperature, make_shard, usable_temperature
 
 
 def logp(
@@ -24,6 +24,8 @@ def logp(
     vocab_size: int | None = None,
     keep_mask: KeptTokens | None = None,
     return_entropy: bool = False,
+    logit_cap: float | None = None,
+    logit_scale: float = 1.0,
     inplace_backward: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -45,6 +47,9 @@ def logp(
         keep_mask: the ids that top-p or top-k sampling kept for each token. The log-prob is that of the softmax over
             these columns, with gradient 0 in the others; the entropy is that over all columns.
         return_entropy: also return the entropy. The entropy costs a gradient only if a loss uses it.
+        logit_cap: the model's soft cap (Gemma 2): logits x become `cap * tanh(x / cap)`, each step in their dtype.
+            Columns of -inf become -cap. None: no cap.
+        logit_scale: multiplies the logits after the cap, in float32; > 0.
         inplace_backward: the backward overwrites `logits` with their gradient. Nothing may read the logits afterwards,
             and a second backward is an error.
         impl: "reference" or "triton", whatever the mode; for tests.
@@ -67,8 +72,10 @@ def logp(
     _check_inputs(logits, targets, temperature, inplace_backward)
     shard = make_shard("logits", logits.shape[1], targets, vocab_start, vocab_size, tp_group)
     check_kept(keep_mask, targets, shard.limit)
-    usable = usable_temperature(temperature, compute_dtype(logits))
-    task = reference.Task(usable, shard, return_entropy, keep_mask, inplace_backward)
+    check_cap(logit_cap, logit_scale)
+    scaled = temperature if logit_scale == 1 else temperature / logit_scale
+    usable = usable_temperature(scaled, compute_dtype(logits))
+    task = reference.Task(usable, shard, return_entropy, keep_mask, inplace_backward, logit_cap)
     choice = choose("logp", logits.device, impl, float64_refusal(logits))
     record(choice, len(logits))
     with timed("logp", logits.device):

@@ -23,12 +23,13 @@ class Logp(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, task: Task) -> tuple[Tensor, Tensor | None]:
         shard, kept = task.shard, task.keep
         inverse = 1.0 / task.temperature
-        stats = row_stats(logits, targets, inverse, shard, task.with_entropy)
+        rounding = logits.dtype if task.cap is not None else None  # each step of a cap is rounded
+        stats = row_stats(logits, targets, inverse, shard, task.with_entropy, rounding, cap=task.cap)
         if kept is None:
             log_probs, lse, entropy = merge(gather_stack(stats, shard.group))
             whole_lse = z = None
         else:
-            z = pick_(no_logits(kept, logits), logits, kept, inverse, shard)
+            z = pick_(no_logits(kept, logits), logits, kept, inverse, shard, rounding, task.cap)
             log_probs, lse, entropy, whole_lse = merge_kept(stats[None], z, kept, targets, shard)
         ctx.save_for_backward(logits, targets, lse, entropy, whole_lse, z)
         ctx.task, ctx.inverse = task, inverse
@@ -45,7 +46,8 @@ class Logp(torch.autograd.Function):
         logits, targets, lse, entropy, whole_lse, z = ctx.saved_tensors
         task, source = ctx.task, logits.detach()
         out = source if task.in_place else torch.empty_like(logits)
-        into = task.shard, grad_log_probs, grad_entropy, ctx.inverse, out
+        rounding = logits.dtype if task.cap is not None else None
+        into = task.shard, grad_log_probs, grad_entropy, ctx.inverse, out, rounding, task.cap
         with timed("logp", logits.device):
             if task.keep is None:
                 logits_grad(source, targets, lse, entropy, *into)

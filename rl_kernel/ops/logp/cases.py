@@ -71,11 +71,16 @@ def formula(
     temperature: float | Tensor = 1.0,
     vocab_size: int | None = None,
     kept: KeptTokens | None = None,
+    logit_cap: float | None = None,
+    logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The definition in float64: log-probs [N] over the kept columns and entropy [N] over all columns."""
     if isinstance(temperature, Tensor):
         temperature = temperature.double()[:, None]
-    z = logits[:, :vocab_size].double() / temperature
+    logits = logits[:, :vocab_size].double()
+    if logit_cap is not None:
+        logits = logit_cap * torch.tanh(logits / logit_cap)
+    z = logit_scale * logits / temperature
     log_p = torch.log_softmax(z, -1)
     entropy = -(log_p.exp() * log_p.masked_fill(log_p.isneginf(), 0)).sum(-1)
     if kept is not None:

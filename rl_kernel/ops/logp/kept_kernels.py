@@ -24,8 +24,8 @@ from rl_kernel.ops.logp.kernels import (
     LOWEST,
     _absorb,
     _dense,
+    _logit,
     _offsets,
-    _rounded,
     logits_grad,
     merge,
 )
@@ -42,8 +42,8 @@ def _ids_of(OFFSETS, row, count):
 
 @triton.jit
 def _pick_kernel(
-    TILE, INVERSE, IDS, OFFSETS, Z, row_stride, column_stride, start, real, count,
-    PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    TILE, INVERSE, IDS, OFFSETS, Z, row_stride, column_stride, start, real, count, cap,
+    PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first, stop = _ids_of(OFFSETS, row, count)
@@ -54,7 +54,7 @@ def _pick_kernel(
         column = tl.load(IDS + at, mask=at < stop, other=-1).to(tl.int64) - start
         here = (at < stop) & (column >= 0) & (column < real)
         x = tl.load(base + _offsets(column, column_stride, UNIT), mask=here, other=0.0)
-        tl.store(Z + at, _rounded(x, ROUND) * inverse, mask=here)
+        tl.store(Z + at, _logit(x, cap, ROUND, CAPPED) * inverse, mask=here)
 
 
 @triton.jit
@@ -86,8 +86,8 @@ def _kept_stats_kernel(
 @triton.jit
 def _kept_grad_kernel(
     OUT, Z, IDS, OFFSETS, TARGETS, LSE, WHOLE_LSE, ENTROPY, GRAD, GRAD_ENTROPY, INVERSE,
-    out_row_stride, out_column_stride, grad_stride, grad_entropy_stride, start, real, count,
-    PER_TOKEN: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    out_row_stride, out_column_stride, grad_stride, grad_entropy_stride, start, real, count, cap,
+    PER_TOKEN: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first, stop = _ids_of(OFFSETS, row, count)
@@ -107,6 +107,9 @@ def _kept_grad_kernel(
             h = tl.load(GRAD_ENTROPY + row * grad_entropy_stride).to(tl.float32) * inverse
             log_p = z - tl.load(WHOLE_LSE + row)
             d -= h * tl.exp2(log_p * LOG2E) * (tl.maximum(log_p, FLOOR) + tl.load(ENTROPY + row))
+        if CAPPED:
+            ratio = z / (inverse * cap)
+            d *= 1.0 - ratio * ratio
         # An id that occurs twice is written twice, with the same number.
         tl.store(base + _offsets(column, out_column_stride, UNIT), d.to(OUT.dtype.element_ty), mask=here)
 
@@ -123,13 +126,14 @@ def pick_(
     inv_temperature: float | Tensor,
     shard: VocabShard,
     rounding: torch.dtype | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Write the logits of the ids in this tile [C, V] into z. `shard` is that of the tile."""
     if z.numel():
         _pick_kernel[(len(tile),)](
             tile, _dense(inv_temperature), kept.ids.contiguous(), kept.offsets.contiguous(), z, *tile.stride(),
-            shard.start, shard.real, len(z), PER_TOKEN=isinstance(inv_temperature, Tensor),
-            ROUND=_ROUNDING[rounding], UNIT=tile.stride(1) == 1, BLOCK=IDS_BLOCK, num_warps=4,
+            shard.start, shard.real, len(z), float(cap or 1), PER_TOKEN=isinstance(inv_temperature, Tensor),
+            ROUND=_ROUNDING[rounding], CAPPED=cap is not None, UNIT=tile.stride(1) == 1, BLOCK=IDS_BLOCK, num_warps=4,
         )  # fmt: skip
     return z
 
@@ -176,6 +180,7 @@ def kept_logits_grad(
     inv_temperature: float | Tensor,
     out: Tensor,
     rounding: torch.dtype | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """`logits_grad` of a tile [C, V]: the gradient of the log-prob in the kept columns, that of the entropy in all
     columns.
@@ -184,12 +189,13 @@ def kept_logits_grad(
     of truncated rows."""
     g, h = grad_log_probs, grad_entropy
     others = None if g is None else torch.where(kept.truncated, 0, g)
-    logits_grad(logits, targets, whole_lse, entropy, shard, others, h, inv_temperature, out, rounding)
+    logits_grad(logits, targets, whole_lse, entropy, shard, others, h, inv_temperature, out, rounding, cap)
     if g is not None and z.numel():
         _kept_grad_kernel[(len(out),)](
             out, z, kept.ids.contiguous(), kept.offsets.contiguous(), targets.contiguous(), lse, whole_lse,
             None if h is None else entropy, g, h, _dense(inv_temperature), *out.stride(), g.stride(0),
-            0 if h is None else h.stride(0), shard.start, shard.real, len(z),
-            PER_TOKEN=isinstance(inv_temperature, Tensor), UNIT=out.stride(1) == 1, BLOCK=IDS_BLOCK, num_warps=4,
+            0 if h is None else h.stride(0), shard.start, shard.real, len(z), float(cap or 1),
+            PER_TOKEN=isinstance(inv_temperature, Tensor), CAPPED=cap is not None, UNIT=out.stride(1) == 1,
+            BLOCK=IDS_BLOCK, num_warps=4,
         )  # fmt: skip
     return out

@@ -45,6 +45,26 @@ def _rounded(x, ROUND: tl.constexpr):
 
 
 @triton.jit
+def _tanh(y):
+    """tanh to a few units of 2**-24 of its value: near 0, the quotient of exponentials would lose digits."""
+    a = tl.abs(y)
+    e = tl.exp2(a * -2.0 * LOG2E)
+    s = y * y
+    series = a * (1.0 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854))))
+    t = tl.where(a < 0.25, series, (1.0 - e) / (1.0 + e))
+    return tl.where(y < 0, -t, t)
+
+
+@triton.jit
+def _logit(x, cap, ROUND: tl.constexpr, CAPPED: tl.constexpr):
+    """A rounded logit, capped if the model caps. Each step of the cap is rounded, as engines compute it."""
+    x = _rounded(x, ROUND)
+    if CAPPED:
+        x = _rounded(_rounded(_tanh(_rounded(x / cap, ROUND)), ROUND) * cap, ROUND)
+    return x
+
+
+@triton.jit
 def _absorb(x, top, total, weighted, scale, ENTROPY: tl.constexpr):
     """Add the columns x of a row to its running maximum and to its sums relative to that maximum."""
     block_top = tl.max(x, 0)
@@ -66,8 +86,9 @@ def _absorb(x, top, total, weighted, scale, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _row_stats_kernel(
-    LOGITS, TARGETS, INVERSE, OUT, row_stride, column_stride, out_stride, start, real, limit,
-    PER_TOKEN: tl.constexpr, ENTROPY: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    LOGITS, TARGETS, INVERSE, OUT, row_stride, column_stride, out_stride, start, real, limit, cap,
+    PER_TOKEN: tl.constexpr, ENTROPY: tl.constexpr, ROUND: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     base = LOGITS + row * row_stride
@@ -79,18 +100,19 @@ def _row_stats_kernel(
     columns = tl.arange(0, BLOCK)
     full = real // BLOCK * BLOCK
     for first in range(0, full, BLOCK):
-        x = _rounded(tl.load(base + _offsets(first + columns, column_stride, UNIT)), ROUND)
+        x = _logit(tl.load(base + _offsets(first + columns, column_stride, UNIT)), cap, ROUND, CAPPED)
         top, total, weighted = _absorb(x, top, total, weighted, scale, ENTROPY)
     if full < real:
         inside = full + columns < real
         at = base + _offsets(full + columns, column_stride, UNIT)
-        x = _rounded(tl.load(at, mask=inside, other=-float("inf")), ROUND)
+        x = _logit(tl.load(at, mask=inside, other=0.0), cap, ROUND, CAPPED)
+        x = tl.where(inside, x, -float("inf"))
         top, total, weighted = _absorb(x, top, total, weighted, scale, ENTROPY)
     target = tl.load(TARGETS + row).to(tl.int64)
     column = target - start
     owned = (column >= 0) & (column < real)
     at_target = tl.load(base + _offsets(column, column_stride, UNIT), mask=owned, other=0.0)
-    at_target = _rounded(at_target, ROUND) * inverse
+    at_target = _logit(at_target, cap, ROUND, CAPPED) * inverse
     # For a target outside the vocabulary no shard has a logit: NaN, because 0 would look like one.
     at_target = tl.where((target >= 0) & (target < limit), at_target, float("nan"))
     tl.store(OUT + row, tl.maximum(top * inverse, LOWEST))
@@ -139,15 +161,16 @@ def _merge_kernel(
 def _logits_grad_kernel(
     LOGITS, OUT, TARGETS, LSE, ENTROPY, GRAD, GRAD_ENTROPY, INVERSE,
     row_stride, column_stride, out_row_stride, out_column_stride, grad_stride, grad_entropy_stride,
-    blocks, start, real, stored,
-    PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    blocks, start, real, stored, cap,
+    PER_TOKEN: tl.constexpr, ROUND: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr, OUT_UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     first = program % blocks * BLOCK
     columns = first + tl.arange(0, BLOCK)
     at = LOGITS + row * row_stride + _offsets(columns, column_stride, UNIT)
-    x = _rounded(tl.load(at, mask=columns < real, other=-float("inf")), ROUND)
+    x = _logit(tl.load(at, mask=columns < real, other=-float("inf")), cap, ROUND, CAPPED)
     inverse = tl.load(INVERSE + row).to(tl.float32) if PER_TOKEN else INVERSE
     log_p = x * inverse - tl.load(LSE + row)
     p = tl.exp2(log_p * LOG2E)
@@ -165,6 +188,8 @@ def _logits_grad_kernel(
         column = tl.load(TARGETS + row).to(tl.int64) - start
         if (column >= first) & (column < first + BLOCK):
             d += tl.where(columns == column, grad, 0.0)
+    if CAPPED:
+        d *= 1.0 - (x / cap) * (x / cap)
     if first + BLOCK > real:
         d = tl.where(columns < real, d, 0.0)  # also where the row's gradient is NaN
     out = OUT + row * out_row_stride + _offsets(columns, out_column_stride, OUT_UNIT)
@@ -182,12 +207,13 @@ def row_stats(
     with_entropy: bool,
     rounding: torch.dtype | None = None,
     out: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """`vocab.row_stats` [3 or 4, C] float32 of the real columns of logits [C, V] times the inverse temperature (a
     number or [C]). The target's logit is NaN for a target outside the vocabulary.
 
     `out`: where to write the result; its rows must be contiguous. `rounding`: the dtype to which the logits are rounded
-    first. Reads the logits once.
+    first. `cap`: their soft cap, None for none. Reads the logits once.
     """
     rows = len(logits)
     if out is None:
@@ -197,9 +223,9 @@ def row_stats(
     per_token = isinstance(inv_temperature, Tensor)
     _row_stats_kernel[(rows,)](
         logits, targets.contiguous(), _dense(inv_temperature), out,
-        logits.stride(0), logits.stride(1), out.stride(0), shard.start, shard.real, shard.limit,
-        PER_TOKEN=per_token, ENTROPY=with_entropy, ROUND=_ROUNDING[rounding], UNIT=logits.stride(1) == 1,
-        BLOCK=_block(shard.real, ROW_BLOCK), num_warps=4,
+        logits.stride(0), logits.stride(1), out.stride(0), shard.start, shard.real, shard.limit, float(cap or 1),
+        PER_TOKEN=per_token, ENTROPY=with_entropy, ROUND=_ROUNDING[rounding], CAPPED=cap is not None,
+        UNIT=logits.stride(1) == 1, BLOCK=_block(shard.real, ROW_BLOCK), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -234,8 +260,9 @@ def logits_grad(
     inv_temperature: float | Tensor,
     out: Tensor,
     rounding: torch.dtype | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    """Gradient in the logits [C, V] before temperature and rounding:
+    """Gradient in the logits [C, V] before temperature, cap and rounding. Without a cap, it is
     `inv_t * (g * (onehot(target) - p) - h * p * (log p + entropy))` for upstream gradients g, h [C]; 0 in the padding.
 
     Writes it into `out` [C, V] of any float dtype, which may be `logits` itself. Reads `entropy` only for
@@ -252,8 +279,9 @@ def logits_grad(
         logits, out, targets.contiguous(), lse.contiguous(), None if h is None else _dense(entropy), g, h,
         _dense(inv_temperature), *logits.stride(), *out.stride(),
         0 if g is None else g.stride(0), 0 if h is None else h.stride(0), blocks, shard.start, shard.real, stored,
-        PER_TOKEN=per_token, ROUND=_ROUNDING[rounding], UNIT=logits.stride(1) == 1, OUT_UNIT=out.stride(1) == 1,
-        BLOCK=block, num_warps=4,
+        float(cap or 1),
+        PER_TOKEN=per_token, ROUND=_ROUNDING[rounding], CAPPED=cap is not None,
+        UNIT=logits.stride(1) == 1, OUT_UNIT=out.stride(1) == 1, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 

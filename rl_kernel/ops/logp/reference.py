@@ -16,25 +16,27 @@ from torch.autograd.function import once_differentiable
 
 from rl_kernel.checks import compute_dtype
 from rl_kernel.kept import KeptTokens, kept_grad, kept_stats, stats_count
-from rl_kernel.vocab import VocabShard, merge_stats, row_tiles, scale_, take
+from rl_kernel.vocab import VocabShard, cap_slope_, capped, merge_stats, row_tiles, scale_, take
 
 
 @dataclass(frozen=True)
 class Task:
     """What one call computes from logits and targets. `temperature`: a positive number or [N], in the compute dtype.
-    `keep`: the ids that top-p or top-k sampling kept. `in_place`: the backward overwrites the logits."""
+    `keep`: the ids that top-p or top-k sampling kept. `in_place`: the backward overwrites the logits. `cap`:
+    their soft cap."""
 
     temperature: float | Tensor
     shard: VocabShard
     with_entropy: bool
     keep: KeptTokens | None
     in_place: bool
+    cap: float | None = None
 
 
-def tile_logits(logits: Tensor, rows: slice, temperature: float | Tensor, shard: VocabShard) -> Tensor:
-    """A copy [C, V] of some rows, divided by the temperature, without the padding, in the compute dtype."""
-    tile = logits[rows, : shard.real].to(compute_dtype(logits), copy=True)
-    return scale_(tile, take(temperature, rows))
+def tile_logits(logits: Tensor, rows: slice, task: Task) -> Tensor:
+    """A copy [C, V] of some rows, capped and divided by the temperature, without the padding, in the compute dtype."""
+    tile = capped(logits[rows, : task.shard.real], task.cap).to(compute_dtype(logits), copy=task.cap is None)
+    return scale_(tile, take(task.temperature, rows))
 
 
 class Logp(torch.autograd.Function):
@@ -45,7 +47,7 @@ class Logp(torch.autograd.Function):
         shard, with_entropy, keep = task.shard, task.with_entropy, task.keep
         stats = logits.new_empty(stats_count(with_entropy, keep), len(logits), dtype=compute_dtype(logits))
         for rows in row_tiles(len(logits), shard.real):
-            tile = tile_logits(logits, rows, task.temperature, shard)
+            tile = tile_logits(logits, rows, task)
             stats[:, rows] = kept_stats(tile, targets[rows], shard, with_entropy, take(keep, rows))
         log_probs, lse, entropy, whole_lse = merge_stats(stats, targets, shard)
         ctx.save_for_backward(logits, targets, lse, whole_lse, entropy)
@@ -65,9 +67,10 @@ class Logp(torch.autograd.Function):
         d_logits = logits.detach() if ctx.task.in_place else torch.empty_like(logits)
         d_logits[:, shard.real :] = 0
         for rows in row_tiles(len(logits), shard.real):
-            tile = tile_logits(logits, rows, temperature, shard)
+            tile = tile_logits(logits, rows, ctx.task)
             by_token = targets[rows], lse[rows], whole_lse[rows], take(entropy, rows)
             upstream = take(grad_log_probs, rows), take(grad_entropy, rows)
             d_tile = kept_grad(tile, *by_token, shard, take(ctx.task.keep, rows), *upstream)
-            d_logits[rows, : shard.real] = scale_(d_tile, take(temperature, rows))
+            at = take(temperature, rows)
+            d_logits[rows, : shard.real] = scale_(cap_slope_(d_tile, tile, at, ctx.task.cap), at)
         return d_logits, None, None

@@ -1,0 +1,143 @@
+"""gpt-oss: experts with a clipped SwiGLU and biases, a sink per attention head, a window in every other layer.
+
+Its files stack the experts of a layer in one tensor, whose gate and up columns alternate. In the published files, the
+weights are in MXFP4 and are dequantised while they are read. Here, an expert has tensors of its own.
+
+Shapes: E experts, H hidden, F width of an expert.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slime.models.decoder import Decoder, Experts, Hf
+from slime.models.family import Family, Tensors
+from slime.models.layouts import Direct, GateUpTensor, Row
+from slime.models.mxfp4 import dequantised
+from slime.models.reading import alternating_windows, expert_count, need, only, read_decoder
+from slime.models.rows import ATTENTION, ENDS, HF, IGNORED, MG, NORMS, OUTPUT_BIAS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def experts(hf: Hf) -> Experts:
+    """`intermediate_size` is the width of an expert."""
+    need(hf, "num_experts_per_tok")
+    return Experts(expert_count(hf), hf["num_experts_per_tok"], hf["intermediate_size"], biases=True)
+
+
+def read(hf: Hf) -> Decoder:
+    """ValueError for other settings than the published ones, of which vLLM does not read some, or for another
+    quantisation."""
+    only(hf, rms_norm_eps=1e-5, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0, hidden_act="silu")
+    kind = (hf.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    if kind != "mxfp4":
+        raise ValueError(
+            f"quant_method in config.json must be mxfp4 or left out for gpt_oss, got {kind}; use the published "
+            "checkpoint or one in bfloat16"
+        )
+    decoder = read_decoder(
+        hf,
+        qkv_bias=True,
+        output_bias=True,
+        activation="clipped_swiglu",
+        windows=alternating_windows(hf, 2),
+        experts=experts,
+    )
+    return replace(decoder, sinks=True)
+
+
+_MG_EXPERT, _HF_EXPERT = MG + "mlp.experts.local_experts.{e}.", HF + "mlp.experts.{e}."
+
+ROWS = (
+    *(ENDS + NORMS + ATTENTION),
+    OUTPUT_BIAS,
+    Row(MG + "self_attention.core_attention.sinks", (HF + "self_attn.sinks",), Direct(axis=0)),
+    Row(MG + "mlp.router.weight", (HF + "mlp.router.weight",)),
+    Row(MG + "mlp.router.bias", (HF + "mlp.router.bias",)),
+    Row(_MG_EXPERT + "linear_fc1.weight", (_HF_EXPERT + "gate_up_proj",), GateUpTensor()),
+    Row(_MG_EXPERT + "linear_fc1.bias", (_HF_EXPERT + "gate_up_proj_bias",), GateUpTensor()),
+    Row(_MG_EXPERT + "linear_fc2.weight", (_HF_EXPERT + "down_proj",), Direct(axis=1)),
+    Row(_MG_EXPERT + "linear_fc2.bias", (_HF_EXPERT + "down_proj_bias",)),
+)
+
+_STACKED = re.compile(r"(.*\.mlp\.experts)\.((?:gate_up|down)_proj(?:_bias)?)(_blocks|_scales)?")
+_ONE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(.*)")
+
+
+class OneByOne:
+    """The tensors of a checkpoint, with those of each expert under its number: `experts.3.gate_up_proj` [2 F, H] with
+    gate above up, `experts.3.down_proj` [H, F], and their biases."""
+
+    def __init__(self, files: Tensors, hf: Hf) -> None:
+        self.files, self.count = files, expert_count(hf)
+        self.quantised = any(name.endswith("_blocks") for name in files.names())
+
+    def names(self) -> set[str]:
+        """A tensor in MXFP4 has one name here. Its scales must be there too, because `get` reads them."""
+        found = set()
+        for name in self.files.names():
+            if stacked := _STACKED.fullmatch(name):
+                found |= {f"{stacked[1]}.{e}.{stacked[2]}" for e in range(self.count)}
+            else:
+                found.add(name)
+        return found
+
+    def get(self, name: str) -> Tensor:
+        if not (one := _ONE.fullmatch(name)):
+            return self.files.get(name)
+        stacked, expert = f"{one[1]}.{one[3]}", int(one[2])
+        if name.endswith("_bias"):
+            tensor = self.files.part(stacked, expert)
+        elif self.quantised:
+            tensor = dequantised(*(self.files.part(stacked + end, expert) for end in ("_blocks", "_scales")))
+        else:
+            tensor = self.files.part(stacked, expert).T
+        return tensor.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if "gate_up" in name else tensor
+
+    def part(self, name: str, index: int) -> Tensor:
+        return self.get(name)[index]
+
+    def place(self, name: str) -> str:
+        stacked = _ONE.sub(r"\1.\3", name)
+        return self.files.place(stacked if stacked in self.files.names() else stacked + "_blocks")
+
+
+def stacked(tensors: Iterator[tuple[str, Tensor]], hf: Hf) -> Iterator[tuple[str, Tensor]]:
+    """What `OneByOne` took apart, as transformers and vLLM read it: weights [E, inputs, outputs] and biases
+    [E, outputs], gate and up next to each other. Holds the tensors of one layer at a time."""
+    count, open_stacks, missing = expert_count(hf), {}, {}
+    for name, tensor in tensors:
+        if not (one := _ONE.fullmatch(name)):
+            yield name, tensor
+            continue
+        whole = f"{one[1]}.{one[3]}"
+        if "gate_up" in name:
+            tensor = tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+        if tensor.dim() == 2:
+            tensor = tensor.T
+        if whole not in open_stacks:
+            open_stacks[whole], missing[whole] = tensor.new_empty(count, *tensor.shape), count
+        open_stacks[whole][int(one[2])] = tensor
+        missing[whole] -= 1
+        if not missing[whole]:
+            yield whole, open_stacks.pop(whole)
+
+
+_FLAGS: tuple[tuple[str, Callable[[Hf], object]], ...] = (("disable_bias_linear", lambda hf: False),)
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "gpt-oss, experts",
+    "20B, 120B",
+    ROWS,
+    read,
+    ignored=IGNORED,
+    stored=OneByOne,
+    written=stacked,
+    flags=_FLAGS,
+)
