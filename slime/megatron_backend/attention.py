@@ -248,7 +248,7 @@ def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 
 
 def _mask(bucket: Bucket, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys the queries of a bucket see: [S, 1, queries, keys], or [keys, keys] if the bucket has no mask of its own.
+    """Which keys the queries of a bucket see: [S, 1, queries, keys], or [keys, keys] if the bucket has none of its own.
     None for a causal mask."""
     if window is None or window >= bucket.keys:
         return bucket.mask
