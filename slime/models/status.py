@@ -27,5 +27,8 @@ STATUS: dict[str, Status] = {
     "minimax_m2": Status(cpu="tiny model, trainer only"),
     "mimo": Status(cpu="tiny model"),
     "qwen2_moe": Status(cpu="tiny model"),
+    "deepseek_v3": Status(cpu="tiny model"),
+    "kimi_k2": Status(cpu="tiny model"),
+    "glm4_moe_lite": Status(cpu="tiny model"),
 }
 """`model_type` -> status. A family without an entry is planned."""

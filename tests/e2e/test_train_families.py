@@ -9,7 +9,7 @@ from train_fixtures import World, make_world, rows, run, vime
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-ARCHS = ("llama-tiny", "mistral-tiny", "glm4-tiny", "qwen2-moe-tiny")
+ARCHS = ("llama-tiny", "mistral-tiny", "glm4-tiny", "qwen2-moe-tiny", "deepseek-tiny")
 """Rows of scripts/architectures.py. Families with a test of their own are tested there. MiniMax-M2 needs a GPU: vLLM's
 router for CPUs lacks its scores."""
 
