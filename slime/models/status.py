@@ -30,5 +30,8 @@ STATUS: dict[str, Status] = {
     "gemma2": Status(cpu="tiny model"),
     "gemma3_text": Status(cpu="tiny model"),
     "gpt_oss": Status(cpu="tiny model"),
+    "deepseek_v3": Status(cpu="tiny model"),
+    "kimi_k2": Status(cpu="tiny model"),
+    "glm4_moe_lite": Status(cpu="tiny model"),
 }
 """`model_type` -> status. A family without an entry is planned."""

@@ -17,6 +17,7 @@ ARCHS = (
     "gemma3-tiny",
     "gemma2-tiny",
     "gpt-oss-tiny",
+    "deepseek-tiny",
 )
 """Rows of scripts/architectures.py. Families with a test of their own are tested there. MiniMax-M2 needs a GPU: vLLM's
 router for CPUs lacks its scores."""

@@ -56,7 +56,11 @@ EXACT = {
     "glm-4-9b": 9_400_279_040,
 }
 SHALLOW = ("llama-3.2-3b", "glm-4-9b", "mimo-7b", "minimax-m2")
-SPARSE = ("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-moe-tiny", "glm-4.5-air", "glm-4.5-355b", "glm-moe-tiny")
+LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "glm-4.7-flash")
+SPARSE = (
+    *("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-moe-tiny", "glm-4.5-air", "glm-4.5-355b", "glm-moe-tiny"),
+    *(LATENT + ("deepseek-tiny",)),
+)
 
 
 def make(folder: Path, *flags: str, arch: str = "qwen3-tiny") -> Path:
@@ -94,7 +98,7 @@ def test_parameters_are_as_published(arch):
 
 def test_our_own_are_mostly_body():
     sizes = [("qwen3-50m", 30e6, 60e6), ("qwen3-tiny", 1e6, 2e6)]
-    tiny = ("qwen3-moe", "glm-moe", "llama", "mistral", "glm4", "minimax-m2", "qwen2-moe")
+    tiny = ("qwen3-moe", "glm-moe", "llama", "mistral", "glm4", "minimax-m2", "qwen2-moe", "deepseek")
     sizes += [(f"{arch}-tiny", 1e6, 3e6) for arch in tiny]
     for arch, low, high in sizes:
         model = build_model(build_config(arch), 0, "meta")
@@ -106,6 +110,7 @@ def test_our_own_are_mostly_body():
         "glm-4.5-355b",
         "mimo-7b",
         "minimax-m2",
+        *LATENT,
         *(arch for arch, _, _ in sizes),
     }
     assert all(row.source for row in ARCHITECTURES.values())
