@@ -62,6 +62,30 @@ def test_slices_together_are_the_whole(size, window):
         assert error <= 1.5 * allowed
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_sinks(window):
+    """The kernel's output and backward, rescaled by the sinks, are no worse than plain PyTorch in the same dtype."""
+    sinks = torch.linspace(-2, 2, HEADS, device="cuda").bfloat16()
+    layout = packed_layout(token_slice(LENGTHS), "cuda")
+    found = {}
+    for name, attention, dtype in (
+        ("exact", padded_attention, torch.float32),
+        ("plain", padded_attention, torch.bfloat16),
+        ("flash", flash_attention, torch.bfloat16),
+    ):
+        *leaves, upstream = (
+            x.to(dtype) for x in (*inputs(torch.bfloat16)[:3], sinks, inputs(torch.bfloat16)[3])
+        )
+        for leaf in leaves:
+            leaf.requires_grad_()
+        out = attention(*leaves[:3], layout, SCALE, window, sinks=leaves[3])
+        out.backward(upstream)
+        found[name] = [out.detach().float(), *(leaf.grad.float() for leaf in leaves)]
+    for got, same_dtype, truth in zip(found["flash"], found["plain"], found["exact"], strict=True):
+        error, allowed = ((x - truth).square().mean().sqrt() for x in (got, same_dtype))
+        assert error <= 1.5 * allowed < 2e-2 * truth.square().mean().sqrt()
+
+
 def test_a_rank_without_tokens_still_has_a_gradient():
     """Its keys and values came from a collective, whose backward the other ranks wait in."""
     layout = packed_layout(token_slice([3], rank=1, size=4), "cuda")

@@ -54,8 +54,12 @@ EXACT = {
     "llama-3.2-3b": 3_212_749_824,
     "mistral-7b": 7_248_023_552,
     "glm-4-9b": 9_400_279_040,
+    "gemma-3-1b": 999_885_952,
+    "gemma-2-2b": 2_614_341_888,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
-SHALLOW = ("llama-3.2-3b", "glm-4-9b", "mimo-7b", "minimax-m2")
+SHALLOW = ("llama-3.2-3b", "glm-4-9b", "mimo-7b", "minimax-m2", "gemma-3-1b", "gemma-2-2b")
 LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "glm-4.7-flash")
 SPARSE = (
     *("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-moe-tiny", "glm-4.5-air", "glm-4.5-355b", "glm-moe-tiny"),
@@ -99,6 +103,7 @@ def test_parameters_are_as_published(arch):
 def test_our_own_are_mostly_body():
     sizes = [("qwen3-50m", 30e6, 60e6), ("qwen3-tiny", 1e6, 2e6)]
     tiny = ("qwen3-moe", "glm-moe", "llama", "mistral", "glm4", "minimax-m2", "qwen2-moe", "deepseek")
+    tiny += ("gemma2", "gemma3", "gpt-oss")
     sizes += [(f"{arch}-tiny", 1e6, 3e6) for arch in tiny]
     for arch, low, high in sizes:
         model = build_model(build_config(arch), 0, "meta")

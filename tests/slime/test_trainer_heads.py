@@ -195,3 +195,20 @@ def test_gradient_is_that_of_the_plain_objective(root, build, name, head):
         torch.testing.assert_close(
             got[key].double(), gradient, rtol=0, atol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
         )
+
+
+@pytest.fixture(scope="module")
+def capped(tmp_path_factory):
+    root = tmp_path_factory.mktemp("capped")
+    make_checkpoints(root, "gemma2", query_pre_attn_scalar=16)
+    return root
+
+
+@pytest.mark.parametrize("head", [head for head in HEADS if head != "native"])
+def test_every_head_caps_the_logits(build, capped, head):
+    """The native head, whose logits are compared with transformers in test_families, is the reference."""
+    files = {name: str(capped / "policy") for name in ("hf_checkpoint", "load")}
+    flags = {"clip_grad": 0.0, **ALL_TERMS, **files, "ref_load": str(capped / "reference")}
+    trainer = build(**flags, **HEADS[head])
+    assert trainer.head.kind.name == head
+    assert_same_step(gradients(trainer), gradients(build(**flags, rlk_fast="off")))
