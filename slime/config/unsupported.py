@@ -130,7 +130,7 @@ _TEXT = {
     "log_probs_max_tokens_per_gpu": "the log-prob passes run over the micro-batches of --max-tokens-per-gpu",
     "log_probs_chunk_size": "log-probs are computed from hidden states in bounded chunks",
     "moe_token_drop_policy": "every token reaches its experts",
-    "train_memory_margin_bytes": "a run measures the free memory of its GPUs; --vllm-kv-cache-memory-bytes sets the rest",
+    "train_memory_margin_bytes": "a run measures the free memory of its GPUs",
     "model_name": "the model family is read from the checkpoint's config.json",
     "seq_length": "sequences are packed at their own length",
     "megatron_to_hf_mode": "one table per family (slime/models) converts weights in both directions",
