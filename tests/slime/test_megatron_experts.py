@@ -183,7 +183,6 @@ def test_published_and_transformers_spelling_are_one(tmp_path):
         ({}, {"overrides": {"moe_aux_loss_coeff": 0.01}}, "--moe-aux-loss-coeff must be left out, got 0.01"),
         ({}, {"overrides": {"moe_expert_capacity_factor": 1.0}}, "a dropped token is not what the engine"),
         ({}, {"overrides": {"moe_expert_capacity_factor": 0.0}}, "a dropped token is not what the engine"),
-        ({}, {"overrides": {"overlap_moe_expert_parallel_comm": True}}, "schedule has no such overlap"),
         ({}, {"overrides": {"moe_router_pre_softmax": True}}, "--moe-router-pre-softmax must be False, as"),
         ({}, {"overrides": {"moe_router_topk_scaling_factor": 2.0}}, "-scaling-factor must be None, as the"),
     ],

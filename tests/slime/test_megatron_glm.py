@@ -226,8 +226,6 @@ def test_other_layers_are_not_taken_for_it(checkpoint):
             {"moe_router_bias_update_rate": 1e-3},
             "--moe-router-bias-update-rate must be left out, got 0.001",
         ),
-        ({}, {"moe_shared_expert_gate": True}, "--moe-shared-expert-gate must be left out, got True"),
-        ({}, {"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap must be left out, got True"),
         (
             {},
             {"moe_shared_expert_intermediate_size": 64},

@@ -18,6 +18,9 @@ from slime.data.train_data import (
 from slime.types import Sample
 
 HF_CONFIG = {
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
     "hidden_size": 8,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,

@@ -12,6 +12,9 @@ import pytest
 from gpu_numbers import FIGURES, main, read, rows
 
 QWEN3_4B = {
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
     "hidden_size": 2560,
     "intermediate_size": 9728,
     "num_hidden_layers": 36,

@@ -22,7 +22,7 @@ import numpy as np
 from vime.engine import routed_experts
 from vime.engine.group_route import LOWEST
 from vime.engine.sglang_request import GenerateRequest, OneRequest, Wanted, parse
-from vime.engine.vllm_versions import refusals
+from vime.engine.vllm_versions import installed, refusals
 
 _HEALTH_S = 20.0
 
@@ -138,12 +138,10 @@ def _info(engine: Engine, *, server: bool) -> dict[str, Any]:
         "has_audio_understanding": False,
     }
     if server:
-        import vllm
-
         info |= {
             "context_length": config.max_model_len,
             "dtype": str(config.dtype).removeprefix("torch."),
-            "engine": f"vLLM {vllm.__version__}",
+            "engine": f"vLLM {installed()}",
             "status": "ready",
         }
     return info
