@@ -76,6 +76,11 @@ class Shape:
         """Elements of all layers that an engine keeps per token."""
         return sum(kind.attention.cache for kind in self.kinds)
 
+    @property
+    def cache_whole(self) -> int:
+        """The part of `cache` that each tensor-parallel rank of an engine keeps whole."""
+        return sum(kind.attention.cache for kind in self.kinds if kind.attention.cache_whole)
+
     def layer(self, kind: Layer | None = None) -> Params:
         """One layer (default: the first): attention, and the gated MLP or router and experts."""
         kind = kind or self.kinds[0]

@@ -89,9 +89,14 @@ def _length(c: Config) -> int | None:
 
 
 def _token(c: Config, shape: Shape) -> Item:
-    """Keys and values of one token, which tensor-parallel ranks and pipeline stages share."""
+    """Keys and values of one token, which tensor-parallel ranks and pipeline stages share. Latent vectors are whole on
+    each tensor-parallel rank."""
     size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
     tp, stages = engine_tensor_parallel(c), c.engine.engine_facts.pipeline_parallel_size
+    whole = shape.cache_whole
+    if whole == shape.cache:
+        tp = 1
     split = f"TP {tp}" + (f" / PP {stages}" if stages > 1 else "")
     how = f"{shape.layers} layers x {shape.cache / shape.layers:g} x {size} B / {split}"
-    return Item("KV cache per token", shape.cache * size / tp / stages, how)
+    elements = (shape.cache - whole) / tp + whole
+    return Item("KV cache per token", elements * size / stages, how)
