@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from config_cases import HF_CONFIG, good_argv, write_model
+
 from slime.config import parse_args
 from slime.config.megatron_rules import SAME_RESULT
 from slime.config.model_args import UNSAID, check_model_args, model_arg_notes
@@ -144,11 +145,6 @@ def test_what_config_json_leaves_open_is_noted():
             "--overlap-param-gather",
             {},
             "--overlap-param-gather: no effect on the result; parameters are gathered",
-        ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 2",
-            {},
-            "--num-layers-per-virtual-pipeline-stage has no effect",
         ),
         ("--async-save", {}, "--async-save has no effect: checkpoints are written before the next step"),
     ],

@@ -44,6 +44,7 @@ def args(**changes):
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=10,
         context_parallel_size=1,
+        pipeline_model_parallel_size=1,
         micro_batch_size=1,
         balance_data=False,
         balance_by_flops=False,
