@@ -192,7 +192,7 @@ def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tup
     for rank, layers in enumerate(stage_layers(c, shape)):
         if layers:
             mean = sum(map(width, layers)) / len(layers)
-            found.append((len(layers) * stages.in_flight(rank, group), mean))
+            found.append((len(layers) * stages.passes(rank, group) / stages.virtual, mean))
     return max(found, key=lambda pair: pair[0] * pair[1])
 
 
@@ -219,7 +219,7 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     A sparse layer keeps the output of the second norm, and for a shared expert the same as for an MLP. For each copy
     of a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5
     F of the expert's width). With full recomputation, only the layer inputs stay. The first of P pipeline stages keeps
-    P micro-batches of its layers, and more with virtual stages (`Stages.in_flight`). Each of C
+    P micro-batches of its layers, and more with virtual stages (`Stages.passes`). Each of C
     context-parallel ranks keeps the keys and values that its two runs of a sequence see: on average, all of the
     sequence and half a rank's share more. A prompt that samples share counts for each of them: the estimate is for
     samples that share none.
@@ -238,7 +238,8 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     if (
         c.off_policy.use_rollout_routing_replay
     ):  # int16, of all layers on every stage (slime.data.routed_experts)
-        ids = tokens * shape.layers * shape.topk * 2 * c.megatron.pipeline_model_parallel_size
+        stages, group = c.megatron.stages(shape.layers), micro_batch_group(c.megatron, shape.layers)
+        ids = tokens * shape.layers * shape.topk * 2 * stages.micro_batches(0, group)
         kept = Item(
             "activations and experts' ids", kept.bytes + ids, f"{how} + {amount(ids)} of experts' ids"
         )

@@ -52,16 +52,19 @@ class Stages:
         stages[-1].append("loss")
         return stages
 
-    def in_flight(self, rank: int, group: int) -> float:
-        """Number of micro-batches whose activations of all of its layers a rank keeps at most.
+    def passes(self, rank: int, group: int) -> int:
+        """The most passes of a micro-batch through one virtual stage that wait for their backward on a rank.
 
         1F1B keeps one for each rank from this one to the last. The interleaved schedule computes `group` micro-batches
-        in one virtual stage before it goes on to the next (2104.04473, part 2.2). It keeps parts of more of them.
+        in one virtual stage before it goes on to the next (2104.04473, part 2.2).
         """
         to_last = self.ranks - rank
-        if self.virtual == 1:
-            return to_last
-        return ((self.virtual - 1) * group + 2 * to_last - 1) / self.virtual
+        return to_last if self.virtual == 1 else (self.virtual - 1) * group + 2 * to_last - 1
+
+    def micro_batches(self, rank: int, group: int) -> int:
+        """The most micro-batches with such a pass."""
+        cycles, rest = divmod(self.passes(rank, group), self.virtual * group)
+        return cycles * group + min(rest, group)
 
 
 def _counted(m: Any) -> dict[str, bool]:

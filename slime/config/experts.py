@@ -153,7 +153,7 @@ def check_expert_width(c: Config, decoder: Decoder) -> None:
 
 
 def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
-    """ValueError if a pipeline rank has no experts where they have their own optimizer: megatron-core cannot save it."""
+    """ValueError if a pipeline rank lacks experts where they have their own optimizer: megatron-core cannot save it."""
     stages = c.megatron.stages(len(sparse))
     for rank in range(stages.ranks):
         if experts_apart(c) and not any(sparse[i] for i in stages.layers(rank)):

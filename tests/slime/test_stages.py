@@ -66,11 +66,13 @@ def test_a_layout_is_read_as_megatron_reads_it(text: str) -> None:
     assert expand(text) == ["".join(letters[kind.name] for kind in stage) for stage in theirs]
 
 
-def test_micro_batches_in_flight_by_hand() -> None:
-    """1F1B: 4, 3, 2, 1. Interleaved, 2 ranks, 2 stages, groups of 2: the first rank starts its backward after 2 + 2 * 1
-    forwards and keeps one more, each of half of its layers."""
-    assert [Stages(((1, 1, 1, 1),)).in_flight(rank, 1) for rank in range(4)] == [4, 3, 2, 1]
-    assert [Stages(((1, 1), (1, 1))).in_flight(rank, 2) for rank in range(2)] == [2.5, 1.5]
+def test_passes_in_flight_by_hand() -> None:
+    """1F1B: 4, 3, 2, 1. Interleaved, 2 ranks, 2 stages, groups of 2: before its first backward, the first rank computes
+    micro-batches 0 and 1 in its stage 0, both in its stage 1, and 2 in stage 0; the last rank does not wait for 2."""
+    assert [Stages(((1, 1, 1, 1),)).passes(rank, 1) for rank in range(4)] == [4, 3, 2, 1]
+    interleaved = Stages(((1, 1), (1, 1)))
+    assert [interleaved.passes(rank, 2) for rank in range(2)] == [5, 3]
+    assert [interleaved.micro_batches(rank, 2) for rank in range(2)] == [3, 2]
 
 
 def test_the_group_of_micro_batches() -> None:

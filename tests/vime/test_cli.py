@@ -371,3 +371,25 @@ def test_plan_of_experts(tmp_path):
     assert re.search(r"expert weights +6\.75 GiB +29 G x 2 B / EP 8 / ETP 1\n", text)
     assert re.search(r"expert optimizer +40\.50 GiB +29 G x 12 B / EP 8 / ETP 1 / 1 shards\n", text)
     assert "--moe-grouped-gemm has no effect: experts of a layer are always computed together" in text
+    assert "on the pipeline's ranks" not in text
+
+
+def test_plan_shows_the_layers_of_a_pipeline(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": 12}))
+    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
+    base = (
+        f"--hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1 --rollout-batch-size 8 "
+        "--n-samples-per-prompt 4 --rollout-max-response-len 64 --colocate --device cuda "
+        "--actor-num-gpus-per-node 8 --pipeline-model-parallel-size 2 "
+    )
+    text = describe(parse_config(f"{base} --num-layers-per-virtual-pipeline-stage 3".split()))
+    assert "layers    6 + 6 on the pipeline's ranks in 2 virtual stages, micro-batches in groups of 2" in text
+    text = describe(parse_config([*base.split(), "--pipeline-model-parallel-layout", "Et*5|t*7,L"]))
+    assert "layers    5 + 7 on the pipeline's ranks\n" in text
+    with pytest.raises(ValueError, match=r"got 32 for 4 ranks \* 9 = 36; every rank needs a sample"):
+        flags = (
+            "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 9"
+        )
+        parse_config(
+            [*base.split(), *flags.split(), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"]
+        )
