@@ -34,11 +34,17 @@ TOO_SMALL = "does not fit"
 
 
 def engine_weights(c: Config, shape: Shape) -> Item:
-    """The model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the parameters."""
+    """The model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the parameters, and
+    data-parallel replicas share the experts."""
     facts = c.engine.engine_facts
     size = BYTES.get(facts.dtype or c.megatron.params_dtype, 2)
     gpus = c.cluster.rollout_num_gpus_per_engine // facts.data_parallel_size
-    return Item("weights", shape.params * size / gpus, f"{count(shape.params)} x {size} B / {gpus} GPUs")
+    experts = shape.params_of(shape.kinds, 0).experts if facts.data_parallel_size > 1 else 0
+    every = c.cluster.rollout_num_gpus_per_engine
+    how = f"{count(shape.params - experts)} x {size} B / {gpus} GPUs"
+    if experts:
+        how += f" + {count(experts)} of experts x {size} B / {every} GPUs"
+    return Item("weights", ((shape.params - experts) / gpus + experts / every) * size, how)
 
 
 def engine_flag(c: Config) -> str:

@@ -6,17 +6,18 @@ next to it. slime.memory_decision decides from it. Imports neither torch nor Meg
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from slime.algo.losses import loss_of
 from slime.config import Config
+from slime.config.experts import expert_tensor_parallel
 from slime.config.problems import given
 from slime.model_shape import Params, Shape
 from slime.models import Layer
 from slime.operators import NATIVE, loss_head
+from slime.stages import micro_batch_group
 from slime.weight_sync.registry import CHANNELS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -120,11 +121,6 @@ def _grad_bytes(c: Config) -> int:
     return 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else BYTES[c.megatron.params_dtype]
 
 
-def expert_tensor_parallel(c: Config) -> int:
-    """Number of ranks that split one expert."""
-    return c.megatron.expert_tensor_parallel_size or c.megatron.tensor_model_parallel_size
-
-
 def expert_copies(c: Config, shape: Shape) -> float:
     """Number of (token, expert) pairs that a rank computes per token of its micro-batch, if the tokens spread evenly.
     If experts are not split, a rank sends its own part of the tokens to experts, as sequence parallelism split them.
@@ -167,10 +163,9 @@ def rank_params(c: Config, shape: Shape) -> Iterator[tuple[str, float, str, str,
 
 
 def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
-    """The layers of each pipeline stage."""
-    counts = c.megatron.layers_of_stages(shape.layers)
-    ends = itertools.accumulate(counts)
-    return [shape.kinds[end - n : end] for n, end in zip(counts, ends, strict=True)]
+    """The layers of each pipeline rank, those of all its virtual stages."""
+    stages = c.megatron.stages(shape.layers)
+    return [tuple(shape.kinds[i] for i in stages.layers(rank)) for rank in range(stages.ranks)]
 
 
 def stage_params(c: Config, shape: Shape) -> tuple[Params, str]:
@@ -186,6 +181,19 @@ def stage_params(c: Config, shape: Shape) -> tuple[Params, str]:
     on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]
     largest = max(range(len(stages)), key=on_rank.__getitem__)
     return sizes[largest], f" of stage {largest}"
+
+
+def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
+    """For the pipeline rank that keeps the most: the number of (micro-batch, layer) pairs whose activations it keeps,
+    and the mean over its layers of `width`, the elements per token that a layer keeps."""
+    stages = c.megatron.stages(shape.layers)
+    group = micro_batch_group(c.megatron, shape.layers)
+    found = [(0.0, 0.0)]
+    for rank, layers in enumerate(stage_layers(c, shape)):
+        if layers:
+            mean = sum(map(width, layers)) / len(layers)
+            found.append((len(layers) * stages.passes(rank, group) / stages.virtual, mean))
+    return max(found, key=lambda pair: pair[0] * pair[1])
 
 
 def micro_batch_tokens(c: Config) -> int | None:
@@ -211,26 +219,27 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     A sparse layer keeps the output of the second norm, and for a shared expert the same as for an MLP. For each copy
     of a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5
     F of the expert's width). With full recomputation, only the layer inputs stay. The first of P pipeline stages keeps
-    P micro-batches of its layers. Each of C context-parallel ranks keeps the keys and values that its two runs of a
-    sequence see: on average, all of the sequence and half a rank's share more. A prompt that samples share counts for
-    each of them: the estimate is for samples that share none.
+    P micro-batches of its layers, and more with virtual stages (`Stages.passes`). Each of C
+    context-parallel ranks keeps the keys and values that its two runs of a sequence see: on average, all of the
+    sequence and half a rank's share more. A prompt that samples share counts for each of them: the estimate is for
+    samples that share none.
     """
     size, split = (
         BYTES[c.megatron.params_dtype],
         c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
     )
-    first = stage_layers(c, shape)[0]
     full = c.megatron.overrides.get("recompute_granularity") == "full"
-    widths = [layer_width(c, shape, kind) for kind in first]
-    layers = len(first) * c.megatron.pipeline_model_parallel_size
-    width = shape.hidden / split if full else sum(widths) / len(widths)
-    how = f"{count(tokens)} tokens x {size} B x {layers} layers x {width:.0f}"
-    one = tokens * size * max(widths) if full else 0.0
+    layers, width = kept_layers(
+        c, shape, lambda kind: shape.hidden / split if full else layer_width(c, shape, kind)
+    )
+    how = f"{count(tokens)} tokens x {size} B x {layers:.4g} layers x {width:.0f}"
+    one = tokens * size * max(layer_width(c, shape, kind) for kind in shape.kinds) if full else 0.0
     kept = Item("activations", tokens * size * layers * width, how)
     if (
         c.off_policy.use_rollout_routing_replay
     ):  # int16, of all layers on every stage (slime.data.routed_experts)
-        ids = tokens * shape.layers * shape.topk * 2 * c.megatron.pipeline_model_parallel_size
+        stages, group = c.megatron.stages(shape.layers), micro_batch_group(c.megatron, shape.layers)
+        ids = tokens * shape.layers * shape.topk * 2 * stages.micro_batches(0, group)
         kept = Item(
             "activations and experts' ids", kept.bytes + ids, f"{how} + {amount(ids)} of experts' ids"
         )

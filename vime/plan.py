@@ -14,12 +14,14 @@ from typing import Any
 
 from slime.config import Config
 from slime.config.config_file import split_argv, with_config_files
+from slime.config.experts import expert_tensor_parallel
 from slime.hardware import HARDWARE
 from slime.hf_config import read_hf_config
 from slime.memory_decision import TOO_SMALL, decide_residence
 from slime.memory_estimate import GIB, Item, amount, count, estimate
 from slime.model_shape import Shape
 from slime.operators import decide, headline
+from slime.stages import micro_batch_group
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_of, parse_config
 from vime.engine.memory import engine_memory, engine_verdict
@@ -49,10 +51,13 @@ def topology(c: Config) -> Iterator[str]:
         shared = c.megatron.expert_model_parallel_size
         usual = ("tensor parallel", "data parallel")
         ways = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name in usual)
+        split = expert_tensor_parallel(c)
+        apart = f", each split over {split}" if shared > 1 and split > 1 else ""
         yield (
             f"trainer   {plural(c.cluster.actor_num_nodes, 'node')} x {c.cluster.actor_num_gpus_per_node} = "
-            f"{plural(c.world_size, 'rank')}: {ways}{f', experts over {shared}' if shared > 1 else ''}"
+            f"{plural(c.world_size, 'rank')}: {ways}{f', experts over {shared}{apart}' if shared > 1 else ''}"
         )
+        yield from pipeline(c)
     if generates:
         each = c.cluster.rollout_num_gpus_per_engine
         spread = f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.cluster.num_gpus_per_node}"
@@ -76,6 +81,20 @@ def topology(c: Config) -> Iterator[str]:
         f"needs     {plural(needed, 'GPU' if c.cluster.device == 'cuda' else 'CPU place')}; this machine has "
         f"{machine()}"
     )
+
+
+def pipeline(c: Config) -> Iterator[str]:
+    """The layers of each pipeline rank, for more than one rank."""
+    layers = Shape.of(hf_config_of(c)).layers
+    stages = c.megatron.stages(layers)
+    if stages.ranks == 1:
+        return
+    of_ranks = [f"{len(stages.layers(rank))}" for rank in range(stages.ranks)]
+    virtual = ""
+    if stages.virtual > 1:
+        group = micro_batch_group(c.megatron, layers)
+        virtual = f" in {stages.virtual} virtual stages, micro-batches in groups of {group}"
+    yield f"layers    {' + '.join(of_ranks)} on the pipeline's ranks{virtual}"
 
 
 def kernels(c: Config) -> Iterator[str]:

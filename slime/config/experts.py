@@ -6,7 +6,6 @@ settings of the computation. Every accepted value computes the same policy as th
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -101,7 +100,6 @@ def check_untried(overrides: dict[str, Any]) -> None:
 def check_expert_layout(c: Config, experts: int) -> None:
     """ValueError if the ranks cannot share the layers of a model with `experts` routed experts per layer."""
     tp, ep = c.megatron.tensor_model_parallel_size, c.megatron.expert_model_parallel_size
-    etp = c.megatron.expert_tensor_parallel_size or tp
     if tp > 1 and not c.megatron.sequence_parallel:
         raise ValueError(
             "--sequence-parallel must be given for experts with --tensor-model-parallel-size above 1, got none; "
@@ -117,22 +115,26 @@ def check_expert_layout(c: Config, experts: int) -> None:
             f"--expert-model-parallel-size must divide the {experts} experts of a layer, got {ep}; "
             "each rank has as many as any other"
         )
-    if etp != (1 if ep > 1 else tp):
-        raise ValueError(
-            "--expert-tensor-parallel-size must be 1 with --expert-model-parallel-size above 1, else that of "
-            f"--tensor-model-parallel-size, got {etp} with EP {ep} and TP {tp}; "
-            + (
-                "both at once were never run"
-                if ep > 1
-                else "megatron-core would not sum the experts' gradients"
-            )
-        )
+
+
+def expert_tensor_parallel(c: Config) -> int:
+    """Number of ranks that split one expert."""
+    return c.megatron.expert_tensor_parallel_size or c.megatron.tensor_model_parallel_size
+
+
+def experts_apart(c: Config) -> bool:
+    """Whether experts lie on the ranks in another way than the other weights. Then megatron-core sums their gradients
+    over other ranks, and gives them an optimizer of their own."""
+    return (
+        c.megatron.expert_model_parallel_size > 1
+        or expert_tensor_parallel(c) != c.megatron.tensor_model_parallel_size
+    )
 
 
 def check_expert_width(c: Config, decoder: Decoder) -> None:
     """ValueError if the experts' rows do not start at multiples of 16 bytes. torch's grouped product needs that on
     every device."""
-    etp = c.megatron.expert_tensor_parallel_size or c.megatron.tensor_model_parallel_size
+    etp = expert_tensor_parallel(c)
     assert decoder.experts is not None
     step, width = 4 if c.megatron.params_dtype == "float32" else 8, decoder.experts.width
     if decoder.hidden % step:
@@ -151,22 +153,22 @@ def check_expert_width(c: Config, decoder: Decoder) -> None:
 
 
 def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
-    """ValueError if EP is above 1 and a pipeline stage has no experts: megatron-core cannot save its optimizer."""
-    ends = itertools.accumulate(counts := c.megatron.layers_of_stages(len(sparse)))
-    for stage, (end, count) in enumerate(zip(ends, counts, strict=True)):
-        if c.megatron.expert_model_parallel_size > 1 and not any(sparse[end - count : end]):
+    """ValueError if a pipeline rank lacks experts where they have their own optimizer: megatron-core cannot save it."""
+    stages = c.megatron.stages(len(sparse))
+    for rank in range(stages.ranks):
+        if experts_apart(c) and not any(sparse[i] for i in stages.layers(rank)):
             raise ValueError(
-                "each pipeline stage must have a layer with experts with --expert-model-parallel-size above 1, got "
-                f"none on stage {stage} of {len(counts)}; take fewer stages, or give it more layers "
-                "(--decoder-first-pipeline-num-layers)"
+                "each pipeline stage must have a layer with experts with --expert-model-parallel-size above 1 or an "
+                f"--expert-tensor-parallel-size of its own, got none on stage {rank} of {stages.ranks}; take fewer "
+                "stages, or give it more layers (--decoder-first-pipeline-num-layers)"
             )
 
 
 def check_expert_ranks(c: Config, world_size: int) -> None:
     """ValueError if the number of trainer ranks is not a multiple of the ranks that share a layer's experts."""
     ep, pp = c.megatron.expert_model_parallel_size, c.megatron.pipeline_model_parallel_size
-    etp = c.megatron.expert_tensor_parallel_size or c.megatron.tensor_model_parallel_size
-    if ep < 1 or (ep > 1 and world_size % (etp * ep * pp)):
+    etp = expert_tensor_parallel(c)
+    if ep < 1 or (experts_apart(c) and world_size % (etp * ep * pp)):
         raise ValueError(
             "--expert-model-parallel-size times ETP * PP must divide the number of trainer ranks, got "
             f"{ep} * {etp} * {pp} for {world_size}"

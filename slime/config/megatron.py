@@ -15,6 +15,7 @@ from typing import Any
 
 from slime.config.fields import flag
 from slime.config.ranges import BOUND, COUNT, COUNT_OR_ZERO, DECAY, RATE, SMALL
+from slime.stages import Stages, stages_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,38 @@ class MegatronConfig:
     tensor_model_parallel_size: int = flag(1, "number of GPUs that share each layer", range=COUNT)
     pipeline_model_parallel_size: int = flag(
         1, "number of pipeline stages: each holds a part of the layers", range=COUNT
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "the layers of each stage: E embedding, t layer, L loss, | between stages, as in `Ett|ttt|ttL`; `t*3` and "
+        "`(tt|)*2` repeat; more stages than ranks are virtual stages",
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "number of layers of the first pipeline rank", range=COUNT_OR_ZERO
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "number of layers of the last pipeline rank", range=COUNT_OR_ZERO
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False, "count the embedding as a layer when layers are divided among pipeline ranks"
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False, "count the loss as a layer when layers are divided among pipeline ranks"
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None, "number of virtual stages of each pipeline rank: the pipeline is interleaved", range=COUNT
+    )
+    virtual_pipeline_model_parallel_size: int | None = flag(
+        None, "the same as --num-virtual-stages-per-pipeline-rank", range=COUNT
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "number of layers of each virtual stage, in place of the number of virtual stages", range=COUNT
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None,
+        "number of micro-batches that run one after the other in a virtual stage (default: the number of pipeline "
+        "ranks); the micro-batches of a step are a multiple of it",
+        range=COUNT,
     )
     context_parallel_size: int = flag(1, "number of GPUs that share each sequence", range=COUNT)
     expert_model_parallel_size: int = flag(1, "number of GPUs that share the experts of a layer", range=COUNT)
@@ -61,26 +94,9 @@ class MegatronConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
     model_args: dict[str, Any] = field(default_factory=dict)
 
-    def layers_of_stages(self, num_layers: int) -> list[int]:
-        """Number of layers of each pipeline stage of a model with `num_layers`. ValueError if they cannot be divided.
-
-        --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers give the numbers of the first and the
-        last stage. The other stages share the rest equally.
-        """
-        stages = self.pipeline_model_parallel_size
-        ends = {
-            0: self.overrides.get("num_layers_in_first_pipeline_stage"),
-            stages - 1: self.overrides.get("num_layers_in_last_pipeline_stage"),
-        }
-        said = {stage: layers for stage, layers in ends.items() if layers is not None} if stages > 1 else {}
-        rest, others = num_layers - sum(said.values()), stages - len(said)
-        if min(said.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
-            given = f" of which {said} by --decoder-first/last-pipeline-num-layers" if said else ""
-            raise ValueError(
-                f"--pipeline-model-parallel-size must deal the model's layers out equally, got {stages} stages for "
-                f"{num_layers} layers{given}; change the number of stages or what the first and last ones have"
-            )
-        return [said.get(stage, rest // max(others, 1)) for stage in range(stages)]
+    def stages(self, num_layers: int) -> Stages:
+        """Which layers each pipeline stage of a model with `num_layers` has. ValueError if they cannot be divided."""
+        return stages_of(self, num_layers)
 
     def core_overrides(self, config_class: type) -> dict[str, Any]:
         """The `overrides` that are fields of `config_class` (a megatron-core dataclass), in the types of that class.

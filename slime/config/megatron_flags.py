@@ -137,13 +137,6 @@ HISTORICAL = {
     "check_for_nan_in_loss_and_grad": Historical("check_for_nan_in_grad", True),
     "ddp_average_in_collective": Historical("average_in_collective", True),
     "ddp_bucket_size": Historical("bucket_size", spec=FlagSpec("ddp_bucket_size", int, None, "")),
-    "decoder_first_pipeline_num_layers": Historical(
-        "num_layers_in_first_pipeline_stage",
-        spec=FlagSpec("decoder_first_pipeline_num_layers", int, None, ""),
-    ),
-    "decoder_last_pipeline_num_layers": Historical(
-        "num_layers_in_last_pipeline_stage", spec=FlagSpec("decoder_last_pipeline_num_layers", int, None, "")
-    ),
     "no_async_tensor_model_parallel_allreduce": Historical("async_tensor_model_parallel_allreduce", False),
     "no_bias_dropout_fusion": Historical("bias_dropout_fusion", False),
     "no_bias_gelu_fusion": Historical("bias_activation_fusion", False),
@@ -173,6 +166,9 @@ MANAGED = {
     "pipeline_dtype": "set by --bf16, --fp16 or --fp32",
     "autocast_dtype": "autocast is not used",
     "enable_autocast": "autocast is not used",
+    "num_layers_in_first_pipeline_stage": "spelled --decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "spelled --decoder-last-pipeline-num-layers",
+    "microbatch_group_size_per_vp_stage": "spelled --microbatch-group-size-per-virtual-pipeline-stage",
     "layernorm_epsilon": "spelled --norm-epsilon and read from the checkpoint's config.json",
     "add_bias_linear": "read from the checkpoint's config.json",
     "gated_linear_unit": "read from the checkpoint's config.json",

@@ -25,7 +25,6 @@ _ON_GPU = (
     "the optimizer's state stays on the GPU during training; --offload-train moves it away for the engines"
 )
 _ALLTOALL = "tokens travel to their experts by torch's all-to-all, with the same result"
-_SCHEDULE = "each rank has one stage of the pipeline; interleaved stages compute the same in another order"
 _FLASH = "attention runs in the kernel for packed rows, with the same mathematics"
 SAME_RESULT: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
     "moe_token_dispatcher_type": (("flex", "allgather"), "alltoall", _ALLTOALL),
@@ -49,7 +48,6 @@ SAME_RESULT: dict[str, tuple[tuple[Any, ...] | None, Any, str]] = {
         None,
         "main weights, gradients and moments are float32, its default, too",
     ),
-    "microbatch_group_size_per_vp_stage": (None, None, _SCHEDULE),
     "attention_backend": (("fused", "unfused", "local"), "auto", _FLASH),
 }
 """Field -> (its values that are replaced, or None for all; what replaces them, or None for nothing; the reason)."""

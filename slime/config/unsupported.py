@@ -13,13 +13,11 @@ from slime.config.fields import FlagSpec, spelled
 
 _CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
-_PIPELINE_LAYOUT = "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
 _MTP = "multi-token prediction is not supported yet"
 _HOOK = "this hook is not called yet"
 _SELECT = "training a part of the parameters is not supported yet"
-_PIPELINE = "each rank has one stage of the pipeline; interleaved stages compute the same in another order"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
@@ -93,9 +91,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "save_debug_train_data": Unsupported(None, "use --save-debug-rollout-data"),
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),
     # Megatron
-    "pipeline_model_parallel_layout": Unsupported(None, _PIPELINE_LAYOUT),
-    "account_for_embedding_in_pipeline_split": Unsupported(False, _PIPELINE_LAYOUT),
-    "account_for_loss_in_pipeline_split": Unsupported(False, _PIPELINE_LAYOUT),
     "train_iters": Unsupported(None, "use --num-rollout"),
     "train_samples": Unsupported(None, "use --num-rollout"),
     "start_weight_decay": Unsupported(None, "use --weight-decay"),
@@ -106,9 +101,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
 }
 
 _TEXT = {
-    "virtual_pipeline_model_parallel_size": _PIPELINE,
-    "num_layers_per_virtual_pipeline_stage": _PIPELINE,
-    "num_virtual_stages_per_pipeline_rank": _PIPELINE,
     "qwen_gdn_backend": "the model's layers choose their kernels",
     "rollout_data_transport": "rollout data travels through Ray's object store, with the same content",
     "memory_snapshot_dir": _MEMORY,

@@ -28,6 +28,7 @@ from slime.data.files import find_source
 from slime.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.hooks import load_function
 from slime.models import Decoder, decoder_of
+from slime.stages import check_stages, micro_batch_group
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]
@@ -197,20 +198,32 @@ def _batch_equation(c: Config) -> None:
 def _micro_batches(c: Config) -> None:
     if c.debug.debug_rollout_only:
         return
-    ranks, size = c.data_parallel_size, c.data.micro_batch_size
+    ranks, size, group = c.data_parallel_size, c.data.micro_batch_size, _group(c)
+    virtual = f" * {group} micro-batches of each virtual stage" if group > 1 else ""
     if c.data.use_dynamic_batch_size:
         if c.data.max_tokens_per_gpu is None:
             raise ValueError("--max-tokens-per-gpu must be given with --use-dynamic-batch-size, got none")
-        if given(c.data.global_batch_size) < ranks:
+        if given(c.data.global_batch_size) < ranks * group:
             raise ValueError(
-                f"--global-batch-size must be at least the data-parallel size, got {c.data.global_batch_size} for "
-                f"{ranks} ranks; every rank needs a sample in every step"
+                f"--global-batch-size must be at least the data-parallel size{virtual}, got "
+                f"{c.data.global_batch_size} for {ranks} ranks{f' * {group} = {ranks * group}' if group > 1 else ''}; "
+                "every rank needs a sample in every step and micro-batch"
             )
-    elif given(c.data.global_batch_size) % (ranks * size):
+    elif given(c.data.global_batch_size) % (ranks * size * group):
         raise ValueError(
-            "--global-batch-size must be a multiple of data-parallel size * --micro-batch-size, got "
-            f"{c.data.global_batch_size} and {ranks} * {size} = {ranks * size}; or use --use-dynamic-batch-size"
+            f"--global-batch-size must be a multiple of data-parallel size * --micro-batch-size{virtual}, got "
+            f"{c.data.global_batch_size} and {ranks} * {size}{f' * {group}' if group > 1 else ''} = "
+            f"{ranks * size * group}; or use --use-dynamic-batch-size"
         )
+
+
+def _group(c: Config) -> int:
+    """`micro_batch_group`, or 1 for a model or stages that other checks report."""
+    decoder = _decoder(c) if c.megatron.pipeline_model_parallel_size > 1 else None
+    try:
+        return 1 if decoder is None else micro_batch_group(c.megatron, len(decoder.layers))
+    except ValueError:
+        return 1
 
 
 def _rewards(c: Config) -> None:
@@ -317,7 +330,7 @@ def _replayed_model(c: Config) -> None:
 
 def _stages(c: Config) -> None:
     if (decoder := _decoder(c)) is not None:
-        c.megatron.layers_of_stages(len(decoder.layers))
+        check_stages(c.megatron, len(decoder.layers))
 
 
 def _experts(c: Config) -> None:

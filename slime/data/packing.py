@@ -17,7 +17,9 @@ import torch
 
 from slime.data.columns import COLUMNS
 from slime.data.token_slice import TokenSlice, token_slice
+from slime.models import decoder_of
 from slime.models.flops import ForwardFlops
+from slime.stages import micro_batch_group
 from slime.types import TrainData
 
 if TYPE_CHECKING:
@@ -98,14 +100,18 @@ def _first_fit(positions: Sequence[int], lengths: Sequence[int], cap: int) -> li
     return bins
 
 
-def _round_up_bins(bins: list[list[int]], multiple: int, lengths: Sequence[int]) -> list[list[int]]:
-    """Split the largest bins in two until their number is a multiple of the ranks."""
-    while len(bins) % multiple:
+def _round_up_bins(
+    bins: list[list[int]], dp_size: int, group: int, lengths: Sequence[int]
+) -> list[list[int]]:
+    """Split the largest bins in two until their number is a multiple of the ranks, and of the group of a virtual stage
+    on each rank."""
+    while len(bins) % (dp_size * group):
         splittable = [b for b in bins if len(b) > 1]
         if not splittable:
             total = sum(len(b) for b in bins)
+            virtual = f" in groups of {group} micro-batches (virtual stages)" if group > 1 else ""
             raise ValueError(
-                f"samples of one optimizer step must fill {multiple} data-parallel ranks equally, got {total}; "
+                f"samples of one optimizer step must fill {dp_size} data-parallel ranks equally{virtual}, got {total}; "
                 "raise --global-batch-size or --n-samples-per-prompt"
             )
         largest = max(splittable, key=lambda b: sum(lengths[i] for i in b))
@@ -126,24 +132,27 @@ def _halves(positions: list[int], lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _bins(
-    args: Any, positions: list[int], lengths: Sequence[int], costs: Sequence[float], dp_size: int
+    args: Any, positions: list[int], lengths: Sequence[int], costs: Sequence[float], dp_size: int, group: int
 ) -> list[list[int]]:
+    multiple = dp_size * group
     if not args.use_dynamic_batch_size:
         size = args.micro_batch_size
-        if len(positions) % (size * dp_size):
+        if len(positions) % (size * multiple):
+            virtual = " x micro-batches of a virtual stage" if group > 1 else ""
             raise ValueError(
-                f"samples of one optimizer step must divide by --micro-batch-size x data-parallel ranks, got "
-                f"{len(positions)} samples, {size} x {dp_size}; change the sizes or use --use-dynamic-batch-size"
+                f"samples of one optimizer step must divide by --micro-batch-size x data-parallel ranks{virtual}, got "
+                f"{len(positions)} samples, {size} x {dp_size}{f' x {group}' if group > 1 else ''}; change the sizes "
+                "or use --use-dynamic-batch-size"
             )
         return [positions[i : i + size] for i in range(0, len(positions), size)]
     cap = args.max_tokens_per_gpu * args.context_parallel_size
     if args.balance_by_flops:
         count = -(-sum(lengths[i] for i in positions) // cap)
-        count = min(-(-count // dp_size) * dp_size, len(positions) // dp_size * dp_size)
+        count = min(-(-count // multiple) * multiple, len(positions) // multiple * multiple)
         if count:
             parts = karmarkar_karp([costs[i] for i in positions], count, equal_size=False)
             return [[positions[i] for i in part] for part in parts]
-    return _round_up_bins(_first_fit(positions, lengths, cap), dp_size, lengths)
+    return _round_up_bins(_first_fit(positions, lengths, cap), dp_size, group, lengths)
 
 
 def build_dp_schedule(
@@ -159,16 +168,17 @@ def build_dp_schedule(
     Every step holds `args.global_batch_size` rollouts (all of them when None), siblings together; trailing rollouts
     are dropped. With --use-dynamic-batch-size the step's samples are packed first-fit under
     `max_tokens_per_gpu * context_parallel_size` tokens, a longer sample alone; the number of micro-batches is a
-    multiple of `dp_size`; ranks take them by stride, or balanced by FLOPs with --balance-data (`ForwardFlops`; without
-    `response_lengths` as if all tokens were responses).
+    multiple of `dp_size`, with virtual pipeline stages of `dp_size * micro_batch_group`. Ranks take them by stride, or
+    balanced by FLOPs with --balance-data (`ForwardFlops`; without `response_lengths` as if all tokens were responses).
     """
     steps = _steps(rollout_ids, args.global_batch_size or len(set(rollout_ids)))
     responses = total_lengths if response_lengths is None else response_lengths
     flops = ForwardFlops(hf_config)
     costs = [flops(n, r) for n, r in zip(total_lengths, responses, strict=True)]
+    group = micro_batch_group(args, len(decoder_of(hf_config).layers))
     ranks: list[list[list[list[int]]]] = [[] for _ in range(dp_size)]
     for positions in steps:
-        bins = _bins(args, positions, total_lengths, costs, dp_size)
+        bins = _bins(args, positions, total_lengths, costs, dp_size, group)
         if args.balance_data:
             parts = karmarkar_karp([sum(costs[i] for i in b) for b in bins], dp_size, equal_size=True)
         else:

@@ -58,11 +58,11 @@ class SinkAttention(torch.autograd.Function):
             "window_size_right": 0,
         }
         ctx.causal = window is None
-        out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
+        plain, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, *bounds, 0.0, ctx.causal, False, **ctx.settings
         )
         z = torch.logaddexp(lse, sinks.float()[:, None])
-        out = (out * (lse - z).exp().T[..., None]).to(q.dtype)
+        out: Tensor = (plain * (lse - z).exp().T[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, z, rng, unused, *bounds[:2])
         ctx.longest = bounds[2:]
         return out

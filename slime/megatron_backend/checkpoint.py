@@ -27,7 +27,7 @@ from torch import nn
 
 from slime.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
 from slime.megatron_backend.checkpoint_io import DirectSave, explained_reading, verify
-from slime.megatron_backend.model import HiddenGPTModel, unwrap
+from slime.megatron_backend.model import HiddenGPTModel, unwrapped
 from slime.megatron_backend.optimizer import fuse_adam
 from slime.megatron_backend.torch_dist import is_foreign, load_torch_dist, sharding
 from slime.room import Room
@@ -67,15 +67,15 @@ def save_checkpoint(
     """
     path = iteration_path(Path(directory), iteration)
     partial = hidden(path, "partial")
-    inner = unwrap(model)
+    parts = unwrapped(model)
     try:
         with Room("--save", directory, f"checkpoint {iteration}"):
             _make(partial)
-            state = _sharded_state(inner, optimizer, is_loading=False)
+            state = _sharded_state(parts, optimizer, is_loading=False)
             state |= {
                 "iteration": iteration,
                 "extra": extra or {},
-                "shape": _shape(inner),
+                "shape": _shape(parts[0]),
                 "ranks": _ranks(),
                 "scheduler": scheduler.state_dict() if scheduler else None,
                 "has_optimizer": optimizer is not None,
@@ -144,10 +144,10 @@ def load_checkpoint(
     if is_foreign(path):
         return _load_foreign(path, iteration, model, optimizer)
     verify(directory, iteration, choose)
-    inner = unwrap(model)
+    parts = unwrapped(model)
     with explained_reading(directory, iteration, choose):
         common = dist_checkpointing.load_common_state_dict(str(path))
-    _check_shape(common["shape"], _shape(inner), path)
+    _check_shape(common["shape"], _shape(parts[0]), path)
     if not optim:
         scheduler = None
     elif optimizer is not None and not common["has_optimizer"]:
@@ -156,12 +156,13 @@ def load_checkpoint(
         )
     loads_optimizer = optim and optimizer is not None and common["has_optimizer"]
     same_ranks = rng and common["ranks"] == _ranks()
-    wanted = _sharded_state(inner, optimizer if loads_optimizer else None, is_loading=True)
+    wanted = _sharded_state(parts, optimizer if loads_optimizer else None, is_loading=True)
     if same_ranks:
         wanted["rng"] = _rng_object(None)
     with explained_reading(directory, iteration, choose):
         state = dist_checkpointing.load(wanted, str(path))
-    inner.load_state_dict(state["model"])
+    for i, inner in enumerate(parts):
+        inner.load_state_dict(state[_part(i)])
     if loads_optimizer:
         _load_optimizer(optimizer, state["optimizer"])
     elif optimizer is not None:
@@ -204,18 +205,22 @@ def _load_foreign(
 
 
 def _sharded_state(
-    inner: HiddenGPTModel, optimizer: MegatronOptimizer | None, *, is_loading: bool
+    parts: list[HiddenGPTModel], optimizer: MegatronOptimizer | None, *, is_loading: bool
 ) -> dict[str, Any]:
     metadata = sharding() | {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
     }
-    state: dict[str, Any] = {"model": inner.sharded_state_dict(metadata=metadata)}
+    models = {_part(i): inner.sharded_state_dict(metadata=metadata) for i, inner in enumerate(parts)}
+    state: dict[str, Any] = dict(models)
     if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=metadata
-        )
+        state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     return state
+
+
+def _part(number: int) -> str:
+    """The key of a part of the model in a rank's state. Tensors have the names of their layers, whatever their key."""
+    return f"model{number or ''}"
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:

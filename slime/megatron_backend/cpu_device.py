@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -95,6 +96,39 @@ def _with_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
+def _gathers_any_size(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather` of tensors whose first axes differ, which NCCL has and gloo has not: one broadcast per rank."""
+
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return gather(parts, mine, group=group, **kwargs)
+        for rank, part in enumerate(parts):
+            if rank == dist.get_rank(group):
+                part.copy_(mine)
+            if part.numel():
+                dist.broadcast(part, group=group, group_src=rank)
+        return None
+
+    return all_gather
+
+
+def _scatters_any_size(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    """`reduce_scatter` of tensors whose first axes differ, which NCCL has and gloo has not: one sum per rank."""
+
+    def reduce_scatter(out: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **kwargs: Any) -> Any:
+        if len({part.shape for part in parts}) == 1:
+            return scatter(out, parts, group=group, **kwargs)
+        for rank, part in enumerate(parts):
+            total = part.clone()
+            if part.numel():
+                dist.all_reduce(total, group=group)
+            if rank == dist.get_rank(group):
+                out.copy_(total)
+        return None
+
+    return reduce_scatter
+
+
 def _replace_cuda_module() -> None:
     library: Any = torch  # its types do not allow replaced functions
     cuda = library.cuda
@@ -115,6 +149,8 @@ def _replace_cuda_module() -> None:
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
         module.manual_seed = lambda seed: torch.manual_seed(seed)
     library.distributed.all_to_all_single = _with_numbers(library.distributed.all_to_all_single)
+    library.distributed.all_gather = _gathers_any_size(library.distributed.all_gather)
+    library.distributed.reduce_scatter = _scatters_any_size(library.distributed.reduce_scatter)
     library._vime_cpu_redirect = True
 
 

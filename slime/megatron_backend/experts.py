@@ -30,10 +30,16 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slime.config import Config
-from slime.config.experts import check_expert_layout, check_expert_settings, check_expert_width
+from slime.config.experts import (
+    check_expert_layout,
+    check_expert_settings,
+    check_expert_width,
+    expert_tensor_parallel,
+)
 from slime.config.fields import spelled
 from slime.megatron_backend.activations import Gated
 from slime.megatron_backend.grouped_product import GroupedProduct, expert_ends
@@ -69,8 +75,7 @@ def expert_fields(decoder: Decoder, config: Config, overrides: dict[str, Any]) -
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": config.megatron.expert_model_parallel_size,
-        "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel_size
-        or config.megatron.tensor_model_parallel_size,
+        "expert_tensor_parallel_size": expert_tensor_parallel(config),
         "moe_shared_expert_intermediate_size": experts.shared or None,
         "moe_shared_expert_gate": experts.shared_gate,
         **_router_fields(experts),
@@ -186,9 +191,16 @@ class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no
     added in `weight * bias`, by the first of these ranks.
     """
 
-    def __init__(self, *args: Any, gated: Gated, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, gated: Gated, **kwargs: Any
+    ) -> None:
+        super().__init__(num_local_experts, config, *args, **kwargs)
         self.gated = gated
+        if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            # Megatron sets this mark only where EP is above 1: the gradients are summed over the expert's own replicas
+            for parameter in self.parameters():
+                mark: Any = parameter
+                mark.allreduce = False
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor

@@ -35,20 +35,23 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
     """Megatron's GPTModel, but `forward` stops before the output layer: hidden states after the final norm.
 
     `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is what it says, and `sizes` are
-    the sizes for weight layouts.
+    the sizes for weight layouts. `virtual`: which virtual stage of this rank it is. None if the rank has one stage.
     """
 
-    def __init__(self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes) -> None:
+    def __init__(
+        self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes, virtual: int | None = None
+    ) -> None:
         described = decoder_of(hf_config)
         super().__init__(
             core,
-            _block_spec(core, described),
+            _block_spec(core, described, virtual),
             vocab_size=sizes.padded_vocab,
             max_sequence_length=described.context,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
             share_embeddings_and_output_weights=described.tied,
             position_embedding_type="none",  # PackedAttention applies it
+            vp_stage=virtual,
         )
         self.hf_config, self.sizes, self.described = hf_config, sizes, described
         if self.pre_process and described.embedding_scale != 1:
@@ -87,10 +90,12 @@ def _scaled(factor: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     return lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
 
 
-def _block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlockSubmodules:
+def _block_spec(
+    core: TransformerConfig, described: Decoder, virtual: int | None
+) -> TransformerBlockSubmodules:
     if core.transformer_impl == "transformer_engine":
-        return transformer_engine.block_spec(core, described)
-    first, count = get_transformer_layer_offset(core), get_num_layers_to_build(core)
+        return transformer_engine.block_spec(core, described, virtual)
+    first, count = get_transformer_layer_offset(core, virtual), get_num_layers_to_build(core, virtual)
     layers = [layer_spec(core, described, layer) for layer in described.layers[first : first + count]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
@@ -101,18 +106,29 @@ def build_model(hf_config: dict[str, Any], config: Config, *, ddp: bool = True) 
 
     `config` gives the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
-    Without `ddp`, the model has no gradients (reference model). Call `init_parallel` first.
+    Without `ddp`, the model has no gradients (reference model). With virtual stages, the result is `Parts`, and each
+    part has its own wrapper. Call `init_parallel` first.
     """
     core = transformer_config(hf_config, config)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     vocab = hf_config["vocab_size"]
     padded = padded_vocab_size(vocab, config.megatron.make_vocab_size_divisible_by, tp)
     sizes = Sizes(groups=core.num_query_groups, head_dim=core.kv_channels, vocab=vocab, padded_vocab=padded)
-    model: nn.Module = HiddenGPTModel(hf_config, core, sizes)
-    if not ddp:
-        return model.requires_grad_(False).eval()
-    wrapped: nn.Module = DistributedDataParallel(core, _ddp_config(config), model)
-    return wrapped
+    stages = core.virtual_pipeline_model_parallel_size
+    # Megatron's schedule reads the number of virtual stages here. Only the model's layers tell it.
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
+    parts: list[nn.Module] = [
+        HiddenGPTModel(hf_config, core, sizes, virtual) for virtual in (range(stages) if stages else (None,))
+    ]
+    if ddp:
+        settings = _ddp_config(config)
+        # as in Megatron: the later parts' gradients are complete early enough to be reduced in one piece
+        parts = [
+            DistributedDataParallel(core, settings, part, disable_bucketing=i > 0)
+            for i, part in enumerate(parts)
+        ]
+    model = Parts(parts) if stages else parts[0]
+    return model if ddp else model.requires_grad_(False).eval()
 
 
 def _ddp_config(config: Config) -> DistributedDataParallelConfig:
@@ -125,9 +141,33 @@ def _ddp_config(config: Config) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(**fields)
 
 
+class Parts(nn.ModuleList):
+    """The model of a rank with several virtual stages: one part per stage, in the order of their layers."""
+
+    def zero_grad_buffer(self) -> None:
+        for part in self:
+            part.zero_grad_buffer()
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of `Parts`, or the model itself: what Megatron and slime's hooks call the model's chunks."""
+    return list(model) if isinstance(model, Parts) else [model]
+
+
 def unwrap(model: nn.Module) -> HiddenGPTModel:
-    """The model inside its data-parallel wrapper, or the model itself."""
+    """The model inside its data-parallel wrapper, or the model itself. A rank with virtual stages has several."""
+    assert not isinstance(model, Parts), "call this for each of parts_of(model)"
     return cast(HiddenGPTModel, model.module if isinstance(model, DistributedDataParallel) else model)
+
+
+def unwrapped(model: nn.Module) -> list[HiddenGPTModel]:
+    """The parts of a rank's model without their wrappers, in the order of their layers."""
+    return [unwrap(part) for part in parts_of(model)]
+
+
+def last_part(model: nn.Module) -> HiddenGPTModel:
+    """The part of a rank's model with its last layers. On the last pipeline rank, it has the head."""
+    return unwrap(parts_of(model)[-1])
 
 
 def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
@@ -156,7 +196,7 @@ def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
 
     The backward needs the full gradient, equal on all tensor-parallel ranks, as `rl_kernel.linear_logp` returns it.
     """
-    if unwrap(model).config.sequence_parallel:
+    if last_part(model).config.sequence_parallel:
         # every rank has the head's full gradient, so take this rank's rows and do not sum over ranks
         output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
     return output.squeeze(1)
@@ -165,7 +205,7 @@ def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
 def logits_of(model: nn.Module, output: Tensor) -> Tensor:
     """The last stage's output -> logits [P, V_local] of Megatron's output layer in the model's dtype, with padding
     columns. Capped, if the model has a soft cap."""
-    inner = unwrap(model)
+    inner = last_part(model)
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else None
     logits: Tensor = inner.output_layer(output, weight=weight)[0]
@@ -185,7 +225,7 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 def output_weight(model: nn.Module) -> Tensor:
     """The head's weight on this rank, [V_local, H]: the output layer's weight, or the embedding if they are tied. Only
     on the last stage."""
-    inner = unwrap(model)
+    inner = last_part(model)
     weight: Tensor = (
         inner.shared_embedding_or_output_weight()
         if inner.share_embeddings_and_output_weights
@@ -200,7 +240,8 @@ def head_main_grad(model: nn.Module) -> Tensor | None:
     None if the gradient must pass through autograd: --overlap-grad-reduce counts the gradients that arrive there.
     """
     weight: Any = output_weight(model)  # the buffer is Megatron's
-    settings: DistributedDataParallelConfig = model.ddp_config
+    wrapper: Any = parts_of(model)[-1]
+    settings: DistributedDataParallelConfig = wrapper.ddp_config
     if settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
         return None
     main_grad: Tensor = weight.main_grad
@@ -210,4 +251,4 @@ def head_main_grad(model: nn.Module) -> Tensor | None:
 def vocab_range(model: nn.Module) -> tuple[int, int]:
     """(first vocabulary row of this rank, real vocabulary size), for `vocab_start` and `vocab_size` of linear_logp."""
     start = parallel_state.get_tensor_model_parallel_rank() * output_weight(model).shape[0]
-    return start, unwrap(model).sizes.vocab
+    return start, last_part(model).sizes.vocab

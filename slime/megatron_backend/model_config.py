@@ -13,6 +13,7 @@ from slime.config import Config
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.experts import expert_fields
 from slime.models import decoder_of
+from slime.stages import micro_batch_group
 
 
 def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -59,7 +60,6 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
     ValueError if the layers cannot be divided among the pipeline stages.
     """
     decoder, dtype = decoder_of(hf_config), params_dtype(config)
-    config.megatron.layers_of_stages(len(decoder.layers))
     fields: dict[str, Any] = {
         "num_layers": len(decoder.layers),
         "hidden_size": decoder.hidden,
@@ -83,8 +83,8 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
         "pipeline_dtype": dtype,
         "tensor_model_parallel_size": config.megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.megatron.pipeline_model_parallel_size,
+        **_pipeline_fields(config, len(decoder.layers)),
         "context_parallel_size": config.megatron.context_parallel_size,
-        "deallocate_pipeline_outputs": config.megatron.pipeline_model_parallel_size > 1,  # frees sent outputs
         "variable_seq_lengths": True,  # micro-batches differ in length, so pipeline stages send their shapes
         "moe_token_dispatcher_type": "alltoall",  # Megatron checks this setting for dense models too
         "sequence_parallel": config.megatron.sequence_parallel
@@ -102,3 +102,24 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
         fields |= expert_fields(decoder, config, overrides)
     fields |= overrides | {"calculate_per_token_loss": True}
     return TransformerConfig(**fields)
+
+
+def _pipeline_fields(config: Config, layers: int) -> dict[str, Any]:
+    """Fields of the pipeline's stages. Megatron gets the same list of layers that plan and estimate compute with."""
+    stages = config.megatron.stages(layers)
+    if stages.ranks == 1:
+        return {}
+    fields = {
+        "pipeline_model_parallel_layout": stages.layout(),
+        "deallocate_pipeline_outputs": True,  # frees sent outputs
+    }
+    if stages.virtual == 1:
+        return fields
+    # With two ranks, the rank before is the rank after too. In one batch, Megatron would mix up their messages.
+    overlap = config.megatron.overrides.get("overlap_p2p_comm", True)
+    return fields | {
+        "virtual_pipeline_model_parallel_size": stages.virtual,
+        "microbatch_group_size_per_vp_stage": micro_batch_group(config.megatron, layers),
+        "overlap_p2p_comm": overlap,
+        "batch_p2p_comm": not overlap,
+    }

@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from slime.config import Config
+from slime.megatron_backend.model import parts_of
 from slime.megatron_backend.model_config import params_dtype
 
 
@@ -50,7 +51,9 @@ def build_optimizer(
         "use_distributed_optimizer": config.megatron.use_distributed_optimizer,
     }
     fields |= config.megatron.core_overrides(OptimizerConfig)
-    optimizer = get_megatron_optimizer(OptimizerConfig(**fields), [model], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**fields), parts_of(model), use_gloo_process_groups=False
+    )
     _start_adam(optimizer)
     fuse_adam(optimizer)
     return optimizer, _schedule(optimizer, config, total_steps)
@@ -125,4 +128,4 @@ def finish_grads(model: nn.Module) -> None:
     whose ranks had only a part of the tokens or heads. Collective. Call it once, after the last micro-batch's
     backward.
     """
-    finalize_model_grads([model])
+    finalize_model_grads(parts_of(model))

@@ -3,11 +3,13 @@
     pack -> stage_output -> [next stage] -> ... -> loss -> backward -> ... -> [stage before]
 
 Without pipeline parallelism, the schedule runs one micro-batch after another. With pipeline parallelism, forward and
-backward alternate (1F1B, 2104.04473). Micro-batches may differ in length, so the stages send their shapes.
+backward alternate (1F1B, 2104.04473). With virtual stages, each rank has several parts of the model and the schedule is
+interleaved (part 2.2 there). Micro-batches may differ in length, so the stages send their shapes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from slime.data.packing import MicroBatch
 from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.model import stage_output, unwrap
+from slime.megatron_backend.model import parts_of, stage_output, unwrap
 from slime.megatron_backend.parallel import ParallelInfo
 from slime.tracking.timers import Timers
 
@@ -42,8 +44,10 @@ def run_stages(
     Returns the results of `on_output` in order on the last stage, and an empty list on other stages. Collective over
     the ranks of the pipeline, and over data-parallel ranks with --overlap-grad-reduce.
     """
-    core = unwrap(model).config
-    core.timers, core.no_sync_func = _ScheduleTimers(timers), model.no_sync
+    parts: list[Any] = parts_of(model)
+    core = unwrap(parts[0]).config  # all parts have the same
+    core.timers = _ScheduleTimers(timers)
+    core.no_sync_func = parts[0].no_sync if len(parts) == 1 else [part.no_sync for part in parts]
     return _schedule(model, info, batches, count, on_output, timers, forward_only=False)
 
 
@@ -55,7 +59,7 @@ def run_forward(
     on_output: Callable[[MicroBatch, Tensor], T],
 ) -> list[T]:
     """Forward only of `count` micro-batches, under the caller's torch.no_grad(). Returns the same as `run_stages`."""
-    unwrap(model).config.timers = None
+    unwrap(parts_of(model)[0]).config.timers = None
 
     def keep(batch: MicroBatch, output: Tensor) -> tuple[Tensor, T]:
         return output, on_output(batch, output)
@@ -73,12 +77,14 @@ def _schedule(
     *,
     forward_only: bool,
 ) -> list[T]:
-    def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, int, T]]]:
+    parts = parts_of(model)
+
+    def forward_step(iterator: Any, part: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, int, T]]]:
         batch = next(iterator)
         with timers.measure("forward"):
             layout = packed_layout(batch.part, batch.tokens.device, info.cp_group)
             layout.routing = batch.routing
-            output = stage_output(model, batch.tokens, layout)
+            output = stage_output(part, batch.tokens, layout)
 
         def loss(output: Tensor) -> tuple[Tensor, int, T]:
             value, kept = on_output(batch, output)
@@ -89,8 +95,10 @@ def _schedule(
     # with `variable_seq_lengths`, stages send their shapes; the two sizes are required arguments but not used
     results: list[T] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=model,
+        data_iterator=list(
+            itertools.tee(batches, len(parts))
+        ),  # each micro-batch is packed once for all parts
+        model=parts,
         num_microbatches=count,
         seq_length=1,
         micro_batch_size=1,

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from slime.checkpoint_dir import COMPLETE, LATEST, RELEASE, hidden
 from slime.megatron_backend.checkpoint_io import DirectSave, unreadable
-from slime.megatron_backend.model import HiddenGPTModel, unwrap
+from slime.megatron_backend.model import HiddenGPTModel, unwrap, unwrapped
 from slime.room import Room
 
 _PLAIN_NORMS = {
@@ -198,7 +198,8 @@ def load_torch_dist(model: nn.Module, path: Path) -> None:
     largest stored part alone. Values are cast to the model's dtype. Vocabulary padding is zero. ValueError with all
     tensors that are missing, unexpected, or of another shape or kind than config.json says, or with the damaged file.
     """
-    inner = unwrap(model)
+    models = unwrapped(model)
+    inner = models[0]
     with _explained(path):
         kind = json.loads((path / COMPLETE).read_text()).get("sharded_backend")
         reader = MetadataReader(path)
@@ -214,7 +215,7 @@ def load_torch_dist(model: nn.Module, path: Path) -> None:
     }
     names = _Names(stored, inner.config.num_layers)
     parts: dict[str, list[ShardedTensor]] = {}
-    for shard in _shards(inner):
+    for shard in (shard for inner in models for shard in _shards(inner)):
         part = names.place(shard)
         parts.setdefault(part.key, []).append(part)
     _check(parts, stored, inner, path)

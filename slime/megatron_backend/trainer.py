@@ -37,7 +37,7 @@ from slime.megatron_backend.finite import require_finite_log_probs, require_fini
 from slime.megatron_backend.forward import log_probs_of_data
 from slime.megatron_backend.head import LmHead, MicroBatchLoss, lm_head
 from slime.megatron_backend.loss import LossSetup, micro_batch_loss, reduce_metrics
-from slime.megatron_backend.model import build_model, unwrap
+from slime.megatron_backend.model import build_model, parts_of, unwrapped
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.old_log_probs import OldLogProbs, later_micro_batches
 from slime.megatron_backend.optimizer import build_optimizer, finish_grads
@@ -99,7 +99,7 @@ class MegatronTrainer:
         self.loss_setup = LossSetup(config, self.args, self.head, self.timers)
         self.estimate = estimate(config, self.hf_config)
         self.memory = decide_residence(config, self.estimate, device_memory(self.info.device))
-        models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+        models = [*parts_of(self.model), *([] if self.ref_model is None else parts_of(self.ref_model))]
         self.residence = Residence(self.memory.leaving, self.info.device, self.timers, models, self.optimizer)
         self.residence.release(*PARTS)  # engines that start now measure what memory is left
         self.publisher = self._publisher(config)
@@ -250,7 +250,7 @@ class MegatronTrainer:
     ) -> dict[int, Tensor]:
         """Log-probs by `model`, by sample of `micro_batches`. `prefix` ("ref_" or "") names the column for
         --custom-megatron-before-log-prob-hook-path."""
-        self._hook("custom_megatron_before_log_prob_hook_path", self.args, [model], prefix)
+        self._hook("custom_megatron_before_log_prob_hook_path", self.args, parts_of(model), prefix)
         policy = model is self.model
         return log_probs_of_data(
             self._head(operators.pass_head(self.config), model),
@@ -292,7 +292,7 @@ class MegatronTrainer:
         for step_id, count in enumerate(data["num_microbatches"]):
             self._hook(
                 "custom_megatron_before_train_step_hook_path",
-                *(self.args, rollout_id, step_id, [self.model], self.optimizer, self.scheduler),
+                *(self.args, rollout_id, step_id, parts_of(self.model), self.optimizer, self.scheduler),
             )
             micro_batches = data["micro_batch_indices"][first : first + count]
             steps.append(self._optimizer_step(rollout_id, data, micro_batches, step_id))
@@ -363,7 +363,8 @@ class MegatronTrainer:
         interval = self.config.algorithm.ref_update_interval
         if self.ref_model is not None and interval and (rollout_id + 1) % interval == 0:
             with self.timers.measure("ref_model_update"):
-                self.ref_model.load_state_dict(unwrap(self.model).state_dict())
+                for kept, trained in zip(unwrapped(self.ref_model), unwrapped(self.model), strict=True):
+                    kept.load_state_dict(trained.state_dict())
 
     def _rollout_means(self, data: TrainData, steps: list[dict[str, float]]) -> dict[str, float]:
         """rollout/*: means over the samples of all ranks. Of a per-token column, a sample contributes the mean over its

@@ -65,9 +65,13 @@ def attention_class() -> type:
     return PackedTransformerEngineAttention
 
 
-def block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage. ValueError if Transformer Engine is not installed, or for a model whose parts
-    it was not written for."""
+def block_spec(
+    core: TransformerConfig, described: Decoder, virtual: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, or of a virtual stage of it.
+
+    ValueError if Transformer Engine is not installed, or for a model whose parts it was not written for.
+    """
     if not te.HAVE_TE:
         raise ValueError(
             "--transformer-impl must be local where the package transformer-engine cannot be imported, got "
@@ -94,5 +98,5 @@ def block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlockS
     mlp = modules.mlp.submodules
     mlp.linear_fc1, mlp.linear_fc2 = te.TEColumnParallelLinear, te.TERowParallelLinear
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(core), layer_norm=te.TENorm
+        layer_specs=[layer] * get_num_layers_to_build(core, virtual), layer_norm=te.TENorm
     )

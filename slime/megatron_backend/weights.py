@@ -25,7 +25,7 @@ from slime.checkpoint_dir import HF_INDEX, HF_SINGLE, latest, released
 from slime.checkpoint_files import WRITE_LATEST
 from slime.hf_config import open_weights, read_index
 from slime.megatron_backend.checkpoint import load_checkpoint
-from slime.megatron_backend.model import HiddenGPTModel, unwrap
+from slime.megatron_backend.model import HiddenGPTModel, last_part, unwrapped
 from slime.megatron_backend.torch_dist import load_torch_dist
 from slime.models import family_for
 from slime.models.family import Tensors
@@ -146,11 +146,17 @@ def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, che
             )
 
 
-def _names_of_all_stages(inner: HiddenGPTModel) -> set[str]:
+def _names_of_all_stages(parts: list[HiddenGPTModel]) -> set[str]:
     """Collective over the pipeline."""
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[list[str]] = [[]] * group.size()
-    mine = [name for _, _, of_ranks in _with_all_experts(inner) for names in of_ranks for name in names]
+    mine = [
+        name
+        for inner in parts
+        for _, _, of_ranks in _with_all_experts(inner)
+        for names in of_ranks
+        for name in names
+    ]
     dist.all_gather_object(stages, mine, group=group)
     return {name for stage in stages for name in stage}
 
@@ -164,19 +170,24 @@ def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
     before `build_optimizer`, which copies its fp32 main weights from the parameters (or call `reload_model_params`
     later). ValueError with the tensors that are missing, unexpected or of another shape than in config.json.
     """
-    inner, checkpoint_dir = unwrap(model), Path(checkpoint_dir)
-    tensors = stored_tensors(inner, checkpoint_dir)
-    _check_names(_names_of_all_stages(inner), tensors.names(), inner, checkpoint_dir)
+    parts, checkpoint_dir = unwrapped(model), Path(checkpoint_dir)
+    tensors = stored_tensors(parts[0], checkpoint_dir)
+    _check_names(_names_of_all_stages(parts), tensors.names(), parts[0], checkpoint_dir)
+    for inner in parts:
+        _load_part(inner, tensors)
+
+
+def _load_part(inner: HiddenGPTModel, tensors: Tensors) -> None:
     for parameter, row, names in _parameters(inner):
         rank, size = _rank_and_size(_shard_group(row))
-        parts = [tensors.get(name) for name in names]
-        for name, part, want in zip(names, parts, _hf_parts(parameter, row, inner), strict=True):
+        stored = [tensors.get(name) for name in names]
+        for name, part, want in zip(names, stored, _hf_parts(parameter, row, inner), strict=True):
             if part.shape != want.shape:
                 raise ValueError(
                     f"{name} must have shape {list(want.shape)} as config.json says, got {list(part.shape)} in "
                     f"{tensors.place(name)}"
                 )
-        parameter.data.copy_(row.layout.shard(row.layout.join(parts, inner.sizes), rank, size))
+        parameter.data.copy_(row.layout.shard(row.layout.join(stored, inner.sizes), rank, size))
 
 
 def load_weights(model: Any, directory: str, iteration: int | None = None) -> None:
@@ -200,16 +211,24 @@ def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tenso
     Collective over tensor- and pipeline-parallel ranks: every rank must exhaust the iterator. A tied head is left out.
     Tensors may share memory with the live parameters, so copy a tensor that is needed after the next optimizer step.
     """
-    inner = unwrap(model)
-    yield from family_for(inner.hf_config).written(_export_stages(inner, read), inner.hf_config)
+    described = unwrapped(model)[0].hf_config
+    yield from family_for(described).written(_export_parts(model, read), described)
 
 
-def _export_stages(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
+def _export_parts(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the weight table, of all stages."""
     group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        yield from _export_stage(inner, read)
-        return
+    for inner in unwrapped(model):  # virtual stage by virtual stage: the order of the layers
+        if group.size() == 1:
+            yield from _export_stage(inner, read)
+        else:
+            yield from _export_stages(inner, read, group)
+
+
+def _export_stages(
+    inner: HiddenGPTModel, read: Read, group: dist.ProcessGroup
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `inner` of each rank of the pipeline, in rank order."""
     for stage in range(group.size()):
         mine = _export_stage(inner, read) if stage == group.rank() else None
         box = [_shapes_of_stage(inner) if mine else []]
@@ -302,9 +321,9 @@ def save_hf(
         with Room(flag, out_dir, "a Hugging Face checkpoint"):
             out_dir.mkdir(parents=True, exist_ok=True)
             (out_dir / "config.json").unlink(missing_ok=True)
-            carried = _prediction_tensors(unwrap(model), source_dir)
+            carried = _prediction_tensors(last_part(model), source_dir)
             write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
-            _copy_config(unwrap(model), source_dir, out_dir)
+            _copy_config(last_part(model), source_dir, out_dir)
     dist.barrier()
 
 

@@ -114,14 +114,13 @@ def test_flags_of_the_script_of_glm_are_taken(argv: list[str], tmp_path: Path) -
             "--expert-model-parallel-size 4",
             "times ETP * PP must divide the number of trainer ranks, got 4 * 1 * 1 for 2",
         ),
-        ("--expert-tensor-parallel-size 2", "got 2 with EP 1 and TP 1; megatron-core would"),
-        (
-            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
-            "got 1 with EP 1 and TP 2; megatron-core would not sum",
-        ),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
-            "must be 1 with --expert-model-parallel-size above 1, else that of --tensor-model-parallel-size, got 2",
+            "times ETP * PP must divide the number of trainer ranks, got 2 * 2 * 1 for 2",
+        ),
+        (
+            "--expert-tensor-parallel-size 4",
+            "times ETP * PP must divide the number of trainer ranks, got 1 * 4 * 1 for 2",
         ),
     ],
 )

@@ -8,7 +8,6 @@ import torch
 from config_cases import HF_CONFIG, good_argv
 
 from slime.config import parse_args
-from slime.config.megatron import MegatronConfig
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_config_classes, core_flags
 from slime.config.model_args import READERS, check_model_args
 from slime.config.schema import own_flags
@@ -229,55 +228,3 @@ def test_model_args_of_other_layouts():
 def test_mismatch_stops_parse_args(argv):
     with pytest.raises(ValueError, match=r"--hidden-size is 256, config\.json says 128"):
         parse_args([*argv, "--hidden-size", "256"])
-
-
-@pytest.mark.parametrize(
-    ("stages", "ends", "layers", "wanted"),
-    [
-        (1, {}, 36, [36]),
-        (4, {}, 36, [9, 9, 9, 9]),
-        (2, {"num_layers_in_last_pipeline_stage": 16}, 36, [20, 16]),
-        (
-            4,
-            {"num_layers_in_first_pipeline_stage": 8, "num_layers_in_last_pipeline_stage": 8},
-            36,
-            [8, 10, 10, 8],
-        ),
-        (
-            2,
-            {"num_layers_in_first_pipeline_stage": 20, "num_layers_in_last_pipeline_stage": 16},
-            36,
-            [20, 16],
-        ),
-    ],
-)
-def test_layers_of_stages(stages, ends, layers, wanted):
-    section = MegatronConfig(pipeline_model_parallel_size=stages, overrides=ends)
-    assert section.layers_of_stages(layers) == wanted
-
-
-@pytest.mark.parametrize(
-    ("stages", "ends", "layers"),
-    [
-        (5, {}, 36),
-        (8, {}, 4),
-        (3, {"num_layers_in_last_pipeline_stage": 15}, 36),
-        (2, {"num_layers_in_first_pipeline_stage": 36}, 36),
-        (2, {"num_layers_in_first_pipeline_stage": 0}, 36),
-        (2, {"num_layers_in_first_pipeline_stage": 20, "num_layers_in_last_pipeline_stage": 20}, 36),
-    ],
-)
-def test_stages_that_cannot_share_the_layers(stages, ends, layers):
-    section = MegatronConfig(pipeline_model_parallel_size=stages, overrides=ends)
-    with pytest.raises(
-        ValueError, match=rf"deal the model's layers out equally, got {stages} stages for {layers}"
-    ):
-        section.layers_of_stages(layers)
-
-
-def test_layers_of_the_ends_are_given_by_megatrons_names(argv):
-    flags = ("--decoder-first-pipeline-num-layers", "8", "--decoder-last-pipeline-num-layers", "10")
-    assert parse_args([*argv, *flags]).megatron.overrides == {
-        "num_layers_in_first_pipeline_stage": 8,
-        "num_layers_in_last_pipeline_stage": 10,
-    }

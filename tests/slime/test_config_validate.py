@@ -228,9 +228,13 @@ RULES = [
     ("--hidden-dropout 0.1", "--hidden-dropout must be 0, got 0.1; log-probs of two passes"),
     ("--attention-dropout 0.1", "--attention-dropout must be 0, got 0.1; log-probs of two passes"),
     (
-        "--pipeline-model-parallel-layout Et|tL",
-        "--pipeline-model-parallel-layout must be left out in this version, got Et|tL; "
-        "use --decoder-first-pipeline-num-layers",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|L",
+        "--pipeline-model-parallel-layout must have a number of stages that is a multiple of "
+        "--pipeline-model-parallel-size 2, got Et|t|L (3 stages, 2 layers)",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
+        "must be a multiple of its 3 virtual stages, got 2 layers on rank 0 of 2 (4 layers)",
     ),
     ("--context-parallel-size 4", "must be a multiple of TP * PP * CP, got 1 * 2 = 2 and 1 * 1 * 4 = 4"),
     ("--expert-model-parallel-size 2", "must be left out for a dense model, got 2 and None"),

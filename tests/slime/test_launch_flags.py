@@ -146,11 +146,6 @@ def test_what_config_json_leaves_open_is_noted():
             {},
             "--overlap-param-gather: no effect on the result; parameters are gathered",
         ),
-        (
-            "--num-layers-per-virtual-pipeline-stage 2",
-            {},
-            "--num-layers-per-virtual-pipeline-stage has no effect",
-        ),
         ("--async-save", {}, "--async-save has no effect: checkpoints are written before the next step"),
     ],
 )

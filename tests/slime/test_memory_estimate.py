@@ -167,6 +167,24 @@ def test_experts_without_operators_as_measured():
     assert estimate(config(max_tokens_per_gpu=8192), six).peak / GIB == pytest.approx(76.54, rel=0.005)
 
 
+def test_stages_by_hand():
+    """Layer inputs with full recomputation: 5/2 micro-batches on the first rank of an interleaved pipeline; where the
+    first rank has no layers, of one micro-batch on the last."""
+    pair = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2}
+    full = {"overrides": {"recompute_granularity": "full"}}
+
+    def layers(**flags: Any) -> float:
+        item = next(i for i in estimate(config(**pair, **full, **flags), QWEN3_4B).work if "layers" in i.name)
+        return float(item.arithmetic.partition(" x 2 B x ")[2].split()[0])
+
+    assert layers() == 2 * 18
+    assert layers(num_virtual_stages_per_pipeline_rank=2) == 5 / 2 * 18
+    assert layers(pipeline_model_parallel_layout="E|t*36,L") == 36
+    split = estimate(config(**pair, pipeline_model_parallel_layout="Et*30|t*6,L"), QWEN3_4B)
+    per_layer = 2560 * (2 * 4096 + 2 * 1024 + 3 * 9728)
+    assert split.of_part("gradients") == 4 * (30 * per_layer + 151936 * 2560)
+
+
 def test_replayed_experts_by_hand():
     """Two bytes an id, of all layers, beside the activations of each micro-batch in flight; nothing between steps."""
     stages = {"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2}

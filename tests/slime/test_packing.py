@@ -44,6 +44,7 @@ def args(**changes):
         use_dynamic_batch_size=True,
         max_tokens_per_gpu=10,
         context_parallel_size=1,
+        pipeline_model_parallel_size=1,
         micro_batch_size=1,
         balance_data=False,
         balance_by_flops=False,
@@ -208,3 +209,29 @@ def test_pack_points_every_response_token_at_the_state_before_it():
     assert batch.sample_of_row.tolist() == [0, 1, 1]
     assert batch.columns["loss_masks"].tolist() == [1, 1, 0]
     assert [t.tolist() for t in batch.split(torch.tensor([1.0, 2.0, 3.0]), [2, 1])] == [[1.0], [2.0, 3.0]]
+
+
+def test_virtual_stages_want_whole_groups_of_micro_batches():
+    """Two ranks of data, groups of two: four micro-batches where three would hold the tokens."""
+    virtual = dict(
+        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout="E|t|t|L",
+        microbatch_group_size_per_virtual_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        num_virtual_stages_per_pipeline_rank=None,
+        virtual_pipeline_model_parallel_size=None,
+        num_layers_per_virtual_pipeline_stage=None,
+    )
+    schedule = build_dp_schedule(args(**virtual), [5, 5, 5, 5, 5], [0, 1, 2, 3, 4], 2, HF)
+    assert [len(step) for rank in schedule.ranks for step in rank] == [2, 2]
+    assert sorted(i for rank in schedule.ranks for step in rank for b in step for i in b) == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"ranks equally in groups of 2 micro-batches .*, got 3; raise"):
+        build_dp_schedule(args(**virtual), [5, 5, 5], [0, 1, 2], 2, HF)
+    fixed = args(**virtual, use_dynamic_batch_size=False)
+    with pytest.raises(ValueError, match=r"virtual stage, got 6 samples, 1 x 2 x 2; change the sizes"):
+        build_dp_schedule(fixed, [5] * 6, list(range(6)), 2, HF)
+    balanced = build_dp_schedule(args(**virtual, balance_by_flops=True), [5] * 5, list(range(5)), 2, HF)
+    assert [len(step) for rank in balanced.ranks for step in rank] == [2, 2]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
 
-from slime.megatron_backend.model import unwrap
+from slime.megatron_backend.model import unwrapped
 from slime.megatron_backend.parallel import destroy_parallel
 from slime.megatron_backend.trainer import MegatronTrainer
 from slime.memory_estimate import rank_params
@@ -31,11 +31,25 @@ FLAGS = {
 }
 EXPERTS = {"expert_model_parallel_size": 2}
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+STAGES = {"pipeline_model_parallel_size": 2}
+VIRTUAL = STAGES | {"num_virtual_stages_per_pipeline_rank": 2}
+HEAD_ALONE = STAGES | {
+    "account_for_embedding_in_pipeline_split": True,
+    "account_for_loss_in_pipeline_split": True,
+    "num_layers_per_virtual_pipeline_stage": 1,
+}
 TWO: dict[str, dict[str, Any]] = {
     "dp": {},
     "sp": SEQUENCE,
     "cp": {"context_parallel_size": 2},
-    "pp": {"pipeline_model_parallel_size": 2},
+    "pp": STAGES,
+    "pp-string": STAGES | {"pipeline_model_parallel_layout": "Et|t*3,L"},
+    "vpp": VIRTUAL,
+    "vpp-string": STAGES | {"pipeline_model_parallel_layout": "E|tt|t|tL"},
+    "vpp-head-alone": HEAD_ALONE,
+    "vpp-overlap": VIRTUAL | {"overrides": {"overlap_grad_reduce": True}},
+    "etp": {"expert_tensor_parallel_size": 2},
+    "sp-whole-experts": SEQUENCE | {"expert_tensor_parallel_size": 1},
     "ep": EXPERTS,
     "ep-overlap": EXPERTS | {"overrides": {"overlap_grad_reduce": True}},
     "ep-plain": EXPERTS | {"use_distributed_optimizer": False},
@@ -44,9 +58,12 @@ TWO: dict[str, dict[str, Any]] = {
 }
 FOUR: dict[str, dict[str, Any]] = {
     "ep-sp-dp": EXPERTS | SEQUENCE | {"expert_tensor_parallel_size": 1},
-    "ep-pp": EXPERTS | {"pipeline_model_parallel_size": 2},
+    "ep-pp": EXPERTS | STAGES,
+    "ep-vpp": EXPERTS | VIRTUAL,
+    "vpp-sp": VIRTUAL | SEQUENCE,
+    "ep-etp-sp": EXPERTS | SEQUENCE | {"expert_tensor_parallel_size": 2},
 }
-SHORT = {"ep", "ep-plain", "ep-sp", "ep-pp"}
+SHORT = {"ep", "ep-plain", "ep-sp", "ep-pp", "vpp", "vpp-string", "ep-etp-sp"}
 """The layouts of the short suite; the others run with --all."""
 
 
@@ -92,7 +109,11 @@ def whole(root: Path, name: str, rank: int, ranks: int, flags: dict[str, Any]) -
         "steps": result.steps,
         "weights": exported(trainer),
         "path": update.info.get("path"),
-        "params": {name: p.numel() for name, p in unwrap(trainer.model).named_parameters()},
+        "params": {
+            f"{part}.{name}": p.numel()
+            for part, inner in enumerate(unwrapped(trainer.model))
+            for name, p in inner.named_parameters()
+        },
         "estimate": [params for _, params, *_ in rank_params(trainer.config, Shape.of(trainer.hf_config))],
     }
     trainer.save(0)

@@ -125,7 +125,6 @@ def test_a_launch_line_is_planned_as_it_stands(folder, capsys, monkeypatch, name
         "--moe-enable-deepep": "--moe-enable-deepep, --moe-token-dispatcher-type flex: no effect on the result",
         "--sglang-dp-size": "--sglang-dp-size 4 becomes nothing (an engine of several nodes splits its layers",
         "--sglang-enable-deterministic-inference": "becomes --vllm-batch-invariant",
-        "--num-layers-per-virtual-pipeline-stage": "interleaved stages compute the same in another order",
     }.items():
         assert flag not in LAUNCHES[name] or why in notes
     assert "--kl-loss-coef 0 only reports the KL" in notes or name == "supervised"

@@ -17,7 +17,7 @@ from slime.config.fields import FlagSpec
 from slime.config.listing import Row
 from slime.config.unsupported import EXTERNAL, Unsupported
 from slime.protocols import WeightSource
-from vime.engine import flags
+from vime.engine import cpu_engine, flags
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.engine.sglang_flags import PREFIX, targets, translate_sglang
@@ -104,6 +104,7 @@ class VllmBackend:
         check_concurrency,
         flags.check_engine_size,
         flags.check_engine_nodes,
+        cpu_engine.check_experts,
         flags.check_engine_heads,
         flags.check_weight_channel,
         flags.check_context_length,

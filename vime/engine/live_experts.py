@@ -1,8 +1,8 @@
 """Reads the experts of a live vLLM layer back into HF tensors, one of each expert and projection.
 
 vLLM keeps a layer's experts in two parameters, w13 [E, 2 F, H] (gate above up) and w2 [E, H, F], in an order of its
-kernel's own. Known are the plain order and that of the CPU kernels; any other is refused, not skipped, and so are
-experts that are spread over the ranks of an engine.
+kernel's own. Known are the plain order and that of the CPU kernels; any other is refused, not skipped. With expert
+parallelism, each rank of an engine has some of the experts and compares those.
 
 Shapes: E experts, F width of an expert on this rank, H hidden.
 """
@@ -46,25 +46,47 @@ def expert_tensors(
     """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`.
     `update` has the HF names, which decide how a projection is spelled. `files`: vLLM's names -> HF names, for files
     that stack the experts of a layer."""
-    if module.expert_map is not None:
-        raise ValueError(
-            "experts must be whole on each rank of an engine to be compared, got some of them; leave out "
-            "--vllm-enable-expert-parallel or --check-weight-update-equal"
-        )
     w13, w2 = (_plain(module, getattr(module, name).data) for name in ("w13_weight", "w2_weight"))
     width, padded = module.moe_config.intermediate_size_per_partition, w2.shape[2]
     width = getattr(module.moe_config, "intermediate_size_per_partition_unpadded", None) or width
     parent = path.removesuffix(".routed_experts")
     if f"{parent}.w13_weight" in files:
+        if module.expert_map is not None:
+            raise ValueError(
+                "stacked experts must be whole on each rank of an engine to be compared, got some of them; leave out "
+                "--vllm-enable-expert-parallel or --check-weight-update-equal"
+            )
         stacked = _stacked(module, w13[:, : 2 * width], w2[:, :, :width])
         yield from ((files[f"{parent}.{name}"], holder, value) for name, holder, value in stacked)
         return
-    spelled = [names for names in _SPELLINGS if f"{parent}.0.{names[0]}.weight" in update]
-    for expert in range(len(w13)):
-        pieces = w13[expert, :width], w13[expert, padded : padded + width], w2[expert, :, :width]
-        for projection, piece in zip((spelled or _SPELLINGS)[0], pieces, strict=True):
-            name = f"{parent}.{expert}.{projection}.weight"
+    for place, expert in enumerate(experts_of_rank(module, len(w13))):
+        pieces = w13[place, :width], w13[place, padded : padded + width], w2[place, :, :width]
+        for name, piece in zip(_names(path, expert, update), pieces, strict=True):
             yield name, module.moe_config.moe_parallel_config, piece
+
+
+def experts_of_rank(module: nn.Module, local: int) -> list[int]:
+    """The numbers of the `local` experts of this rank, in the order of its parameters."""
+    numbers: Any = (
+        module.expert_map
+    )  # [E]: the place of each expert on this rank, -1 for experts of other ranks
+    if numbers is None:
+        return list(range(local))
+    return [int(expert) for expert in (numbers >= 0).nonzero()[:, 0][numbers[numbers >= 0].argsort()]]
+
+
+def names_of_other_ranks(path: str, module: Any, update: Collection[str]) -> Iterator[str]:
+    """HF names of the experts of `module` that other ranks of the engine have."""
+    if module.expert_map is not None:
+        for expert in (module.expert_map < 0).nonzero()[:, 0].tolist():
+            yield from _names(path, expert, update)
+
+
+def _names(path: str, expert: int, update: Collection[str]) -> list[str]:
+    """HF names of gate, up and down of an expert."""
+    parent = path.removesuffix(".routed_experts")
+    spelled = [names for names in _SPELLINGS if f"{parent}.0.{names[0]}.weight" in update]
+    return [f"{parent}.{expert}.{projection}.weight" for projection in (spelled or _SPELLINGS)[0]]
 
 
 @dataclass(frozen=True)

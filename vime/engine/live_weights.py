@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from vime.engine.live_experts import expert_tensors, has_experts, hf_path
+from vime.engine.live_experts import expert_tensors, has_experts, hf_path, names_of_other_ranks
 
 
 def differing_tensors(
@@ -27,7 +27,7 @@ def differing_tensors(
 
     Values are compared exactly after a cast to the live dtype (-0.0 equals 0.0, which packed copies cannot tell
     apart). `names` may be a part of an update; `update` then has the names of all of it. Every name must be live and
-    every live tensor must come from the update, else ValueError.
+    every live tensor must come from the update, else ValueError. Other ranks of the engine compare their own experts.
     """
     expected, seen, wrong = set(names), set(), set()
     update = expected if update is None else update
@@ -44,11 +44,21 @@ def differing_tensors(
         want = shard_of(get_tensor(name), module, live.shape).to(live.device, live.dtype)
         if not torch.equal(live, want):
             wrong.add(name)
-    if unseen := expected - seen - {"lm_head.weight"}:
+    if unseen := expected - seen - {"lm_head.weight"} - names_elsewhere(model, update):
         raise ValueError(
             f"every tensor of an update must be live to be compared, got {sorted(unseen)[:8]} in the file only"
         )
     return sorted(wrong)
+
+
+def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
+    """HF names of the experts that other ranks of the engine have."""
+    return {
+        name
+        for path, module in model.named_modules()
+        if has_experts(module)
+        for name in names_of_other_ranks(path, module, update)
+    }
 
 
 def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[str, Any, torch.Tensor]]:

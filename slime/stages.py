@@ -1,0 +1,240 @@
+"""Which layers each stage of the pipeline has: --pipeline-model-parallel-size and the flags that refine it.
+
+Trainer, memory estimate, plan and flag checks all read `Stages`, and Megatron gets the same list. Imports neither torch
+nor Megatron.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_LAYOUT, _PER_STAGE = "--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """`counts[v][r]`: number of layers of virtual stage v of pipeline rank r.
+
+    The layers run through all ranks of virtual stage 0, then through all ranks of virtual stage 1, and so on. The first
+    stage has the embedding too, the last one the head.
+    """
+
+    counts: tuple[tuple[int, ...], ...]
+
+    @property
+    def virtual(self) -> int:
+        """Number of virtual stages of each rank. 1: the pipeline is not interleaved."""
+        return len(self.counts)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.counts[0])
+
+    def of_rank(self, rank: int) -> list[range]:
+        """The numbers of the layers of a rank, for each of its virtual stages."""
+        flat = [count for of_virtual in self.counts for count in of_virtual]
+        ends = list(itertools.accumulate(flat))
+        places = [virtual * self.ranks + rank for virtual in range(self.virtual)]
+        return [range(ends[place] - flat[place], ends[place]) for place in places]
+
+    def layers(self, rank: int) -> list[int]:
+        """The numbers of all layers of a rank."""
+        return [layer for of_stage in self.of_rank(rank) for layer in of_stage]
+
+    def layout(self) -> list[list[str]]:
+        """The stages as Megatron's `pipeline_model_parallel_layout` spells them."""
+        stages = [["decoder"] * count for of_virtual in self.counts for count in of_virtual]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        return stages
+
+    def passes(self, rank: int, group: int) -> int:
+        """The most passes of a micro-batch through one virtual stage that wait for their backward on a rank.
+
+        1F1B keeps one for each rank from this one to the last. The interleaved schedule computes `group` micro-batches
+        in one virtual stage before it goes on to the next (2104.04473, part 2.2).
+        """
+        to_last = self.ranks - rank
+        return to_last if self.virtual == 1 else (self.virtual - 1) * group + 2 * to_last - 1
+
+    def micro_batches(self, rank: int, group: int) -> int:
+        """The most micro-batches with such a pass."""
+        cycles, rest = divmod(self.passes(rank, group), self.virtual * group)
+        return cycles * group + min(rest, group)
+
+
+def _counted(m: Any) -> dict[str, bool]:
+    """Whether the embedding and the loss count as a layer."""
+    return {
+        "--account-for-embedding-in-pipeline-split": m.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": m.account_for_loss_in_pipeline_split,
+    }
+
+
+def _ends(m: Any) -> dict[str, int | None]:
+    """The layers of the first and of the last rank, if they were given."""
+    return {
+        "--decoder-first-pipeline-num-layers": m.decoder_first_pipeline_num_layers,
+        "--decoder-last-pipeline-num-layers": m.decoder_last_pipeline_num_layers,
+    }
+
+
+def _virtual_flags(m: Any) -> dict[str, int]:
+    """The flags for virtual stages that were given."""
+    flags: dict[str, int | None] = {
+        "--num-virtual-stages-per-pipeline-rank": m.num_virtual_stages_per_pipeline_rank,
+        "--virtual-pipeline-model-parallel-size": m.virtual_pipeline_model_parallel_size,
+        _PER_STAGE: m.num_layers_per_virtual_pipeline_stage,
+    }
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def stages_of(m: Any, num_layers: int) -> Stages:
+    """The stages of a model with `num_layers`. `m` has the flags of the Megatron section as attributes.
+
+    ValueError if the layers cannot be divided, or if flags contradict each other.
+    """
+    ranks = m.pipeline_model_parallel_size
+    if ranks == 1:  # as in Megatron, the other flags do nothing then
+        return Stages(((num_layers,),))
+    if m.pipeline_model_parallel_layout is not None:
+        return _explicit(m, num_layers)
+    counted = _counted(m)
+    of_ranks = _with_counted(m, num_layers) if any(counted.values()) else _with_ends(m, num_layers)
+    virtual = _virtual(m, of_ranks)
+    for rank, n in enumerate(of_ranks):
+        if n % virtual:
+            raise ValueError(
+                f"the layers of a pipeline rank must be a multiple of its {virtual} virtual stages, got {n} layers on "
+                f"rank {rank} of {ranks} ({_said(m, num_layers)}); change {next(iter(_virtual_flags(m)))} or the ranks"
+            )
+    counts = [[n // virtual for n in of_ranks] for _ in range(virtual)]
+    first, last = counted.values()
+    counts[0][0] -= first
+    counts[-1][-1] -= last
+    return Stages(tuple(tuple(of_virtual) for of_virtual in counts))
+
+
+def micro_batch_group(m: Any, num_layers: int) -> int:
+    """The number of micro-batches of a rank and step is a multiple of this: 1 without virtual stages."""
+    ranks = m.pipeline_model_parallel_size
+    if stages_of(m, num_layers).virtual == 1:
+        return 1
+    group: int = m.microbatch_group_size_per_virtual_pipeline_stage or ranks
+    if group < ranks:
+        raise ValueError(
+            "--microbatch-group-size-per-virtual-pipeline-stage must be at least --pipeline-model-parallel-size, got "
+            f"{group} and {ranks}; leave it out"
+        )
+    return group
+
+
+def check_stages(m: Any, num_layers: int) -> None:
+    """ValueError if the pipeline cannot run a model with `num_layers`."""
+    two = micro_batch_group(m, num_layers) > 1 and m.pipeline_model_parallel_size == 2
+    if two and not m.overrides.get("overlap_p2p_comm", True):
+        raise ValueError(
+            "--no-overlap-p2p-communication must be left out for virtual stages on 2 pipeline ranks, got it; "
+            "megatron-core would mix up the messages of the two directions"
+        )
+
+
+def _with_ends(m: Any, num_layers: int) -> list[int]:
+    """Layers of each rank. --decoder-first/last-pipeline-num-layers give the ends, the rest is shared equally."""
+    ranks = m.pipeline_model_parallel_size
+    ends = zip((0, ranks - 1), _ends(m).values(), strict=True)
+    said = {rank: layers for rank, layers in ends if layers is not None}
+    rest, others = num_layers - sum(said.values()), ranks - len(said)
+    if min(said.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
+        raise ValueError(
+            f"--pipeline-model-parallel-size must deal the model's layers out equally, got {ranks} stages for "
+            f"{_said(m, num_layers)}; change the number of stages or what the first and last ones have, or give "
+            "--pipeline-model-parallel-layout"
+        )
+    return [said.get(rank, rest // max(others, 1)) for rank in range(ranks)]
+
+
+def _with_counted(m: Any, num_layers: int) -> list[int]:
+    """Layers of each rank, if the embedding or the loss counts as one."""
+    ranks, counted = m.pipeline_model_parallel_size, [name for name, on in _counted(m).items() if on]
+    if both := [name for name, layers in _ends(m).items() if layers is not None]:
+        raise ValueError(
+            f"{counted[0]} must be given without {both[0]}, got both; each says how many layers a rank has: leave out "
+            "one of the two"
+        )
+    places = num_layers + len(counted)
+    if places % ranks or places == ranks:
+        raise ValueError(
+            f"--pipeline-model-parallel-size must divide the model's layers and {' and '.join(counted)}, got {ranks} "
+            f"stages for {num_layers} + {len(counted)} = {places}; change the number of stages, or give "
+            "--pipeline-model-parallel-layout"
+        )
+    return [places // ranks] * ranks
+
+
+def _virtual(m: Any, of_ranks: Sequence[int]) -> int:
+    """Number of virtual stages per rank."""
+    said = _virtual_flags(m)
+    if len(said) > 1:
+        raise ValueError(
+            f"{' and '.join(said)} must not be given together, got {' and '.join(map(str, said.values()))}; each says "
+            "how many virtual stages a rank has: leave one"
+        )
+    if _PER_STAGE not in said:
+        return next(iter(said.values()), 1)
+    layers = said[_PER_STAGE]
+    if len(set(of_ranks)) > 1 or of_ranks[0] % layers:
+        raise ValueError(
+            f"{_PER_STAGE} must divide the layers of every pipeline rank, which must be equal, got {layers} for "
+            f"{', '.join(map(str, of_ranks))} layers; use --num-virtual-stages-per-pipeline-rank or change the ranks"
+        )
+    return of_ranks[0] // layers
+
+
+def _said(m: Any, num_layers: int) -> str:
+    ends = zip(("first", "last"), _ends(m).values(), strict=True)
+    given = ", ".join(f"{layers} on the {end}" for end, layers in ends if layers is not None)
+    return f"{num_layers} layers" + (f", of which {given}" if given else "")
+
+
+def _explicit(m: Any, num_layers: int) -> Stages:
+    """The stages of a layout string."""
+    text, ranks = m.pipeline_model_parallel_layout, m.pipeline_model_parallel_size
+    others: dict[str, Any] = {**_counted(m), **_ends(m), **_virtual_flags(m)}
+    if also := [name for name, value in others.items() if value]:
+        raise ValueError(
+            f"{_LAYOUT} must be given without {', '.join(also)}, got both; the layout has every stage: leave the other "
+            "out"
+        )
+    stages = expand(text)
+    counts = [stage.count("t") for stage in stages]
+    rules = {
+        f"have a number of stages that is a multiple of --pipeline-model-parallel-size {ranks}": not len(
+            stages
+        )
+        % ranks,
+        "name only E (embedding), t (layer), L (loss)": not set("".join(stages)) - set("EtL"),
+        "begin with E and end with L, each once": re.fullmatch("E[^EL]*L", "".join(stages)) is not None,
+        f"have the model's {num_layers} layers": sum(counts) == num_layers,
+        "have at least one letter per stage": all(stages),
+    }
+    shown = text if text == "|".join(stages) else f"{text} = {'|'.join(stages)}"
+    for rule, holds in rules.items():
+        if not holds:
+            raise ValueError(
+                f"{_LAYOUT} must {rule}, got {shown} ({len(stages)} stages, {sum(counts)} layers); write one stage "
+                "after the other with | between them, as in Ett|ttt|ttL"
+            )
+    return Stages(tuple(tuple(counts[i : i + ranks]) for i in range(0, len(counts), ranks)))
+
+
+def expand(text: str) -> list[str]:
+    """The stages of a layout string, with repetitions written out: "Et*2|(tt|)*2L" -> ["Ett", "tt", "tt", "L"]."""
+    text = text.replace(",", "").replace(" ", "")
+    for repeated in (r"\(([^()]*)\)\*(\d+)", r"([^()*])\*(\d+)"):
+        text = re.sub(repeated, lambda m: m[1] * int(m[2]), text)
+    return text.split("|")
