@@ -145,6 +145,7 @@ class Parts(nn.ModuleList):
     """The model of a rank with several virtual stages: one part per stage, in the order of their layers."""
 
     def zero_grad_buffer(self) -> None:
+        part: Any
         for part in self:
             part.zero_grad_buffer()
 
@@ -214,7 +215,7 @@ def logits_of(model: nn.Module, output: Tensor) -> Tensor:
 
 def logit_cap(model: nn.Module) -> float | None:
     """The soft cap of the model's logits, None for none."""
-    return unwrap(model).described.logit_cap
+    return last_part(model).described.logit_cap
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:

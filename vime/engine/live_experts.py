@@ -41,7 +41,7 @@ _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 def expert_tensors(
-    path: str, module: nn.Module, update: Collection[str], files: Mapping[str, str]
+    path: str, module: Any, update: Collection[str], files: Mapping[str, str]
 ) -> Iterator[tuple[str, object, torch.Tensor]]:
     """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`.
     `update` has the HF names, which decide how a projection is spelled. `files`: vLLM's names -> HF names, for files
@@ -127,7 +127,7 @@ def keep_in_place(model: nn.Module) -> None:
         return
     for module in model.modules():
         if has_experts(module) or "sinks" in dict(module.named_parameters(recurse=False)):
-            info = layerwise.get_layerwise_info(module)
+            info: Any = layerwise.get_layerwise_info(module)
             layerwise._place_kernel_tensors(module, info)
             info.reset()
 
