@@ -132,13 +132,13 @@ def gather_keys(
     if layout.context_group is None:
         return key, value
     both = torch.cat([key, value], dim=1)
-    everyone: Tensor = gather_from_sequence_parallel_region(_padded(both, layout), group=layout.context_group)
+    everyone: Tensor = gather_from_sequence_parallel_region(padded_rows(both, layout), group=layout.context_group)
     assert order is not None  # `packed_layout` sets both orders with the group
     keys, values = everyone.index_select(0, order).chunk(2, dim=1)
     return keys, values
 
 
-def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
+def padded_rows(x: Tensor, layout: PackedLayout) -> Tensor:
     """[n, ...] -> [P, ...] with zeros in the padding rows."""
     padding = layout.positions.numel() - layout.own
     return pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
@@ -266,4 +266,4 @@ class PackedAttention(nn.Module):
         out = (flash_attention if flash else padded_attention)(
             query, key, value, layout, self.scale, self.window
         )
-        return _padded(out.flatten(1), layout)
+        return padded_rows(out.flatten(1), layout)

@@ -12,13 +12,16 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime.megatron_backend.attention import PackedAttention
+from slime.megatron_backend.gated_delta_net import GatedDeltaNet
 from slime.megatron_backend.layers import NormedLinear
 from slime.megatron_backend.norms import ProjectionNorm, RMSNorm
 from slime.models import Decoder, Layer
+from torch import Tensor
 
 
 class BiasedOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
@@ -28,12 +31,26 @@ class BiasedOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core ha
         super().__init__(*args, bias=True, **kwargs)
 
 
+class GatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's attention with its output gate, which Megatron would compile at the first token."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+
+
 def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
     """Softmax attention with grouped heads over all tokens before, or over a sliding window."""
     spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization).submodules.self_attention
     modules = spec.submodules
     modules.core_attention = functools.partial(PackedAttention, rope=layer.rope, window=layer.window)
     modules.linear_qkv = NormedLinear
+    if decoder.output_gate:
+        if decoder.groups % core.tensor_model_parallel_size:
+            raise ValueError(
+                f"--tensor-model-parallel-size must divide the {decoder.groups} num_key_value_heads of attention with "
+                f"an output gate, got {core.tensor_model_parallel_size}; take fewer ranks"
+            )
+        spec.module = GatedAttention
     if decoder.output_bias:
         modules.linear_proj = BiasedOutput
     if decoder.qk_norm == "head":
@@ -46,5 +63,12 @@ def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> M
     return spec
 
 
-KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec]] = {"full": full_attention}
+def gated_delta_net(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
+    return ModuleSpec(GatedDeltaNet, params={"sizes": decoder.delta})
+
+
+KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec]] = {
+    "full": full_attention,
+    "gated_delta_net": gated_delta_net,
+}
 """`Layer.kind` -> the module of the attention slot."""

@@ -99,7 +99,8 @@ def build_model(hf_config: dict[str, Any], config: Config, *, ddp: bool = True) 
     tp = parallel_state.get_tensor_model_parallel_world_size()
     vocab = hf_config["vocab_size"]
     padded = padded_vocab_size(vocab, config.megatron.make_vocab_size_divisible_by, tp)
-    sizes = Sizes(groups=core.num_query_groups, head_dim=core.kv_channels, vocab=vocab, padded_vocab=padded)
+    delta = decoder_of(hf_config).delta
+    sizes = Sizes(core.num_query_groups, core.kv_channels, vocab=vocab, padded_vocab=padded, delta=delta)
     model: nn.Module = HiddenGPTModel(hf_config, core, sizes)
     if not ddp:
         return model.requires_grad_(False).eval()

@@ -75,6 +75,8 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
         "add_qkv_bias": decoder.qkv_bias,
         # Megatron sums the gradients of such norms over tensor-parallel ranks, which each have a part of the heads
         "qk_layernorm": decoder.qk_norm == "head",
+        "attention_output_gate": decoder.output_gate,
+        "layernorm_zero_centered_gamma": decoder.centred_norms,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bf16": dtype == torch.bfloat16,

@@ -13,10 +13,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
-    """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019).
+    """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019), or `* (1 + weight)` if the model's norms are
+    centred at zero.
 
     megatron-core's own wrapper of torch's norm does not accept sequence parallelism. Sequence parallelism only needs a
     mark on the norm's weight. With the mark, the gradient is summed over the tensor-parallel ranks, which each have a
@@ -27,13 +29,38 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         weight: Any = self.weight  # the mark is Megatron's
         weight.sequence_parallel = config.sequence_parallel
+        self.centred = config.layernorm_zero_centered_gamma
         self.deferred = False  # True: the next product computes this norm, see `defer`
 
     def forward(self, x: Tensor) -> Tensor:
         return x if self.deferred else self.normalise(x)
 
     def normalise(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+        if not self.centred:
+            return super().forward(x)
+        return CentredNorm.apply(x, self.weight, self.eps)
+
+
+class CentredNorm(torch.autograd.Function):
+    """`rms_norm(x.float(), (H,), 1 + weight.float(), eps).to(x.dtype)` for x [..., H] and weight [H]. The sum with 1 is
+    not rounded to the model's dtype. Autograd keeps x and the weight, and nothing in fp32."""
+
+    @staticmethod
+    def _compute(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return CentredNorm._compute(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            again = CentredNorm._compute(x, weight, ctx.eps)
+        return *torch.autograd.grad(again, (x, weight), upstream), None
 
 
 class ProjectionNorm(nn.Module):

@@ -46,6 +46,47 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """The sizes of gated delta net layers: `keys` heads of queries and keys, of size `key_dim`, and `values` heads of
+    values, of size `value_dim`. Neighbouring value heads share a key head. A convolution sees the newest `taps` tokens."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def of_key(self) -> int:
+        """Value heads per key head."""
+        return self.values // self.keys
+
+    @property
+    def widths(self) -> tuple[int, int, int, int, int, int]:
+        """Rows of the input projection for one key head: query, key, values, their output gates, beta, decay."""
+        wide = self.of_key * self.value_dim
+        return self.key_dim, self.key_dim, wide, wide, self.of_key, self.of_key
+
+    def attention(self, hidden: int) -> Attention:
+        """What the layer costs. Its state has a fixed size, so no token adds to an engine's cache.
+
+        The least work per token is three products with the state [key_dim, value_dim] of each value head, and the
+        convolution. Kept are the projection, the convolution's output, the kernel's 64 x 64 matrices, its output, the
+        norm's and the layer's.
+        """
+        q, k, v, gates, *one = (self.keys * width for width in self.widths)
+        mixed, convolved = q + k + v + gates + sum(one), q + k + v
+        return Attention(
+            params=hidden * mixed + v * hidden,
+            kept=mixed + convolved + q + k + 64 * self.values + 2 * v,
+            context=0,
+            cache=0,
+            pair_flops=0,
+            token_flops=6 * self.key_dim * v + 2 * self.taps * convolved,
+        )
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer. `kind` is the kind of its attention, a key of slime.megatron_backend.attention_kinds.
 
@@ -85,9 +126,10 @@ class Experts:
 class Decoder:
     """A decoder: sizes, layers, and what is particular about its parts.
 
-    `output_bias`: a bias after the attention. `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection"
-    (RMSNorm of all heads together). `post_norms`: norms of the outputs of attention and MLP too. `core`: further fields
-    of megatron-core's TransformerConfig.
+    `output_bias`: a bias after the attention. `output_gate`: a sigmoid of the token weighs the output of the attention. `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection"
+    (RMSNorm of all heads together). `post_norms`: norms of the outputs of attention and MLP too. `centred_norms`:
+    norms multiply by 1 + weight. `delta`: the sizes of gated delta net layers. `core`: further fields of
+    megatron-core's TransformerConfig.
     """
 
     hidden: int
@@ -106,9 +148,18 @@ class Decoder:
     output_bias: bool = False
     qk_norm: str = ""
     post_norms: bool = False
+    output_gate: bool = False
+    centred_norms: bool = False
+    delta: DeltaNet | None = None
     core: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sparse(self) -> tuple[bool, ...]:
         """Whether each layer has experts in place of one MLP."""
         return tuple(layer.sparse for layer in self.layers)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a layer has a state that runs through the tokens of a sample, which samples and context-parallel
+        ranks cannot share as they share keys and values."""
+        return self.delta is not None

@@ -8,6 +8,16 @@ from typing import Any
 _SOFTMAX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 _SIGMOID = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+
 TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},  # not hidden / heads, as in the real Qwen3-0.6B
@@ -19,6 +29,7 @@ TINY: dict[str, dict[str, Any]] = {
     "minimax_m2": {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
     "mimo": {"num_nextn_predict_layers": 1},
     "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80},
+    "qwen3_next": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
 }
 """`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
 
@@ -67,6 +78,7 @@ CASES: dict[str, Case] = {
     "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine="gpu"),
     "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
+    "qwen3-next": Case("qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}),
 }
 """Name of a tiny model -> the model."""
 
