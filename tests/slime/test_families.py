@@ -10,6 +10,7 @@ import transformers
 from family_cases import CASES, TINY
 from megatron_cases import (
     VOCAB,
+    assert_gradients_equal,
     hf_gradients,
     hf_logits,
     hidden_of,
@@ -104,4 +105,4 @@ def test_gradients(tiny, tmp_path):
     }
     assert got.keys() == wanted.keys()
     for name, gradient in got.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+        assert_gradients_equal(gradient, wanted[name], name)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from family_cases import CASES
 from megatron_cases import (
+    assert_gradients_equal,
     hf_gradients,
     hf_logits,
     hidden_of,
@@ -125,9 +126,7 @@ def test_log_probs_and_gradients(models, two, name):
             torch.testing.assert_close(found["log_probs"], wanted, rtol=0, atol=1e-5)
             for key, gradient in found["gradients"].items():
                 if not key.endswith("e_score_correction_bias"):
-                    torch.testing.assert_close(
-                        gradient, expected["gradients"][key], rtol=1e-4, atol=1e-6, msg=f"{layout} {key}"
-                    )
+                    assert_gradients_equal(gradient, expected["gradients"][key], f"{layout} {key}")
 
 
 def of_transformers(hf: Any, directory: Path) -> dict[str, Any]:
