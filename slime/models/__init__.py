@@ -17,6 +17,7 @@ from slime.models.mistral import MISTRAL
 from slime.models.qwen2 import QWEN2
 from slime.models.qwen2_moe import QWEN2_MOE
 from slime.models.qwen3 import QWEN3, QWEN3_MOE
+from slime.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from slime.models.qwen3_next import QWEN3_NEXT
 
 __all__ = ["FAMILIES", "Attention", "Decoder", "DeltaNet", "Experts", "Family", "Hf", "Layer", "decoder_of", "family_for"]
@@ -27,6 +28,10 @@ _ALL = (
     QWEN3,
     QWEN3_MOE,
     QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_TEXT,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
     GLM4,
     GLM4_MOE,
     LLAMA,

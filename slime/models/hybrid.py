@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slime.models.decoder import Decoder, DeltaNet, Hf, Layer
 from slime.models.layouts import Direct, Row, cat
-from slime.models.rope import Rope, read_rope
+from slime.models.rope import Rope, read_rope, rope_record
 from slime.models.rows import HF, MG
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ _DEFAULTS = {
 
 def rope(hf: Hf, head_dim: int) -> Rope:
     """A quarter of a head is rotated. Text tokens have one position, so the sections of images change nothing."""
-    return read_rope(hf, head_dim, fraction=0.25)
+    record = {key: value for key, value in rope_record(hf).items() if key != "mrope_interleaved"}
+    return read_rope(hf, head_dim, fraction=0.25, record=record)
 
 
 def read_delta(hf: Hf) -> DeltaNet:

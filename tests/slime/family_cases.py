@@ -31,6 +31,10 @@ TINY: dict[str, dict[str, Any]] = {
     "mimo": {"num_nextn_predict_layers": 1},
     "qwen2_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80},
     "qwen3_next": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
+    "qwen3_5": _HYBRID,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
+    "qwen3_5_moe_text": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
 }
 """`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
 
@@ -43,6 +47,18 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 OLD = {"original_max_position_embeddings": 16}
+
+
+MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
+"""Families whose checkpoints have a vision tower, too."""
+
+
+def multimodal(text: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a multimodal model with the text model `text`."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    vision |= {"num_position_embeddings": 16, "out_hidden_size": text["hidden_size"]}
+    tied = text["tie_word_embeddings"]
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
 BUILT_AS = {"mimo": "qwen2"}
@@ -80,6 +96,10 @@ CASES: dict[str, Case] = {
     "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
     "qwen3-next": Case("qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}),
+    "qwen3-5": Case("qwen3_5"),
+    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}),
+    "qwen3-5-moe": Case("qwen3_5_moe", {"tie_word_embeddings": False}),
+    "qwen3-5-moe-text": Case("qwen3_5_moe_text", {"tie_word_embeddings": False}),
 }
 """Name of a tiny model -> the model."""
 
