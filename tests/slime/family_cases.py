@@ -95,9 +95,9 @@ CASES: dict[str, Case] = {
     "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine="gpu"),
     "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
-    "qwen3-next": Case("qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}),
-    "qwen3-5": Case("qwen3_5"),
-    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}),
+    "qwen3-next": Case("qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, engine="cpu"),
+    "qwen3-5": Case("qwen3_5", engine="cpu"),
+    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}, engine="cpu"),
     "qwen3-5-moe": Case("qwen3_5_moe", {"tie_word_embeddings": False}),
     "qwen3-5-moe-text": Case("qwen3_5_moe_text", {"tie_word_embeddings": False}),
 }
@@ -105,6 +105,8 @@ CASES: dict[str, Case] = {
 
 ENGINE_SHAPE: dict[str, Any] = {"hidden_size": 128, "max_position_embeddings": 512}
 """vLLM's CPU kernels need heads of 32 and experts of 64 at least."""
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64}
+_STATE = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         "intermediate_size": 64,
@@ -112,7 +114,10 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
     },
-    "qwen2_moe": {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64},
+    "qwen2_moe": _EXPERTS,
+    "qwen3_next": {**_EXPERTS, **_STATE},
+    "qwen3_5": _STATE,
+    "qwen3_5_text": _STATE,
 }
 
 
