@@ -34,7 +34,7 @@ def _of_experts(read: Callable[[Experts], Any], dense: Any = None) -> Reader:
 READERS: dict[str, Reader] = {
     "num_layers": lambda hf: hf.get("num_hidden_layers"),
     "hidden_size": lambda hf: hf.get("hidden_size"),
-    "ffn_hidden_size": lambda hf: decoder_of(hf).ffn,
+    "ffn_hidden_size": lambda hf: hf.get("intermediate_size"),
     "num_attention_heads": lambda hf: hf.get("num_attention_heads"),
     "group_query_attention": lambda hf: hf.get("num_key_value_heads") != hf.get("num_attention_heads"),
     "num_query_groups": lambda hf: hf.get("num_key_value_heads", hf.get("num_attention_heads")),

@@ -14,6 +14,7 @@ from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.checkpoint import check_directories
 from slime.config.cluster import check_domains, check_hardware, check_offload
 from slime.config.debug import check_profile_steps
+from slime.config.delta_net import check_delta_heads
 from slime.config.experts import check_expert_flags
 from slime.config.fields import spelled
 from slime.config.kernels import check_kernels
@@ -280,6 +281,7 @@ def _checkpoint(c: Config) -> None:
     check_replayed_model(c, experts.count if experts else 0, experts.topk if experts else None)
     c.megatron.layers_of_stages(len(decoder.layers))
     check_expert_flags(c, decoder)
+    check_delta_heads(c, decoder)
     largest, vocabulary = largest_token_id(checkpoint), hf_config.get("vocab_size")
     if largest is not None and vocabulary is not None and largest >= vocabulary:
         raise ValueError(

@@ -44,6 +44,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     """The positions of the sequences of one micro-batch, and the tokens that this rank computes. `packed_layout` makes
     it, and all layers share it.
 
+    `places` [T] int64 are the positions of the row's tokens, and `bounds` [S+1] int32 bounds its sequences.
     `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows are
     padding, 0. `rotary` are the model's rotary embeddings, which it sets before its layers run. `cu_seqlens_q`
     bounds the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. `buckets` lists (S, L) of the
@@ -57,6 +58,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     """
 
     own: int = 0
+    places: Tensor = field(kw_only=True)
+    bounds: Tensor = field(kw_only=True)
     positions: Tensor = field(kw_only=True)
     rotary: Sequence[Rotary] = ()
     buckets: list[tuple[int, int]] = field(default_factory=list)
@@ -87,6 +90,8 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
         max_seqlen_q=max(queries, default=0),
         max_seqlen_kv=max(seen, default=0),
         own=len(part.tokens),
+        places=place.to(device),
+        bounds=_cumulative(list(part.lengths)).to(device),
         positions=positions.to(device),
         buckets=buckets,
         slots=slots.to(device),
@@ -132,7 +137,9 @@ def gather_keys(
     if layout.context_group is None:
         return key, value
     both = torch.cat([key, value], dim=1)
-    everyone: Tensor = gather_from_sequence_parallel_region(padded_rows(both, layout), group=layout.context_group)
+    everyone: Tensor = gather_from_sequence_parallel_region(
+        padded_rows(both, layout), group=layout.context_group
+    )
     assert order is not None  # `packed_layout` sets both orders with the group
     keys, values = everyone.index_select(0, order).chunk(2, dim=1)
     return keys, values

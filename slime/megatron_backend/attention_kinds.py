@@ -15,13 +15,13 @@ from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from slime.megatron_backend.attention import PackedAttention
 from slime.megatron_backend.gated_delta_net import GatedDeltaNet
 from slime.megatron_backend.layers import NormedLinear
 from slime.megatron_backend.norms import ProjectionNorm, RMSNorm
 from slime.models import Decoder, Layer
-from torch import Tensor
 
 
 class BiasedOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
@@ -45,11 +45,6 @@ def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> M
     modules.core_attention = functools.partial(PackedAttention, rope=layer.rope, window=layer.window)
     modules.linear_qkv = NormedLinear
     if decoder.output_gate:
-        if decoder.groups % core.tensor_model_parallel_size:
-            raise ValueError(
-                f"--tensor-model-parallel-size must divide the {decoder.groups} num_key_value_heads of attention with "
-                f"an output gate, got {core.tensor_model_parallel_size}; take fewer ranks"
-            )
         spec.module = GatedAttention
     if decoder.output_bias:
         modules.linear_proj = BiasedOutput

@@ -7,20 +7,22 @@ The state S [K, V] of a value head starts at zero with each sequence:
 
 A packed row keeps its sequences apart in the convolution and in the state. On CUDA, both are kernels of fla-core. On
 other devices, they are the plain PyTorch functions of this file. megatron-core's own module has no packed sequences.
-Refused: context parallelism (slime.config.stateful), where a rank has a part of a sequence.
+
+With context parallelism, a rank has a part of the tokens, but a state runs through all tokens of a sequence. So the
+ranks exchange: each computes all tokens for its part of the heads (DeepSpeed Ulysses, 2309.14509).
 
 Shapes: P rows, n tokens of this rank (P without padding), H heads of keys and A of values on this tensor-parallel
-rank, K and V their sizes, C channels of the convolution, W taps, B sequences of a bucket, L their padded length.
+rank, K and V their sizes, C channels, W taps, B sequences of a bucket, L their padded length, T tokens of the row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import RowParallelLinear, copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import RowParallelLinear, all_to_all, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -45,11 +47,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
     def __init__(self, config: TransformerConfig, *, sizes: DeltaNet, **unused: Any) -> None:
         super().__init__(config)
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        if sizes.keys % ranks:
-            raise ValueError(
-                f"--tensor-model-parallel-size must divide the {sizes.keys} linear_num_key_heads, got {ranks}: "
-                f"{sizes.keys} / {ranks} = {sizes.keys / ranks:.3f}; take fewer ranks"
-            )
         self.sizes, self.heads = sizes, sizes.keys // ranks
         values, common = sizes.values // ranks, {"config": config, "bias": False, "skip_bias_add": False}
         self.in_proj = NormedLinear(
@@ -82,25 +79,31 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         """[P, 1, hidden] (or this rank's part with sequence parallelism) -> the same shape. Padding rows get zeros from
         the delta rule."""
         layout = packed_seq_params
-        mixed = self.in_proj(hidden_states)[0].squeeze(1)[: layout.own].unflatten(-1, (self.heads, -1))
+        mixed = whole_sequences(self.in_proj(hidden_states)[0].squeeze(1), layout)
+        conv_weight, a_log, dt_bias = (
+            share_of(x, layout) for x in (self.conv_weight, self.A_log, self.dt_bias)
+        )
         key, _, value, _, gates, _ = self.sizes.widths
+        mixed = mixed.unflatten(-1, (-1, sum(self.sizes.widths)))
         qkv, gate, beta, decay = mixed.split([2 * key + value, value, gates, gates], dim=-1)
-        convolve, delta_rule, norm = _kernels() if mixed.is_cuda else (convolved, padded_delta_rule, gated_norm)
-        qkv = convolve(qkv.flatten(1), self.conv_weight, layout).unflatten(-1, (self.heads, -1))
+        convolve, delta_rule, norm = (
+            _kernels() if mixed.is_cuda else (convolved, padded_delta_rule, gated_norm)
+        )
+        qkv = convolve(qkv.flatten(1), conv_weight, layout).unflatten(-1, (-1, 2 * key + value))
         query, keys, values = qkv.split([key, key, value], dim=-1)
         out = delta_rule(
             *(query, keys, self._by_value(values)),
-            -self.A_log.exp() * softplus(decay.flatten(1).float() + self.dt_bias),
+            -a_log.exp() * softplus(decay.flatten(1).float() + dt_bias),
             beta.flatten(1).sigmoid(),
             layout,
         )
         # every rank has the whole weight, and its gradient is a sum over all heads
         weight = copy_to_tensor_model_parallel_region(self.norm_weight)
         out = norm(out, self._by_value(gate), weight, self.config.layernorm_epsilon)
-        return self.out_proj(padded_rows(out.flatten(1), layout).unsqueeze(1))[0], None
+        return self.out_proj(own_rows(out.flatten(1), layout).unsqueeze(1))[0], None
 
     def _by_value(self, x: Tensor) -> Tensor:
-        """[n, H, value heads per key head * V] -> [n, A, V]."""
+        """[T, H, value heads per key head * V] -> [T, A, V]."""
         return x.unflatten(-1, (-1, self.sizes.value_dim)).flatten(1, 2)
 
     def sharded_state_dict(
@@ -119,11 +122,36 @@ def _split_over_ranks(*shape: int) -> nn.Parameter:
     return parameter  # type: ignore[no-any-return]
 
 
+def whole_sequences(x: Tensor, layout: PackedLayout) -> Tensor:
+    """[P, C] of this rank's tokens -> [T, C / ranks] of the row's tokens: this context-parallel rank's part of the
+    channels. Collective if several ranks share the row."""
+    if (group := layout.context_group) is None:
+        return x[: layout.own]
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    received: Tensor = all_to_all(group, parts.contiguous())
+    return received.flatten(0, 1).index_select(0, cast(Tensor, layout.gathered))
+
+
+def own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
+    """The way back: [T, C / ranks] -> [P, C], zeros in padding rows."""
+    if (group := layout.context_group) is None:
+        return padded_rows(x, layout)
+    rows = x.new_zeros(group.size() * layout.positions.numel(), x.shape[1])
+    received: Tensor = all_to_all(group, rows.index_copy(0, cast(Tensor, layout.gathered), x))
+    return received.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1)
+
+
+def share_of(parameter: Tensor, layout: PackedLayout) -> Tensor:
+    """The rows of a parameter for the heads that this context-parallel rank computes."""
+    group = layout.context_group
+    return parameter if group is None else parameter.chunk(group.size())[group.rank()]
+
+
 def convolved(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
-    """`silu(sum(weight[:, 0, W - 1 - i] * x[t - i] for i in range(W)))` within each sequence: x [n, C], weight
-    [C, 1, W] -> [n, C]. In fp32."""
+    """`silu(sum(weight[:, 0, W - 1 - i] * x[t - i] for i in range(W)))` within each sequence: x [T, C], weight
+    [C, 1, W] -> [T, C]. In fp32."""
     taps = weight[:, 0].float().unbind(-1)[::-1]
-    wide, place = x.float(), layout.positions[: layout.own, None]
+    wide, place = x.float(), layout.places[:, None]
     total = wide * taps[0]
     for back, tap in enumerate(taps[1:], 1):
         earlier = pad(wide, (0, 0, back, 0))[: len(x)]
@@ -142,7 +170,7 @@ def padded_delta_rule(
 ) -> Tensor:
     """The gated delta rule within each sequence, one padded batch per bucket of the layout, in fp32.
 
-    query and key [n, H, K], value [n, A, V], decay (logarithm) and beta [n, A] -> [n, A, V]. Queries and keys are
+    query and key [T, H, K], value [T, A, V], decay (logarithm) and beta [T, A] -> [T, A, V]. Queries and keys are
     normalised to length 1, and queries divided by sqrt(K). Deterministic. Padding follows a sequence's tokens, so no
     token reads it.
     """
@@ -202,7 +230,7 @@ def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[.
 
     def convolve(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
         out: Tensor = causal_conv1d(
-            x[None].contiguous(), weight.squeeze(1), activation="silu", cu_seqlens=layout.cu_seqlens_q
+            x[None].contiguous(), weight.squeeze(1), activation="silu", cu_seqlens=layout.bounds
         )[0]
         return out[0]
 
@@ -212,7 +240,7 @@ def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[.
         out: Tensor = chunk_gated_delta_rule(
             *(query, key, value, decay, beta),
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=layout.cu_seqlens_q,
+            cu_seqlens=layout.bounds,
         )[0]
         return out[0]
 

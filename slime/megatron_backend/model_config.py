@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
 from slime.config import Config
+from slime.config.delta_net import check_delta_heads
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.experts import expert_fields
 from slime.models import decoder_of
@@ -60,6 +61,7 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
     """
     decoder, dtype = decoder_of(hf_config), params_dtype(config)
     config.megatron.layers_of_stages(len(decoder.layers))
+    check_delta_heads(config, decoder)
     fields: dict[str, Any] = {
         "num_layers": len(decoder.layers),
         "hidden_size": decoder.hidden,

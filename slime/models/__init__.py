@@ -20,7 +20,18 @@ from slime.models.qwen3 import QWEN3, QWEN3_MOE
 from slime.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from slime.models.qwen3_next import QWEN3_NEXT
 
-__all__ = ["FAMILIES", "Attention", "Decoder", "DeltaNet", "Experts", "Family", "Hf", "Layer", "decoder_of", "family_for"]
+__all__ = [
+    "FAMILIES",
+    "Attention",
+    "Decoder",
+    "DeltaNet",
+    "Experts",
+    "Family",
+    "Hf",
+    "Layer",
+    "decoder_of",
+    "family_for",
+]
 
 _ALL = (
     QWEN2,

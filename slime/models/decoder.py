@@ -48,7 +48,8 @@ class Attention:
 @dataclass(frozen=True)
 class DeltaNet:
     """The sizes of gated delta net layers: `keys` heads of queries and keys, of size `key_dim`, and `values` heads of
-    values, of size `value_dim`. Neighbouring value heads share a key head. A convolution sees the newest `taps` tokens."""
+    values, of size `value_dim`. Neighbouring value heads share a key head. A convolution sees the newest `taps` tokens.
+    """
 
     keys: int
     values: int
@@ -126,10 +127,10 @@ class Experts:
 class Decoder:
     """A decoder: sizes, layers, and what is particular about its parts.
 
-    `output_bias`: a bias after the attention. `output_gate`: a sigmoid of the token weighs the output of the attention. `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection"
-    (RMSNorm of all heads together). `post_norms`: norms of the outputs of attention and MLP too. `centred_norms`:
-    norms multiply by 1 + weight. `delta`: the sizes of gated delta net layers. `core`: further fields of
-    megatron-core's TransformerConfig.
+    `output_bias`: a bias after the attention. `output_gate`: a sigmoid of the token weighs the output of attention.
+    `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection" (RMSNorm of all heads together). `post_norms`:
+    norms of the outputs of attention and MLP too. `centred_norms`: norms multiply by 1 + weight. `delta`: the sizes of
+    gated delta net layers. `core`: further fields of megatron-core's TransformerConfig.
     """
 
     hidden: int

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.models.decoder import Decoder, DeltaNet, Hf, Layer
 from slime.models.layouts import Direct, Row, cat
@@ -27,7 +28,15 @@ _DEFAULTS = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-"""What transformers and vLLM take for a key that config.json leaves out."""
+SHARED_WIDTH = {"shared_expert_intermediate_size": 512}
+"""What transformers and vLLM take for keys that config.json leaves out."""
+
+FLAGS: tuple[tuple[str, Callable[[Hf], Any]], ...] = (
+    ("attention_output_gate", lambda hf: True),
+    ("apply_layernorm_1p", lambda hf: True),
+    ("rotary_percent", lambda hf: rope_record(hf).get("partial_rotary_factor", 0.25)),
+)
+"""MODEL_ARGS of slime's scripts for these models."""
 
 
 def rope(hf: Hf, head_dim: int) -> Rope:
@@ -41,7 +50,9 @@ def read_delta(hf: Hf) -> DeltaNet:
     sizes = {key: hf.get(key, default) for key, default in _DEFAULTS.items()}
     for key, value in sizes.items():
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{key} in config.json must be at least 1, got {value}; the checkpoint is incomplete")
+            raise ValueError(
+                f"{key} in config.json must be at least 1, got {value}; the checkpoint is incomplete"
+            )
     keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     if values % keys:
         raise ValueError(

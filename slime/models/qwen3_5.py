@@ -8,11 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slime.models.decoder import Decoder, Experts, Hf
 from slime.models.family import Family, Tensors
-from slime.models.hybrid import DELTA_NET, GATED_ATTENTION, HF_DELTA, MG_DELTA, ByKeyHead, hybrid, rope
+from slime.models.hybrid import (
+    DELTA_NET,
+    FLAGS,
+    GATED_ATTENTION,
+    HF_DELTA,
+    MG_DELTA,
+    SHARED_WIDTH,
+    ByKeyHead,
+    hybrid,
+    rope,
+)
 from slime.models.layouts import Row
 from slime.models.qwen2_moe import SHARED_WITH_GATE
 from slime.models.qwen2_moe import experts as shared_experts
@@ -29,7 +39,7 @@ TEXT = "model.language_model."
 def experts(hf: Hf) -> Experts:
     """The weights of a token's experts are always normalised, and newer files do not say so."""
     only(hf, norm_topk_prob=True)
-    return shared_experts({**hf, "norm_topk_prob": True})
+    return shared_experts({**SHARED_WIDTH, **hf, "norm_topk_prob": True})
 
 
 def read(hf: Hf) -> Decoder:
@@ -37,12 +47,17 @@ def read(hf: Hf) -> Decoder:
     return hybrid(hf, read_decoder(hf, qk_norm="head", rope=rope))
 
 
+def width(hf: Hf) -> Any:
+    return hf.get("intermediate_size") or hf.get("moe_intermediate_size")
+
+
 def read_moe(hf: Hf) -> Decoder:
     """No layer is dense, so files give the width of an expert only."""
     only(hf, attention_bias=False, mlp_only_layers=[], decoder_sparse_step=1)
     need(hf, "moe_intermediate_size")
-    ffn = hf.get("intermediate_size") or hf["moe_intermediate_size"]
-    return hybrid(hf, read_decoder({**hf, "intermediate_size": ffn}, qk_norm="head", rope=rope, experts=experts))
+    return hybrid(
+        hf, read_decoder({**hf, "intermediate_size": width(hf)}, qk_norm="head", rope=rope, experts=experts)
+    )
 
 
 def carried(hf: Hf) -> tuple[str, ...]:
@@ -115,6 +130,7 @@ def family(model_type: str, title: str, models: str, rows: tuple[Row, ...], pref
         reader,
         predicted=carried,
         stored=text_tensors(prefix),
+        flags=(*FLAGS, ("ffn_hidden_size", width)),
     )
 
 

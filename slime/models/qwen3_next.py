@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.family import Family
-from slime.models.hybrid import DELTA_NET, GATED_ATTENTION, HF_DELTA, MG_DELTA, ByKeyHead, hybrid, rope
+from slime.models.hybrid import (
+    DELTA_NET,
+    FLAGS,
+    GATED_ATTENTION,
+    HF_DELTA,
+    MG_DELTA,
+    SHARED_WIDTH,
+    ByKeyHead,
+    hybrid,
+    rope,
+)
 from slime.models.layouts import Row
 from slime.models.qwen2_moe import SHARED_WITH_GATE, experts
 from slime.models.reading import only, read_decoder
@@ -13,6 +23,7 @@ from slime.models.rows import ENDS, EXPERTS, HEAD_NORMS, IGNORED, MLP, NORMS
 
 def read(hf: Hf) -> Decoder:
     only(hf, attention_bias=False)
+    hf = {**SHARED_WIDTH, **hf}
     return hybrid(hf, read_decoder(hf, qk_norm="head", rope=rope, experts=experts))
 
 
@@ -34,5 +45,12 @@ ROWS = (
 )
 
 QWEN3_NEXT = Family(
-    "qwen3_next", "Qwen3-Next, experts", "80B-A3B", ROWS, read, ignored=IGNORED, predicted=predicted
+    "qwen3_next",
+    "Qwen3-Next, experts",
+    "80B-A3B",
+    ROWS,
+    read,
+    ignored=IGNORED,
+    predicted=predicted,
+    flags=FLAGS,
 )

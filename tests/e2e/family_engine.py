@@ -46,17 +46,16 @@ def train(_: int, root: Path, names: Sequence[str]) -> None:
     from slime.megatron_backend.weights import export_hf, load_hf
 
     torch.set_num_threads(1)
-    config = make_config()
-    init_parallel(0, 1, config, init_method=f"file://{root}/store")
+    init_parallel(0, 1, make_config(), init_method=f"file://{root}/store")
     tokens = torch.tensor(TOKENS)
 
     def log_probs(model: torch.nn.Module) -> torch.Tensor:
         output = stage_output(model, tokens, packed_layout(token_slice([len(TOKENS)]), "cpu"))
-        return logits_of(model, output)[:-1, :99].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        return logits_of(model, output)[:-1, :99].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
     found: dict[str, list[Any]] = {}
     for name in names:
-        model = build_model(read_hf_config(root / name), config)
+        model = build_model(read_hf_config(root / name), make_config(params_dtype=CASES[name].dtype))
         load_hf(model, root / name)
         found[name] = []
         channel = FileChannel(root / f"{name}-weights")
@@ -90,11 +89,15 @@ def check_engine(
     """vLLM gives the trainer's log-probs as loaded, after an update, and after the first weights again."""
     root, found = trained
     (before, first), (after, second) = found[name]
+    print(name, "change", (before - after).abs().mean(), (before - after).abs().max())
     assert (before - after).abs().max() > 0.01
-    remote = {"trust_remote_code": True} if CASES[name].kind in BUILT_AS else {}
-    with offline_engine(root / name, root / f"{name}-weights", monkeypatch, **remote) as engine:
+    settings: dict[str, Any] = {"dtype": CASES[name].dtype}
+    settings |= {"trust_remote_code": True} if CASES[name].kind in BUILT_AS else {}
+    with offline_engine(root / name, root / f"{name}-weights", monkeypatch, **settings) as engine:
+        print("first", (engine.log_probs(TOKENS) - before).abs().mean())
         assert (engine.log_probs(TOKENS) - before).abs().mean() < tolerance
         for update, expected in ((second, after), (first, before)):
             engine.take(update)
             difference = (engine.log_probs(TOKENS) - expected).abs()
+            print("difference", difference.mean(), difference.max())
             assert difference.mean() < tolerance and difference.max() < 5 * tolerance

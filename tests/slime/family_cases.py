@@ -68,11 +68,13 @@ BUILT_AS = {"mimo": "qwen2"}
 @dataclass(frozen=True)
 class Case:
     """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: where a real engine
-    serves it in tests/e2e, "cpu" or "gpu"; "" for families with an engine test of their own, and for variants."""
+    serves it in tests/e2e, "cpu" or "gpu"; "" for families with an engine test of their own, and for variants. `dtype`:
+    that of the trainer and the engine there."""
 
     kind: str
     shape: dict[str, Any] = field(default_factory=dict)
     engine: str = ""
+    dtype: str = "float32"
 
 
 CASES: dict[str, Case] = {
@@ -95,9 +97,13 @@ CASES: dict[str, Case] = {
     "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine="gpu"),
     "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
-    "qwen3-next": Case("qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, engine="cpu"),
-    "qwen3-5": Case("qwen3_5", engine="cpu"),
-    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}, engine="cpu"),
+    # vLLM's kernels of gated delta nets for CPUs are in bfloat16 only
+    "qwen3-next": Case(
+        "qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, "cpu", "bfloat16"
+    ),
+    # vLLM's Qwen3.5 imports torchvision, which its build for CPUs does not bring
+    "qwen3-5": Case("qwen3_5", engine="gpu"),
+    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}, engine="gpu"),
     "qwen3-5-moe": Case("qwen3_5_moe", {"tie_word_embeddings": False}),
     "qwen3-5-moe-text": Case("qwen3_5_moe_text", {"tie_word_embeddings": False}),
 }
@@ -106,7 +112,7 @@ CASES: dict[str, Case] = {
 ENGINE_SHAPE: dict[str, Any] = {"hidden_size": 128, "max_position_embeddings": 512}
 """vLLM's CPU kernels need heads of 32 and experts of 64 at least."""
 _EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64}
-_STATE = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+_STATE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         "intermediate_size": 64,

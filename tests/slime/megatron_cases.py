@@ -60,7 +60,9 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
         for name, parameter in model.named_parameters():
-            if name.endswith("conv1d.weight"):  # a norm follows, which makes the rounding of tiny values large
+            if name.endswith(
+                "conv1d.weight"
+            ):  # a norm follows, which makes the rounding of tiny values large
                 parameter.normal_(std=0.5)
         for name, buffer in model.named_buffers():
             # Scores differ by less, so the bias decides many choices.
