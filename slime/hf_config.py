@@ -13,7 +13,18 @@ from slime.models import family_for
 
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face checkpoint directory. ValueError if it is missing or not a JSON object."""
+    """config.json of a Hugging Face checkpoint directory. ValueError if it is missing or not a JSON object.
+
+    The settings of a multimodal model's text model (`text_config`) are put at the top level, where other models have
+    them. `model_type` stays that of the whole model.
+    """
+    content = read_config_json(checkpoint)
+    text = content.get("text_config")
+    return {**text, **content, "text_config": None} if isinstance(text, dict) else content
+
+
+def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
+    """config.json as it is written."""
     path = Path(checkpoint) / "config.json"
     if not path.is_file():
         what = "check the path"

@@ -14,6 +14,7 @@ from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.checkpoint import check_directories
 from slime.config.cluster import check_domains, check_hardware, check_offload
 from slime.config.debug import check_profile_steps
+from slime.config.delta_net import check_delta_heads
 from slime.config.experts import check_expert_flags
 from slime.config.fields import spelled
 from slime.config.kernels import check_kernels
@@ -338,6 +339,11 @@ def _experts(c: Config) -> None:
         check_expert_flags(c, decoder)
 
 
+def _delta_heads(c: Config) -> None:
+    if (decoder := _decoder(c)) is not None:
+        check_delta_heads(c, decoder)
+
+
 def checkpoint_notes(c: Config) -> Iterator[str]:
     """Notes on flags that describe the checkpoint of a validated configuration."""
     yield from model_arg_notes(c.megatron.model_args, _model(c))
@@ -376,6 +382,7 @@ TOGETHER: tuple[Rule, ...] = (
     _replayed_model,
     _stages,
     _experts,
+    _delta_heads,
 )
 
 

@@ -272,8 +272,11 @@ def pack(
     )
 
 
-def shares_prompts(config: Config) -> bool:
-    """Whether a prompt is computed once for all samples of a micro-batch that have it."""
+def shares_prompts(config: Config, hf_config: dict[str, Any]) -> bool:
+    """Whether a prompt is computed once for all samples of a micro-batch that have it. Not with layers that have a
+    state: the state after the prompt is not kept."""
+    if decoder_of(hf_config).stateful:
+        return False
     engine = config.megatron.overrides.get("transformer_impl") == "transformer_engine"
     return config.data.share_prompts and config.megatron.context_parallel_size == 1 and not engine
 

@@ -60,6 +60,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     """The positions of the sequences of one micro-batch, and the tokens that this rank computes. `packed_layout` makes
     it, and all layers share it.
 
+    `places` [T] int64 are the positions of the row's tokens, and `bounds` [S+1] int32 bounds its sequences.
     `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows are
     padding, 0. `rotary` are the model's rotary embeddings, which it sets before its layers run. `cu_seqlens_q`
     bounds the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. The padded batches of
@@ -73,6 +74,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     """
 
     own: int = 0
+    places: Tensor = field(kw_only=True)
+    bounds: Tensor = field(kw_only=True)
     positions: Tensor = field(kw_only=True)
     rotary: Sequence[Rotary] = ()
     buckets: list[Bucket] = field(default_factory=list)
@@ -100,6 +103,8 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
         max_seqlen_q=max(queries, default=0),
         max_seqlen_kv=max(seen, default=0),
         own=len(part.tokens),
+        places=place.to(device),
+        bounds=_cumulative(list(part.lengths)).to(device),
         positions=positions.to(device),
         buckets=[b if b.mask is None else b._replace(mask=b.mask.to(device)) for b in buckets],
         query_slots=query_slots.to(device),
@@ -165,12 +170,12 @@ def gather_keys(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tenso
         return key, value
     both = torch.cat([key, value], dim=1)
     if layout.context_group is not None:
-        both = gather_from_sequence_parallel_region(_padded(both, layout), group=layout.context_group)
+        both = gather_from_sequence_parallel_region(padded_rows(both, layout), group=layout.context_group)
     keys, values = take(both, layout.keys).chunk(2, dim=1)
     return keys, values
 
 
-def _padded(x: Tensor, layout: PackedLayout) -> Tensor:
+def padded_rows(x: Tensor, layout: PackedLayout) -> Tensor:
     """[n, ...] -> [P, ...] with zeros in the padding rows."""
     padding = layout.positions.numel() - layout.own
     return pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
@@ -361,7 +366,7 @@ class PackedAttention(nn.Module):
             out = flash_attention(query, key, value, layout, self.scale, self.window, self.sinks)
         else:
             out = padded_attention(query, key, value, layout, self.scale, self.window, self.cap, self.sinks)
-        return _padded(out.flatten(1), layout)
+        return padded_rows(out.flatten(1), layout)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

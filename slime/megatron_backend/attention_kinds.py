@@ -12,10 +12,13 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from slime.megatron_backend.attention import PackedAttention
+from slime.megatron_backend.gated_delta_net import GatedDeltaNet
 from slime.megatron_backend.latent_attention import latent_attention
 from slime.megatron_backend.layers import NormedLinear
 from slime.megatron_backend.norms import ProjectionNorm, RMSNorm
@@ -27,6 +30,13 @@ class BiasedOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core ha
 
     def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
         super().__init__(*args, bias=True, **kwargs)
+
+
+class GatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's attention with its output gate, which Megatron would compile at the first token."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
 
 
 def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
@@ -42,6 +52,8 @@ def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> M
         sinks=decoder.sinks,
     )
     modules.linear_qkv = NormedLinear
+    if decoder.output_gate:
+        spec.module = GatedAttention
     if decoder.output_bias:
         modules.linear_proj = BiasedOutput
     if decoder.qk_norm == "head":
@@ -54,8 +66,13 @@ def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> M
     return spec
 
 
+def gated_delta_net(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
+    return ModuleSpec(GatedDeltaNet, params={"sizes": decoder.delta})
+
+
 KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec]] = {
     "full": full_attention,
     "latent": latent_attention,
+    "gated_delta_net": gated_delta_net,
 }
 """`Layer.kind` -> the module of the attention slot."""

@@ -114,8 +114,9 @@ class Layer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no typ
         # this class does what --recompute-modules layernorm does; Megatron's own code needs Transformer Engine
         self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
         if config.recompute_granularity != "full":
-            if isinstance(qkv := getattr(self.self_attention, "linear_qkv", None), NormedLinear):
-                defer(self.input_layernorm, qkv)
+            for name in ("linear_qkv", "in_proj"):
+                if isinstance(first := getattr(self.self_attention, name, None), NormedLinear):
+                    defer(self.input_layernorm, first)
             if (
                 not self.is_moe_layer
             ):  # the router and every expert read that norm, so no single product can compute it

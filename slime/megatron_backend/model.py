@@ -113,7 +113,8 @@ def build_model(hf_config: dict[str, Any], config: Config, *, ddp: bool = True) 
     tp = parallel_state.get_tensor_model_parallel_world_size()
     vocab = hf_config["vocab_size"]
     padded = padded_vocab_size(vocab, config.megatron.make_vocab_size_divisible_by, tp)
-    sizes = Sizes(groups=core.num_query_groups, head_dim=core.kv_channels, vocab=vocab, padded_vocab=padded)
+    delta = decoder_of(hf_config).delta
+    sizes = Sizes(core.num_query_groups, core.kv_channels, vocab=vocab, padded_vocab=padded, delta=delta)
     stages = core.virtual_pipeline_model_parallel_size
     # Megatron's schedule reads the number of virtual stages here. Only the model's layers tell it.
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)

@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
 from slime.config import Config
+from slime.config.delta_net import check_delta_heads
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.experts import expert_fields
 from slime.models import decoder_of
@@ -60,6 +61,7 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
     ValueError if the layers cannot be divided among the pipeline stages.
     """
     decoder, dtype = decoder_of(hf_config), params_dtype(config)
+    check_delta_heads(config, decoder)
     fields: dict[str, Any] = {
         "num_layers": len(decoder.layers),
         "hidden_size": decoder.hidden,
@@ -76,6 +78,7 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
         "add_qkv_bias": decoder.qkv_bias,
         # Megatron sums the gradients of such norms over tensor-parallel ranks, which each have a part of the heads
         "qk_layernorm": decoder.qk_norm == "head",
+        "attention_output_gate": decoder.output_gate,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bf16": dtype == torch.bfloat16,

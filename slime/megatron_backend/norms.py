@@ -17,7 +17,8 @@ from torch.nn.functional import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
-    """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019).
+    """`x * rsqrt(mean(x ** 2) + eps) * weight` (Zhang and Sennrich 2019), or `* (1 + weight)` if the model's norms are
+    centred at zero.
 
     With --layernorm-zero-centered-gamma, it is `(x * rsqrt(..) * (1 + weight)).to(x.dtype)`, computed in fp32.
 
@@ -39,7 +40,29 @@ class RMSNorm(nn.RMSNorm):
     def normalise(self, x: Tensor) -> Tensor:
         if not self.zero_centred:
             return super().forward(x)
-        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+        return CentredNorm.apply(x, self.weight, self.eps)
+
+
+class CentredNorm(torch.autograd.Function):
+    """`rms_norm(x.float(), (H,), 1 + weight.float(), eps).to(x.dtype)` for x [..., H] and weight [H]. The sum with 1 is
+    not rounded to the model's dtype. Autograd keeps x and the weight, and nothing in fp32."""
+
+    @staticmethod
+    def _compute(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return CentredNorm._compute(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            again = CentredNorm._compute(x, weight, ctx.eps)
+        return *torch.autograd.grad(again, (x, weight), upstream), None
 
 
 class ProjectionNorm(nn.Module):

@@ -235,7 +235,7 @@ class MegatronTrainer:
             multiple=info.tp_size if self.config.megatron.sequence_parallel else 1,
             cp_rank=info.cp_rank,
             cp_size=info.cp_size,
-            share_prompts=shares_prompts(self.config),
+            share_prompts=shares_prompts(self.config, self.hf_config),
         )
         if policy:
             self.replay.attach(batch, training=training)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slime.checkpoint_dir import HF_INDEX, HF_SINGLE, latest, released
 from slime.checkpoint_files import WRITE_LATEST
-from slime.hf_config import open_weights, read_index
+from slime.hf_config import open_weights, read_config_json, read_index
 from slime.megatron_backend.checkpoint import load_checkpoint
 from slime.megatron_backend.model import HiddenGPTModel, last_part, unwrapped
 from slime.megatron_backend.torch_dist import load_torch_dist
@@ -379,9 +379,12 @@ def _copy_config(inner: HiddenGPTModel, source_dir: Path, out_dir: Path) -> None
             if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name != "config.json":
                 shutil.copyfile(file, out_dir / file.name)
     dtype = str(inner.config.params_dtype).removeprefix("torch.")
-    key = "torch_dtype" if "torch_dtype" in inner.hf_config else "dtype"
-    plain = {name: value for name, value in inner.hf_config.items() if name != "quantization_config"}
-    (out_dir / "config.json").write_text(json.dumps({**plain, key: dtype}, indent=2) + "\n")
+    written = read_config_json(source_dir)
+    for part in (written, written.get("text_config")):
+        if part is not None:
+            part.pop("quantization_config", None)
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
+    (out_dir / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _shard_group(row: Row) -> dist.ProcessGroup:

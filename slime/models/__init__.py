@@ -6,7 +6,7 @@ decoder, so no other file names a family. Imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-from slime.models.decoder import Attention, Decoder, Experts, Hf, Layer
+from slime.models.decoder import Attention, Decoder, DeltaNet, Experts, Hf, Layer
 from slime.models.deepseek_v3 import DEEPSEEK_V3
 from slime.models.family import Family, as_stored
 from slime.models.gemma2 import GEMMA2
@@ -23,14 +23,32 @@ from slime.models.mistral import MISTRAL
 from slime.models.qwen2 import QWEN2
 from slime.models.qwen2_moe import QWEN2_MOE
 from slime.models.qwen3 import QWEN3, QWEN3_MOE
+from slime.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
+from slime.models.qwen3_next import QWEN3_NEXT
 
-__all__ = ["FAMILIES", "Attention", "Decoder", "Experts", "Family", "Hf", "Layer", "decoder_of", "family_for"]
+__all__ = [
+    "FAMILIES",
+    "Attention",
+    "Decoder",
+    "DeltaNet",
+    "Experts",
+    "Family",
+    "Hf",
+    "Layer",
+    "decoder_of",
+    "family_for",
+]
 
 _ALL = (
     QWEN2,
     QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_TEXT,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
     GEMMA2,
     GEMMA3,
     GLM4,

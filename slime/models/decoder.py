@@ -48,6 +48,48 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """The sizes of gated delta net layers: `keys` heads of queries and keys, of size `key_dim`, and `values` heads of
+    values, of size `value_dim`. Neighbouring value heads share a key head. A convolution sees the newest `taps` tokens.
+    """
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def of_key(self) -> int:
+        """Value heads per key head."""
+        return self.values // self.keys
+
+    @property
+    def widths(self) -> tuple[int, int, int, int, int, int]:
+        """Rows of the input projection for one key head: query, key, values, their output gates, beta, decay."""
+        wide = self.of_key * self.value_dim
+        return self.key_dim, self.key_dim, wide, wide, self.of_key, self.of_key
+
+    def attention(self, hidden: int) -> Attention:
+        """What the layer costs. Its state has a fixed size, so no token adds to an engine's cache.
+
+        The least work per token is three products with the state [key_dim, value_dim] of each value head, and the
+        convolution. Kept are the projection, the convolution's output, the kernel's 64 x 64 matrices, its output, the
+        norm's and the layer's.
+        """
+        q, k, v, gates, *one = (self.keys * width for width in self.widths)
+        mixed, convolved = q + k + v + gates + sum(one), q + k + v
+        return Attention(
+            params=hidden * mixed + v * hidden,
+            kept=mixed + convolved + q + k + 64 * self.values + 2 * v,
+            context=0,
+            cache=0,
+            pair_flops=0,
+            token_flops=6 * self.key_dim * v + 2 * self.taps * convolved,
+        )
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer. `kind` is the kind of its attention, a key of slime.megatron_backend.attention_kinds.
 
@@ -89,12 +131,14 @@ class Experts:
 class Decoder:
     """A decoder: sizes, layers, and what is particular about its parts.
 
-    `output_bias`: a bias after the attention. `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection"
-    (RMSNorm of all heads together). `post_norms`: norms of the outputs of attention and MLP too. `activation` of the
-    MLP or of the experts: a key of slime.megatron_backend.activations. `zero_centred`: norms multiply by 1 + weight.
-    `embedding_scale` multiplies the embeddings and `attention_scale` the scores of attention (None: 1 / sqrt(head)).
-    `attention_cap` and `logit_cap`: scores and logits z become `cap * tanh(z / cap)`. `sinks`: each head has a learned
-    score, whose share of the softmax goes to no token. `core`: further fields of megatron-core's TransformerConfig.
+    `output_bias`: a bias after the attention. `output_gate`: a sigmoid of the token weighs the output of attention.
+    `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection" (RMSNorm of all heads together). `post_norms`:
+    norms of the outputs of attention and MLP too. `activation` of the MLP or of the experts: a key of
+    slime.megatron_backend.activations. `zero_centred`: norms multiply by 1 + weight. `embedding_scale` multiplies the
+    embeddings and `attention_scale` the scores of attention (None: 1 / sqrt(head)). `attention_cap` and `logit_cap`:
+    scores and logits z become `cap * tanh(z / cap)`. `sinks`: each head has a learned score, whose share of the softmax
+    goes to no token. `delta`: the sizes of gated delta net layers. `core`: further fields of megatron-core's
+    TransformerConfig.
     """
 
     hidden: int
@@ -120,9 +164,17 @@ class Decoder:
     attention_cap: float | None = None
     logit_cap: float | None = None
     sinks: bool = False
+    output_gate: bool = False
+    delta: DeltaNet | None = None
     core: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sparse(self) -> tuple[bool, ...]:
         """Whether each layer has experts in place of one MLP."""
         return tuple(layer.sparse for layer in self.layers)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a layer has a state that runs through the tokens of a sample, which samples and context-parallel
+        ranks cannot share as they share keys and values."""
+        return self.delta is not None

@@ -12,21 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from slime.models.decoder import DeltaNet
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that layouts need: `groups` G, `head_dim` D, `vocab` the real V, `padded_vocab` V with padding."""
+    """The sizes that layouts need: `groups` G, `head_dim` D, `vocab` the real V, `padded_vocab` V with padding.
+    `delta`: those of gated delta net layers."""
 
     groups: int
     head_dim: int
     vocab: int
     padded_vocab: int
+    delta: DeltaNet | None = None
 
 
-def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     import torch
 
     return torch.cat(list(parts), dim=dim)
@@ -68,7 +72,7 @@ class Direct:
         return full if self.axis is None else full.chunk(size, dim=self.axis)[rank]
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
-        return shards[0] if self.axis is None else _cat(shards, self.axis)
+        return shards[0] if self.axis is None else cat(shards, self.axis)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class GroupedQkv(Direct):
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         by_group = [part.reshape(sizes.groups, -1, *part.shape[1:]) for part in parts]
-        return _cat(by_group, 1).flatten(0, 1)
+        return cat(by_group, 1).flatten(0, 1)
 
     def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
         by_group = full.reshape(sizes.groups, -1, *full.shape[1:])
@@ -107,17 +111,17 @@ class GateUp:
     """gate [F, H] above up [F, H]. A rank has its part of gate above its part of up."""
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        return _cat(parts)
+        return cat(parts)
 
     def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
         return list(full.chunk(2))
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
-        return _cat([half.chunk(size)[rank] for half in full.chunk(2)])
+        return cat([half.chunk(size)[rank] for half in full.chunk(2)])
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
         gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
-        return _cat([*gates, *ups])
+        return cat([*gates, *ups])
 
 
 @dataclass(frozen=True)

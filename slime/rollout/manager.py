@@ -117,7 +117,7 @@ class RolloutManager:
             data,
             carried,
             self.hf_config,
-            share_prompts=shares_prompts(self.config),
+            share_prompts=shares_prompts(self.config, self.hf_config),
             first_step=not old or operators.before_first_step(self.config, len(data["num_microbatches"])),
         )
 

@@ -54,11 +54,11 @@ def train(_: int, root: Path, names: Sequence[str]) -> None:
 
     def log_probs(model: torch.nn.Module) -> torch.Tensor:
         output = stage_output(model, tokens, packed_layout(token_slice([len(TOKENS)]), device))
-        return logits_of(model, output)[:-1, :99].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        return logits_of(model, output)[:-1, :99].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
     found: dict[str, list[Any]] = {}
     for name in names:
-        model = build_model(read_hf_config(root / name), config)
+        model = build_model(read_hf_config(root / name), make_config(params_dtype=CASES[name].dtype))
         load_hf(model, root / name)
         found[name] = []
         channel = FileChannel(root / f"{name}-weights")
@@ -93,8 +93,9 @@ def check_engine(
     root, found = trained
     (before, first), (after, second) = found[name]
     assert (before - after).abs().max() > 0.01
-    remote = {"trust_remote_code": True} if CASES[name].kind in REMOTE_KINDS else {}
-    with offline_engine(root / name, root / f"{name}-weights", monkeypatch, **remote) as engine:
+    settings: dict[str, Any] = {"dtype": CASES[name].dtype}
+    settings |= {"trust_remote_code": True} if CASES[name].kind in REMOTE_KINDS else {}
+    with offline_engine(root / name, root / f"{name}-weights", monkeypatch, **settings) as engine:
         assert (engine.log_probs(TOKENS) - before).abs().mean() < tolerance
         for update, expected in ((second, after), (first, before)):
             engine.take(update)

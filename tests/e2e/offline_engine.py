@@ -39,7 +39,7 @@ class OfflineEngine:
 def offline_engine(
     checkpoint: Path, weight_dir: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> Iterator[OfflineEngine]:
-    """On CPUs, in fp32; updates lie in `weight_dir`. `settings` are more of vLLM's."""
+    """On CPUs, in fp32 unless `settings`, which are vLLM's, have another dtype; updates lie in `weight_dir`."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
@@ -50,13 +50,12 @@ def offline_engine(
 
     llm = LLM(
         str(checkpoint),
-        dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=1 << 26,
         weight_transfer_config={"backend": "vime"},
         disable_log_stats=True,
         skip_tokenizer_init=True,
-        **settings,
+        **{"dtype": "float32", **settings},
     )
     try:
         yield OfflineEngine(llm)

@@ -12,6 +12,7 @@ from family_engine import Trained, check_engine, trained_models
 
 pytestmark = pytest.mark.e2e
 
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
 SERVED = [name for name, case in CASES.items() if case.engine == "cpu"]
 
 
@@ -22,4 +23,4 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_trainer_and_engine_agree(trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    check_engine(trained, name, monkeypatch)
+    check_engine(trained, name, monkeypatch, TOLERANCE[CASES[name].dtype])

@@ -19,6 +19,17 @@ _LATENT = {
     **_SIGMOID,
 }
 
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rms_norm_eps": 1e-4,  # the first tokens' outputs are tiny, and a norm would make their rounding large
+}
+
 TINY: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},  # not hidden / heads, as in the real Qwen3-0.6B
@@ -67,6 +78,11 @@ TINY: dict[str, dict[str, Any]] = {
     },
     # with another rms_norm_eps, transformers and vLLM differ (tests/slime/test_latent.py)
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "rms_norm_eps": 1e-6},
+    "qwen3_next": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
+    "qwen3_5": _HYBRID,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
+    "qwen3_5_moe_text": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
 }
 """`model_type` -> what its tiny model has beside the common sizes (`megatron_cases.tiny_checkpoint`)."""
 
@@ -82,6 +98,18 @@ MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
 OLD = {"original_max_position_embeddings": 16}
 
 
+MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
+"""Families whose checkpoints have a vision tower, too."""
+
+
+def multimodal(text: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a multimodal model with the text model `text`."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    vision |= {"num_position_embeddings": 16, "out_hidden_size": text["hidden_size"]}
+    tied = text["tie_word_embeddings"]
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+
+
 BUILT_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Families that transformers does not have: the family whose layers they have."""
 
@@ -95,11 +123,13 @@ PREDICTION = {
 @dataclass(frozen=True)
 class Case:
     """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: where a real engine
-    serves it in tests/e2e, "cpu" or "gpu"; "" for families with an engine test of their own, and for variants."""
+    serves it in tests/e2e, "cpu" or "gpu"; "" for families with an engine test of their own, and for variants. `dtype`:
+    that of the trainer and the engine there."""
 
     kind: str
     shape: dict[str, Any] = field(default_factory=dict)
     engine: str = ""
+    dtype: str = "float32"
 
 
 CASES: dict[str, Case] = {
@@ -135,6 +165,15 @@ CASES: dict[str, Case] = {
     "gemma2": Case("gemma2", engine="cpu"),
     "gemma3": Case("gemma3_text", engine="cpu"),
     "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
+    # vLLM's kernels of gated delta nets for CPUs are in bfloat16 only
+    "qwen3-next": Case(
+        "qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, "cpu", "bfloat16"
+    ),
+    # vLLM's Qwen3.5 imports torchvision, which its build for CPUs does not bring
+    "qwen3-5": Case("qwen3_5", engine="gpu"),
+    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}, engine="gpu"),
+    "qwen3-5-moe": Case("qwen3_5_moe", {"tie_word_embeddings": False}),
+    "qwen3-5-moe-text": Case("qwen3_5_moe_text", {"tie_word_embeddings": False}),
 }
 """Name of a tiny model -> the model."""
 
@@ -150,6 +189,8 @@ _ENGINE_LATENT = {
 }
 """vLLM's kernel for latent attention on CPUs needs these two sizes. vLLM reads method and scores from config.json.
 Published files give them, and transformers does not."""
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64}
+_STATE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {
         "intermediate_size": 64,
@@ -161,7 +202,10 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "kimi_k2": _ENGINE_LATENT,
     "glm4_moe_lite": _ENGINE_LATENT | {"first_k_dense_replace": 1},
     "gpt_oss": {"intermediate_size": 64, "num_local_experts": 8},
-    "qwen2_moe": {"moe_intermediate_size": 64, "num_experts": 8, "shared_expert_intermediate_size": 64},
+    "qwen2_moe": _EXPERTS,
+    "qwen3_next": {**_EXPERTS, **_STATE},
+    "qwen3_5": _STATE,
+    "qwen3_5_text": _STATE,
 }
 
 

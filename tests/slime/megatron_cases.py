@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from family_cases import BUILT_AS, PREDICTION, TINY
+from family_cases import BUILT_AS, MULTIMODAL, PREDICTION, TINY, multimodal
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -16,10 +16,12 @@ from torch.nn.functional import cross_entropy
 import rl_kernel
 from slime.config import Config
 from slime.data.token_slice import token_slice
+from slime.hf_config import read_hf_config
 from slime.megatron_backend.attention import packed_layout
 from slime.megatron_backend.model import capped, logit_cap, output_weight, stage_output, vocab_range
 from slime.megatron_backend.model import hidden_of as hidden_of_output
 from slime.megatron_backend.optimizer import finish_grads
+from slime.models import family_for
 
 VOCAB = 99
 BATCH_TOKENS = 29
@@ -48,12 +50,20 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         **TINY[kind],
         **shape,
     }
+    load: Any = transformers.AutoModelForCausalLM
+    if kind in MULTIMODAL:
+        load, values = transformers.AutoModelForImageTextToText, multimodal(values)
     config = transformers.AutoConfig.for_model(BUILT_AS.get(kind, kind), **values)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model: Any = load.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+        for name, parameter in model.named_parameters():
+            if name.endswith(
+                "conv1d.weight"
+            ):  # a norm follows, which makes the rounding of tiny values large
+                parameter.normal_(std=0.5)
         for name, buffer in model.named_buffers():
             # Scores differ by less, so the bias decides many choices.
             if name.endswith("e_score_correction_bias"):
@@ -93,6 +103,20 @@ def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     hf.save_pretrained(directory)
     return load_file(directory / "model.safetensors")
+
+
+def trained(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """`tensors` of a checkpoint without those that the trainer does not build: prediction layers, a vision tower."""
+    hf_config = read_hf_config(directory)
+    others = set(family_for(hf_config).prediction_names(tensors, hf_config))
+    return {name: tensor for name, tensor in tensors.items() if name not in others}
+
+
+def assert_gradients_equal(got: Tensor, wanted: Tensor, name: str) -> None:
+    """To 1e-4, or 1e-5 of the tensor's largest value: the norm after a delta rule makes the rounding of small outputs
+    large, in transformers' float32 as in ours."""
+    atol = max(1e-6, 1e-5 * wanted.abs().max().item())
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=atol, msg=lambda text: f"{name}: {text}")
 
 
 def as_published(directory: Path, kind: str) -> None:

@@ -196,11 +196,14 @@ def test_flops_count_a_shared_prompt_once(roots):
 
 def test_settings_without_sharing(roots):
     root = roots["dense"]
-    assert shares_prompts(make_config(root))
-    assert not shares_prompts(make_config(root, share_prompts=False))
-    assert not shares_prompts(make_config(root, actor_num_gpus_per_node=2, context_parallel_size=2))
+    hf_config = read_hf_config(root / "policy")
+    assert shares_prompts(make_config(root), hf_config)
+    assert not shares_prompts(make_config(root, share_prompts=False), hf_config)
+    assert not shares_prompts(
+        make_config(root, actor_num_gpus_per_node=2, context_parallel_size=2), hf_config
+    )
     engine = {"device": "cuda", "fp32": False, "overrides": {"transformer_impl": "transformer_engine"}}
-    assert not shares_prompts(make_config(root, **engine))
+    assert not shares_prompts(make_config(root, **engine), hf_config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

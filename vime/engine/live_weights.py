@@ -121,6 +121,8 @@ def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor
         return cast(torch.Tensor, module.piece(full))
     if full.shape == shape:
         return full
+    if full.dim() == 3 and full.numel() == shape.numel():  # a convolution, packed as a matrix
+        return full.reshape(shape)
     if hasattr(module, "shard_indices"):  # an embedding: rows of the vocabulary
         indices = module.shard_indices
         return full[indices.org_vocab_start_index : indices.org_vocab_end_index]

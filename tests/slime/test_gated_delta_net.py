@@ -1,0 +1,200 @@
+"""Gated delta net layers: the delta rule by its definition, packed rows that share nothing, dtypes and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from family_cases import CASES
+from megatron.core import parallel_state
+from megatron_cases import (
+    VOCAB,
+    assert_gradients_equal,
+    hidden_of,
+    make_config,
+    packed_logits,
+    tiny_checkpoint,
+)
+from rank_processes import on_ranks
+
+from slime.data.token_slice import token_slice
+from slime.megatron_backend.attention import packed_layout
+from slime.megatron_backend.gated_delta_net import CHUNK, convolved, padded_delta_rule
+from slime.megatron_backend.model import build_model, logits_of, output_weight, stage_output, unwrap
+from slime.megatron_backend.model_config import load_hf_config, transformer_config
+from slime.megatron_backend.optimizer import finish_grads
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+from slime.megatron_backend.weights import export_hf, load_hf
+from slime.models import FAMILIES
+
+LENGTHS = [3, CHUNK + 9, 1, 2 * CHUNK, 20]
+HEADS, VALUES, K, V = 2, 4, 8, 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_rank(tmp_path_factory):
+    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path_factory.mktemp('init')}/store")
+    yield
+    destroy_parallel()
+
+
+def columns(tokens: int) -> list[torch.Tensor]:
+    """q, k, v, the logarithm of the decay, beta."""
+    generator = torch.Generator().manual_seed(0)
+    random = [
+        torch.randn(tokens, *shape, generator=generator) for shape in ((HEADS, K), (HEADS, K), (VALUES, V))
+    ]
+    decay, beta = torch.rand(2, tokens, VALUES, generator=generator)
+    return [x.requires_grad_() for x in (*random, -decay, beta)]
+
+
+def by_definition(query, key, value, decay, beta) -> torch.Tensor:
+    """One token after the other, in float64."""
+    query, key, value, decay, beta = (x.double() for x in (query, key, value, decay, beta))
+    query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    query, key = (x.repeat_interleave(VALUES // HEADS, 1) for x in (query * K**-0.5, key))
+    state, outputs = torch.zeros(VALUES, K, V, dtype=torch.float64), []
+    for q, k, v, g, b in zip(query, key, value, decay, beta, strict=True):
+        state = state * g.exp()[:, None, None]
+        held = torch.einsum("hk,hkv->hv", k, state)
+        state = state + torch.einsum("hk,hv->hkv", k, b[:, None] * (v - held))
+        outputs.append(torch.einsum("hk,hkv->hv", q, state))
+    return torch.stack(outputs)
+
+
+def test_delta_rule_is_its_definition():
+    """Values and gradients of a packed row, with sequences of several chunks and of one token."""
+    layout, inputs = packed_layout(token_slice(LENGTHS), "cpu"), columns(sum(LENGTHS))
+    got = padded_delta_rule(*inputs, layout)
+    wanted = torch.cat(
+        [by_definition(*parts) for parts in zip(*(x.split(LENGTHS) for x in inputs), strict=True)]
+    )
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=1e-6)
+    upstream = torch.randn(got.shape, generator=torch.Generator().manual_seed(1))
+    ours = torch.autograd.grad(got, inputs, upstream)
+    theirs = torch.autograd.grad(wanted, inputs, upstream.double())
+    for mine, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, their, rtol=1e-4, atol=1e-5)
+
+
+def test_convolution_begins_anew_with_each_sequence():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(sum(LENGTHS), 5, generator=generator), torch.randn(5, 1, 4, generator=generator)
+    alone = [
+        torch.nn.functional.conv1d(part.T[None], weight, padding=3, groups=5)[0, :, : len(part)].T
+        for part in x.split(LENGTHS)
+    ]
+    got = convolved(x, weight, packed_layout(token_slice(LENGTHS), "cpu"))
+    torch.testing.assert_close(got, torch.nn.functional.silu(torch.cat(alone)), rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    case, directory = CASES["qwen3-next"], tmp_path_factory.mktemp("hf")
+    tiny_checkpoint(directory, case.kind, **case.shape)
+    return directory
+
+
+def model_of(directory, **settings):
+    model = build_model(load_hf_config(directory), make_config(**settings))
+    load_hf(model, directory)
+    return model
+
+
+def batch(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+def test_a_packed_row_is_its_sequences_one_by_one(tiny):
+    """Logits, and the gradient of every parameter."""
+    model = model_of(tiny)
+
+    def of(rows):
+        model.zero_grad_buffer()
+        logits = torch.cat([packed_logits(model, row) for row in rows])
+        logits.log_softmax(-1).square().mean().backward()
+        return logits.detach(), [p.main_grad.clone() for p in unwrap(model).parameters()]
+
+    together, gradients = of([batch(0)])
+    alone, wanted = of([[tokens] for tokens in batch(0)])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+    for mine, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-5 * want.abs().max().item() + 1e-8)
+
+
+@pytest.mark.parametrize("changed", range(len(LENGTHS)))
+def test_a_sample_does_not_change_a_bit_of_another(tiny, changed):
+    model, tokens = model_of(tiny), batch(0)
+    with torch.no_grad():
+        before = hidden_of(model, tokens).split(LENGTHS)
+        tokens[changed] = batch(1)[changed]
+        after = hidden_of(model, tokens).split(LENGTHS)
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        assert torch.equal(old, new) == (number != changed)
+
+
+def of_part(rank: int, ranks: int, directory) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Places of a rank's tokens in the row, their logits, and the gradients of all ranks."""
+    model = model_of(directory, context_parallel_size=ranks, use_distributed_optimizer=False)
+    part = token_slice(LENGTHS, rank=rank, size=ranks)
+    group = parallel_state.get_context_parallel_group() if ranks > 1 else None
+    tokens = torch.zeros(part.rows, dtype=torch.int64)
+    tokens[: len(part.tokens)] = torch.cat(batch(0))[part.tokens]
+    output = stage_output(model, tokens, packed_layout(part, "cpu", group))
+    logits = logits_of(model, output)[: len(part.tokens), :VOCAB]
+    logits.log_softmax(-1).square().mean(-1).sum().div(sum(LENGTHS)).backward()
+    finish_grads(model)
+    gradients = {name: p.main_grad.clone() for name, p in unwrap(model).named_parameters()}
+    return part.tokens, logits.detach(), gradients
+
+
+def share_a_row(rank: int, directory) -> None:
+    torch.set_num_threads(1)
+    config = make_config(context_parallel_size=2, use_distributed_optimizer=False)
+    init_parallel(rank, 2, config, init_method=f"file://{directory}/store", local_rank=rank)
+    torch.save(of_part(rank, 2, directory), directory / f"rank{rank}.pt")
+    destroy_parallel()
+
+
+def test_context_parallel_ranks_share_the_heads(tiny):
+    """Sequences of one token too, of which a rank has none."""
+    _, logits, gradients = of_part(0, 1, tiny)
+    on_ranks(share_a_row, tiny, ranks=2)
+    for rank in (0, 1):
+        places, mine, summed = torch.load(tiny / f"rank{rank}.pt")
+        torch.testing.assert_close(mine, logits[places], rtol=0, atol=1e-5)
+        for name, gradient in summed.items():
+            assert_gradients_equal(gradient, gradients[name], name)
+
+
+def test_the_rate_of_decay_stays_in_float32(tiny):
+    """The other parameters have the model's dtype. An optimizer step changes both kinds."""
+    model = model_of(tiny, params_dtype="bfloat16")
+    exported = dict(export_hf(model))
+    assert {n for n, x in exported.items() if x.dtype == torch.float32} == {
+        f"model.layers.{i}.linear_attn.A_log" for i in (0, 2)
+    }
+    packed_logits(model, batch(0)).float().log_softmax(-1).mean().backward()
+    assert output_weight(model).dtype == torch.bfloat16
+    for name, parameter in unwrap(model).named_parameters():
+        assert name.endswith("shared_experts.gate_weight") or parameter.main_grad.abs().max() > 0, name
+
+
+def test_sizes_that_do_not_fit_are_named(tiny):
+    hf = load_hf_config(tiny)
+    read = FAMILIES["qwen3_next"].read
+    with pytest.raises(ValueError, match=r"linear_num_key_heads .* got 3: 4 / 3 = 1.333"):
+        read({**hf, "linear_num_key_heads": 3})
+    with pytest.raises(ValueError, match="layer_types in config.json must give .* each of the 4 layers"):
+        read({**hf, "layer_types": ["full_attention"] * 3})
+    for layout, got in (
+        ({"tensor_model_parallel_size": 4}, "2 num_key_value_heads .* got 4: 2 / 4 = 0.500"),
+        (
+            {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+            "2 linear_num_key_heads, got 2 x 2: 2 / 4 = 0.500",
+        ),
+    ):
+        with pytest.raises(ValueError, match=got):
+            transformer_config(hf, make_config(**layout))
+    with pytest.raises(ValueError, match="linear_conv_kernel_dim in config.json must be at least 1, got 0"):
+        read({**hf, "linear_conv_kernel_dim": 0})
