@@ -60,7 +60,7 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     """The positions of the sequences of one micro-batch, and the tokens that this rank computes. `packed_layout` makes
     it, and all layers share it.
 
-    `places` [T] int64 are the positions of the row's tokens, and `bounds` [S+1] int32 bounds its sequences.
+    `places` [T] int64 are the positions of the row's tokens, and `bounds` [S+1] int32 bounds sequences of `lengths`.
     `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows are
     padding, 0. `rotary` are the model's rotary embeddings, which it sets before its layers run. `cu_seqlens_q`
     bounds the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. The padded batches of
@@ -69,11 +69,13 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
 
     `context_group` are the ranks that share the row, or None. With it, and where sequences share a prompt, `keys` reads
     the K keys of every run, one run after the other, from the concatenated rows of all ranks. Otherwise `keys` is None
-    and the keys are those of the rank's tokens. `routing`: the experts of the tokens, see
+    and the keys are those of the rank's tokens. `gathered` [T] int64 is the row of each of the row's tokens in the
+    concatenated rows of the group. `routing`: the experts of the tokens, see
     `slime.megatron_backend.routing_replay`. None if the routers choose.
     """
 
     own: int = 0
+    lengths: tuple[int, ...] = ()
     places: Tensor = field(kw_only=True)
     bounds: Tensor = field(kw_only=True)
     positions: Tensor = field(kw_only=True)
@@ -82,8 +84,16 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has 
     query_slots: Tensor = field(kw_only=True)
     key_slots: Tensor = field(kw_only=True)
     context_group: Any = None
+    gathered: Tensor | None = None
     keys: Rows | None = None
     routing: Any = None
+
+    @functools.cached_property
+    def sequences(self) -> tuple[Tensor, list[Bucket]]:
+        """Padded batches of whole sequences, for layers that have a state: the buffer row of each of the row's tokens
+        [T], and the buckets."""
+        slots, _, buckets = _buckets([Run(i, 0, length) for i, length in enumerate(self.lengths)])
+        return slots.to(self.places.device), buckets
 
 
 def packed_layout(part: TokenSlice, device: torch.device | str, context_group: Any = None) -> PackedLayout:
@@ -103,6 +113,7 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
         max_seqlen_q=max(queries, default=0),
         max_seqlen_kv=max(seen, default=0),
         own=len(part.tokens),
+        lengths=tuple(part.lengths),
         places=place.to(device),
         bounds=_cumulative(list(part.lengths)).to(device),
         positions=positions.to(device),
@@ -115,7 +126,8 @@ def packed_layout(part: TokenSlice, device: torch.device | str, context_group: A
         keys = part.gathered[ranges([first[run.sequence] for run in part.runs], seen)]
         total = part.size * part.rows if part.size > 1 else len(part.tokens)
         layout.keys = Rows.of(keys, total).to(device)
-        layout.context_group = context_group if part.size > 1 else None
+        if part.size > 1:
+            layout.context_group, layout.gathered = context_group, part.gathered.to(device)
     return layout
 
 

@@ -100,11 +100,13 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         # every rank has the whole weight, and its gradient is a sum over all heads
         weight = copy_to_tensor_model_parallel_region(self.norm_weight)
         out = norm(out, self._by_value(gate), weight, self.config.layernorm_epsilon)
-        return self.out_proj(own_rows(out.flatten(1), layout).unsqueeze(1))[0], None
+        made: Tensor = self.out_proj(own_rows(out.flatten(1), layout).unsqueeze(1))[0]
+        return made, None
 
     def _by_value(self, x: Tensor) -> Tensor:
         """[T, H, value heads per key head * V] -> [T, A, V]."""
-        return x.unflatten(-1, (-1, self.sizes.value_dim)).flatten(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.sizes.value_dim))
+        return heads.flatten(1, 2)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -138,7 +140,8 @@ def own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
         return padded_rows(x, layout)
     rows = x.new_zeros(group.size() * layout.positions.numel(), x.shape[1])
     received: Tensor = all_to_all(group, rows.index_copy(0, cast(Tensor, layout.gathered), x))
-    return received.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1)
+    parts: Tensor = received.unflatten(0, (group.size(), -1))
+    return parts.transpose(0, 1).flatten(1)
 
 
 def share_of(parameter: Tensor, layout: PackedLayout) -> Tensor:
@@ -177,17 +180,15 @@ def padded_delta_rule(
     share = value.shape[1] // key.shape[1]
     query, key = (_unit(x.float()).repeat_interleave(share, dim=1) for x in (query, key))
     columns = query * query.shape[-1] ** -0.5, key, value.float(), decay[..., None], beta.float()[..., None]
-    sizes = [sequences * length for sequences, length in layout.buckets]
-    buffers = [
-        x.new_zeros(layout.padded_tokens, *x.shape[1:]).index_copy(0, layout.slots, x).split(sizes)
-        for x in columns
-    ]
+    slots, buckets = layout.sequences
+    sizes = [bucket.runs * bucket.keys for bucket in buckets]
+    buffers = [x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, slots, x).split(sizes) for x in columns]
     outputs = [
-        chunked_delta_rule(*(x.view(*bucket, *x.shape[1:]).transpose(1, 2) for x in of_bucket))
-        for bucket, *of_bucket in zip(layout.buckets, *buffers, strict=True)
+        chunked_delta_rule(*(x.unflatten(0, (bucket.runs, -1)).transpose(1, 2) for x in of_bucket))
+        for bucket, *of_bucket in zip(buckets, *buffers, strict=True)
     ]
     rows = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outputs])
-    return rows.index_select(0, layout.slots).to(value.dtype)
+    return rows.index_select(0, slots).to(value.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

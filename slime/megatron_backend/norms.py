@@ -40,7 +40,8 @@ class RMSNorm(nn.RMSNorm):
     def normalise(self, x: Tensor) -> Tensor:
         if not self.zero_centred:
             return super().forward(x)
-        return CentredNorm.apply(x, self.weight, self.eps)
+        normed: Tensor = CentredNorm.apply(x, self.weight, self.eps)
+        return normed
 
 
 class CentredNorm(torch.autograd.Function):
@@ -58,7 +59,7 @@ class CentredNorm(torch.autograd.Function):
         return CentredNorm._compute(x, weight, eps)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
         with torch.enable_grad():
             again = CentredNorm._compute(x, weight, ctx.eps)

@@ -73,7 +73,7 @@ class TextTensors:
     """
 
     def __init__(self, tensors: Tensors, hf: Hf, prefix: str) -> None:
-        self._tensors, self._last = tensors, ("", None)
+        self._tensors = tensors
         self._source: dict[str, tuple[str, int, str]] = {}
         for stored in tensors.names():
             name = stored
@@ -94,10 +94,11 @@ class TextTensors:
         stored, expert, part = self._source[name]
         if expert < 0:
             return self._tensors.get(stored)
-        if self._last[0] != stored:  # the experts of a layer follow each other
-            self._last = (stored, self._tensors.get(stored))
-        mine: Tensor = self._last[1][expert]
+        mine = self._tensors.part(stored, expert)
         return mine if part == "down_proj" else mine.chunk(2)[part == "up_proj"]
+
+    def part(self, name: str, index: int) -> Tensor:
+        return self.get(name)[index]
 
     def place(self, name: str) -> str:
         return self._tensors.place(self._source[name][0])

@@ -14,8 +14,21 @@ from slime.config.model_args import UNSAID, check_model_args, model_arg_notes
 from slime.models import FAMILIES, Family
 from slime.models.reading import read_decoder
 
+ORIGINAL = {"original_max_position_embeddings": 4096}
 LATENT = {
     "model_type": "deepseek_v3",
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": 99,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "hidden_size": 64,
@@ -24,7 +37,13 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "beta_fast": 32},
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "mscale": 1.0,
+        "beta_fast": 32,
+        "original_max_position_embeddings": 4096,
+    },
     "num_nextn_predict_layers": 1,
     "scoring_func": "sigmoid",
     "n_routed_experts": 8,

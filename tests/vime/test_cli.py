@@ -16,6 +16,7 @@ from vime.backends import BACKENDS, parse_config
 from vime.cli import main
 from vime.commands import COMMANDS
 from vime.engine.backend import ENGINE_SHARE
+from vime.engine.cpu_engine import check_experts
 from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings
 from vime.engine.memory import engine_memory
 from vime.engine.server import EngineServer, EngineSpec
@@ -423,8 +424,9 @@ def test_replicas_of_an_engine_share_the_experts(tmp_path):
     ],
 )
 def test_experts_of_engines_on_cpus_are_not_spread(tmp_path, spread, message):
+    config = parse_config([*moe_flags(tmp_path), "--device", "cpu", *spread.split()])
     with pytest.raises(ValueError, match=message):
-        parse_config([*moe_flags(tmp_path), "--device", "cpu", *spread.split()])
+        check_experts(config)
 
 
 def test_plan_shows_the_layers_of_a_pipeline(tmp_path):

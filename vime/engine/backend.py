@@ -104,7 +104,6 @@ class VllmBackend:
         check_concurrency,
         flags.check_engine_size,
         flags.check_engine_nodes,
-        cpu_engine.check_experts,
         flags.check_engine_heads,
         flags.check_weight_channel,
         flags.check_context_length,
@@ -172,6 +171,7 @@ class VllmBackend:
         from vime.engine.pool import VllmEnginePool
         from vime.engine.ray_server import make_servers
 
+        cpu_engine.check_experts(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
         run_key = secrets.token_hex(32)
         assert config.logging.run_dir is not None
         logs = Path(config.logging.run_dir).resolve() / "logs"
