@@ -157,7 +157,8 @@ class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         width = max(self.sizes.key, self.sizes.value)
         query, key, value = (_widened(x, width) for x in (query, key, value))
         out: Tensor = self.core_attention(query, key, value, None, packed_seq_params=layout)
-        return out.unflatten(-1, (-1, width))[..., : self.sizes.value].flatten(1)
+        narrow: Tensor = out.unflatten(-1, (-1, width))[..., : self.sizes.value]
+        return narrow.flatten(1)
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

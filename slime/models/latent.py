@@ -40,9 +40,8 @@ class Latent(Attention):
 
 def latent_attention(hf: Hf, rope: Rope) -> Latent:
     """The attention of one layer."""
-    hidden, heads, q_rank, kv_rank = (
-        hf.get(key) for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
-    )
+    hidden, heads, kv_rank = (hf[key] for key in ("hidden_size", "num_attention_heads", "kv_lora_rank"))
+    q_rank = hf.get("q_lora_rank")
     plain, turned, value = (hf[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     key, widest = plain + turned, max(plain + turned, value)
     down = hidden * (kv_rank + turned) + hidden * (q_rank or 0)

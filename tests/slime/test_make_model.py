@@ -59,7 +59,8 @@ SHALLOW = ("llama-3.2-3b", "glm-4-9b", "mimo-7b", "minimax-m2")
 LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "glm-4.7-flash")
 SPARSE = (
     *("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-moe-tiny", "glm-4.5-air", "glm-4.5-355b", "glm-moe-tiny"),
-    *(LATENT + ("deepseek-tiny",)),
+    *LATENT,
+    "deepseek-tiny",
 )
 
 
