@@ -127,4 +127,5 @@ def from_packed(packed: Tensor, scales: Tensor, shape: list[int]) -> Tensor:
     shifts = torch.arange(0, 32, _BITS, dtype=torch.int32, device=packed.device)
     codes = (packed[..., None] >> shifts & 2**_BITS - 1).flatten(1)[:, :columns] - 2 ** (_BITS - 1)
     each = scales.float().repeat_interleave(columns // scales.shape[1], 1)
-    return (codes * each).to(torch.bfloat16)
+    weight: Tensor = (codes * each).to(torch.bfloat16)
+    return weight
