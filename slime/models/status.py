@@ -27,5 +27,10 @@ STATUS: dict[str, Status] = {
     "minimax_m2": Status(cpu="tiny model, trainer only"),
     "mimo": Status(cpu="tiny model"),
     "qwen2_moe": Status(cpu="tiny model"),
+    "qwen3_next": Status(cpu="tiny model, trainer only"),
+    "qwen3_5": Status(cpu="tiny model, trainer only"),
+    "qwen3_5_text": Status(cpu="tiny model, trainer only"),
+    "qwen3_5_moe": Status(cpu="tiny model, trainer only"),
+    "qwen3_5_moe_text": Status(cpu="tiny model, trainer only"),
 }
 """`model_type` -> status. A family without an entry is planned."""
