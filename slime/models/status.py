@@ -33,5 +33,10 @@ STATUS: dict[str, Status] = {
     "deepseek_v3": Status(cpu="tiny model"),
     "kimi_k2": Status(cpu="tiny model"),
     "glm4_moe_lite": Status(cpu="tiny model"),
+    "qwen3_next": Status(cpu="tiny model, trainer only"),
+    "qwen3_5": Status(cpu="tiny model, trainer only"),
+    "qwen3_5_text": Status(cpu="tiny model, trainer only"),
+    "qwen3_5_moe": Status(cpu="tiny model, trainer only"),
+    "qwen3_5_moe_text": Status(cpu="tiny model, trainer only"),
 }
 """`model_type` -> status. A family without an entry is planned."""
