@@ -38,7 +38,7 @@ _SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 def expert_tensors(
-    path: str, module: nn.Module, update: Collection[str]
+    path: str, module: Any, update: Collection[str]
 ) -> Iterator[tuple[str, object, torch.Tensor]]:
     """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`.
     `update` has the HF names, which decide how a projection is spelled."""
@@ -51,11 +51,10 @@ def expert_tensors(
             yield name, module.moe_config.moe_parallel_config, piece
 
 
-def experts_of_rank(module: nn.Module, local: int) -> list[int]:
+def experts_of_rank(module: Any, local: int) -> list[int]:
     """The numbers of the `local` experts of this rank, in the order of its parameters."""
-    numbers: Any = (
-        module.expert_map
-    )  # [E]: the place of each expert on this rank, -1 for experts of other ranks
+    # [E]: the place of each expert on this rank, -1 for experts of other ranks
+    numbers: torch.Tensor | None = module.expert_map
     if numbers is None:
         return list(range(local))
     return [int(expert) for expert in (numbers >= 0).nonzero()[:, 0][numbers[numbers >= 0].argsort()]]
