@@ -146,8 +146,8 @@ class Parts(nn.ModuleList):
     """The model of a rank with several virtual stages: one part per stage, in the order of their layers."""
 
     def zero_grad_buffer(self) -> None:
-        part: Any
-        for part in self:
+        parts: list[Any] = list(self)  # in their data-parallel wrappers
+        for part in parts:
             part.zero_grad_buffer()
 
 

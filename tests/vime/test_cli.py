@@ -16,7 +16,6 @@ from vime.backends import BACKENDS, parse_config
 from vime.cli import main
 from vime.commands import COMMANDS
 from vime.engine.backend import ENGINE_SHARE
-from vime.engine.cpu_engine import check_experts
 from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings
 from vime.engine.memory import engine_memory
 from vime.engine.server import EngineServer, EngineSpec
@@ -373,78 +372,3 @@ def test_plan_of_experts(tmp_path):
     assert re.search(r"expert optimizer +40\.50 GiB +29 G x 12 B / EP 8 / ETP 1 / 1 shards\n", text)
     assert "--moe-grouped-gemm has no effect: experts of a layer are always computed together" in text
     assert "on the pipeline's ranks" not in text
-
-
-def moe_flags(tmp_path):
-    """A run with engines of two GPUs and a model with experts."""
-    routed = {
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    }
-    shape = {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-    }
-    model = QWEN3_4B | shape | routed | {"tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    return (
-        f"--hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1 --rollout-batch-size 8 "
-        "--n-samples-per-prompt 4 --rollout-max-response-len 64 --actor-num-gpus-per-node 2 --rollout-num-gpus 2 "
-        "--rollout-num-gpus-per-engine 2 --update-weight-transport disk --check-weight-update-equal"
-    ).split()
-
-
-def test_replicas_of_an_engine_share_the_experts(tmp_path):
-    """As slime's scripts have it: attention is whole on each GPU, experts are spread over all of them."""
-    spread = ["--sglang-dp-size", "2", "--sglang-ep-size", "2", "--sglang-enable-dp-attention"]
-    flags = [*moe_flags(tmp_path), "--device", "cuda"]
-    experts = 48 * 128 * 3 * 2048 * 768
-    wholes = engine_memory(parse_config(flags), Shape.of(json.loads((tmp_path / "config.json").read_text())))
-    c = parse_config([*flags, *spread])
-    assert c.engine.backend_args["enable_expert_parallel"] is True
-    found = engine_memory(c, Shape.of(json.loads((tmp_path / "config.json").read_text())))
-    params = wholes[0].bytes  # two bytes each, over two GPUs
-    assert found[0].bytes == 2 * (params - experts) + experts
-    assert found[0].arithmetic == "1.54 G x 2 B / 1 GPUs + 29 G of experts x 2 B / 2 GPUs"
-
-
-@pytest.mark.parametrize(
-    ("spread", "message"),
-    [
-        ("--vllm-enable-expert-parallel", "--vllm-enable-expert-parallel must be left out with --device cpu"),
-        (
-            "--sglang-dp-size 2",
-            "--vllm-data-parallel-size must be 1 with --device cpu for a model with experts",
-        ),
-    ],
-)
-def test_experts_of_engines_on_cpus_are_not_spread(tmp_path, spread, message):
-    config = parse_config([*moe_flags(tmp_path), "--device", "cpu", *spread.split()])
-    with pytest.raises(ValueError, match=message):
-        check_experts(config)
-
-
-def test_plan_shows_the_layers_of_a_pipeline(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | {"num_hidden_layers": 12}))
-    (tmp_path / "p.jsonl").write_text('{"input": "1+1=", "label": "2"}\n')
-    base = (
-        f"--hf-checkpoint {tmp_path} --prompt-data {tmp_path}/p.jsonl --num-rollout 1 --rollout-batch-size 8 "
-        "--n-samples-per-prompt 4 --rollout-max-response-len 64 --colocate --device cuda "
-        "--actor-num-gpus-per-node 8 --pipeline-model-parallel-size 2 "
-    )
-    text = describe(parse_config(f"{base} --num-layers-per-virtual-pipeline-stage 3".split()))
-    assert "layers    6 + 6 on the pipeline's ranks in 2 virtual stages, micro-batches in groups of 2" in text
-    text = describe(parse_config([*base.split(), "--pipeline-model-parallel-layout", "Et*5|t*7,L"]))
-    assert "layers    5 + 7 on the pipeline's ranks\n" in text
-    with pytest.raises(ValueError, match=r"got 32 for 4 ranks \* 9 = 36; every rank needs a sample"):
-        flags = (
-            "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 9"
-        )
-        parse_config(
-            [*base.split(), *flags.split(), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"]
-        )

@@ -65,11 +65,10 @@ def expert_tensors(
             yield name, module.moe_config.moe_parallel_config, piece
 
 
-def experts_of_rank(module: nn.Module, local: int) -> list[int]:
+def experts_of_rank(module: Any, local: int) -> list[int]:
     """The numbers of the `local` experts of this rank, in the order of its parameters."""
-    numbers: Any = (
-        module.expert_map
-    )  # [E]: the place of each expert on this rank, -1 for experts of other ranks
+    # [E]: the place of each expert on this rank, -1 for experts of other ranks
+    numbers: torch.Tensor | None = module.expert_map
     if numbers is None:
         return list(range(local))
     return [int(expert) for expert in (numbers >= 0).nonzero()[:, 0][numbers[numbers >= 0].argsort()]]
