@@ -62,7 +62,7 @@ class SinkAttention(torch.autograd.Function):
             q, k, v, *bounds, 0.0, ctx.causal, False, **ctx.settings
         )
         z = torch.logaddexp(lse, sinks.float()[:, None])
-        out = (out * (lse - z).exp().T[..., None]).to(q.dtype)
+        out = torch.mul(out, (lse - z).exp().T[..., None]).to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, z, rng, unused, *bounds[:2])
         ctx.longest = bounds[2:]
         return out

@@ -137,7 +137,8 @@ class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
         super().__init__(*args, **kwargs)
         if biases:
             self.bias = nn.Parameter(torch.empty(self.num_experts, dtype=self.weight.dtype))
-            self.bias.sequence_parallel = self.config.sequence_parallel
+            bias: Any = self.bias  # the mark is Megatron's: each rank has a part of the tokens
+            bias.sequence_parallel = self.config.sequence_parallel
 
     def gating(self, input: Tensor) -> Tensor:
         """[..., H] -> fp32 logits [..., E]."""

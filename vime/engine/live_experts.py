@@ -103,7 +103,7 @@ def keep_in_place(model: nn.Module) -> None:
         return
     for module in model.modules():
         if has_experts(module) or "sinks" in dict(module.named_parameters(recurse=False)):
-            info = layerwise.get_layerwise_info(module)
+            info: Any = layerwise.get_layerwise_info(module)  # its methods have no types
             layerwise._place_kernel_tensors(module, info)
             info.reset()
 
