@@ -127,7 +127,8 @@ def place(config: Config) -> Placement:
         else config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     )
     per_engine = config.cluster.rollout_num_gpus_per_engine
-    engine_devices = 0 if config.debug.debug_train_only else given(config.cluster.rollout_num_gpus)
+    apart = config.debug.debug_train_only or config.rollout.rollout_external_engine_addrs
+    engine_devices = 0 if apart else given(config.cluster.rollout_num_gpus)
     first = 0 if config.cluster.colocate else trainers
     devices = max(trainers, engine_devices) if config.cluster.colocate else trainers + engine_devices
     resource = "GPU" if config.cluster.device == "cuda" else "CPU"
