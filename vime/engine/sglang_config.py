@@ -66,8 +66,8 @@ def _flags(path: Path, own: dict[str, list[str]]) -> list[FlagGroup]:
         _known(entry, _GROUP, f"a group of {path}")
         if (kind := entry.get("worker_type")) != "regular":
             raise ValueError(
-                f"worker_type in {path} must be regular, got {kind} ({_TYPES.get(str(kind), 'unknown')}); keep one model in "
-                "regular groups"
+                f"worker_type in {path} must be regular, got {kind} ({_TYPES.get(str(kind), 'unknown')}); keep one "
+                "model in regular groups"
             )
         total += int(entry["num_gpus"])
         sizes.add(entry.get("num_gpus_per_engine") or model.get("num_gpus_per_engine"))
