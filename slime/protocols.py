@@ -167,6 +167,11 @@ class RolloutBackend(BackendFlags, Protocol):
         """The options that its servers will get, for `vime plan`."""
         ...
 
+    def require_reachable(self, config: Config) -> None:
+        """Before a run starts anything: ValueError, within 15 s, for an engine or a router started apart that does not
+        answer or cannot be used, and for engines that cannot run on this machine."""
+        ...
+
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
         """The engines, not started yet. `source`: the trainer, where there is one."""
         ...

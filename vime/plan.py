@@ -64,6 +64,7 @@ def topology(c: Config) -> Iterator[str]:
         yield (
             f"engines   {plural(c.num_engines, 'vLLM server')} x {each} {c.cluster.device}"
             f"{spread if c.nodes_per_engine > 1 else ''}, behind one vllm-router"
+            f"{', started apart' if c.rollout.rollout_external_engine_addrs else ''}"
         )
     if trains and generates:
         where = "one after the other on the same devices" if c.cluster.colocate else "side by side"
@@ -75,7 +76,8 @@ def topology(c: Config) -> Iterator[str]:
         yield f"order     {where}, {apart}"
     rollout_gpus = c.cluster.rollout_num_gpus
     assert rollout_gpus is not None
-    both = (c.world_size if trains else 0) + rollout_gpus
+    external = c.rollout.rollout_external_engine_addrs
+    both = (c.world_size if trains else 0) + (0 if external else rollout_gpus)
     needed = max(c.world_size, rollout_gpus) if c.cluster.colocate and trains else both
     yield (
         f"needs     {plural(needed, 'GPU' if c.cluster.device == 'cuda' else 'CPU place')}; this machine has "

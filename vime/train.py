@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     assert run_dir is not None
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
+    backend_of(config).require_reachable(config)
     if config.cluster.device == "cpu":  # on GPUs the trainers know what they have
         decide(config, config.cluster.device)
         # For trainers and engines, which share the cores: threads that wait for work sleep instead of spinning.
@@ -228,7 +229,7 @@ def _start_engines(
 ) -> tuple[EnginePool, actors.RolloutGroup]:
     """The engines, and the rollout manager that sends them requests. It reads its data while they start."""
     pool: EnginePool = NoEngines()
-    if placed.engine_bundles:
+    if config.num_engines:
         pool = backend_of(config).pool(config, placed, trainer)
     watch.callback(pool.stop)
     lives = {} if trainer is None else trainer.lives

@@ -127,7 +127,7 @@ def place(config: Config) -> Placement:
         else config.cluster.actor_num_nodes * config.cluster.actor_num_gpus_per_node
     )
     per_engine = config.cluster.rollout_num_gpus_per_engine
-    engine_devices = 0 if config.debug.debug_train_only else given(config.cluster.rollout_num_gpus)
+    engine_devices = _engine_devices(config)
     first = 0 if config.cluster.colocate else trainers
     devices = max(trainers, engine_devices) if config.cluster.colocate else trainers + engine_devices
     resource = "GPU" if config.cluster.device == "cuda" else "CPU"
@@ -175,6 +175,12 @@ def place(config: Config) -> Placement:
         remove_placement_group(group)
         raise
     return placed
+
+
+def _engine_devices(config: Config) -> int:
+    """Devices of all engines that the run starts itself."""
+    apart = config.debug.debug_train_only or config.rollout.rollout_external_engine_addrs
+    return 0 if apart else given(config.cluster.rollout_num_gpus)
 
 
 def _reserve(resource: str, amount: float, devices: int, existing: float) -> PlacementGroup:

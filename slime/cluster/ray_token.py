@@ -73,8 +73,9 @@ def use_given_token(environ: MutableMapping[str, str]) -> None:
         path = Path(environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
         if not environ.get(TOKEN_PATH) and not path.exists():
             raise ValueError(
-                f"{TOKEN_PATH} must name the file with the token of the cluster at RAY_ADDRESS, got none; copy the "
-                "file from the head node, or give --allow-unauthenticated-ray"
+                f"{TOKEN_PATH} must name the file with the token of the cluster at RAY_ADDRESS, got none; export "
+                f"{MODE}=token and {TOKEN_PATH} before `ray start` on every node (docs/several-hosts.md), or give "
+                "--allow-unauthenticated-ray"
             )
         check_token_file(path)
     environ[MODE] = "token"

@@ -40,6 +40,7 @@ class EngineFacts:
 class EngineConfig:
     """`*_args` are typed values that the user gave, by the engine's own names; `*_argv` are the same as its flags.
     `backend_env`: environment variables of the engines' processes.
+    `router_ip`, `router_port`: a router that was started apart; a port alone is the one of the run's own router.
     `server_concurrency`: maximum number of requests in flight per engine. `hook_args`: what hooks find in their `args`
     under the backend's names."""
 
@@ -51,6 +52,8 @@ class EngineConfig:
     backend_env: dict[str, str] = field(default_factory=dict)
     router_args: dict[str, Any] = field(default_factory=dict)
     router_argv: list[str] = field(default_factory=list)
+    router_ip: str | None = None
+    router_port: int | None = None
     hook_args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

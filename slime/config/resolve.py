@@ -102,7 +102,16 @@ def _device(c: argparse.Namespace) -> None:
 
 def _placement(c: argparse.Namespace) -> None:
     world = c.actor_num_nodes * c.actor_num_gpus_per_node
-    if c.debug_train_only:
+    if c.rollout_external_engine_addrs and not c.debug_train_only:
+        theirs = len(c.rollout_external_engine_addrs) * c.rollout_num_gpus_per_engine
+        if c.rollout_num_gpus not in (None, theirs):
+            c.notes.append(
+                f"--rollout-num-gpus {c.rollout_num_gpus} is taken as {theirs}: the engines of "
+                "--rollout-external-engine-addrs"
+            )
+        c.rollout_num_gpus = theirs
+        c.update_weight_transport = c.update_weight_transport or default_channel(None)
+    elif c.debug_train_only:
         if c.rollout_num_gpus:
             c.notes.append(f"--rollout-num-gpus {c.rollout_num_gpus} is taken as 0: only the trainer runs")
         c.rollout_num_gpus = 0

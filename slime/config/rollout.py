@@ -71,4 +71,7 @@ class RolloutConfig:
         "maximum number of weight updates by which a sample may be behind; 0 is synchronous training",
         range=COUNT_OR_ZERO,
     )
+    rollout_external_engine_addrs: list[str] | None = flag(  # noqa: RUF009
+        None, "HOST:PORT of rollout engines that `vime serve engine` started; the run starts none of its own"
+    )
     rollout_deadline_s: float = flag(600.0, "maximum seconds per request, retries included", range=SECONDS)

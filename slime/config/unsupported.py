@@ -22,7 +22,6 @@ _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
 _MEMORY = "memory snapshots are not written; on a GPU, perf/*_peak_gib is the peak of each phase"
 _CI = "these checks are tests of this project, not flags; see tests/e2e"
 _BUFFER = "an external trajectory buffer is not supported; write a --rollout-function-path instead"
-EXTERNAL = "engines that run elsewhere are not supported yet"
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
         False, "old log-probs come from --use-rollout-logprobs or the recompute pass"
     ),
     # rollout and data
-    "rollout_external_engine_addrs": Unsupported(None, EXTERNAL),
     "prefill_num_servers": Unsupported(None, "separate prefill servers are not supported yet"),
     "rollout_buffer_url": Unsupported(None, _BUFFER),
     "fetch_trajectory_retry_times": Unsupported(-1, _BUFFER),

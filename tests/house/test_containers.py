@@ -84,7 +84,11 @@ def test_the_version_of_the_image_is_the_packages() -> None:
 
 def requirements(name: str) -> list[tuple[str, str]]:
     lines = (ROOT / "requirements" / name).read_text().splitlines()
-    matches = [re.match(r"([A-Za-z0-9-]+)(\S*)", line) for line in lines if line and not line.startswith("#")]
+    matches = [
+        re.match(r"([A-Za-z0-9-]+)(?:\[[\w,]+\])?(\S*)", line)
+        for line in lines
+        if line and not line.startswith("#")
+    ]
     return [(match[1], match[2]) for match in matches if match]
 
 

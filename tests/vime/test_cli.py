@@ -174,7 +174,10 @@ def test_vllm_and_router_flags_reach_their_parsers(stock):
             "--vllm-max-model-len 4096",
             "--vllm-max-model-len must hold the longest rollout, got 4096 for 8192 tokens",
         ),
-        ("--sglang-router-ip 10.0.0.1", "--vllm-router-ip must be left out in this version, got 10.0.0.1"),
+        (
+            "--sglang-router-ip 10.0.0.1",
+            "--vllm-router-port must be given with --vllm-router-ip, got none beside 10",
+        ),
         ("--vlm-max-num-seqs 3", "--vlm-max-num-seqs is not a known flag"),
     ],
 )

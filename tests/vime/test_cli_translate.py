@@ -69,7 +69,7 @@ def test_speculative_flags_become_one():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("--sglang-config c.yaml", "--sglang-config must be left out; groups of engines and several models"),
+        ("--sglang-config c.yaml", "--sglang-config must name a file, got c.yaml (No such file"),
         ("--sglang-enable-lora", "--sglang-enable-lora must be left out; adapters are not supported"),
         ("--sglang-max-runing-requests 1", "did you mean --sglang-max-running-requests?"),
         ("--sglang-attention-backend dual", "--sglang-attention-backend must be one of fa3, fa4, flashinfer"),

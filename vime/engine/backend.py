@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,9 @@ from slime.config import Config, FlagGroup
 from slime.config.engine import EngineFacts
 from slime.config.fields import FlagSpec
 from slime.config.listing import Row
-from slime.config.unsupported import EXTERNAL, Unsupported
+from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
-from vime.engine import cpu_engine, flags
+from vime.engine import apart, cpu_engine, flags
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.engine.sglang_flags import PREFIX, targets, translate_sglang
@@ -36,10 +37,15 @@ INVARIANT = FlagSpec(
     False,
     "answers that do not depend on the other requests of a batch (slower)",
 )
+ROUTER_IP = FlagSpec("vllm_router_ip", str, None, "address of a router that was started apart")
+ROUTER_PORT = FlagSpec(
+    "vllm_router_port",
+    int,
+    None,
+    "port of that router; without --vllm-router-ip, port of the run's own router",
+)
 _DEADLINE = "one request may take --rollout-deadline-s"
 UNSUPPORTED = {
-    "vllm_router_ip": Unsupported(None, EXTERNAL),
-    "vllm_router_port": Unsupported(None, EXTERNAL + "; the router takes a free port"),
     "slime_router_middleware_paths": Unsupported(
         None, "vllm-router runs no middleware; write a --custom-generate-function-path"
     ),
@@ -95,7 +101,7 @@ class VllmBackend:
     """A `slime.protocols.RolloutBackend`."""
 
     name = "vllm"
-    specs = {CONCURRENCY.name: CONCURRENCY, INVARIANT.name: INVARIANT}
+    specs = {spec.name: spec for spec in (CONCURRENCY, INVARIANT, ROUTER_IP, ROUTER_PORT)}
     owners = (flags.VLLM, flags.ROUTER)
     unsupported = UNSUPPORTED
     no_effect = NO_EFFECT
@@ -107,6 +113,8 @@ class VllmBackend:
         flags.check_engine_heads,
         flags.check_weight_channel,
         flags.check_context_length,
+        apart.check_addresses,
+        apart.check_weights,
     )
 
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
@@ -122,6 +130,8 @@ class VllmBackend:
         hooks |= {
             CONCURRENCY.name: concurrency,
             INVARIANT.name: own.get(INVARIANT.name, INVARIANT.default),
+            ROUTER_IP.name: own.get(ROUTER_IP.name),
+            ROUTER_PORT.name: own.get(ROUTER_PORT.name),
             "vllm_args": args,
             "vllm_argv": given.get("backend_argv", []),
         }
@@ -129,6 +139,8 @@ class VllmBackend:
         return {
             **given,
             "server_concurrency": concurrency,
+            "router_ip": own.get(ROUTER_IP.name),
+            "router_port": own.get(ROUTER_PORT.name),
             "backend_env": {"VLLM_BATCH_INVARIANT": "1"} if own.get(INVARIANT.name) else {},
             "engine_facts": engine_facts(args),
             "hook_args": hooks,
@@ -163,6 +175,12 @@ class VllmBackend:
         for tokens in pair_up(config.engine.router_argv):
             yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
 
+    def require_reachable(self, config: Config) -> None:
+        """The engines and the router that were started apart answer, and the router is for this run alone. Engines on
+        CPUs can compute the model."""
+        cpu_engine.check_experts(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
+        apart.require_reachable(config)
+
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> VllmEnginePool:
         """The engines and their router, not started yet."""
         import ray
@@ -171,8 +189,7 @@ class VllmBackend:
         from vime.engine.pool import VllmEnginePool
         from vime.engine.ray_server import make_servers
 
-        cpu_engine.check_experts(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
-        run_key = secrets.token_hex(32)
+        run_key = apart.given_key() if apart.uses(config) else secrets.token_hex(32)
         assert config.logging.run_dir is not None
         logs = Path(config.logging.run_dir).resolve() / "logs"
         # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
@@ -191,19 +208,25 @@ class VllmBackend:
         }
         specs = [
             EngineSpec(**settings, index=i, log_path=str(logs / f"engine-{i}.log"))
-            for i in range(len(placed.engine_bundles))
+            for i in range(config.num_engines)
         ]
         seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles]
+        elsewhere = apart.addresses(config)
         return VllmEnginePool(
             specs,
             RouterSpec(
                 run_key=run_key,
                 log_path=str(logs / "router.log"),
-                host=host,
+                door_host=host,
                 argv=tuple(config.engine.router_argv),
                 request_timeout_s=config.rollout.rollout_deadline_s,
+                **({"host": host} | apart.router_settings(config)),
             ),
-            spawn=lambda spec: make_servers(spec, seats[spec.index], here=not joined),
+            spawn=lambda spec: (
+                apart.EngineApart(replace(spec, **elsewhere[spec.index]))
+                if elsewhere
+                else make_servers(spec, seats[spec.index], here=not joined)
+            ),
             dtype=flags.engine_dtype(config),
             gives_memory=flags.gives_memory(config),
             source=source,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+import sys
 from collections.abc import Mapping
 
 import aiohttp
@@ -155,3 +156,7 @@ def serve(router_url: str, listening: socket.socket) -> None:
 
     gc.freeze()
     uvloop.run(Door(router_url).serve(listening))
+
+
+if __name__ == "__main__":  # in front of a router that was started apart
+    serve(sys.argv[3], listen(sys.argv[1], int(sys.argv[2])))

@@ -24,6 +24,7 @@ from vime.engine.member import Member, Spawn
 from vime.engine.middleware import health_prefix
 from vime.engine.process import Started, require_running
 from vime.engine.router import Router, RouterSpec
+from vime.engine.router_apart import RouterApart
 from vime.engine.server import EngineServer, EngineSpec
 from vime.engine.silence import Silence
 
@@ -60,7 +61,7 @@ class VllmEnginePool:
         if not specs:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
         self._members = [Member(spec, place, pause_mode) for place, spec in enumerate(specs)]
-        self._router = Router(router)
+        self._router = RouterApart(router) if router.apart else Router(router)
         self._spawn, self._dtype = spawn, dtype
         self._max_restarts = max_restarts
         self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
@@ -92,14 +93,13 @@ class VllmEnginePool:
         """
         spec = self._router.spec
         headers = {"Authorization": f"Bearer {spec.run_key}"}
-        door = f"http://{spec.host}:{spec.door_port}"
         return {
-            **{f"{engine}_router_ip": spec.host for engine in ("vllm", "sglang")},
+            **{f"{engine}_router_ip": spec.door_host for engine in ("vllm", "sglang")},
             **{f"{engine}_router_port": spec.door_port for engine in ("vllm", "sglang")},
             "vllm_router_headers": headers,
-            "router_url": door,
+            "router_url": spec.door_url,
             "own_servers": {
-                "urls": [door, spec.url],
+                "urls": [spec.door_url, spec.url],
                 "headers": headers,
                 "workers": f"{spec.url}/list_workers",
                 "worker_path": health_prefix(spec.run_key),

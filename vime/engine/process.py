@@ -62,6 +62,17 @@ def free_port(host: str) -> int:
     return port
 
 
+def accepts(host: str, port: int) -> bool:
+    """Whether something listens at host:port. A connection that takes longer than a second counts: a busy server."""
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def require_free_port(host: str, port: int, what: str) -> None:
     """ValueError when `what` cannot listen at host:port because something does already."""
     with socket.socket() as probe:
@@ -238,9 +249,9 @@ class Server(Generic[S]):
         if self.spec.port == 0:
             self.spec = replace(self.spec, port=self._hold())
 
-    def _hold(self) -> int:
-        """A port that is this server's until `stop`."""
-        self._held.append(hold_port(self.spec.host))
+    def _hold(self, host: str = "") -> int:
+        """A port that is this server's until `stop`, at its own host or another address of this machine."""
+        self._held.append(hold_port(host or self.spec.host))
         port: int = self._held[-1].getsockname()[1]
         return port
 

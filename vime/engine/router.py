@@ -25,7 +25,14 @@ class RouterSpec(ServerSpec):
     argv: tuple[str, ...] = ()
     door_port: int = 0
     """Where the door for plug-ins listens, see vime.engine.door. 0: a free port is picked at once."""
+    door_host: str = "127.0.0.1"
+    apart: bool = False
+    """Whether somebody else started the router at `host` and `port`. Then only the door is the run's own."""
     request_timeout_s: float = 600.0
+
+    @property
+    def door_url(self) -> str:
+        return f"http://{self.door_host}:{self.door_port}"
 
 
 class Router(Server[RouterSpec]):
@@ -39,7 +46,7 @@ class Router(Server[RouterSpec]):
         """Its address is known from now on. It keeps the port while this object lives, and starts there again."""
         super().__init__(spec)
         self.choose_port()
-        self.spec = replace(self.spec, door_port=spec.door_port or self._hold())
+        self.spec = replace(self.spec, door_port=spec.door_port or self._hold(spec.door_host))
 
     def command(self) -> list[str]:
         spec = self.spec

@@ -14,6 +14,7 @@ from slime.config.config_file import FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.hardware import HARDWARE
+from vime.engine import sglang_config
 from vime.engine.sglang_tables import ANY, ENGINE_DECIDES, MAPPED, REFUSED, RENAMED
 
 PREFIX = "sglang_"
@@ -27,6 +28,10 @@ def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str
     notes: list[str] = []
     speculative: dict[str, FlagGroup] = {}
     problems = Problems()
+    if (expanded := problems.check(sglang_config.expand, groups)) is not None:
+        groups, notes = expanded
+    else:
+        groups = [group for group in groups if group.name != sglang_config.FLAG]
     spread = _spread(groups)
     for group in groups:
         if not group.name.startswith(PREFIX):
@@ -58,6 +63,7 @@ def targets() -> dict[str, str]:
     rows |= {name: "--" + target.replace("_", "-") for name, (target, _) in MAPPED.items()}
     rows |= {name: f"nothing: {why}" for name, why in ENGINE_DECIDES.items()}
     rows |= {name: doc for name, (_, doc) in SPECIAL.items()}
+    rows["config"] = "the flags of one model in equal groups"
     rows |= {f"speculative_{name}": "an entry of --vllm-speculative-config" for name in SPECULATIVE}
     return rows
 

@@ -173,9 +173,6 @@ _REFUSED = {
     "stages of one engine: --vllm-pipeline-parallel-size {}": ("pp_size pipeline_parallel_size"),
     "engines serve --hf-checkpoint": ("model model_path"),
     "engines listen where the engine pool places them": ("host port api_key served_model_name"),
-    "groups of engines and several models are not supported yet; --rollout-num-gpus-per-engine sizes all": (
-        "config"
-    ),
     "separate prefill servers are not supported yet; all engines do both": (
         "disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port "
         "disaggregation_ib_device disaggregation_decode_tp disaggregation_decode_dp pdlb_url"

@@ -1,0 +1,70 @@
+"""`vime serve engine|router HOST:PORT FLAGS`: one engine or router that runs use by its address, until Ctrl-C.
+
+FLAGS are those of `vime train`. The key comes from VIME_RUN_KEY. The log is in `serve/` of the run directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.config import Config
+from vime.backends import parse_config
+from vime.engine import apart, flags
+from vime.engine.process import sigterm_interrupts
+from vime.engine.router import Router, RouterSpec
+from vime.engine.server import EngineServer, EngineSpec
+
+KINDS = ("engine", "router")
+USAGE = "usage: vime serve engine|router HOST:PORT FLAGS, with the flags of vime train"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until interrupted. Exit code 0 then, 1 if the server ended by itself."""
+    if len(argv) < 2 or argv[0] not in KINDS:
+        raise ValueError(
+            f"serve must be given engine or router and HOST:PORT, got {' '.join(argv[:2]) or 'none'}; {USAGE}"
+        )
+    kind, address = argv[0], apart.split(argv[1], f"the address of vime serve {argv[0]}")
+    key, config = apart.given_key(), parse_config(argv[2:], download=True)
+    server = make(kind, config, key, address["host"], address["port"])
+    with sigterm_interrupts():
+        try:
+            server.start()
+            server.wait_ready()
+            print(
+                f"{kind} serves at {server.spec.host}:{server.spec.port}; log: {server.spec.log_path}",
+                flush=True,
+            )
+            while server.poll() is None:
+                time.sleep(0.5)
+            print(f"the {kind} ended; its last log lines:\n{server.tail_log()}", flush=True)
+            return 1
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            server.stop()
+
+
+def make(kind: str, config: Config, key: str, host: str, port: int) -> EngineServer | Router:
+    """The server, not started yet."""
+    assert config.logging.run_dir is not None
+    log = str(Path(config.logging.run_dir).resolve() / "serve" / f"{kind}-{host}-{port}.log")
+    if kind == "router":
+        timeout_s = config.rollout.rollout_deadline_s
+        return Router(
+            RouterSpec(
+                run_key=key,
+                log_path=log,
+                host=host,
+                port=port,
+                door_host=host,
+                argv=tuple(config.engine.router_argv),
+                request_timeout_s=timeout_s,
+            )
+        )
+    apart.check_weights(config)
+    return EngineServer(
+        EngineSpec(**flags.engine_settings(config), run_key=key, log_path=log, host=host, port=port)
+    )
