@@ -18,6 +18,11 @@ import rl_kernel
 Gated = Callable[[Tensor], Tensor]
 
 
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    """`silu(gate) * up`."""
+    return rl_kernel.swiglu(gate_and_up)
+
+
 def _geglu(gate_and_up: Tensor) -> Tensor:
     """`gelu(gate, approximate="tanh") * up`."""
     gate, up = gate_and_up.chunk(2, dim=-1)
@@ -59,7 +64,7 @@ def clipped_swiglu(gate_and_up: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Gated] = {
-    "swiglu": rl_kernel.swiglu,
+    "swiglu": swiglu,
     "geglu": geglu,
     "clipped_swiglu": clipped_swiglu,
 }

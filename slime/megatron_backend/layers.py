@@ -20,8 +20,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-import rl_kernel
-from slime.megatron_backend.activations import Gated, geglu
+from slime.megatron_backend.activations import Gated, geglu, swiglu
 from slime.megatron_backend.norms import RMSNorm
 
 
@@ -41,7 +40,7 @@ class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core
 class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
     """Megatron's MLP with the gated activation `gated` between its products."""
 
-    gated: Gated = staticmethod(rl_kernel.swiglu)
+    gated: Gated = staticmethod(swiglu)
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, MLPSubmodules(linear_fc1=NormedLinear, linear_fc2=RowParallelLinear))

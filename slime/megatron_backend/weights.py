@@ -36,7 +36,6 @@ _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
-
 Read = Callable[[Tensor], Tensor]
 
 

@@ -21,7 +21,7 @@ def pins(name: str) -> dict[str, str]:
     """Package -> version of a requirements file; a line that is no exact version fails."""
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     wanted = [line for line in lines if line and not line.startswith("#")]
-    parsed = [re.fullmatch(r"([a-z0-9-]+)==([\w.]+)", line) for line in wanted]
+    parsed = [re.fullmatch(r"([a-z0-9-]+)(?:\[\w+\])?==([\w.]+)", line) for line in wanted]
     assert all(parsed), [line for line, match in zip(wanted, parsed, strict=True) if not match]
     found = {match[1]: match[2] for match in parsed if match}
     assert len(found) == len(wanted), f"{name} names a package twice"

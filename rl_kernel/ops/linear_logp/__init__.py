@@ -44,29 +44,25 @@ def linear_logp(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of each target and, if asked, the entropy of the distribution, in nats.
 
-    `log_p = log_softmax(F.linear(hidden, weight, bias)[:, :vocab_size] / temperature[:, None], -1)`, with
-    `logit_scale * logit_cap * tanh(logits / logit_cap)` in place of the logits if there is a cap;
-    `log_p.gather(1, targets[:, None])[:, 0]` and `-(log_p.exp() * log_p).sum(-1)`, all in float32.
-    The module's docstring lists collectives, synchronisation, determinism, and the results of bad values.
+    `log_p = log_softmax(F.linear(hidden, weight, bias)[:, :vocab_size] / temperature[:, None], -1)`, with a soft cap
+    `logit_scale * logit_cap * tanh(logits / logit_cap)` for the logits; `log_p.gather(1, targets[:, None])[:, 0]` and
+    `-(log_p.exp() * log_p).sum(-1)`, in float32. The module's docstring has collectives, determinism and bad values.
 
     Args:
         hidden: [N, H] float32, bfloat16, float16 or float64; any strides; N may be 0.
         weight: [V_local, H], the output layer's rows of this process; tied to the embedding or not.
         targets: [N] int64 or int32 token ids of the whole vocabulary.
         temperature: number or [N], > 0; a constant.
-        tp_group: the vocabulary is split over this group. `hidden`, `targets`, `temperature` and the upstream
-            gradient must be equal on its ranks. The ranks' shards must partition the vocabulary.
+        tp_group: its ranks' shards partition the vocabulary. All else, and the upstream gradient, is equal on them.
         vocab_start: id of the first row of `weight`.
         vocab_size: ids from here on are padding: no probability, no gradient. A whole shard may be padding.
         bias: [V_local].
-        keep_mask: the ids that top-p or top-k sampling kept for each token. The log-prob is that of the softmax over
-            these ids; the entropy is that over all ids. Costs up to 64 bytes per id on top of the workspace.
+        keep_mask: the ids that sampling kept for each token. The softmax of the log-prob is over these ids, that of the
+            entropy over all ids. Costs up to 64 bytes per id on top of the workspace.
         return_entropy: also return the entropy. The entropy costs a gradient only if a loss uses it.
         logits_dtype: "bfloat16" rounds the logits before the temperature, "float32" does not. None rounds to the
             dtype of `weight`, as vLLM does before it samples. Gradients pass through the rounding unchanged.
-        logit_cap: the model's soft cap (Gemma 2): rounded logits x become `cap * tanh(x / cap)`, each step rounded to
-            that dtype too. None: no cap.
-        logit_scale: multiplies the logits after the cap, not rounded; > 0.
+        logit_cap, logit_scale: the cap rounds each step to that dtype, the scale is not rounded; both > 0.
         workspace_bytes: limit of memory beyond inputs, results and gradients. Logits beyond it are computed twice.
         impl: "triton" or "reference", whatever the mode; None lets the mode choose.
 
@@ -76,15 +72,13 @@ def linear_logp(
         is already summed over `tp_group`: callers must not reduce it again.
 
     Raises:
-        ValueError: wrong shape, dtype or device, temperature <= 0, empty shard, shards that do not partition the
-            vocabulary, too little workspace; on the host and in strict mode also a target outside the vocabulary.
-        Refused: strict mode, and the kernels cannot take the inputs.
+        ValueError: a wrong shape, dtype, device, temperature, cap, shard or workspace; on the host and in strict mode
+            also a target outside the vocabulary. Refused: strict mode, and the kernels cannot take the inputs.
     """
     task = checked_task(
         hidden, weight, bias, targets, temperature=temperature, tp_group=tp_group, vocab_start=vocab_start,
         vocab_size=vocab_size, keep_mask=keep_mask, with_entropy=return_entropy, logits_dtype=logits_dtype,
-        workspace_bytes=workspace_bytes, logit_cap=logit_cap, logit_scale=logit_scale,
-    )  # fmt: skip
+        workspace_bytes=workspace_bytes, logit_cap=logit_cap, logit_scale=logit_scale)  # fmt: skip
     choice = choose("linear_logp", hidden.device, impl, layer_refusal(hidden, weight, bias))
     record(choice, len(hidden))
     with timed("linear_logp", hidden.device):

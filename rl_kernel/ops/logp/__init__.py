@@ -40,16 +40,12 @@ def logp(
             derivative checks), any strides; N may be 0. Columns of -inf have probability 0.
         targets: [N] int64 or int32 token ids of the whole vocabulary.
         temperature: number or [N], > 0; a constant.
-        tp_group: the columns are split over this group; `targets`, `temperature`, `keep_mask` and the upstream
-            gradient must be equal on its ranks, and the ranks' shards must partition the vocabulary.
+        tp_group: its ranks' columns partition the vocabulary. All else, and the upstream gradient, is equal on them.
         vocab_start: id of the first column.
         vocab_size: ids from here on are padding: no probability, zero gradient. A whole shard may be padding.
-        keep_mask: the ids that top-p or top-k sampling kept for each token. The log-prob is that of the softmax over
-            these columns, with gradient 0 in the others; the entropy is that over all columns.
+        keep_mask: the ids that sampling kept for each token, for the softmax of the log-prob (not of the entropy).
         return_entropy: also return the entropy. The entropy costs a gradient only if a loss uses it.
-        logit_cap: the model's soft cap (Gemma 2): logits x become `cap * tanh(x / cap)`, each step in their dtype.
-            Columns of -inf become -cap. None: no cap.
-        logit_scale: multiplies the logits after the cap, in float32; > 0.
+        logit_cap, logit_scale: as in linear_logp, in the logits' dtype; columns of -inf become -cap.
         inplace_backward: the backward overwrites `logits` with their gradient. Nothing may read the logits afterwards,
             and a second backward is an error.
         impl: "reference" or "triton", whatever the mode; for tests.
@@ -59,12 +55,10 @@ def logp(
         `tp_group`; differentiable once in the logits, whose gradient has their dtype.
 
     Raises:
-        ValueError: wrong shape, dtype or device, temperature <= 0, empty shard, shards that do not partition the
-            vocabulary, a target or kept id outside the vocabulary, a target that was not kept.
+        ValueError: a wrong shape, dtype, device, temperature, cap, shard, target or kept id, or a target not kept.
 
     On a device, values of tensors are read in strict mode only. In the other modes, a bad target or temperature gives
-    NaN and a target that was not kept gives -inf. The first call with a new layout of shards compares them: it is the
-    only call that waits for the device.
+    NaN and a target not kept gives -inf. Only the first call with a layout of shards waits for the device.
 
     Memory: the gradient, unless in place; with `keep_mask` up to 64 bytes per id. Under `tp_group` one all-gather of
     [3 to 7, N] in the forward. Can be captured in a CUDA graph. The same inputs give the same bits.
@@ -73,8 +67,7 @@ def logp(
     shard = make_shard("logits", logits.shape[1], targets, vocab_start, vocab_size, tp_group)
     check_kept(keep_mask, targets, shard.limit)
     check_cap(logit_cap, logit_scale)
-    scaled = temperature if logit_scale == 1 else temperature / logit_scale
-    usable = usable_temperature(scaled, compute_dtype(logits))
+    usable = usable_temperature(temperature / logit_scale, compute_dtype(logits))
     task = reference.Task(usable, shard, return_entropy, keep_mask, inplace_backward, logit_cap)
     choice = choose("logp", logits.device, impl, float64_refusal(logits))
     record(choice, len(logits))
