@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray._private import node, ray_constants, services
+from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # Ray's stub has too few names
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
@@ -87,6 +88,9 @@ def _own_processes() -> Iterator[None]:
         popen = functools.partial(services.ConsolePopen, process_group=0)
         stack.enter_context(_replaced(services, "ConsolePopen", popen))
         stack.enter_context(_replaced(node.Node, "start_api_server", no_server))
+        # The agent of each node then loads no extensions of the dashboard.
+        absent = ImportError("nobody reads the dashboard of this cluster")
+        stack.enter_context(_replaced(ray_utils, "get_dashboard_dependency_error", lambda: absent))
         for name in ("start_monitor", "start_log_monitor"):
             stack.enter_context(_replaced(node.Node, name, lambda self: None))
         yield
