@@ -104,7 +104,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
 
     def _by_value(self, x: Tensor) -> Tensor:
         """[T, H, value heads per key head * V] -> [T, A, V]."""
-        return x.unflatten(-1, (-1, self.sizes.value_dim)).flatten(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.sizes.value_dim)).flatten(1, 2)
+        return heads
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -138,7 +139,8 @@ def own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
         return padded_rows(x, layout)
     rows = x.new_zeros(group.size() * layout.positions.numel(), x.shape[1])
     received: Tensor = all_to_all(group, rows.index_copy(0, cast(Tensor, layout.gathered), x))
-    return received.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1)
+    mine: Tensor = received.unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1)
+    return mine
 
 
 def share_of(parameter: Tensor, layout: PackedLayout) -> Tensor:

@@ -38,7 +38,8 @@ class RMSNorm(nn.RMSNorm):
     def normalise(self, x: Tensor) -> Tensor:
         if not self.centred:
             return super().forward(x)
-        return CentredNorm.apply(x, self.weight, self.eps)
+        normed: Tensor = CentredNorm.apply(x, self.weight, self.eps)
+        return normed
 
 
 class CentredNorm(torch.autograd.Function):
@@ -60,7 +61,8 @@ class CentredNorm(torch.autograd.Function):
         x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
         with torch.enable_grad():
             again = CentredNorm._compute(x, weight, ctx.eps)
-        return *torch.autograd.grad(again, (x, weight), upstream), None
+        of_x, of_weight = torch.autograd.grad(again, (x, weight), upstream)
+        return of_x, of_weight, None
 
 
 class ProjectionNorm(nn.Module):

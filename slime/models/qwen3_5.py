@@ -73,7 +73,8 @@ class TextTensors:
     """
 
     def __init__(self, tensors: Tensors, hf: Hf, prefix: str) -> None:
-        self._tensors, self._last = tensors, ("", None)
+        self._tensors = tensors
+        self._last: tuple[str, Any] = ("", None)
         self._source: dict[str, tuple[str, int, str]] = {}
         for stored in tensors.names():
             name = stored
