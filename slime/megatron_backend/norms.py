@@ -63,7 +63,8 @@ class CentredNorm(torch.autograd.Function):
         x, weight = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
         with torch.enable_grad():
             again = CentredNorm._compute(x, weight, ctx.eps)
-        return *torch.autograd.grad(again, (x, weight), upstream), None
+        of_x, of_weight = torch.autograd.grad(again, (x, weight), upstream)
+        return of_x, of_weight, None
 
 
 class ProjectionNorm(nn.Module):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _PLAIN = ("TRITON", "BATCHED_TRITON")
 
@@ -173,9 +173,14 @@ def _order(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor:
     positions, a byte of them at a time, which every dtype holds exactly."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
-    positions = torch.arange(shape.numel()).view(1, *shape)
+    return packed_positions(shape, dtype, lambda digits: cpu_prepack_moe_weight(digits[None], isa)).flatten()
+
+
+def packed_positions(shape: torch.Size, dtype: torch.dtype, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """Where in a tensor of `shape` each element of `pack(tensor)` is from, int64 in the same shape."""
+    positions = torch.arange(shape.numel()).view(shape)
     packed = torch.zeros_like(positions)
     for shift in range(0, shape.numel().bit_length(), 8):
         digits = ((positions >> shift) & 255).to(dtype)
-        packed += cpu_prepack_moe_weight(digits, isa).view(1, *shape).long() << shift
-    return packed.flatten()
+        packed += pack(digits).view(shape).long() << shift
+    return packed

@@ -86,7 +86,9 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
             if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
                 parts = [leaf]
             values = [parameter.data] if parameter.numel() else []
-            if kind == "weight" and hasattr(module, "cpu_linear"):
+            if kind == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):
+                values = [_plain_convolution(parameter.data)]
+            elif kind == "weight" and hasattr(module, "cpu_linear"):
                 values.append(_packed_matrix(module))
             for value in values:
                 for part, piece in zip(parts, _split(module, value, parts), strict=True):
@@ -121,7 +123,9 @@ def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor
         return cast(torch.Tensor, module.piece(full))
     if full.shape == shape:
         return full
-    if full.dim() == 3 and full.numel() == shape.numel():  # a convolution, packed as a matrix
+    if (
+        full.dim() == 3 and full.numel() == shape.numel()
+    ):  # a convolution [channels, 1, taps], kept as a matrix
         return full.reshape(shape)
     if hasattr(module, "shard_indices"):  # an embedding: rows of the vocabulary
         indices = module.shard_indices
@@ -174,6 +178,17 @@ def _packed_matrix(module: Any) -> torch.Tensor:
     )
     product: torch.Tensor = module.cpu_linear(identity, module.weight, None)
     return product.T
+
+
+def _plain_convolution(packed: torch.Tensor) -> torch.Tensor:
+    """The weight [channels, taps] of a convolution that vLLM's CPU kernel keeps in another order."""
+    from vllm._custom_ops import causal_conv1d_weight_pack
+
+    plain = torch.empty_like(packed).flatten()
+    plain[packed_positions(packed.shape, packed.dtype, causal_conv1d_weight_pack).flatten()] = (
+        packed.flatten()
+    )
+    return plain.view(packed.shape)
 
 
 def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[torch.Tensor]:
