@@ -13,7 +13,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from vime.engine.live_experts import expert_tensors, has_experts, hf_path, names_of_other_ranks
+from vime.engine.live_experts import (
+    expert_tensors,
+    has_experts,
+    hf_path,
+    names_of_other_ranks,
+    packed_positions,
+)
 
 
 def differing_tensors(
