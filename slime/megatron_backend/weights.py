@@ -319,10 +319,11 @@ def save_hf(
     else:
         with Room(flag, out_dir, "a Hugging Face checkpoint"):
             out_dir.mkdir(parents=True, exist_ok=True)
+            written = read_config_json(source_dir)  # it may be the file that goes away now
             (out_dir / "config.json").unlink(missing_ok=True)
             carried = _prediction_tensors(last_part(model), source_dir)
             write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
-            _copy_config(last_part(model), source_dir, out_dir)
+            _copy_config(last_part(model), written, source_dir, out_dir)
     dist.barrier()
 
 
@@ -372,13 +373,12 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard
     (out_dir / HF_INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _copy_config(inner: HiddenGPTModel, source_dir: Path, out_dir: Path) -> None:
+def _copy_config(inner: HiddenGPTModel, written: dict[str, Any], source_dir: Path, out_dir: Path) -> None:
     if source_dir.resolve() != out_dir.resolve():
         for file in source_dir.iterdir():
             if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name != "config.json":
                 shutil.copyfile(file, out_dir / file.name)
     dtype = str(inner.config.params_dtype).removeprefix("torch.")
-    written = read_config_json(source_dir)
     for part in (written, written.get("text_config")):
         if part is not None:
             part.pop("quantization_config", None)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from slime.config.megatron import MegatronConfig
 from slime.data.packing import Schedule
 from slime.data.train_data import (
     convert_samples_to_train_data,
@@ -31,6 +32,7 @@ HF_CONFIG = {
 
 def make_args(**flags) -> SimpleNamespace:
     defaults = {
+        **vars(MegatronConfig()),
         "custom_reward_post_process_path": None,
         "custom_convert_samples_to_train_data_path": None,
         "advantage_estimator": "grpo",
