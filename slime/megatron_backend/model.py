@@ -26,6 +26,7 @@ from slime.megatron_backend.attention import PackedLayout, Rotary
 from slime.megatron_backend.layer_spec import layer_spec
 from slime.megatron_backend.model_config import padded_vocab_size, transformer_config
 from slime.megatron_backend.norms import RMSNorm
+from slime.megatron_backend.prediction_layer import prediction_spec
 from slime.models import Decoder, decoder_of
 from slime.models.layouts import Sizes
 
@@ -34,7 +35,8 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
     """Megatron's GPTModel, but `forward` stops before the output layer: hidden states after the final norm.
 
     `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is what it says, and `sizes` are
-    the sizes for weight layouts.
+    the sizes for weight layouts. `mtp` has the layers of multi-token prediction, in a model that trains them. `forward`
+    does not run them, `slime.megatron_backend.prediction` does.
     """
 
     def __init__(self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes) -> None:
@@ -48,6 +50,7 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=described.tied,
             position_embedding_type="none",  # PackedAttention applies it
+            mtp_block_spec=prediction_spec(core, described) if core.mtp_num_layers else None,
         )
         self.hf_config, self.sizes, self.described = hf_config, sizes, described
         # Megatron moves its own matrices to the device, but leaves torch's norms on the host in fp32
@@ -87,15 +90,20 @@ def _block_spec(core: TransformerConfig, described: Decoder) -> TransformerBlock
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def build_model(hf_config: dict[str, Any], config: Config, *, ddp: bool = True) -> nn.Module:
+def build_model(
+    hf_config: dict[str, Any], config: Config, *, ddp: bool = True, predicts: bool = False
+) -> nn.Module:
     """The model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
     `load_checkpoint`.
 
     `config` gives the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
-    Without `ddp`, the model has no gradients (reference model). Call `init_parallel` first.
+    Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
+    Call `init_parallel` first.
     """
     core = transformer_config(hf_config, config)
+    if predicts:
+        core.mtp_num_layers = len(decoder_of(hf_config).predictions)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     vocab = hf_config["vocab_size"]
     padded = padded_vocab_size(vocab, config.megatron.make_vocab_size_divisible_by, tp)

@@ -1,8 +1,8 @@
 """HF safetensors <-> the live Megatron model, through the family's table. Owns reading, writing and gathering.
 
 A tensor of a checkpoint that is missing, unexpected or of the wrong shape is an error that names the tensor. Loading
-and export are bitwise inverses if the dtypes agree. Layers of multi-token prediction are neither loaded, trained nor
-published to engines. A written directory has a copy of them from the source directory.
+and export are bitwise inverses if the dtypes agree. Layers of multi-token prediction are loaded and exported if the
+model has them. Otherwise, a written directory has a copy of them from the source directory.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from slime.models.layouts import Row
 from slime.room import Room
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
+_PREDICTION = re.compile(r"^(mtp\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -75,6 +76,8 @@ def _parameters(
         if name == _TIED[0] and inner.share_embeddings_and_output_weights:
             name = _TIED[1]
         name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
+        if inner.mtp_process:
+            name = _PREDICTION.sub(lambda m: f"{m[1]}{int(m[2]) + family.first_prediction(inner.hf_config)}", name)
         name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + experts_before}", name)
         yield parameter, *family.find(name)
 
@@ -121,7 +124,10 @@ def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
 def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, checkpoint_dir: Path) -> None:
     family = family_for(inner.hf_config)
     extra = {name for name in found - expected if not family.ignores(name)}
-    extra -= set(family.prediction_names(found, inner.hf_config))
+    if inner.config.mtp_num_layers:
+        extra -= family.prediction_copies(found, inner.hf_config).keys()
+    else:
+        extra -= set(family.prediction_names(found, inner.hf_config))
     if inner.share_embeddings_and_output_weights:
         # Some tied checkpoints store the head again. HF ignores that tensor too.
         extra.discard("lm_head.weight")
@@ -273,11 +279,11 @@ def save_hf(
 
     The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
     safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). The layers of multi-token
-    prediction in `source_dir` are copied unchanged. config.json is written last, so a directory with a config.json is
+    prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory with a config.json is
     complete. ValueError that names `flag` if the disk has no room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
-    tensors = export_hf(model)
+    tensors = _with_copies(unwrap(model), export_hf(model), source_dir)
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -292,15 +298,29 @@ def save_hf(
 
 
 def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the layers of multi-token prediction in `source_dir`. This call opens the files, so they may be
-    replaced before the tensors are read."""
+    """Tensors of the layers of multi-token prediction in `source_dir`, if the model does not train them. This call
+    opens the files, so they may be replaced before the tensors are read."""
     family = family_for(inner.hf_config)
-    if not family.predicted(inner.hf_config):
+    if inner.config.mtp_num_layers or not family.predicted(inner.hf_config):
         return iter(())
     files = _files_of(source_dir)
     names = family.prediction_names(files, inner.hf_config)
     handles = {file: open_weights(file, "pt") for file in {files[name] for name in names}}
     return ((name, handles[files[name]].get_tensor(name)) for name in names)
+
+
+def _with_copies(
+    inner: HiddenGPTModel, tensors: Iterator[tuple[str, Tensor]], source_dir: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """`tensors`, and where a checkpoint with trained layers of multi-token prediction has embedding or head again in
+    them, these copies."""
+    copies: dict[str, str] = {}
+    if inner.config.mtp_num_layers:
+        names = set(_files_of(source_dir))
+        copies = family_for(inner.hf_config).prediction_copies(names, inner.hf_config)
+    for name, tensor in tensors:
+        yield name, tensor
+        yield from ((copy, tensor.clone()) for copy, source in copies.items() if source == name)
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:

@@ -87,7 +87,7 @@ class Decoder:
 
     `output_bias`: a bias after the attention. `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection"
     (RMSNorm of all heads together). `post_norms`: norms of the outputs of attention and MLP too. `core`: further fields
-    of megatron-core's TransformerConfig.
+    of megatron-core's TransformerConfig. `predictions`: the layers of multi-token prediction, which follow `layers`.
     """
 
     hidden: int
@@ -106,6 +106,7 @@ class Decoder:
     output_bias: bool = False
     qk_norm: str = ""
     post_norms: bool = False
+    predictions: tuple[Layer, ...] = ()
     core: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slime.models.decoder import Attention, Decoder, Experts, Hf, Layer
@@ -180,3 +181,8 @@ def sliding_windows(hf: Hf) -> list[int | None]:
             f"sliding_window in config.json must be at least 1 or null, got {window}; the checkpoint is incomplete"
         )
     return [window] * hf["num_hidden_layers"]
+
+
+def with_predictions(hf: Hf, decoder: Decoder) -> Decoder:
+    """`decoder` with its layers of multi-token prediction, `num_nextn_predict_layers` ones like its last layer."""
+    return replace(decoder, predictions=decoder.layers[-1:] * (hf.get("num_nextn_predict_layers") or 0))

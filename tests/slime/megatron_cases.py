@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import rl_kernel
 from slime.config import Config
 from slime.data.token_slice import token_slice
+from slime.hf_config import read_hf_config
 from slime.megatron_backend.attention import packed_layout
 from slime.megatron_backend.model import hidden_of as hidden_of_output
 from slime.megatron_backend.model import output_weight, stage_output, vocab_range
@@ -60,7 +61,10 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
                 buffer.normal_(std=0.04)
     model.save_pretrained(directory)
     if kind in BUILT_AS:
-        with_prediction_layers(directory, kind)
+        hf_config = json.loads((directory / "config.json").read_text()) | {"model_type": kind}
+        (directory / "config.json").write_text(json.dumps(hf_config))
+    if values.get("num_nextn_predict_layers"):
+        add_prediction_layers(directory)
     return model
 
 
@@ -95,15 +99,29 @@ def hf_gradients(hf: nn.Module, directory: Path) -> dict[str, Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def with_prediction_layers(directory: Path, kind: str) -> None:
-    """Make the files of a family that transformers does not have: its model_type, and layers of multi-token
-    prediction."""
-    hf_config = json.loads((directory / "config.json").read_text()) | {"model_type": kind}
-    (directory / "config.json").write_text(json.dumps(hf_config))
-    more = {"model.mtp_layers.0.input_proj.weight": torch.randn(64, 128)}
-    save_file(
-        load_file(directory / "model.safetensors") | more, directory / "model.safetensors", {"format": "pt"}
-    )
+def add_prediction_layers(directory: Path) -> None:
+    """Give a checkpoint random layers of multi-token prediction, with the names that the family's published files have:
+    transformers has no such layers. The decoder layer inside is like the last one of the checkpoint."""
+    hf_config, tensors = read_hf_config(directory), load_file(directory / "model.safetensors")
+    mimo = hf_config["model_type"] == "mimo"
+    depth, size = hf_config["num_hidden_layers"], hf_config["hidden_size"]
+    last = f"model.layers.{depth - 1}."
+    names = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
+    names = names if mimo else ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+    generator = torch.Generator().manual_seed(2)
+    more = {}
+    for i in range(hf_config["num_nextn_predict_layers"]):
+        prefix = f"model.mtp_layers.{i}." if mimo else f"model.layers.{depth + i}."
+        like = {n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
+        like |= {f"{name}.weight": torch.empty(size) for name in names[:3]}
+        like[f"{names[3]}.weight"] = torch.empty(size, 2 * size)
+        for name, tensor in like.items():
+            around = 1.0 if "norm" in name else 0.0
+            more[prefix + name] = around + 0.1 * torch.randn(tensor.shape, generator=generator)
+        if not mimo:
+            more[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            more[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | more, directory / "model.safetensors", {"format": "pt"})
 
 
 def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:
