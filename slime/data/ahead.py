@@ -1,6 +1,6 @@
 """Multi-token prediction over a packed row: which token each place reads ahead, and which token it predicts.
 
-Depth k of multi-token prediction gets the state of place t and the token of place t + k, and predicts the token of place
+Depth k of multi-token prediction gets the state of place t and the token of place t + k. It predicts the token of place
 t + k + 1. All of them are of one sequence. Shapes: T packed tokens, P rows of this rank, R response tokens of the
 micro-batch, r of them this rank's.
 """

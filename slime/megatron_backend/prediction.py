@@ -1,6 +1,6 @@
 """The loss of multi-token prediction (DeepSeek-V3, 2412.19437): layers after the decoder predict further tokens.
 
-Depth k computes `layer_k(product(cat(norm(embedding of token t + k), norm(state of token t))))`. The state is the output
+Depth k computes `layer_k(product(cat(norm(embedding of token t + k), norm(state of token t))))`. The state is that
 of the decoder, and from depth 2 on that of depth k - 1. The model's head makes log-probs of token t + k + 1 from it.
 
 The loss trains these layers only. The decoder's output, the embedding and the head are constants for it, as in slime,
@@ -38,9 +38,9 @@ class Predictions:
     def loss(self, batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, metric) from the last stage's `output`, as parts of the step's sums over `LmHead.loss_group`.
 
-        The metric is `mean over depths of -(log_probs * loss_masks / loss_denominators).sum()`, over the response tokens
-        that the depth predicts, with log-probs at temperature 1. The loss is `factor` times the metric. Collective over
-        the ranks that share the row.
+        The metric is `mean over depths of -(log_probs * loss_masks / loss_denominators).sum()`, over the response
+        tokens that the depth predicts, with log-probs at temperature 1. The loss is `factor` times the metric.
+        Collective over the ranks that share the row.
         """
         inner, ranks = unwrap(self.head.model), self.head.ranks
         core = inner.config

@@ -26,14 +26,21 @@ class PredictionLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megat
     the row and every sequence in one piece. Here `input_ids` are the tokens ahead."""
 
     def _get_embeddings(
-        self, input_ids: Tensor, position_ids: None, embedding: Callable[..., Tensor], hidden_states: Tensor, **_: Any
+        self,
+        input_ids: Tensor,
+        position_ids: None,
+        embedding: Callable[..., Tensor],
+        hidden_states: Tensor,
+        **_: Any,
     ) -> tuple[Tensor, None, Tensor, Tensor]:
         return input_ids, None, embedding(input_ids=input_ids, position_ids=None).detach(), hidden_states
 
     def _checkpointed_forward(self, forward: Callable[..., Tensor], **given: Any) -> Tensor:
         """Megatron's own hands the layout over as a tensor."""
         tensors = given.pop("hidden_states"), given.pop("decoder_input")
-        output: Tensor = checkpoint(partial(forward, **given), self.config.distribute_saved_activations, *tensors)
+        output: Tensor = checkpoint(
+            partial(forward, **given), self.config.distribute_saved_activations, *tensors
+        )
         return output
 
 

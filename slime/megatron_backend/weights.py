@@ -77,7 +77,9 @@ def _parameters(
             name = _TIED[1]
         name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
         if inner.mtp_process:
-            name = _PREDICTION.sub(lambda m: f"{m[1]}{int(m[2]) + family.first_prediction(inner.hf_config)}", name)
+            name = _PREDICTION.sub(
+                lambda m: f"{m[1]}{int(m[2]) + family.first_prediction(inner.hf_config)}", name
+            )
         name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + experts_before}", name)
         yield parameter, *family.find(name)
 
@@ -279,8 +281,8 @@ def save_hf(
 
     The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
     safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). The layers of multi-token
-    prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory with a config.json is
-    complete. ValueError that names `flag` if the disk has no room.
+    prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory
+    with a config.json is complete. ValueError that names `flag` if the disk has no room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
     tensors = _with_copies(unwrap(model), export_hf(model), source_dir)
