@@ -21,6 +21,7 @@ from slime.config.megatron_rules import check_local_layers, check_optimizer_dtyp
 from slime.config.model_args import check_model_args, model_arg_notes
 from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
 from slime.config.packages import check_packages
+from slime.config.prediction import check_prediction
 from slime.config.problems import Problems, given
 from slime.config.resolve import FALLBACKS
 from slime.config.schema import Config, own_flags
@@ -318,6 +319,11 @@ def _experts(c: Config) -> None:
         check_expert_flags(c, decoder)
 
 
+def _prediction(c: Config) -> None:
+    if _decoder(c) is not None:
+        check_prediction(c, _model(c))
+
+
 def checkpoint_notes(c: Config) -> Iterator[str]:
     """Notes on flags that describe the checkpoint of a validated configuration."""
     yield from model_arg_notes(c.megatron.model_args, _model(c))
@@ -356,6 +362,7 @@ TOGETHER: tuple[Rule, ...] = (
     _replayed_model,
     _stages,
     _experts,
+    _prediction,
 )
 
 
