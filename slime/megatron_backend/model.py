@@ -52,6 +52,9 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
             position_embedding_type="none",  # PackedAttention applies it
             mtp_block_spec=prediction_spec(core, described) if core.mtp_num_layers else None,
         )
+        if self.mtp_process and not self.pre_process and described.tied:
+            # the head is this stage's copy of the embedding, and Megatron leaves a second matrix here that nobody uses
+            self.output_layer.register_parameter("weight", None)
         self.hf_config, self.sizes, self.described = hf_config, sizes, described
         # Megatron moves its own matrices to the device, but leaves torch's norms on the host in fp32
         self.to(torch.cuda.current_device(), core.params_dtype)

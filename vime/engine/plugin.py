@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 
-from vime.engine import compact_log_probs, cpu_engine, merged_log_probs, routed_experts, shared_gpu
+from vime.engine import compact_log_probs, cpu_engine, draft, merged_log_probs, routed_experts, shared_gpu
 from vime.engine.supervise import die_with_parent, forks_die_with_parent
 from vime.engine.vllm_versions import meet_in_a_file, register_backend
 
@@ -35,4 +35,5 @@ def register() -> None:
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
     if gate is not None or sleeps:
         shared_gpu.install(gate, sleeps=sleeps)
+    draft.install()
     register_backend(BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine")
