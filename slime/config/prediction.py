@@ -23,7 +23,7 @@ def check_prediction(c: Config, hf_config: dict[str, Any]) -> None:
     if not decoder_of(hf_config).predictions:
         raise ValueError(
             "--enable-mtp-training must be left out for a model without layers of multi-token prediction, got 0 such "
-            "layers (num_nextn_predict_layers in config.json of --hf-checkpoint)"
+            "layers in config.json (num_nextn_predict_layers); leave the flag out"
         )
     if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
         raise ValueError(

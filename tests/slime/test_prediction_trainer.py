@@ -1,4 +1,4 @@
-"""A trainer with --enable-mtp-training: what the policy keeps, checkpoints, exports, layouts of ranks, and bad flags."""
+"""A trainer with --enable-mtp-training: the policy, checkpoints, exports, layouts of ranks, and bad flags."""
 
 from __future__ import annotations
 
