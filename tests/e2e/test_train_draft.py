@@ -24,7 +24,13 @@ def test_two_steps(world: World) -> None:
     vocabulary = json.loads((world.model / "config.json").read_text())["vocab_size"]
     tiny_checkpoint(world.model, "mimo", **ENGINE_SHAPE, tie_word_embeddings=False, vocab_size=vocabulary)
     with_remote_config(world.model, "mimo")
-    flags = [*world.grpo("draft", rollouts=2), "--trust-remote-code", "--mtp-num-layers", "1", "--enable-mtp-training"]
+    flags = [
+        *world.grpo("draft", rollouts=2),
+        "--trust-remote-code",
+        "--mtp-num-layers",
+        "1",
+        "--enable-mtp-training",
+    ]
     flags += ["--sglang-speculative-algorithm", "EAGLE", "--sglang-speculative-num-steps", "1"]
     flags += ["--sglang-speculative-eagle-topk", "1", "--sglang-speculative-num-draft-tokens", "2"]
     run(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from config_cases import HF_CONFIG, good_argv, write_model
+
 from slime.config import parse_args
 from slime.config.megatron_rules import SAME_RESULT
 from slime.config.model_args import UNSAID, check_model_args, model_arg_notes
