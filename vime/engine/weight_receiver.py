@@ -137,7 +137,6 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         keep_in_place(self.model)
         if self.draft is not None:
             initialize_layerwise_reload(self.draft)
-            keep_in_place(self.draft)
 
     def _load(self, part: Part) -> None:
         model: Any = self.model  # vLLM's models have the method, their base class does not
