@@ -32,7 +32,7 @@ def install() -> None:
         worker.weight_transfer_engine.draft = draft if isinstance(draft, nn.Module) else None
         return start(worker, *args, **kwargs)
 
-    Worker.start_weight_update = start_with_draft  # type: ignore[method-assign]
+    Worker.start_weight_update = start_with_draft  # type: ignore[method-assign, assignment]
 
 
 def predicted_names(names: Iterable[str], hf_config: Hf) -> set[str]:
@@ -49,7 +49,7 @@ def trained_shapes(stored: dict[str, list[int]], hf_config: Hf) -> dict[str, lis
 
 
 def differing_draft_tensors(
-    draft: nn.Module,
+    draft: Any,
     target: nn.Module,
     names: Collection[str],
     get_tensor: Callable[[str], torch.Tensor],
