@@ -117,7 +117,7 @@ GLM = {
     "n_group": 1,
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
-    "num_nextn_predict_layers": 0,  # the published models have one such layer, which is not trained here
+    "num_nextn_predict_layers": 0,  # the published models have one such layer; this script makes none
 }
 """Fields of GLM-4.5-Air that are not columns of the table."""
 

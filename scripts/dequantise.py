@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from slime.hf_config import read_hf_config
-from slime.megatron_backend.weights import Files, write_shards
+from slime.hf_files import Files, write_shards
 from slime.models import family_for
 
 

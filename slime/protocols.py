@@ -27,7 +27,8 @@ class GenerateResult:
     `queue_s` is how long it waited in the engine before that first computed, `decode_tokens_per_s` its speed after the
     first token; None where the engine does not say. `routed_experts`, where asked for: the experts that each token
     was sent to, as an unsigned integer array [tokens, layers, experts of a token]. `columns`: other values of the
-    engine, one per token of `token_ids`, by the names that `slime.data.columns` has for them.
+    engine, one per token of `token_ids`, by the names that `slime.data.columns` has for them. `speculation`: passes
+    that checked a draft, drafted tokens, accepted tokens; None where the engine does not say.
     """
 
     token_ids: list[int]
@@ -41,6 +42,7 @@ class GenerateResult:
     decode_tokens_per_s: float | None = None
     routed_experts: Any = None
     columns: dict[str, list[float]] = field(default_factory=dict)
+    speculation: tuple[int, int, int] | None = None
 
 
 class RolloutEngine(Protocol):

@@ -45,11 +45,12 @@ class Stages:
         """The numbers of all layers of a rank."""
         return [layer for of_stage in self.of_rank(rank) for layer in of_stage]
 
-    def layout(self) -> list[list[str]]:
-        """The stages as Megatron's `pipeline_model_parallel_layout` spells them."""
+    def layout(self, predictions: int = 0) -> list[list[str]]:
+        """The stages as Megatron's `pipeline_model_parallel_layout` spells them. `predictions`: number of layers of
+        multi-token prediction, which the last stage has."""
         stages = [["decoder"] * count for of_virtual in self.counts for count in of_virtual]
         stages[0].insert(0, "embedding")
-        stages[-1].append("loss")
+        stages[-1] += ["mtp"] * predictions + ["loss"]
         return stages
 
     def passes(self, rank: int, group: int) -> int:
@@ -131,6 +132,11 @@ def micro_batch_group(m: Any, num_layers: int) -> int:
             f"{group} and {ranks}; leave it out"
         )
     return group
+
+
+def virtual_flag(m: Any, num_layers: int) -> str | None:
+    """The flag that gives pipeline ranks several virtual stages. None if they have one."""
+    return next(iter(_virtual_flags(m)), _LAYOUT) if stages_of(m, num_layers).virtual > 1 else None
 
 
 def check_stages(m: Any, num_layers: int) -> None:

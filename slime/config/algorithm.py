@@ -62,6 +62,12 @@ class AlgorithmConfig:
     disable_compute_advantages_and_returns: bool = flag(
         False, "compute no advantages (for supervised training and custom losses)"
     )
+    enable_mtp_training: bool = flag(
+        False, "train the model's layers of multi-token prediction, which engines draft with"
+    )
+    mtp_loss_scaling_factor: float = flag(
+        0.2, "weight of the loss of --enable-mtp-training", range=COEFFICIENT
+    )
 
 
 def check_algorithm(c: Config) -> None:

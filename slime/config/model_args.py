@@ -91,8 +91,11 @@ def _of_family(hf: dict[str, Any]) -> Any:
 
 
 def _predicts(hf: dict[str, Any]) -> Any:
-    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-    return next((hf[key] or None for key in keys if key in hf), UNSAID)
+    """Number of layers of multi-token prediction: 0 if config.json of a known family has no such key."""
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+    return next(
+        (hf[key] or 0 for key in keys if key in hf), 0 if hf.get("model_type") in FAMILIES else UNSAID
+    )
 
 
 READERS: dict[str, Reader] = {

@@ -15,7 +15,6 @@ _CRITIC = "a critic is not supported yet; use --advantage-estimator grpo"
 _DEEPGEMM = "DeepGEMM is not used by the trainer"
 _DELTA = "delta weight updates are not supported yet; whole weights are sent"
 _OPD = "on-policy distillation is not supported yet"
-_MTP = "multi-token prediction is not supported yet"
 _HOOK = "this hook is not called yet"
 _SELECT = "training a part of the parameters is not supported yet"
 _TOKENIZER = "the tokenizer is that of --hf-checkpoint"
@@ -83,8 +82,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "opd_kl_coef": Unsupported(1.0, _OPD),
     "opd_teacher_load": Unsupported(None, _OPD),
     "opd_teacher_ckpt_step": Unsupported(None, _OPD),
-    "enable_mtp_training": Unsupported(False, _MTP),
-    "mtp_loss_scaling_factor": Unsupported(0.2, _MTP),
     # debug
     "save_debug_train_data": Unsupported(None, "use --save-debug-rollout-data"),
     "http_proxy": Unsupported(None, "requests to the engines never pass a proxy"),

@@ -22,6 +22,7 @@ from slime.config.megatron_rules import check_local_layers, check_optimizer_dtyp
 from slime.config.model_args import check_model_args, model_arg_notes
 from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
 from slime.config.packages import check_packages
+from slime.config.prediction import check_prediction
 from slime.config.problems import Problems, given
 from slime.config.resolve import FALLBACKS
 from slime.config.schema import Config, own_flags
@@ -329,19 +330,14 @@ def _replayed_model(c: Config) -> None:
         check_replayed_model(c, experts.count if experts else 0, experts.topk if experts else None)
 
 
-def _stages(c: Config) -> None:
-    if (decoder := _decoder(c)) is not None:
-        check_stages(c.megatron, len(decoder.layers))
+def _with_decoder(check: Callable[[Config, Decoder], None]) -> Rule:
+    """`check`, of a model that `_checkpoint` does not report."""
 
+    def rule(c: Config) -> None:
+        if (decoder := _decoder(c)) is not None:
+            check(c, decoder)
 
-def _experts(c: Config) -> None:
-    if (decoder := _decoder(c)) is not None:
-        check_expert_flags(c, decoder)
-
-
-def _delta_heads(c: Config) -> None:
-    if (decoder := _decoder(c)) is not None:
-        check_delta_heads(c, decoder)
+    return rule
 
 
 def checkpoint_notes(c: Config) -> Iterator[str]:
@@ -380,9 +376,10 @@ TOGETHER: tuple[Rule, ...] = (
     _checkpoint,
     _model_args,
     _replayed_model,
-    _stages,
-    _experts,
-    _delta_heads,
+    _with_decoder(lambda c, decoder: check_stages(c.megatron, len(decoder.layers))),
+    _with_decoder(check_expert_flags),
+    _with_decoder(check_delta_heads),
+    _with_decoder(lambda c, _: check_prediction(c, _model(c))),
 )
 
 

@@ -199,7 +199,8 @@ class MicroBatch:
     `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data.
     `columns`: the columns of one number per response token that were asked for, each [R]; `of_rows`: the ragged ones,
     each [P, ...] beside `tokens`, such as the engine's experts. `routing`: which experts the layers of this pass take,
-    see `slime.megatron_backend.routing_replay`.
+    see `slime.megatron_backend.routing_replay`. On the host, `packed` [T] int64 are the tokens of the whole row, and
+    `predicting` [R] int64 the place in it that predicts each response token.
     """
 
     part: TokenSlice
@@ -211,6 +212,8 @@ class MicroBatch:
     samples: list[int]
     columns: dict[str, torch.Tensor]
     of_rows: dict[str, torch.Tensor]
+    packed: torch.Tensor
+    predicting: torch.Tensor
     routing: Any = None
 
     def split(self, per_token: torch.Tensor, response_lengths: list[int]) -> list[torch.Tensor]:
@@ -269,6 +272,8 @@ def pack(
             if c.kind == "response"
         },
         of_rows={name: rows.to(device) for name, rows in of_rows.items()},
+        packed=packed,
+        predicting=predicting,
     )
 
 

@@ -118,6 +118,15 @@ def _write_text(path: Path, text: str) -> None:
     os.replace(staged, path)
 
 
+def trained_predictions(directory: str | Path, iteration: int | None) -> bool:
+    """Whether checkpoint `iteration` under `directory` has layers of multi-token prediction, which
+    --enable-mtp-training trained. False for what slime converted, whose layers nobody trained."""
+    if iteration is None:
+        return False
+    tensors = dist_checkpointing.load_tensors_metadata(str(iteration_path(Path(directory), iteration)))
+    return any(name.startswith("mtp.") for name in tensors)
+
+
 def load_checkpoint(
     directory: str | Path,
     model: nn.Module,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from slime.checkpoint_dir import latest, released
 from slime.config import Config
-from slime.megatron_backend.checkpoint import load_checkpoint
+from slime.megatron_backend.checkpoint import load_checkpoint, trained_predictions
 from slime.megatron_backend.model import build_model
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
@@ -38,7 +38,8 @@ def export_checkpoint(config: Config, iteration: int | None, out_dir: Path, to: 
     with tempfile.TemporaryDirectory() as rendezvous:
         init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
         try:
-            model = build_model(hf_config, config, ddp=False)
+            predicts = load is not None and trained_predictions(load, iteration)
+            model = build_model(hf_config, config, ddp=False, predicts=predicts)
             if load is None:
                 load_hf(model, source)
                 read = source

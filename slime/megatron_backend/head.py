@@ -59,7 +59,7 @@ class MicroBatchLoss:
     log_probs: Tensor | None = None
 
 
-class _Vocabulary(TypedDict):
+class Vocabulary(TypedDict):
     """The arguments about the model's head that rl_kernel's log-prob operators share."""
 
     tp_group: dist.ProcessGroup | None
@@ -149,7 +149,8 @@ class LmHead(ABC):
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(self._hidden(batch, output))
         return torch.nn.functional.linear(hidden, output_weight(self.model))
 
-    def _vocabulary(self) -> _Vocabulary:
+    def vocabulary(self) -> Vocabulary:
+        """The part of the vocabulary that this rank has."""
         vocab_start, vocab_size = vocab_range(self.model)
         group = self.ranks.tp_group if self.ranks.tp_size > 1 else None
         cap = logit_cap(self.model)
@@ -172,7 +173,7 @@ class LinearHead(LmHead):
                 workspace_bytes=self.workspace_bytes,
                 temperature=self.temperature,
                 return_entropy=entropy != "none",
-                **self._vocabulary(),
+                **self.vocabulary(),
             )
         )
 
@@ -214,7 +215,7 @@ class OnePassHead(LinearHead):
                 return_entropy=entropy != "none",
                 workspace_bytes=self.workspace_bytes,
                 weight_grad=head_main_grad(self.model),
-                **self._vocabulary(),
+                **self.vocabulary(),
             )
         return MicroBatchLoss(result.loss, sums, maxima, result.log_probs)
 
@@ -245,7 +246,7 @@ class LogitsHead(LmHead):
                 batch.targets,
                 temperature=self.temperature,
                 return_entropy=entropy != "none",
-                **self._vocabulary(),
+                **self.vocabulary(),
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -18,25 +18,40 @@ from slime.hooks import load_function
 from slime.megatron_backend.context_parallel import hook_view
 from slime.megatron_backend.head import LmHead, MicroBatchLoss
 from slime.megatron_backend.native import EntropyUse
+from slime.megatron_backend.prediction import Predictions
 from slime.tracking.timers import Timers
 from slime.types import TrainData
 
 
 @dataclass(frozen=True)
 class LossSetup:
-    """What the losses of all micro-batches share. `args` is the flat namespace that objectives and hooks read."""
+    """What the losses of all micro-batches share. `args` is the flat namespace that objectives and hooks read.
+    `predictions`: multi-token prediction, None if the run does not train it."""
 
     config: Config
     args: Any
     head: LmHead
     timers: Timers
+    predictions: Predictions | None = None
 
 
 def micro_batch_loss(
     setup: LossSetup, data: TrainData, batch: MicroBatch, output: Tensor, normaliser: float
 ) -> MicroBatchLoss:
-    """Loss and metrics by --loss-type from the last stage's `output`. The denominators of the tokens turn sums into
-    means."""
+    """Loss and metrics by --loss-type from the last stage's `output`, and those of multi-token prediction. The
+    denominators of the tokens turn sums into means."""
+    loss = objective_loss(setup, data, batch, output, normaliser)
+    if setup.predictions is None:
+        return loss
+    with setup.timers.measure("mtp"):
+        predicted, metric = setup.predictions.loss(batch, output)
+    return replace(loss, loss=loss.loss + predicted, sums=loss.sums | {"mtp_loss": metric})
+
+
+def objective_loss(
+    setup: LossSetup, data: TrainData, batch: MicroBatch, output: Tensor, normaliser: float
+) -> MicroBatchLoss:
+    """Loss and metrics by --loss-type."""
     config, head = setup.config, setup.head
     kind = loss_of(config.algorithm)
     objective = kind.objective

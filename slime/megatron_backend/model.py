@@ -27,6 +27,7 @@ from slime.megatron_backend.attention import PackedLayout, Rotary
 from slime.megatron_backend.layer_spec import layer_spec
 from slime.megatron_backend.model_config import padded_vocab_size, transformer_config
 from slime.megatron_backend.norms import RMSNorm
+from slime.megatron_backend.prediction_layer import prediction_spec
 from slime.models import Decoder, decoder_of
 from slime.models.layouts import Sizes
 
@@ -36,23 +37,30 @@ class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no ty
 
     `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is what it says, and `sizes` are
     the sizes for weight layouts. `virtual`: which virtual stage of this rank it is. None if the rank has one stage.
+    `mtp` has the layers of multi-token prediction, in a model that trains them. `forward` does not run them,
+    `slime.megatron_backend.prediction` does.
     """
 
     def __init__(
         self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes, virtual: int | None = None
     ) -> None:
         described = decoder_of(hf_config)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual)
         super().__init__(
             core,
             _block_spec(core, described, virtual),
             vocab_size=sizes.padded_vocab,
             max_sequence_length=described.context,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+            post_process=last,
             share_embeddings_and_output_weights=described.tied,
             position_embedding_type="none",  # PackedAttention applies it
             vp_stage=virtual,
+            mtp_block_spec=prediction_spec(core, described) if core.mtp_num_layers and last else None,
         )
+        if self.mtp_process and not self.pre_process and described.tied:
+            # the head is this stage's copy of the embedding, and Megatron leaves a second matrix here that nobody uses
+            self.output_layer.register_parameter("weight", None)
         self.hf_config, self.sizes, self.described = hf_config, sizes, described
         if self.pre_process and described.embedding_scale != 1:
             self.embedding.register_forward_hook(_scaled(described.embedding_scale))
@@ -100,16 +108,18 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
-def build_model(hf_config: dict[str, Any], config: Config, *, ddp: bool = True) -> nn.Module:
+def build_model(
+    hf_config: dict[str, Any], config: Config, *, ddp: bool = True, predicts: bool = False
+) -> nn.Module:
     """The model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
     `load_checkpoint`.
 
     `config` gives the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
-    Without `ddp`, the model has no gradients (reference model). With virtual stages, the result is `Parts`, and each
-    part has its own wrapper. Call `init_parallel` first.
+    Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
+    With virtual stages, the result is `Parts`, and each part has its own wrapper. Call `init_parallel` first.
     """
-    core = transformer_config(hf_config, config)
+    core = transformer_config(hf_config, config, predicts=predicts)
     tp = parallel_state.get_tensor_model_parallel_world_size()
     vocab = hf_config["vocab_size"]
     padded = padded_vocab_size(vocab, config.megatron.make_vocab_size_divisible_by, tp)

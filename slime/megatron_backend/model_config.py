@@ -52,18 +52,23 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
 def _leave_as_is(weight: torch.Tensor) -> None: ...
 
 
-def transformer_config(hf_config: dict[str, Any], config: Config) -> TransformerConfig:
+def transformer_config(
+    hf_config: dict[str, Any], config: Config, *, predicts: bool = False
+) -> TransformerConfig:
     """Megatron's model description of a checkpoint, for the parallel layout and precision of `config`.
 
-    The user's flags of TransformerConfig (recomputation and others) are applied last. There is no dropout, because two
+    `predicts`: with its layers of multi-token prediction. The user's flags of TransformerConfig (recomputation and
+    others) are applied last. There is no dropout, because two
     passes over the same weights must compute the same policy. `calculate_per_token_loss` is always on inside Megatron,
     so its DDP sums gradients over data-parallel ranks without dividing, and the loss has its own denominators.
     ValueError if the layers cannot be divided among the pipeline stages.
     """
     decoder, dtype = decoder_of(hf_config), params_dtype(config)
+    predictions = len(decoder.predictions) if predicts else 0
     check_delta_heads(config, decoder)
     fields: dict[str, Any] = {
         "num_layers": len(decoder.layers),
+        "mtp_num_layers": predictions or None,
         "hidden_size": decoder.hidden,
         "ffn_hidden_size": decoder.ffn,
         "num_attention_heads": decoder.heads,
@@ -86,7 +91,7 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
         "pipeline_dtype": dtype,
         "tensor_model_parallel_size": config.megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": config.megatron.pipeline_model_parallel_size,
-        **_pipeline_fields(config, len(decoder.layers)),
+        **_pipeline_fields(config, len(decoder.layers), predictions),
         "context_parallel_size": config.megatron.context_parallel_size,
         "variable_seq_lengths": True,  # micro-batches differ in length, so pipeline stages send their shapes
         "moe_token_dispatcher_type": "alltoall",  # Megatron checks this setting for dense models too
@@ -107,13 +112,13 @@ def transformer_config(hf_config: dict[str, Any], config: Config) -> Transformer
     return TransformerConfig(**fields)
 
 
-def _pipeline_fields(config: Config, layers: int) -> dict[str, Any]:
+def _pipeline_fields(config: Config, layers: int, predictions: int) -> dict[str, Any]:
     """Fields of the pipeline's stages. Megatron gets the same list of layers that plan and estimate compute with."""
     stages = config.megatron.stages(layers)
     if stages.ranks == 1:
         return {}
     fields = {
-        "pipeline_model_parallel_layout": stages.layout(),
+        "pipeline_model_parallel_layout": stages.layout(predictions),
         "deallocate_pipeline_outputs": True,  # frees sent outputs
     }
     if stages.virtual == 1:

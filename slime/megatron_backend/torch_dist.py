@@ -49,7 +49,8 @@ _PLAIN_NORMS = {
 """A norm that is fused into the next product -> its name where it is a module of its own."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_NOT_READ = re.compile(r"(chained_\d+\.)?optimizer\.|mtp\.|.*\._extra_state")
+_PREDICTION = re.compile(r"mtp\.layers\.\d+\.transformer_layer\.")
+_NOT_READ = re.compile(r"(chained_\d+\.)?optimizer\.|.*\._extra_state")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _STATEFUL = (
@@ -129,8 +130,9 @@ class _Names:
     def place(self, shard: ShardedTensor) -> ShardedTensor:
         """The shard of our state under the checkpoint's name and at its place there. Shares the shard's memory."""
         layer, rest = _numbered(shard.key)
-        plain = _PLAIN_NORMS.get(rest)
-        names = [_name(layer, name, stacked=self.stacked) for name in (rest, plain) if name]
+        start = match[0] if (match := _PREDICTION.match(rest)) else ""
+        plain = _PLAIN_NORMS.get(rest.removeprefix(start))
+        names = [_name(layer, name, stacked=self.stacked) for name in (rest, plain and start + plain) if name]
         name = next((name for name in names if name in self.stored), names[0])
         return _placed(shard, name, layer if self.stacked else None, self.layers)
 
@@ -211,7 +213,9 @@ def load_torch_dist(model: nn.Module, path: Path) -> None:
     stored = {
         name: tensor
         for name, tensor in metadata.state_dict_metadata.items()
-        if isinstance(tensor, TensorStorageMetadata) and not _NOT_READ.match(name)
+        if isinstance(tensor, TensorStorageMetadata)
+        and not _NOT_READ.match(name)
+        and (inner.config.mtp_num_layers or not name.startswith("mtp."))
     }
     names = _Names(stored, inner.config.num_layers)
     parts: dict[str, list[ShardedTensor]] = {}

@@ -44,6 +44,7 @@ from slime.megatron_backend.optimizer import build_optimizer, finish_grads
 from slime.megatron_backend.out_of_memory import explained
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.pipeline import from_last_stage, run_stages
+from slime.megatron_backend.prediction import Predictions
 from slime.megatron_backend.residence import Residence
 from slime.megatron_backend.routing_replay import Replay
 from slime.megatron_backend.weights import export_hf, load_weights, save_hf
@@ -73,7 +74,10 @@ class MegatronTrainer:
         self.decisions = operators.decide(config, self.info.device.type)
         self._hook("custom_megatron_init_path", self.args)
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
-        self.model: Any = build_model(self.hf_config, config)  # Megatron's wrapper has no types
+        predicts = config.algorithm.enable_mtp_training
+        self.model: Any = build_model(
+            self.hf_config, config, predicts=predicts
+        )  # Megatron's wrapper has no types
         load = config.checkpoint.load
         resume = resumed_iteration(config)
         if resume is None:
@@ -96,7 +100,8 @@ class MegatronTrainer:
             load_weights(self.ref_model, reference, config.checkpoint.ref_ckpt_step)
         self.timers = Timers.on(self.info.device)
         self.head = self._head(operators.loss_head(config)[0], self.model)
-        self.loss_setup = LossSetup(config, self.args, self.head, self.timers)
+        ahead = Predictions(self.head, config.algorithm.mtp_loss_scaling_factor) if predicts else None
+        self.loss_setup = LossSetup(config, self.args, self.head, self.timers, ahead)
         self.estimate = estimate(config, self.hf_config)
         self.memory = decide_residence(config, self.estimate, device_memory(self.info.device))
         models = [*parts_of(self.model), *([] if self.ref_model is None else parts_of(self.ref_model))]

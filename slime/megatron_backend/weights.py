@@ -1,8 +1,8 @@
 """HF safetensors <-> the live Megatron model, through the family's table. Owns reading, writing and gathering.
 
 A tensor of a checkpoint that is missing, unexpected or of the wrong shape is an error that names the tensor. Loading
-and export are bitwise inverses if the dtypes agree. Layers of multi-token prediction are neither loaded, trained nor
-published to engines. A written directory has a copy of them from the source directory.
+and export are bitwise inverses if the dtypes agree. Layers of multi-token prediction are loaded and exported if the
+model has them. Otherwise, a written directory has a copy of them from the source directory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from slime.checkpoint_dir import HF_INDEX, HF_SINGLE, latest, released
+from slime.checkpoint_dir import latest, released
 from slime.checkpoint_files import WRITE_LATEST
-from slime.hf_config import open_weights, read_config_json, read_index
+from slime.hf_config import read_config_json
+from slime.hf_files import Files, write_shards
 from slime.megatron_backend.checkpoint import load_checkpoint
 from slime.megatron_backend.model import HiddenGPTModel, last_part, unwrapped
 from slime.megatron_backend.torch_dist import load_torch_dist
@@ -33,6 +33,7 @@ from slime.models.layouts import Row
 from slime.room import Room
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
+_PREDICTION = re.compile(r"^(mtp\.layers\.)(\d+)")
 _EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -74,41 +75,12 @@ def _parameters(
         if name == _TIED[0] and inner.share_embeddings_and_output_weights:
             name = _TIED[1]
         name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
+        if inner.mtp_process:
+            name = _PREDICTION.sub(
+                lambda m: f"{m[1]}{int(m[2]) + family.first_prediction(inner.hf_config)}", name
+            )
         name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + experts_before}", name)
         yield parameter, *family.find(name)
-
-
-class Files:
-    """The tensors of a safetensors checkpoint. A file is opened at the first tensor that is read from it."""
-
-    def __init__(self, checkpoint_dir: Path) -> None:
-        self._files = _files_of(checkpoint_dir)
-        self._handles: dict[Path, Any] = {}
-
-    def names(self) -> set[str]:
-        return set(self._files)
-
-    def get(self, name: str) -> Tensor:
-        tensor: Tensor = self._file(name).get_tensor(name)
-        return tensor
-
-    def part(self, name: str, index: int) -> Tensor:
-        tensor: Tensor = self._file(name).get_slice(name)[index]
-        return tensor
-
-    def _file(self, name: str) -> Any:
-        file = self._files[name]
-        if file not in self._handles:
-            self._handles[file] = open_weights(file, "pt")
-        return self._handles[file]
-
-    def open(self, names: Iterable[str]) -> None:
-        """Open the files of `names` now."""
-        for file in {self._files[name] for name in names}:
-            self._handles[file] = open_weights(file, "pt")
-
-    def place(self, name: str) -> str:
-        return str(self._files[name])
 
 
 def stored_tensors(inner: HiddenGPTModel, checkpoint_dir: Path) -> Tensors:
@@ -116,23 +88,13 @@ def stored_tensors(inner: HiddenGPTModel, checkpoint_dir: Path) -> Tensors:
     return family_for(inner.hf_config).stored(Files(checkpoint_dir), inner.hf_config)
 
 
-def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
-    """HF tensor name -> the safetensors file that holds it."""
-    if (index := read_index(checkpoint_dir)) is not None:
-        return {name: checkpoint_dir / file for name, file in index.items()}
-    single = checkpoint_dir / HF_SINGLE
-    if not single.is_file():
-        raise ValueError(
-            f"--hf-checkpoint must hold {HF_SINGLE} or {HF_INDEX}, got neither in {checkpoint_dir}"
-        )
-    with open_weights(single, "pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
 def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, checkpoint_dir: Path) -> None:
     family = family_for(inner.hf_config)
     extra = {name for name in found - expected if not family.ignores(name)}
-    extra -= set(family.prediction_names(found, inner.hf_config))
+    if inner.config.mtp_num_layers:
+        extra -= family.prediction_copies(found, inner.hf_config).keys()
+    else:
+        extra -= set(family.prediction_names(found, inner.hf_config))
     if inner.share_embeddings_and_output_weights:
         # Some tied checkpoints store the head again. HF ignores that tensor too.
         extra.discard("lm_head.weight")
@@ -308,11 +270,11 @@ def save_hf(
 
     The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
     safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). The layers of multi-token
-    prediction in `source_dir` are copied unchanged. config.json is written last, so a directory with a config.json is
-    complete. ValueError that names `flag` if the disk has no room.
+    prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory
+    with a config.json is complete. ValueError that names `flag` if the disk has no room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
-    tensors = export_hf(model)
+    tensors = _with_copies(last_part(model), export_hf(model), source_dir)
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -328,10 +290,10 @@ def save_hf(
 
 
 def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the layers of multi-token prediction in `source_dir`. This call opens the files, so they may be
-    replaced before the tensors are read."""
+    """Tensors of the layers of multi-token prediction in `source_dir`, if the model does not train them. This call
+    opens the files, so they may be replaced before the tensors are read."""
     family = family_for(inner.hf_config)
-    if not family.predicted(inner.hf_config):
+    if inner.config.mtp_num_layers or not family.predicted(inner.hf_config):
         return iter(())
     files = Files(source_dir)
     stored = family.stored(files, inner.hf_config)
@@ -340,37 +302,17 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
     return ((name, stored.get(name)) for name in names)
 
 
-def write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
-    """Write tensors to safetensors files of at most `max_shard_bytes` each, with an index if there are several."""
-    for old in [*out_dir.glob("*.safetensors"), out_dir / HF_INDEX]:
-        old.unlink(missing_ok=True)
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = pending_bytes = 0
-
-    def flush() -> None:
-        save_file(pending, out_dir / f"part-{len(shards):05d}.safetensors", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
-
+def _with_copies(
+    inner: HiddenGPTModel, tensors: Iterator[tuple[str, Tensor]], source_dir: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """`tensors`, and where a checkpoint with trained layers of multi-token prediction has embedding or head again in
+    them, these copies."""
+    copies: dict[str, str] = {}
+    if inner.config.mtp_num_layers:
+        copies = family_for(inner.hf_config).prediction_copies(Files(source_dir).names(), inner.hf_config)
     for name, tensor in tensors:
-        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
-            flush()
-            pending_bytes = 0
-        pending[name] = tensor.cpu().contiguous()
-        pending_bytes += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (out_dir / "part-00000.safetensors").rename(out_dir / HF_SINGLE)
-        return
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (out_dir / f"part-{i:05d}.safetensors").rename(out_dir / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (out_dir / HF_INDEX).write_text(json.dumps(index, indent=2))
+        yield name, tensor
+        yield from ((copy, tensor.clone()) for copy, source in copies.items() if source == name)
 
 
 def _copy_config(inner: HiddenGPTModel, written: dict[str, Any], source_dir: Path, out_dir: Path) -> None:

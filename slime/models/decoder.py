@@ -137,8 +137,8 @@ class Decoder:
     slime.megatron_backend.activations. `zero_centred`: norms multiply by 1 + weight. `embedding_scale` multiplies the
     embeddings and `attention_scale` the scores of attention (None: 1 / sqrt(head)). `attention_cap` and `logit_cap`:
     scores and logits z become `cap * tanh(z / cap)`. `sinks`: each head has a learned score, whose share of the softmax
-    goes to no token. `delta`: the sizes of gated delta net layers. `core`: further fields of megatron-core's
-    TransformerConfig.
+    goes to no token. `delta`: the sizes of gated delta net layers. `predictions`: the layers of multi-token prediction,
+    which follow `layers`. `core`: further fields of megatron-core's TransformerConfig.
     """
 
     hidden: int
@@ -166,6 +166,7 @@ class Decoder:
     sinks: bool = False
     output_gate: bool = False
     delta: DeltaNet | None = None
+    predictions: tuple[Layer, ...] = ()
     core: Mapping[str, Any] = field(default_factory=dict)
 
     @property

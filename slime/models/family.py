@@ -47,16 +47,34 @@ def later_layers(hf: Hf) -> tuple[str, ...]:
     return tuple(f"model.layers.{number}." for number in range(depth, depth + more))
 
 
+def depth(hf: Hf) -> int:
+    """The number of decoder layers, which the layers of multi-token prediction follow."""
+    return int(hf["num_hidden_layers"])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The layers of multi-token prediction of a family that trains them (`Decoder.predictions`).
+
+    `rows` is their weight table. "{i}" in a name of the files is the number of the layer, from `first` on. `copies`
+    are tensors of the decoder that a checkpoint may have once more in each layer: name there -> name in the decoder.
+    """
+
+    rows: tuple[Row, ...]
+    first: Callable[[Hf], int] = depth
+    copies: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family. `model_type` is that of config.json; `title` and `models` are for people.
 
     `read` turns config.json into a `Decoder` and raises ValueError for what is not supported. `rows` is the weight
     table. `ignored` are HF names that may be in a checkpoint but that the model does not use. `predicted` gives the
-    beginnings of the names of multi-token prediction, which loading skips and export copies. `stored` presents the
-    tensors of files that store them in another form, such as quantised. `written` gives exported tensors the form of
-    files that engines and transformers read. `flags` are MODEL_ARGS whose value only this
-    family knows: name -> value for a config.json.
+    beginnings of the names of multi-token prediction, which loading skips and export copies if the run does not train
+    them. `prediction` is how they are trained, None for a family that cannot. `stored` presents the tensors of files
+    that store them in another form, such as quantised. `written` gives exported tensors the form of files that engines
+    and transformers read. `flags` are MODEL_ARGS whose value only this family knows: name -> value for a config.json.
     """
 
     model_type: str
@@ -66,13 +84,14 @@ class Family:
     read: Callable[[Hf], Decoder]
     ignored: tuple[str, ...] = ()
     predicted: Callable[[Hf], tuple[str, ...]] = later_layers
+    prediction: Prediction | None = None
     stored: Callable[[Tensors, Hf], Tensors] = as_stored
     written: Callable[[Iterator[tuple[str, Tensor]], Hf], Iterator[tuple[str, Tensor]]] = as_held
     flags: tuple[tuple[str, Callable[[Hf], Any]], ...] = ()
 
     def find(self, parameter: str) -> tuple[Row, tuple[str, ...]]:
         """The row of a Megatron parameter, and its HF names with the numbers filled in. KeyError without a row."""
-        for row in self.rows:
+        for row in self.rows + (self.prediction.rows if self.prediction else ()):
             pattern = re.escape(row.megatron)
             for letter in "ie":
                 pattern = pattern.replace(re.escape(f"{{{letter}}}"), rf"(?P<{letter}>\d+)")
@@ -88,8 +107,25 @@ class Family:
     def prediction_names(self, names: Iterable[str], hf: Hf) -> list[str]:
         """The tensor names in `names` that belong to multi-token prediction.
 
-        A token's log-prob does not depend on them. The trainer does not build these layers, and an engine builds them
-        only if it speculates.
+        A token's log-prob does not depend on them. The trainer builds these layers only to train them, and an engine
+        only to speculate.
         """
         prefixes = self.predicted(hf)
         return [name for name in names if name.startswith(prefixes)]
+
+    def first_prediction(self, hf: Hf) -> int:
+        """The number of the first layer of multi-token prediction in the names of files."""
+        assert self.prediction is not None
+        return self.prediction.first(hf)
+
+    def prediction_copies(self, names: set[str], hf: Hf) -> dict[str, str]:
+        """The tensors in `names` that are copies of tensors of the decoder: name of the copy -> name in the decoder."""
+        if self.prediction is None:
+            return {}
+        first = self.first_prediction(hf)
+        return {
+            copy.format(i=first + n): name
+            for n in range(len(self.read(hf).predictions))
+            for copy, name in self.prediction.copies
+            if copy.format(i=first + n) in names
+        }

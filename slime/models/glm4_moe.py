@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from slime.models.decoder import Decoder, Hf
-from slime.models.family import Family
-from slime.models.reading import only, read_decoder, sigmoid_experts
+from slime.models.family import Family, Prediction
+from slime.models.layouts import Direct
+from slime.models.reading import only, read_decoder, sigmoid_experts, with_predictions
 from slime.models.rope import Rope, read_rope
-from slime.models.rows import DENSE, EXPERTS, HEAD_NORMS, IGNORED, ROUTER_BIAS, SHARED_EXPERT
+from slime.models.rows import (
+    ATTENTION,
+    ENDS,
+    EXPERTS,
+    HEAD_NORMS,
+    HF,
+    IGNORED,
+    MLP,
+    NORMS,
+    ROUTER_BIAS,
+    SHARED_EXPERT,
+    prediction_rows,
+)
 
 
 def rope(hf: Hf, head_dim: int) -> Rope:
@@ -16,20 +29,41 @@ def rope(hf: Hf, head_dim: int) -> Rope:
 
 def read(hf: Hf) -> Decoder:
     only(hf, use_sliding_window=False)
-    return read_decoder(
+    decoder = read_decoder(
         hf,
         qkv_bias=hf.get("attention_bias", False),
         qk_norm="head" if hf.get("use_qk_norm", False) else "",
         rope=rope,
         experts=sigmoid_experts,
     )
+    return with_predictions(hf, decoder)
+
+
+LAYER = NORMS + ATTENTION + MLP + HEAD_NORMS + EXPERTS + (ROUTER_BIAS, *SHARED_EXPERT)
+
+PREDICTION = Prediction(
+    prediction_rows(
+        LAYER,
+        HF,
+        embedding="enorm",
+        state="hnorm",
+        product="eh_proj",
+        last="shared_head.norm",
+        layout=Direct(axis=0),
+    ),
+    copies=(
+        (HF + "embed_tokens.weight", "model.embed_tokens.weight"),
+        (HF + "shared_head.head.weight", "lm_head.weight"),
+    ),
+)
 
 
 GLM4_MOE = Family(
     "glm4_moe",
     "GLM-4.5, experts",
     "Air, 355B",
-    DENSE + HEAD_NORMS + EXPERTS + (ROUTER_BIAS, *SHARED_EXPERT),
+    ENDS + LAYER,
     read,
     ignored=IGNORED,
+    prediction=PREDICTION,
 )

@@ -145,3 +145,18 @@ class GateUpTensor(GateUp):
 
     def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
         return [full]
+
+
+@dataclass(frozen=True)
+class SwappedHalves(Direct):
+    """[H, 2 H] whose two halves of columns change places: files have the product of (state, embedding), and Megatron
+    that of (embedding, state)."""
+
+    axis: int | None = 0
+
+    def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
+        left, right = parts[0].chunk(2, dim=1)
+        return cat([right, left], 1)
+
+    def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
+        return [self.join([full], sizes)]

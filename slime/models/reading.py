@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slime.models.decoder import Attention, Decoder, Experts, Hf, Layer
@@ -199,3 +200,8 @@ def alternating_windows(hf: Hf, pattern: int) -> list[int | None]:
         )
     windows = sliding_windows(hf)
     return [w if kind == "sliding_attention" else None for w, kind in zip(windows, kinds, strict=True)]
+
+
+def with_predictions(hf: Hf, decoder: Decoder) -> Decoder:
+    """`decoder` with its layers of multi-token prediction, `num_nextn_predict_layers` ones like its last layer."""
+    return replace(decoder, predictions=decoder.layers[-1:] * (hf.get("num_nextn_predict_layers") or 0))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from slime.models.layouts import Direct, GateUp, GroupedQkv, Row, Vocab
+from collections.abc import Iterable
+from dataclasses import replace
+
+from slime.models.layouts import Direct, GateUp, GroupedQkv, Layout, Row, Vocab
 
 MG, HF = "decoder.layers.{i}.", "model.layers.{i}."
 IGNORED = (HF + "self_attn.rotary_emb.inv_freq",)
@@ -60,3 +63,26 @@ ROUTER_BIAS = Row(MG + "mlp.router.expert_bias", (HF + "mlp.gate.e_score_correct
 tensor."""
 
 SHARED_EXPERT = mlp_rows(MG + "mlp.shared_experts.", HF + "mlp.shared_experts.")
+
+MTP = "mtp.layers.{i}."
+
+
+def prediction_rows(
+    layer: Iterable[Row], hf: str, embedding: str, state: str, product: str, last: str, layout: Layout
+) -> tuple[Row, ...]:
+    """A layer of multi-token prediction. `layer` are the rows of a decoder layer like its own, and `hf` is the
+    beginning of its names in files. The other arguments name the norms of embedding and state, the product of both
+    with its layout, and the last norm."""
+    names = {"enorm": embedding, "hnorm": state, "final_layernorm": last}
+    return (
+        *(Row(f"{MTP}{megatron}.weight", (f"{hf}{name}.weight",)) for megatron, name in names.items()),
+        Row(f"{MTP}eh_proj.weight", (f"{hf}{product}.weight",), layout),
+        *(
+            replace(
+                row,
+                megatron=f"{MTP}transformer_layer.{row.megatron.removeprefix(MG)}",
+                hf=tuple(hf + name.removeprefix(HF) for name in row.hf),
+            )
+            for row in layer
+        ),
+    )

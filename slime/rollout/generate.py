@@ -135,6 +135,10 @@ def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: 
     sample.prefix_cache_info.add(
         {"cached_tokens": result.cached_tokens, "prompt_tokens": result.prompt_tokens}
     )
+    if result.speculation is not None:
+        names = ("spec_verify_ct", "spec_draft_token_num", "spec_accept_token_num")
+        counts = dict(zip(names, result.speculation, strict=True))
+        sample.spec_info.add(counts | {"completion_tokens": len(result.token_ids)})
     sample.status = FINISH_STATUS[result.finish_reason]
 
 

@@ -35,15 +35,18 @@ def build(root, tmp_path):
     """Builds trainers one after another. The process groups of a trainer end with the next trainer or with the test."""
     made: list[MegatronTrainer] = []
 
-    def build_one(**flags: Any) -> MegatronTrainer:
+    def end() -> None:
         while made:
             made.pop().close()
+
+    def build_one(**flags: Any) -> MegatronTrainer:
+        end()
         config = make_config(root, weight_dir=str(tmp_path / "weights"), **flags)
         store = tmp_path / f"store-{len(list(tmp_path.iterdir()))}"
         made.append(MegatronTrainer(config, 0, 1, init_method=f"file://{store}"))
         return made[-1]
 
     CALLS.clear()
+    build_one.end = end
     yield build_one
-    while made:
-        made.pop().close()
+    end()

@@ -114,7 +114,6 @@ BUILT_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Families that transformers does not have: the family whose layers they have."""
 
 PREDICTION = {
-    "mimo": "model.mtp_layers.0.input_proj.weight",
     "deepseek_v3": "model.layers.2.eh_proj.weight",
 }
 """Families whose tiny model has a tensor of multi-token prediction, and the name of the tensor."""

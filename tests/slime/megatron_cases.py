@@ -71,6 +71,11 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
     model.save_pretrained(directory)
     if kind in BUILT_AS or kind in PREDICTION:
         as_published(directory, kind)
+    if (
+        values.get("num_nextn_predict_layers")
+        and family_for(read_hf_config(directory)).prediction is not None
+    ):
+        add_prediction_layers(directory)
     return model
 
 
@@ -128,6 +133,31 @@ def as_published(directory: Path, kind: str) -> None:
     save_file(
         load_file(directory / "model.safetensors") | more, directory / "model.safetensors", {"format": "pt"}
     )
+
+
+def add_prediction_layers(directory: Path) -> None:
+    """Give a checkpoint random layers of multi-token prediction, with the names that the family's published files have:
+    transformers has no such layers. The decoder layer inside is like the last one of the checkpoint."""
+    hf_config, tensors = read_hf_config(directory), load_file(directory / "model.safetensors")
+    mimo = hf_config["model_type"] == "mimo"
+    depth, size = hf_config["num_hidden_layers"], hf_config["hidden_size"]
+    last = f"model.layers.{depth - 1}."
+    names = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
+    names = names if mimo else ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+    generator = torch.Generator().manual_seed(2)
+    more = {}
+    for i in range(hf_config["num_nextn_predict_layers"]):
+        prefix = f"model.mtp_layers.{i}." if mimo else f"model.layers.{depth + i}."
+        like = {n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
+        like |= {f"{name}.weight": torch.empty(size) for name in names[:3]}
+        like[f"{names[3]}.weight"] = torch.empty(size, 2 * size)
+        for name, tensor in like.items():
+            around = 1.0 if "norm" in name else 0.0
+            more[prefix + name] = around + 0.1 * torch.randn(tensor.shape, generator=generator)
+        if not mimo:
+            more[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            more[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors | more, directory / "model.safetensors", {"format": "pt"})
 
 
 def sum_loss(logits: Tensor, batch: list[Tensor]) -> Tensor:

@@ -92,7 +92,8 @@ def test_slime_names_become_vllm_names() -> None:
 
 
 def test_an_answer_becomes_a_record() -> None:
-    assert result(changed(weight_versions=[3, 4], queue_s=0.25, decode_tokens_per_s=50.0)) == GenerateResult(
+    more = {"queue_s": 0.25, "decode_tokens_per_s": 50.0, "speculation": (2, 4, 1)}
+    assert result(changed(weight_versions=[3, 4], **more)) == GenerateResult(
         token_ids=[8, 10, 2],
         log_probs=[-0.5, -0.25, 0.0],
         text="46",
@@ -102,6 +103,7 @@ def test_an_answer_becomes_a_record() -> None:
         cached_tokens=4,
         queue_s=0.25,
         decode_tokens_per_s=50.0,
+        speculation=(2, 4, 1),
     )
 
 
@@ -326,3 +328,11 @@ def test_request_times_are_asked_for() -> None:
     assert asked in EngineServer(EngineSpec(**made)).command()
     quiet = EngineSpec(**made, vllm_argv=("--disable-log-stats",))
     assert asked not in EngineServer(quiet).command(), "vLLM refuses to start with both"
+
+
+def test_drafted_tokens_are_counted_where_the_engine_drafts() -> None:
+    made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
+    asked = "--per-request-spec-decode-metrics"
+    assert asked not in EngineServer(EngineSpec(**made)).command(), "vLLM refuses to start without a draft"
+    drafting = EngineSpec(**made, vllm_argv=("--speculative-config", "{}"))
+    assert asked in EngineServer(drafting).command()

@@ -268,4 +268,5 @@ def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None
         queue_s=answer.queue_s,
         decode_tokens_per_s=answer.decode_tokens_per_s,
         routed_experts=rows,
+        speculation=answer.speculation,
     )

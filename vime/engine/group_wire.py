@@ -28,6 +28,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     """One finished sample. `place`: its place in the request. `token_ids`: int32, `log_probs`: float32 nats.
 
     `error` is set where the engine refuses the sample; every other field is then empty. `experts`: an .npy file.
+    `speculation`: number of passes of the model, of drafted and of accepted tokens, where the engine counts them.
     """
 
     place: int
@@ -41,6 +42,7 @@ class SampleAnswer(msgspec.Struct, array_like=True):
     queue_s: float | None = None
     decode_tokens_per_s: float | None = None
     experts: bytes | None = None
+    speculation: tuple[int, int, int] | None = None
     error: str | None = None
 
 

@@ -10,6 +10,7 @@ from vime.engine import (
     compact_log_probs,
     cpu_engine,
     cpu_rotary,
+    draft,
     merged_log_probs,
     routed_experts,
     shared_gpu,
@@ -43,4 +44,5 @@ def register() -> None:
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
     if gate is not None or sleeps:
         shared_gpu.install(gate, sleeps=sleeps)
+    draft.install()
     register_backend(BACKEND, "vime.engine.weight_receiver", "VimeWeightTransferEngine")

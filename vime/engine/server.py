@@ -21,7 +21,7 @@ from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
 from vime.engine import cpu_engine, routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE
 from vime.engine.process import Server, ServerSpec
-from vime.engine.vllm_versions import request_times, server_module, token_routes
+from vime.engine.vllm_versions import request_times, server_module, speculation_counts, token_routes
 
 SERVED_MODEL_NAME = "policy"
 _CPU_ARGV = (
@@ -149,7 +149,7 @@ class EngineServer(Server[EngineSpec]):
         for name, value in flags.items():
             argv += [f"--{name}", value]
         argv += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
-        argv += request_times(spec.vllm_argv)
+        argv += request_times(spec.vllm_argv) + speculation_counts(spec.vllm_argv)
         if spec.node == 0:
             argv += token_routes()
         if spec.device == "cpu":

@@ -143,6 +143,15 @@ def request_times(argv: Sequence[str]) -> list[str]:
     return [] if "--disable-log-stats" in argv else ["--enable-per-request-metrics"]
 
 
+def speculation_counts(argv: Sequence[str]) -> list[str]:
+    """The flag by which an engine counts drafted and accepted tokens per request. Older versions have no such flag, and
+    vLLM refuses it without speculation."""
+    speculates = any(token.split("=")[0] == "--speculative-config" for token in argv)
+    file = _file_of("vllm.config.observability")
+    known = file is not None and "per_request_spec_decode_metrics" in file.read_text()
+    return ["--per-request-spec-decode-metrics", "summary"] if speculates and known else []
+
+
 def finish_body(version: int) -> dict[str, str]:
     """Body of /finish_weight_update. Older servers read none; which version answered, our own header tells in all."""
     return {"weight_version": str(version)}

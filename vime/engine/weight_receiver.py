@@ -23,9 +23,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from slime.hf_config import read_hf_config
-from slime.models import family_for
 from slime.weight_sync.channel import Part, Receiver, Worker
 from slime.weight_sync.registry import CHANNELS
+from vime.engine.draft import differing_draft_tensors, predicted_names, trained_shapes
 from vime.engine.live_experts import keep_in_place, repack_experts, stacks_experts
 from vime.engine.live_weights import differing_tensors, repack_tied_weights
 from vime.engine.vllm_versions import ReceivesOnly
@@ -54,6 +54,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         super().__init__(*args)
         self.worker = Worker.here(self.device, get_tensor_model_parallel_rank())
         self.receivers: dict[str, Receiver] = {}
+        self.draft: Any = None  # the model that the engine speculates with, see vime.engine.draft.install
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
@@ -134,21 +135,37 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
     def _begin_loading(self) -> None:
         initialize_layerwise_reload(self.model)
         keep_in_place(self.model)
+        if self.draft is not None:
+            initialize_layerwise_reload(self.draft)
 
     def _load(self, part: Part) -> None:
         model: Any = self.model  # vLLM's models have the method, their base class does not
+        predicted = self._predicted(part.shapes)
         stacked = stacks_experts(model)
-        tensors = ((name, part.get(name)) for name in part.shapes)
+        tensors = ((name, part.get(name)) for name in part.shapes if name not in predicted)
         # vLLM zeroes such a bias on all ranks but the first, and ranks may share the tensor
         model.load_weights((n, x.clone() if stacked and n.endswith("_bias") else x) for n, x in tensors)
+        if self.draft is not None and predicted:
+            self.draft.load_weights((name, part.get(name)) for name in part.shapes if name in predicted)
+
+    def _predicted(self, names: dict[str, list[int]]) -> set[str]:
+        """The tensors of layers of multi-token prediction. An engine that does not speculate has no place for them."""
+        return predicted_names(names, read_hf_config(self.model_config.model))
 
     def _finalize(self) -> None:
         finalize: Callable[..., None] = finalize_layerwise_reload  # untyped in vLLM
         finalize(self.model, self.model_config)
+        if self.draft is not None:  # after the model, which has embedding and head of both
+            finalize(self.draft, self.model_config)
 
     def _compare(self, part: Part, update: dict[str, list[int]]) -> None:
         """RuntimeError when live weights differ from the part; `update` has the tensors of all parts."""
-        if wrong := differing_tensors(self.model, part.shapes, part.get, update=update):
+        predicted = self._predicted(update)
+        mine = [name for name in part.shapes if name not in predicted]
+        wrong = differing_tensors(self.model, mine, part.get, update=update.keys() - predicted)
+        if self.draft is not None and (ahead := predicted & part.shapes.keys()):
+            wrong += differing_draft_tensors(self.draft, self.model, ahead, part.get, predicted)
+        if wrong:
             raise RuntimeError(
                 f"live weights must equal {part.origin}, got {len(wrong)} that differ: {', '.join(wrong[:8])} "
                 "(--check-weight-update-equal)"
@@ -175,16 +192,20 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         self._finalize()
         repack_tied_weights(self.model)
         repack_experts(self.model)
+        if self.draft is not None:
+            repack_experts(self.draft)
 
     def _require_checkpoint(self, given: dict[str, list[int]], where: str) -> None:
         """ValueError unless the tensors that `where` brings, by name and shape, are the checkpoint's."""
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        require_same_tensors(given, checkpoint_shapes(self.model_config.model), tied=tied, where=where)
+        trained = bool(self._predicted(given))
+        expected = checkpoint_shapes(self.model_config.model, trained=trained)
+        require_same_tensors(given, expected, tied=tied, where=where)
 
 
-def checkpoint_shapes(model_path: str) -> dict[str, list[int]] | None:
-    """HF name -> shape of every tensor of the served checkpoint that an update brings. These are all tensors but those
-    of layers that predict further tokens. None for a checkpoint without safetensors files."""
+def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, list[int]] | None:
+    """HF name -> shape of every tensor of the served checkpoint that an update brings. These are all tensors, but those
+    of layers of multi-token prediction only if they are `trained`. None for a checkpoint without safetensors files."""
     shapes = {}
     for shard in _shards(model_path):
         with safe_open(shard, framework="pt") as file:
@@ -192,9 +213,10 @@ def checkpoint_shapes(model_path: str) -> dict[str, list[int]] | None:
     if not shapes:
         return None
     hf_config = read_hf_config(model_path)
-    for name in family_for(hf_config).prediction_names(shapes, hf_config):
-        del shapes[name]
-    return shapes
+    kept = shapes.keys() - predicted_names(shapes, hf_config)
+    if trained:
+        kept |= trained_shapes(shapes, hf_config).keys()
+    return {name: shape for name, shape in shapes.items() if name in kept}
 
 
 def _shards(model_path: str) -> Iterator[Path]:

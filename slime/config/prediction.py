@@ -1,0 +1,45 @@
+"""Rules of multi-token prediction (--enable-mtp-training)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from slime.models import decoder_of, family_for
+from slime.stages import virtual_flag
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
+
+
+def _virtual_flag(c: Config, layers: int) -> str | None:
+    """None too for layers that cannot be divided, which `check_stages` reports."""
+    with suppress(ValueError):
+        return virtual_flag(c.megatron, layers)
+    return None
+
+
+def check_prediction(c: Config, hf_config: dict[str, Any]) -> None:
+    """ValueError for a model without layers that can be trained, or a layout in which they were never compared."""
+    if not c.algorithm.enable_mtp_training:
+        return
+    family = family_for(hf_config)
+    if family.prediction is None:
+        raise ValueError(
+            "--enable-mtp-training must be left out for a model whose layers of multi-token prediction are not trained "
+            f"here, got model_type {family.model_type}; an export has a copy of such layers"
+        )
+    if not decoder_of(hf_config).predictions:
+        raise ValueError(
+            "--enable-mtp-training must be left out for a model without layers of multi-token prediction, got 0 such "
+            "layers in config.json (num_nextn_predict_layers); leave the flag out"
+        )
+    if (flag := _virtual_flag(c, len(decoder_of(hf_config).layers))) is not None:
+        raise ValueError(
+            f"{flag} must give each pipeline rank one stage with --enable-mtp-training, got several; "
+            "leave one of them out"
+        )
+    if c.megatron.overrides.get("transformer_impl") == "transformer_engine":
+        raise ValueError(
+            "--transformer-impl must be local with --enable-mtp-training, got transformer_engine; leave one of them out"
+        )

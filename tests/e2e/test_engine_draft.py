@@ -1,0 +1,73 @@
+"""A real vLLM drafts with the layers of multi-token prediction that the trainer trained: MiMo, on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_cases import ENGINE_SHAPE
+from family_engine import with_remote_config
+from megatron_cases import make_config, tiny_checkpoint
+from offline_engine import offline_engine
+from torch.multiprocessing import spawn
+
+from slime.weight_sync.file_channel import FileChannel
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = [3, 7, 50, 21, 9]
+
+
+def publish(_: int, root: Path) -> None:
+    """In a process of its own: two versions of the weights, with the trained layers. The second has other layers of
+    multi-token prediction and the same decoder."""
+    from slime.hf_config import read_hf_config
+    from slime.megatron_backend.model import build_model, unwrap
+    from slime.megatron_backend.parallel import init_parallel
+    from slime.megatron_backend.weights import export_hf, load_hf
+
+    config = make_config()
+    init_parallel(0, 1, config, init_method=f"file://{root}/store")
+    model = build_model(read_hf_config(root / "hf"), config, predicts=True)
+    load_hf(model, root / "hf")
+    channel = FileChannel(root / "weights")
+    updates = []
+    for version in (0, 1):
+        updates.append(channel.publish(export_hf(model), version, checksums=True))
+        with torch.no_grad():
+            for parameter in unwrap(model).mtp.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    torch.save(updates, root / "updates.pt")
+
+
+def drafted(engine: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
+    from vllm import SamplingParams
+
+    engine._llm.reset_prefix_cache()
+    settings = SamplingParams(max_tokens=24, temperature=0.0, detokenize=False, ignore_eos=True)
+    (out,) = engine._llm.generate({"prompt_token_ids": PROMPT}, settings, use_tqdm=False)
+    return list(out.outputs[0].token_ids), out.outputs[0].spec_decode_metrics
+
+
+def test_the_draft_gets_the_trained_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {**ENGINE_SHAPE, "tie_word_embeddings": False}
+    tiny_checkpoint(tmp_path / "hf", "mimo", **shape)
+    with_remote_config(tmp_path / "hf", "mimo")
+    spawn(publish, args=(tmp_path,))
+    first, second = torch.load(tmp_path / "updates.pt", weights_only=False)
+    settings = {
+        "trust_remote_code": True,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
+        "per_request_spec_decode_metrics": "summary",
+    }
+    with offline_engine(tmp_path / "hf", tmp_path / "weights", monkeypatch, **settings) as engine:
+        tokens, counts = drafted(engine)
+        assert counts.num_draft_tokens > 0
+        engine.take(first)
+        assert drafted(engine)[0] == tokens
+        engine.take(second)  # compares every live tensor, of the draft too
+        assert drafted(engine)[0] == tokens  # the draft changes how fast, not what
+        with pytest.raises(RuntimeError, match="live weights must equal .*mtp_layers"):
+            engine.take(first, load=False)
