@@ -62,13 +62,28 @@ def in_int4(name, weight):
     return stored, (codes * scales[..., None].float()).flatten(1).to(torch.bfloat16).float()
 
 
+def per_expert(tensors):
+    """One tensor per expert and projection, as in published files. transformers may write those of a layer in one."""
+    found = {}
+    for name, tensor in tensors.items():
+        layer, stacked, part = name.rpartition(".experts.")
+        if not stacked or tensor.dim() != 3:
+            found[name] = tensor
+            continue
+        for expert, one in enumerate(tensor):
+            halves = zip(("gate_proj", "up_proj"), one.chunk(2), strict=True)
+            parts = dict(halves) if part == "gate_up_proj" else {"down_proj": one}
+            found |= {f"{layer}.experts.{expert}.{p}.weight": x.contiguous() for p, x in parts.items()}
+    return found
+
+
 def quantise(directory, said, form):
     """Store the routed experts, one latent projection and the prediction layer of a tiny model in `form`. Returns the
     weights that it stands for."""
     tiny_checkpoint(directory, "deepseek_v3")
     file = directory / "model.safetensors"
     stored, wanted = {}, {}
-    for name, tensor in load_file(file).items():
+    for name, tensor in per_expert(load_file(file)).items():
         if ".experts." in name or "q_a_proj" in name or name == PREDICTION:
             more, wanted[name] = form(name, tensor)
             stored |= more

@@ -1,6 +1,6 @@
 """The rotary embedding of heads that have a dimension of their own, for engines on CPUs.
 
-vLLM's CPU kernel takes queries [T, A * D]. Its latent attention gives it queries [T, A, D], and the kernel of vLLM 0.32
+vLLM's CPU kernel takes queries [T, A * D]. Its latent attention gives it queries [T, A, D], and that kernel
 then turns other elements than it should, without an error. Here such queries take vLLM's plain PyTorch form.
 """
 
