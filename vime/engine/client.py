@@ -19,28 +19,9 @@ import numpy as np
 from slime.divergence import DivergedError
 from slime.protocols import FinishReason, GenerateResult
 from vime.engine import routed_experts
-from vime.engine.group_wire import SAMPLES, Frames, SampleAnswer, Samples
+from vime.engine.group_wire import NAMES, SAMPLES, Frames, SampleAnswer, Samples
 from vime.engine.server import SERVED_MODEL_NAME
 
-# slime's name -> vLLM's name. Any other parameter is an error, because dropping it would change the sampling.
-_NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "skip_special_tokens": "skip_special_tokens",
-    "spaces_between_special_tokens": "spaces_between_special_tokens",
-    "no_stop_trim": "include_stop_str_in_output",
-    "ignore_eos": "ignore_eos",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _TRANSIENT_STATUS = {408, 425, 429}
 _OWN = ("max_tokens",)
@@ -222,10 +203,10 @@ def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswe
 def request_fields(sampling_params: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the samples of a request share, and what one sample has of its own, under vLLM's names. For a parameter that
     is None, the engine uses its neutral default."""
-    unknown = sampling_params.keys() - _NAMES.keys()
+    unknown = sampling_params.keys() - NAMES.keys()
     if unknown:
-        raise ValueError(f"sampling parameters must be among {sorted(_NAMES)}, got {sorted(unknown)}")
-    given = {_NAMES[name]: value for name, value in sampling_params.items() if value is not None}
+        raise ValueError(f"sampling parameters must be among {sorted(NAMES)}, got {sorted(unknown)}")
+    given = {NAMES[name]: value for name, value in sampling_params.items() if value is not None}
     own = {"seed": seed} | {name: given.pop(name) for name in _OWN if name in given}
     return {"include_stop_str_in_output": True, **given}, own
 

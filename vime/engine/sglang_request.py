@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from vime.engine.group_wire import NAMES
+
 WRAPPED = "vime_generate"
 """The field of /inference/v1/generate that holds a body of /generate on its way through vllm-router."""
 ROUTES = {
@@ -117,25 +119,6 @@ _REFUSED_SAMPLING = {
     "stop_regex": "use stop",
     "custom_params": "use logit_bias",
 }
-_VLLM = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "skip_special_tokens": "skip_special_tokens",
-    "spaces_between_special_tokens": "spaces_between_special_tokens",
-    "no_stop_trim": "include_stop_str_in_output",
-    "ignore_eos": "ignore_eos",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-}
-"""SGLang's name -> vLLM's name. vLLM's defaults of these are SGLang's, but for max_new_tokens."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +180,7 @@ def parse(body: bytes) -> GenerateRequest:
 def translate(given: SamplingFields) -> dict[str, Any]:
     """vLLM's sampling parameters. ValueError for two different seeds."""
     params = {
-        theirs: value for name, theirs in _VLLM.items() if (value := getattr(given, name)) not in (None, [])
+        theirs: value for name, theirs in NAMES.items() if (value := getattr(given, name)) not in (None, [])
     }
     if given.seed is not None and given.sampling_seed not in (None, given.seed):
         raise ValueError(
