@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DeepseekV3Config
 
 from slime.protocols import WeightUpdate
 
@@ -45,6 +46,8 @@ def offline_engine(
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     monkeypatch.setenv("VIME_WEIGHT_DIR", str(weight_dir))
     monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it
+    # For Kimi K2, vLLM changes the model_type of transformers' class, and later checkpoints would be saved under it.
+    monkeypatch.setattr(DeepseekV3Config, "model_type", DeepseekV3Config.model_type)
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 

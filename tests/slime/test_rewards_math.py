@@ -134,8 +134,9 @@ def test_calls_from_many_threads_share_the_workers():
 
 
 def test_stopped_worker_is_replaced_after_the_wall_limit(caplog):
-    checker = MathChecker(workers=1, wall_limit_s=0.3)
+    checker = MathChecker(workers=1, wall_limit_s=60.0)
     assert checker.equal("1/2", "0.5") is True
+    checker.wall_limit_s = 0.3
     stopped = checker._idle[0].process
     os.kill(stopped.pid, signal.SIGSTOP)
     assert checker.equal("1/3", "0.5") is False
