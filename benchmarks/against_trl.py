@@ -113,7 +113,7 @@ def our_command(case: Case, model: Path, prompts: Path, rollouts: int, seed: int
         *("--rollout-max-response-len", str(case.max_tokens), "--rollout-temperature", "1"),
         *("--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28"),
         *("--lr", str(case.lr), "--adam-beta2", "0.95", "--weight-decay", "0"),
-        *("--actor-num-gpus-per-node", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "16384"),
+        *("--actor-num-gpus-per-node", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"),
         *("--balance-data", "--seed", str(seed), "--rollout-seed", str(seed), "--run-dir", str(run_dir)),
     ]
 

@@ -1,11 +1,14 @@
 """`python -m vime.engine.serve MODULE FLAGS...`: runs MODULE, a server of vLLM or for it, as `python -m MODULE` would.
 
-Its imports take a fifth less time, because the garbage collector is off until vLLM loads our plug-in.
+Its imports take a fifth less time, because the garbage collector is off until vLLM loads our plug-in. A server that was
+told to end is gone at once: Python would free each of its objects before, which takes seconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
 import runpy
 import sys
 
@@ -14,6 +17,11 @@ if __name__ == "__main__":
     del sys.argv[0]
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    finally:
+    except BaseException:
         # Frozen objects are never collected: Triton would print a list of them after the error that ended the server.
         gc.unfreeze()
+        raise
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
