@@ -55,6 +55,18 @@ def open_weights(file: Path, framework: str) -> Any:
         ) from error
 
 
+def tensor_of(weights: Any, name: str, file: Path) -> Any:
+    """The slices of one tensor of an open file. ValueError if the file does not have it, as its index says."""
+    from safetensors import SafetensorError
+
+    try:
+        return weights.get_slice(name)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} must have the tensor {name} as {HF_INDEX} says, got {error}; download the checkpoint again"
+        ) from error
+
+
 def read_index(checkpoint: Path) -> dict[str, str] | None:
     """HF tensor name -> name of its file, from the index of a checkpoint in several files. None without an index."""
     if not (index := checkpoint / HF_INDEX).is_file():
