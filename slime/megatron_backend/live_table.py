@@ -21,7 +21,7 @@ _TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
 """A tied head is the embedding. A last stage without the embedding has a copy of it."""
 
 
-def _named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
+def named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
     """Parameters in model order. A router's weight is followed by its frozen bias, which is a buffer."""
     for name, parameter in inner.named_parameters():
         yield name, parameter
@@ -44,7 +44,7 @@ def parameters(
     before = (
         layers[0].layer_number - 1 if len(layers) else 0
     )  # number of layers of earlier stages; Megatron counts from 1
-    for name, parameter in _named(inner):
+    for name, parameter in named(inner):
         if name == _TIED[0] and inner.share_embeddings_and_output_weights:
             name = _TIED[1]
         name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
