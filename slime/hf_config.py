@@ -11,6 +11,9 @@ from slime.checkpoint_dir import HF_INDEX
 from slime.hub import is_hub_name
 from slime.models import family_for
 
+MAPPED_BYTES = 64 * 2**20
+"""Loading closes its files when so many bytes were read from them. Pages of open files count as memory of a process."""
+
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face checkpoint directory. ValueError if it is missing or not a JSON object.

@@ -11,17 +11,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.checkpoint_dir import HF_INDEX, HF_SINGLE
-from slime.hf_config import open_weights, read_index, tensor_of
+from slime.hf_config import MAPPED_BYTES, open_weights, read_index, tensor_of
 from slime.models.slices import Stored
-
-_MAPPED = 64 * 2**20
-"""After this many bytes, open files are closed: pages of a mapped file count as memory of the process until then."""
 
 
 class Files:
     """The tensors of a safetensors checkpoint. A file is opened at the first tensor that is read from it.
 
-    `read_bytes` is the number of bytes that were read. Tensors share memory with the files, which are mapped.
+    `read_bytes` is the number of bytes that were read. Tensors share memory with the files, which are mapped: their
+    pages count as memory of the process. So files are closed when `MAPPED_BYTES` were read.
     """
 
     def __init__(self, checkpoint_dir: Path) -> None:
@@ -34,7 +32,7 @@ class Files:
         return set(self._files)
 
     def get(self, name: str) -> Stored:
-        if self._mapped > _MAPPED and not self._keep:
+        if self._mapped > MAPPED_BYTES and not self._keep:
             self._handles.clear()
             self._mapped = 0
         file = self._files[name]
