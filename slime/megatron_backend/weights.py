@@ -42,6 +42,9 @@ from slime.room import Room
 
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
+MAX_SHARD_BYTES = 2 * 2**30
+"""Bytes of one written file, which rank 0 holds in host memory."""
+
 Read = Callable[[Tensor], Tensor]
 
 
@@ -222,18 +225,20 @@ def save_hf(
     source_dir: str | Path,
     out_dir: str | Path,
     *,
-    max_shard_bytes: int = 5 * 2**30,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     flag: str = "--save-hf",
+    read: Read = _live,
 ) -> None:
     """Write an HF directory that transformers loads with the same logits. Collective. Rank 0 writes.
 
     The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
-    safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). The layers of multi-token
+    safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). Rank 0 holds one file in host
+    memory; the other ranks hold one tensor beyond their shard. `read` is that of `export_hf`. The layers of multi-token
     prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory
     with a config.json is complete. ValueError that names `flag` if the disk has no room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
-    tensors = _with_copies(last_part(model), export_hf(model), source_dir)
+    tensors = _with_copies(last_part(model), export_hf(model, read), source_dir)
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
