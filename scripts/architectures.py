@@ -7,94 +7,9 @@ and tests. Their vocabulary is bytes, so most parameters are in the layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """One row. `vocab` is (rows of the embedding, id of the first special token). `heads` is (query, key/value).
-    `experts` is (routed experts, experts per token, width of an expert) for every sparse layer, with normalised
-    weights. `more` are fields of config.json that override the other fields, and `rotary` are more rotary settings."""
-
-    family: str
-    hidden: int
-    ffn: int
-    layers: int
-    heads: tuple[int, int]
-    head_dim: int
-    vocab: tuple[int, int]
-    rope_theta: float
-    context: int
-    tied: bool
-    dtype: str
-    source: str
-    published: tuple[str, str] | None = None
-    experts: tuple[int, int, int] | None = None
-    more: dict[str, Any] = field(default_factory=dict)
-    rotary: dict[str, Any] = field(default_factory=dict)
-
-    def config_fields(self) -> dict[str, Any]:
-        """The fields of config.json. Three special tokens have consecutive ids: end of text, start and end of a
-        turn."""
-        rows, first_special = self.vocab
-        keys = EXPERT_KEYS.get(self.family, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
-        routed = dict(zip(keys, self.experts, strict=True)) | {"norm_topk_prob": True} if self.experts else {}
-        return {
-            "vocab_size": rows,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads[0],
-            "num_key_value_heads": self.heads[1],
-            "head_dim": self.head_dim,
-            "max_position_embeddings": self.context,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": self.rope_theta,
-                **ROTARY.get(self.family, {}),
-                **self.rotary,
-            },
-            "rms_norm_eps": 1e-6,
-            "initializer_range": 0.02,
-            "tie_word_embeddings": self.tied,
-            "bos_token_id": None,
-            "eos_token_id": first_special + 2,
-            "pad_token_id": first_special,
-            "dtype": self.dtype,
-            **routed,
-            **self.more,
-        }
-
-
-EXPERT_KEYS = {
-    **dict.fromkeys(
-        ("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
-        ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    ),
-    "minimax_m2": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
-    "gpt_oss": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
-}
-"""How config.json of a family spells the numbers of `Architecture.experts`, if not as Qwen does."""
-
-ROTARY = {family: {"partial_rotary_factor": 0.5} for family in ("glm4", "glm4_moe", "minimax_m2")}
-"""More rotary fields of a family: these rotate half of a head."""
-
-NOT_IN_TRANSFORMERS = {
-    "mimo": ("qwen2", "MiMoForCausalLM"),
-    "kimi_k2": ("deepseek_v3", "DeepseekV3ForCausalLM"),
-}
-"""Family -> the family in transformers with the same layers, and the name of its model class in config.json."""
-
-
-STORED_AS = {
-    "minimax_m2": {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-}
-"""Family -> how its checkpoints spell parts of the names that transformers gives."""
-
-
-STACKED = ("gpt_oss",)
-"""Families whose checkpoints have one tensor for all experts of a layer, as transformers has."""
+from architecture import Architecture
 
 
 def llama3(factor: float) -> dict[str, Any]:
@@ -160,6 +75,32 @@ def deepseek_yarn(factor: float) -> dict[str, Any]:
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
+
+
+def delta(values: int, **more: Any) -> dict[str, Any]:
+    """Fields of models with gated delta net layers: the number of heads of values. Every fourth layer has softmax
+    attention."""
+    return {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        **more,
+    }
+
+
+def qwen3_5(name: str, sizes: tuple[Any, ...], tied: bool, values: int, **experts: Any) -> Architecture:
+    """A text model of Qwen3.5: `sizes` are hidden, ffn, layers and heads. Its vision tower and its layer of prediction
+    are left out."""
+    family = "qwen3_5_moe_text" if experts else "qwen3_5_text"
+    shared = {"shared_expert_intermediate_size": 512} if experts else {}
+    return Architecture(
+        *(family, *sizes, 256, (248320, 248044), 1e7, 262144, tied),
+        *("bfloat16", f"MODEL_ARGS of slime and config.json of Qwen/{name}, the text model"),
+        more=delta(values, **shared),
+        **experts,
+    )
 
 
 GPT_OSS_ROPE = {
@@ -254,6 +195,26 @@ ARCHITECTURES = {
         *("qwen2", 5120, 27648, 64, (40, 8), 128, QWEN_LARGE_VOCAB, 1e6, 32768, False),
         *("bfloat16", HUB.format("Qwen2.5-32B-Instruct"), ("32.8", "31.2")),
     ),
+    "qwen2.5-3b": Architecture(
+        *("qwen2", 2048, 11008, 36, (16, 2), 128, QWEN_VOCAB, 1e6, 32768, True),
+        *("bfloat16", HUB.format("Qwen2.5-3B-Instruct"), ("3.09", "2.77")),
+    ),
+    "qwen3-4b-instruct-2507": Architecture(
+        *("qwen3", 2560, 9728, 36, (32, 8), 128, QWEN_VOCAB, 5e6, 262144, True),
+        *("bfloat16", HUB.format("Qwen3-4B-Instruct-2507"), ("4.0", "3.6")),
+    ),
+    "qwen3-next-80b-a3b": Architecture(
+        *("qwen3_next", 2048, 5120, 48, (16, 2), 256, QWEN_VOCAB, 1e7, 262144, False),
+        *("bfloat16", HUB.format("Qwen3-Next-80B-A3B-Instruct") + ", without its layer of prediction", None),
+        *((512, 10, 512), delta(32, shared_expert_intermediate_size=512)),
+    ),
+    "qwen3.5-0.8b": qwen3_5("Qwen3.5-0.8B", (1024, 3584, 24, (8, 2)), tied=True, values=16),
+    "qwen3.5-4b": qwen3_5("Qwen3.5-4B", (2560, 9216, 32, (16, 4)), tied=True, values=32),
+    "qwen3.5-9b": qwen3_5("Qwen3.5-9B", (4096, 12288, 32, (16, 4)), tied=False, values=32),
+    "qwen3.5-27b": qwen3_5("Qwen3.5-27B", (5120, 17408, 64, (24, 4)), tied=False, values=48),
+    "qwen3.5-35b-a3b": qwen3_5(
+        "Qwen3.5-35B-A3B", (2048, 512, 40, (16, 2)), tied=False, values=32, experts=(256, 8, 512)
+    ),
     "llama-3.1-8b": Architecture(
         *("llama", 4096, 14336, 32, (32, 8), 128, LLAMA_VOCAB, 5e5, 131072, False),
         *("bfloat16", "config.json of meta-llama/Llama-3.1-8B-Instruct", None, None),
@@ -272,6 +233,11 @@ ARCHITECTURES = {
     "glm-4-9b": Architecture(
         *("glm4", 4096, 13696, 40, (32, 2), 128, GLM_VOCAB, 1e4, 32768, False),
         *("bfloat16", "config.json of zai-org/GLM-4-9B-0414", None, None),
+        {"rms_norm_eps": 1e-5, "attention_bias": True},
+    ),
+    "glm-4-32b": Architecture(
+        *("glm4", 6144, 23040, 64, (48, 8), 128, GLM_VOCAB, 1e4, 32768, False),
+        *("bfloat16", "MODEL_ARGS of slime's glm4-32B", None, None),
         {"rms_norm_eps": 1e-5, "attention_bias": True},
     ),
     "mimo-7b": Architecture(
@@ -340,6 +306,12 @@ ARCHITECTURES = {
         *("config.json of moonshotai/Kimi-K2-Instruct", None, (384, 8, 2048)),
         latent(1536, (128, 128), 1, 1, 2.827),
         deepseek_yarn(32.0),
+    ),
+    "kimi-k2-thinking": Architecture(
+        *("kimi_k2", 7168, 18432, 61, (64, 64), 64, (163840, 163584), 5e4, 262144, False, "bfloat16"),
+        *("config.json of moonshotai/Kimi-K2-Thinking, in bfloat16", None, (384, 8, 2048)),
+        latent(1536, (128, 128), 1, 1, 2.827, rms_norm_eps=1e-5),
+        deepseek_yarn(64.0),
     ),
     "glm-4.7-flash": Architecture(
         *("glm4_moe_lite", 2048, 10240, 47, (20, 20), 64, (154880, 154820), 1e6, 202752, False, "bfloat16"),

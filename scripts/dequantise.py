@@ -32,7 +32,8 @@ def dequantise(source: Path, out: Path) -> None:
         if file.is_file() and not file.name.endswith((".safetensors", ".index.json")):
             shutil.copyfile(file, out / file.name)
     (out / "config.json").unlink()
-    write_shards(family.written(((n, tensors.get(n)) for n in sorted(tensors.names())), hf), out, 5 * 2**30)
+    whole = ((name, tensors.get(name)[...]) for name in sorted(tensors.names()))
+    write_shards(family.written(whole, hf), out, 5 * 2**30)
     plain = {key: value for key, value in hf.items() if key != "quantization_config"}
     (out / "config.json").write_text(json.dumps(plain, indent=2) + "\n")
 

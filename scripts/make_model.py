@@ -29,7 +29,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from architectures import ARCHITECTURES, NOT_IN_TRANSFORMERS, STACKED, STORED_AS
+from architecture import NOT_IN_TRANSFORMERS, STACKED, STORED_AS
+from architectures import ARCHITECTURES
 from arithmetic import write_data
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

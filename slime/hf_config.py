@@ -11,6 +11,9 @@ from slime.checkpoint_dir import HF_INDEX
 from slime.hub import is_hub_name
 from slime.models import family_for
 
+MAPPED_BYTES = 64 * 2**20
+"""Loading closes its files when so many bytes were read from them. Pages of open files count as memory of a process."""
+
 
 def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face checkpoint directory. ValueError if it is missing or not a JSON object.
@@ -52,6 +55,18 @@ def open_weights(file: Path, framework: str) -> Any:
         got = f"{file.stat().st_size} bytes: {error}" if file.is_file() else "no such file"
         raise ValueError(
             f"{file} must be a whole safetensors file, got {got}; download or copy the checkpoint again"
+        ) from error
+
+
+def tensor_of(weights: Any, name: str, file: Path) -> Any:
+    """The slices of one tensor of an open file. ValueError if the file does not have it, as its index says."""
+    from safetensors import SafetensorError
+
+    try:
+        return weights.get_slice(name)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} must have the tensor {name} as {HF_INDEX} says, got {error}; download the checkpoint again"
         ) from error
 
 

@@ -11,40 +11,62 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.checkpoint_dir import HF_INDEX, HF_SINGLE
-from slime.hf_config import open_weights, read_index
+from slime.hf_config import MAPPED_BYTES, open_weights, read_index, tensor_of
+from slime.models.slices import Stored
 
 
 class Files:
-    """The tensors of a safetensors checkpoint. A file is opened at the first tensor that is read from it."""
+    """The tensors of a safetensors checkpoint. A file is opened at the first tensor that is read from it.
+
+    `read_bytes` is the number of bytes that were read. Tensors share memory with the files, which are mapped: their
+    pages count as memory of the process. So files are closed when `MAPPED_BYTES` were read.
+    """
 
     def __init__(self, checkpoint_dir: Path) -> None:
         self._files = _files_of(checkpoint_dir)
         self._handles: dict[Path, Any] = {}
+        self._mapped, self._keep = 0, False
+        self.read_bytes = 0
 
     def names(self) -> set[str]:
         return set(self._files)
 
-    def get(self, name: str) -> Tensor:
-        tensor: Tensor = self._file(name).get_tensor(name)
-        return tensor
-
-    def part(self, name: str, index: int) -> Tensor:
-        tensor: Tensor = self._file(name).get_slice(name)[index]
-        return tensor
-
-    def _file(self, name: str) -> Any:
+    def get(self, name: str) -> Stored:
+        if self._mapped > MAPPED_BYTES and not self._keep:
+            self._handles.clear()
+            self._mapped = 0
         file = self._files[name]
         if file not in self._handles:
             self._handles[file] = open_weights(file, "pt")
-        return self._handles[file]
+        return _InFile(self, tensor_of(self._handles[file], name, file))
 
     def open(self, names: Iterable[str]) -> None:
-        """Open the files of `names` now."""
+        """Open the files of `names` now, and leave files open."""
+        self._keep = True
         for file in {self._files[name] for name in names}:
             self._handles[file] = open_weights(file, "pt")
 
     def place(self, name: str) -> str:
         return str(self._files[name])
+
+    def count(self, read: Tensor) -> Tensor:
+        self.read_bytes += read.nbytes
+        self._mapped += read.nbytes
+        return read
+
+
+class _InFile:
+    """One tensor of a file (slime.models.slices.Stored)."""
+
+    def __init__(self, files: Files, stored: Any) -> None:
+        self._files, self._stored = files, stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._stored.get_shape())
+
+    def __getitem__(self, where: Any) -> Tensor:
+        return self._files.count(self._stored[where])
 
 
 def _files_of(checkpoint_dir: Path) -> dict[str, Path]:

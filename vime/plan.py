@@ -17,6 +17,7 @@ from slime.config.config_file import split_argv, with_config_files
 from slime.config.experts import expert_tensor_parallel
 from slime.hardware import HARDWARE
 from slime.hf_config import read_hf_config
+from slime.loading_estimate import loading
 from slime.memory_decision import TOO_SMALL, decide_residence
 from slime.memory_estimate import GIB, Item, amount, count, estimate
 from slime.model_shape import Shape
@@ -289,6 +290,7 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
         "Batches": list(batches(c)),
         "Data": list(prompts(c) if data is None else data),
         "Memory of a trainer rank": list(trainer_memory(c, hf, gpu_bytes)),
+        "Loading, per trainer rank": list(memory_lines(list(loading(c, hf)))),
         "Memory of an engine, per GPU": list(memory_of_engine(c, hf, gpu_bytes)),
         "Engine flags": list(backend_of(c).command_lines(c)),
         "Records": [
@@ -301,7 +303,7 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
     if c.num_engines == 0:
         del parts["Memory of an engine, per GPU"], parts["Engine flags"]
     if c.debug.debug_rollout_only:
-        del parts["Memory of a trainer rank"]
+        del parts["Memory of a trainer rank"], parts["Loading, per trainer rank"]
     return "\n".join(
         f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in parts.items() if lines
     )

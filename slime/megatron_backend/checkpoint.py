@@ -29,7 +29,7 @@ from slime.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_p
 from slime.megatron_backend.checkpoint_io import DirectSave, explained_reading, verify
 from slime.megatron_backend.model import HiddenGPTModel, unwrapped
 from slime.megatron_backend.optimizer import fuse_adam
-from slime.megatron_backend.torch_dist import is_foreign, load_torch_dist, sharding
+from slime.megatron_backend.torch_dist import StoredParts, is_foreign, load_torch_dist, sharding
 from slime.room import Room
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,20 @@ def trained_predictions(directory: str | Path, iteration: int | None) -> bool:
         return False
     tensors = dist_checkpointing.load_tensors_metadata(str(iteration_path(Path(directory), iteration)))
     return any(name.startswith("mtp.") for name in tensors)
+
+
+@torch.no_grad()
+def stored_parts(
+    directory: str | Path, model: nn.Module, *, iteration: int | None = None, choose: str = "--ckpt-step {}"
+) -> StoredParts:
+    """The weights of a checkpoint, to be read parameter by parameter. Checks and errors as in `load_checkpoint`."""
+    iteration, path = _complete(Path(directory), iteration)
+    if not is_foreign(path):
+        verify(Path(directory), iteration, choose)
+        with explained_reading(Path(directory), iteration, choose):
+            common = dist_checkpointing.load_common_state_dict(str(path))
+        _check_shape(common["shape"], _shape(unwrapped(model)[0]), path)
+    return StoredParts(model, path)
 
 
 def load_checkpoint(

@@ -6,24 +6,37 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from slime.checkpoint_dir import latest, released
 from slime.config import Config
-from slime.megatron_backend.checkpoint import load_checkpoint, trained_predictions
+from slime.megatron_backend.checkpoint import load_checkpoint, stored_parts, trained_predictions
 from slime.megatron_backend.model import build_model
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.torch_dist import load_torch_dist, save_torch_dist
-from slime.megatron_backend.weights import load_hf, save_hf
+from slime.megatron_backend.torch_dist import StoredParts, load_torch_dist
+from slime.megatron_backend.torch_dist_save import save_torch_dist
+from slime.megatron_backend.weights import MAX_SHARD_BYTES, Read, load_hf, save_hf
 
 Kind = Literal["hf", "torch_dist"]
+OUT, CHOOSE = "--output-dir", "vime export --iteration {}"
+"""Flags in messages."""
 
 
-def export_checkpoint(config: Config, iteration: int | None, out_dir: Path, to: Kind = "hf") -> str:
+def export_checkpoint(
+    config: Config,
+    iteration: int | None,
+    out_dir: Path,
+    to: Kind = "hf",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> str:
     """Write the weights of a checkpoint to `out_dir`. Returns what was read: "checkpoint 4 of FOLDER".
 
     The checkpoint is `iteration` (None: the newest, or the release) of `config.load`, or `config.hf_checkpoint` if
     there is no `load`. Names, shapes and tokenizer come from `config.hf_checkpoint`, the checkpoint that training
-    started from. `config` describes one rank, which holds the whole model. ValueError if the checkpoint does not exist
+    started from. `config` describes one rank. "hf" reads and writes parameter by parameter, so host memory is one file
+    of `max_shard_bytes` and one tensor; "torch_dist" holds the whole model. ValueError if the checkpoint does not exist
     or its shapes differ from config.json.
     """
     load, source = config.checkpoint.load, config.rollout.hf_checkpoint
@@ -40,21 +53,40 @@ def export_checkpoint(config: Config, iteration: int | None, out_dir: Path, to: 
         try:
             predicts = load is not None and trained_predictions(load, iteration)
             model = build_model(hf_config, config, ddp=False, predicts=predicts)
-            if load is None:
-                load_hf(model, source)
-                read = source
-            elif iteration is None:
-                path = released(load)
-                assert path is not None
-                load_torch_dist(model, path)
-                read = str(path)
-            else:
-                load_checkpoint(load, model, iteration=iteration, choose="vime export --iteration {}")
-                read = f"checkpoint {iteration} of {load}"
+            path = None if load is None or iteration is not None else released(load)
+            read = source if load is None else str(path) if path else f"checkpoint {iteration} of {load}"
             if to == "hf":
-                save_hf(model, source, out_dir, flag="--output-dir")
+                assert load is not None
+                parts = (
+                    StoredParts(model, path)
+                    if path
+                    else stored_parts(load, model, iteration=iteration, choose=CHOOSE)
+                )
+                save_hf(
+                    model, source, out_dir, max_shard_bytes=max_shard_bytes, flag=OUT, read=one_by_one(parts)
+                )
             else:
+                if load is None:
+                    load_hf(model, source)
+                elif path:
+                    load_torch_dist(model, path)
+                else:
+                    load_checkpoint(load, model, iteration=iteration, choose=CHOOSE)
                 save_torch_dist(model, out_dir, source)
         finally:
             destroy_parallel()
+    return read
+
+
+def one_by_one(parts: StoredParts) -> Read:
+    """Reads a parameter when it is written, and lets its memory go at the next one. On a CPU, memory that was never
+    written takes no place, so the model is never whole."""
+    before: list[Tensor] = []
+
+    def read(parameter: Tensor) -> Tensor:
+        for tensor in before:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        before[:] = [parameter]
+        return parts.take(parameter)
+
     return read

@@ -1,4 +1,4 @@
-"""Checkpoints of slime's converter and of Megatron's own training loop (torch_dist): reading and writing their weights.
+"""Checkpoints of slime's converter and of Megatron's own training loop (torch_dist): reading their weights.
 
 Such a checkpoint has the parameter names of Transformer Engine's layers. Megatron's sharded state of our model has the
 same names but for the rules in this file, which hold for every model family:
@@ -9,40 +9,38 @@ same names but for the rules in this file, which hold for every model family:
     ...mlp.linear_fc1.layer_norm_weight                  the same, or ...pre_mlp_layernorm.weight (layers with experts)
 
 Rows of the padded vocabulary may differ in number. Optimizer, random generators, `_extra_state` and multi-token
-prediction are not read.
+prediction are not read. slime.megatron_backend.torch_dist_save writes them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import pickle
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner, mcore_to_pyt_state_dict
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from slime.checkpoint_dir import COMPLETE, LATEST, RELEASE, hidden
-from slime.megatron_backend.checkpoint_io import DirectSave, unreadable
-from slime.megatron_backend.model import HiddenGPTModel, unwrap, unwrapped
-from slime.room import Room
+from slime.checkpoint_dir import COMPLETE
+from slime.megatron_backend.checkpoint_io import unreadable
+from slime.megatron_backend.model import HiddenGPTModel, unwrapped
 
-_PLAIN_NORMS = {
+PLAIN_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -52,13 +50,6 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _PREDICTION = re.compile(r"mtp\.layers\.\d+\.transformer_layer\.")
 _NOT_READ = re.compile(r"(chained_\d+\.)?optimizer\.|.*\._extra_state")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_STATEFUL = (
-    *("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
-)
-_STATEFUL_NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm")
-"""Modules of Transformer Engine's layers that also save an `_extra_state`, besides those of our layers."""
 
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -98,6 +89,11 @@ class MetadataReader(dcp.FileSystemReader):
     """torch's reader, but its index can run no code, and the tensors are read in the order of the files."""
 
     def read_metadata(self, *unused: Any, **also_unused: Any) -> Metadata:
+        """Read once: a model is also read parameter by parameter."""
+        return self._metadata
+
+    @cached_property
+    def _metadata(self) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata) or metadata.storage_data is None:
@@ -129,26 +125,28 @@ class _Names:
 
     def place(self, shard: ShardedTensor) -> ShardedTensor:
         """The shard of our state under the checkpoint's name and at its place there. Shares the shard's memory."""
-        layer, rest = _numbered(shard.key)
+        layer, rest = numbered(shard.key)
         start = match[0] if (match := _PREDICTION.match(rest)) else ""
-        plain = _PLAIN_NORMS.get(rest.removeprefix(start))
-        names = [_name(layer, name, stacked=self.stacked) for name in (rest, plain and start + plain) if name]
+        plain = PLAIN_NORMS.get(rest.removeprefix(start))
+        names = [
+            name_of(layer, name, stacked=self.stacked) for name in (rest, plain and start + plain) if name
+        ]
         name = next((name for name in names if name in self.stored), names[0])
-        return _placed(shard, name, layer if self.stacked else None, self.layers)
+        return placed(shard, name, layer if self.stacked else None, self.layers)
 
 
-def _numbered(key: str) -> tuple[int | None, str]:
+def numbered(key: str) -> tuple[int | None, str]:
     match = _LAYER.fullmatch(key)
     return (int(match[1]), match[2]) if match else (None, key)
 
 
-def _name(layer: int | None, rest: str, *, stacked: bool) -> str:
+def name_of(layer: int | None, rest: str, *, stacked: bool) -> str:
     if layer is None:
         return rest
     return f"decoder.layers.{rest}" if stacked else f"decoder.layers.{layer}.{rest}"
 
 
-def _placed(shard: ShardedTensor, name: str, layer: int | None, layers: int) -> ShardedTensor:
+def placed(shard: ShardedTensor, name: str, layer: int | None, layers: int) -> ShardedTensor:
     """`shard` as a part of the tensor `name`, with a first axis of `layers` if `layer` is given."""
     front = () if layer is None else (layers,)
     assert shard.data is not None and shard.axis_fragmentations is not None
@@ -175,7 +173,7 @@ def sharding() -> dict[str, Any]:
     }
 
 
-def _shards(inner: HiddenGPTModel) -> list[ShardedTensor]:
+def shards(inner: HiddenGPTModel) -> list[ShardedTensor]:
     """Every tensor of this rank, as parts that share the live parameters' memory. Gate and up are two parts."""
     state = inner.sharded_state_dict(metadata=sharding())
     apply_factories(state)
@@ -200,42 +198,73 @@ def load_torch_dist(model: nn.Module, path: Path) -> None:
     largest stored part alone. Values are cast to the model's dtype. Vocabulary padding is zero. ValueError with all
     tensors that are missing, unexpected, or of another shape or kind than config.json says, or with the damaged file.
     """
-    models = unwrapped(model)
-    inner = models[0]
-    with _explained(path):
-        kind = json.loads((path / COMPLETE).read_text()).get("sharded_backend")
-        reader = MetadataReader(path)
-        metadata = reader.read_metadata()
-    if kind != "torch_dist":
-        raise ValueError(
-            f"{path / COMPLETE} must name the format torch_dist, got {kind}; save with --ckpt-format torch_dist"
-        )
-    stored = {
-        name: tensor
-        for name, tensor in metadata.state_dict_metadata.items()
-        if isinstance(tensor, TensorStorageMetadata)
-        and not _NOT_READ.match(name)
-        and (inner.config.mtp_num_layers or not name.startswith("mtp."))
-    }
-    names = _Names(stored, inner.config.num_layers)
-    parts: dict[str, list[ShardedTensor]] = {}
-    for shard in (shard for inner in models for shard in _shards(inner)):
-        part = names.place(shard)
-        parts.setdefault(part.key, []).append(part)
-    _check(parts, stored, inner, path)
-    whole = [part for of_name in parts.values() for part in of_name if not part.allow_shape_mismatch]
-    padded = {name: of_name[0] for name, of_name in parts.items() if of_name[0].allow_shape_mismatch}
-    with _explained(path):
-        dcp.load(
-            mcore_to_pyt_state_dict(dict(parts), is_loading=True),
-            storage_reader=reader,
-            planner=MCoreLoadPlanner(
-                shapes_validation_sharded_tensors=whole, allow_shape_mismatch_sharded_tensors=padded
-            ),
-            no_dist=True,  # the plan of a rank needs nothing from other ranks
-        )
-    for part in padded.values():
-        part.data[max(0, inner.sizes.vocab - part.global_offset[0]) :].zero_()
+    StoredParts(model, path).read()
+
+
+class StoredParts:
+    """The parameters of a model as parts of the tensors of the checkpoint in the folder `path`. See
+    `load_torch_dist`."""
+
+    def __init__(self, model: nn.Module, path: Path) -> None:
+        models = unwrapped(model)
+        self._inner, self._path = models[0], path
+        with _explained(path):
+            kind = json.loads((path / COMPLETE).read_text()).get("sharded_backend")
+            self._reader = MetadataReader(path)
+            metadata = self._reader.read_metadata()
+        if kind != "torch_dist":
+            raise ValueError(
+                f"{path / COMPLETE} must name the format torch_dist, got {kind}; save with --ckpt-format torch_dist"
+            )
+        stored = {
+            name: tensor
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
+            and not _NOT_READ.match(name)
+            and (self._inner.config.mtp_num_layers or not name.startswith("mtp."))
+        }
+        names = _Names(stored, self._inner.config.num_layers)
+        self._of: dict[int, list[ShardedTensor]] = {}  # by the memory that parts share with a parameter
+        self._parts = [names.place(shard) for inner in models for shard in shards(inner)]
+        by_name: dict[str, list[ShardedTensor]] = {}
+        for part in self._parts:
+            by_name.setdefault(part.key, []).append(part)
+        _check(by_name, stored, self._inner, path)
+
+    def read(self) -> None:
+        """Fill all parameters."""
+        self._read(self._parts)
+
+    def take(self, parameter: Tensor) -> Tensor:
+        """Fill one parameter and return its values. Each can be taken once: nothing here keeps its memory then."""
+        if not self._of:
+            for part in self._parts:
+                self._of.setdefault(_place(part.data), []).append(part)
+            self._parts = []
+        self._read(self._of.pop(_place(parameter)))
+        return parameter.data
+
+    def _read(self, wanted: list[ShardedTensor]) -> None:
+        parts: dict[str, list[ShardedTensor]] = {}
+        for part in wanted:
+            parts.setdefault(part.key, []).append(part)
+        whole = [part for of_name in parts.values() for part in of_name if not part.allow_shape_mismatch]
+        padded = {name: of_name[0] for name, of_name in parts.items() if of_name[0].allow_shape_mismatch}
+        with _explained(self._path):
+            dcp.load(
+                mcore_to_pyt_state_dict(dict(parts), is_loading=True),
+                storage_reader=self._reader,
+                planner=MCoreLoadPlanner(
+                    shapes_validation_sharded_tensors=whole, allow_shape_mismatch_sharded_tensors=padded
+                ),
+                no_dist=True,  # the plan of a rank needs nothing from other ranks
+            )
+        for part in padded.values():
+            part.data[max(0, self._inner.sizes.vocab - part.global_offset[0]) :].zero_()
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _check(
@@ -295,101 +324,3 @@ def _explained(path: Path) -> Iterator[None]:
             raise
         text = f"{found}; restore the file from a copy, or convert the model again"
         raise ValueError(text) from error
-
-
-def save_torch_dist(model: nn.Module, out_dir: Path, hf_checkpoint: str) -> Path:
-    """Write OUT_DIR/release as slime's converter does, with Transformer Engine's names. Returns its path. Collective.
-
-    Layers of dense models are stacked, layers of models with experts are numbered. ValueError if the disk has no room.
-    """
-    inner, flag = unwrap(model), "--output-dir"
-    path = out_dir / RELEASE
-    partial = hidden(path, "partial")
-    with Room(flag, out_dir, "a torch_dist checkpoint"):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        state: dict[str, Any] = {"model": _release_state(inner)}
-        state |= {"args": _release_args(inner, hf_checkpoint), "checkpoint_version": 3.0, "iteration": 0}
-        state["num_floating_point_operations_so_far"] = 0
-        content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-        writer = DirectSave(flag)
-        dist_checkpointing.save(state, str(partial), sharded_strategy=writer, content_metadata=content)
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
-        (out_dir / LATEST).write_text(RELEASE)
-    return path
-
-
-def _release_state(inner: HiddenGPTModel) -> dict[str, Any]:
-    core = inner.config
-    stacked = not core.num_moe_experts
-    state: dict[str, Any] = {}
-    for number, shard in enumerate(_shards(inner)):
-        layer, rest = _numbered(shard.key)
-        sparse = layer is not None and core.num_moe_experts and core.moe_layer_freq[layer]
-        if sparse and rest == "mlp.linear_fc1.layer_norm_weight":
-            rest = _PLAIN_NORMS[rest]
-        name = _name(layer, rest, stacked=stacked)
-        state[f"{number}"] = _placed(shard, name, layer if stacked else None, core.num_layers)
-    for item in _extra_states(inner, stacked=stacked):
-        state[item.unique_key] = item
-    return state
-
-
-def _extra_states(inner: HiddenGPTModel, *, stacked: bool) -> Iterator[ShardedObject]:
-    """Empty `_extra_state` records of Transformer Engine's modules. Megatron refuses a checkpoint that lacks one."""
-    core, seen = inner.config, set()
-    for item in nested_values(inner.sharded_state_dict(metadata=sharding())):
-        if isinstance(item, ShardedObject):
-            layer, rest = _numbered(item.key)
-            seen.add((layer, rest))
-            front = stacked and layer is not None
-            shape = (core.num_layers,) if front else item.global_shape
-            offset = (layer,) if front else item.global_offset
-            yield ShardedObject(_name(layer, rest, stacked=stacked), None, shape, offset)
-    for layer in range(core.num_layers):
-        for module in (*_STATEFUL, *_STATEFUL_NORMS):
-            if (layer, rest := f"{module}._extra_state") not in seen:
-                shape, offset = ((core.num_layers,), (layer,)) if stacked else ((1,), (0,))
-                yield ShardedObject(_name(layer, rest, stacked=stacked), None, shape, offset)
-    yield ShardedObject("decoder.final_layernorm._extra_state", None, (1,), (0,))
-
-
-def _release_args(inner: HiddenGPTModel, hf_checkpoint: str) -> argparse.Namespace:
-    """The settings that Megatron and slime's tools look up in a checkpoint."""
-    core, hf = inner.config, inner.hf_config
-    return argparse.Namespace(
-        **{name: getattr(core, name) for name in _CORE_ARGS},
-        num_experts=core.num_moe_experts,
-        add_position_embedding=True,  # Megatron's default, which it compares with its own
-        position_embedding_type="rope",
-        max_position_embeddings=hf.get("max_position_embeddings"),
-        norm_epsilon=core.layernorm_epsilon,
-        swiglu=True,
-        untie_embeddings_and_output_weights=not inner.share_embeddings_and_output_weights,
-        vocab_size=inner.sizes.vocab,
-        padded_vocab_size=inner.sizes.padded_vocab,
-        hf_checkpoint=hf_checkpoint,
-        ckpt_format="torch_dist",
-        use_dist_ckpt=True,
-        ckpt_fully_parallel_save=False,
-        use_distributed_optimizer=False,
-        no_save_optim=True,
-        no_save_rng=True,
-        finetune=True,
-    )
-
-
-_CORE_ARGS = (
-    *(
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "kv_channels",
-    ),
-    *("normalization", "qk_layernorm", "add_qkv_bias", "params_dtype", "bf16", "moe_layer_freq"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-    *("moe_ffn_hidden_size", "moe_router_topk"),
-)

@@ -8,7 +8,6 @@ model has them. Otherwise, a written directory has a copy of them from the sourc
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -25,67 +24,32 @@ from slime.checkpoint_files import WRITE_LATEST
 from slime.hf_config import read_config_json
 from slime.hf_files import Files, write_shards
 from slime.megatron_backend.checkpoint import load_checkpoint
+from slime.megatron_backend.live_table import (
+    exported,
+    hf_parts,
+    parameters,
+    rank_and_size,
+    shard_group,
+    with_all_experts,
+)
 from slime.megatron_backend.model import HiddenGPTModel, last_part, unwrapped
 from slime.megatron_backend.torch_dist import load_torch_dist
 from slime.models import family_for
 from slime.models.family import Tensors
 from slime.models.layouts import Row
+from slime.models.slices import Piece, pieces
 from slime.room import Room
 
-_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
-_PREDICTION = re.compile(r"^(mtp\.layers\.)(\d+)")
-_EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+MAX_SHARD_BYTES = 2 * 2**30
+"""Bytes of one written file, which rank 0 holds in host memory."""
 
 Read = Callable[[Tensor], Tensor]
 
 
 def _live(parameter: Tensor) -> Tensor:
     return parameter.data
-
-
-_TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
-"""A tied head is the embedding. A last stage without the embedding has a copy of it."""
-
-
-def _named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters in model order. A router's weight is followed by its frozen bias, which is a buffer."""
-    for name, parameter in inner.named_parameters():
-        yield name, parameter
-        path, router, _ = name.rpartition(".router.weight")
-        if router and (bias := inner.get_submodule(f"{path}.router").expert_bias) is not None:
-            yield f"{path}.router.expert_bias", bias
-
-
-def _parameters(
-    inner: HiddenGPTModel, expert_rank: int | None = None
-) -> Iterator[tuple[Tensor, Row, tuple[str, ...]]]:
-    """Every tensor of this stage with its row of the family's table and its HF names, in model order. With
-    `expert_rank`, experts have their names on that expert-parallel rank."""
-    rank, ranks = _rank_and_size(parallel_state.get_expert_model_parallel_group())
-    experts_before = (
-        (inner.config.num_moe_experts or 0) // ranks * (rank if expert_rank is None else expert_rank)
-    )
-    family = family_for(inner.hf_config)
-    layers = inner.decoder.layers
-    before = (
-        layers[0].layer_number - 1 if len(layers) else 0
-    )  # number of layers of earlier stages; Megatron counts from 1
-    for name, parameter in _named(inner):
-        if name == _TIED[0] and inner.share_embeddings_and_output_weights:
-            name = _TIED[1]
-        name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
-        if inner.mtp_process:
-            name = _PREDICTION.sub(
-                lambda m: f"{m[1]}{int(m[2]) + family.first_prediction(inner.hf_config)}", name
-            )
-        name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + experts_before}", name)
-        yield parameter, *family.find(name)
-
-
-def stored_tensors(inner: HiddenGPTModel, checkpoint_dir: Path) -> Tensors:
-    """The tensors of a checkpoint, as the family's weight table has them."""
-    return family_for(inner.hf_config).stored(Files(checkpoint_dir), inner.hf_config)
 
 
 def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, checkpoint_dir: Path) -> None:
@@ -114,7 +78,7 @@ def _names_of_all_stages(parts: list[HiddenGPTModel]) -> set[str]:
     mine = [
         name
         for inner in parts
-        for _, _, of_ranks in _with_all_experts(inner)
+        for _, _, of_ranks in with_all_experts(inner)
         for names in of_ranks
         for name in names
     ]
@@ -123,32 +87,54 @@ def _names_of_all_stages(parts: list[HiddenGPTModel]) -> set[str]:
 
 
 @torch.no_grad()
-def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> None:
-    """Fill the model's parameters in place from a single-file or sharded safetensors checkpoint. Collective over the
-    stages of a pipeline.
+def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
+    """Fill the model's parameters in place from a single-file or sharded safetensors checkpoint. Returns the number of
+    bytes that were read. Collective over the stages of a pipeline.
 
-    Values are cast to the model's dtype. Vocabulary padding is zero. Each rank keeps its tensor-parallel part. Call it
-    before `build_optimizer`, which copies its fp32 main weights from the parameters (or call `reload_model_params`
-    later). ValueError with the tensors that are missing, unexpected or of another shape than in config.json.
+    Each rank reads only its tensor-parallel slices, its experts and its layers. Host memory beyond the parameters is
+    at most one tensor's slices and 64 MiB. Quantised tensors are read whole, one at a time. Values are cast to the
+    model's dtype. Vocabulary padding is zero. Call it before `build_optimizer`, which copies its fp32 main weights from
+    the parameters (or call `reload_model_params` later). ValueError with the tensors that are missing, unexpected or of
+    another shape than in config.json, or with the damaged file.
     """
-    parts, checkpoint_dir = unwrapped(model), Path(checkpoint_dir)
-    tensors = stored_tensors(parts[0], checkpoint_dir)
-    _check_names(_names_of_all_stages(parts), tensors.names(), parts[0], checkpoint_dir)
+    parts, files = unwrapped(model), Files(Path(checkpoint_dir))
+    described = parts[0].hf_config
+    tensors = family_for(described).stored(files, described)
+    _check_names(_names_of_all_stages(parts), tensors.names(), parts[0], Path(checkpoint_dir))
     for inner in parts:
-        _load_part(inner, tensors)
+        for parameter, row, names in parameters(inner):
+            _fill(parameter, row, names, inner, tensors)
+    return files.read_bytes
 
 
-def _load_part(inner: HiddenGPTModel, tensors: Tensors) -> None:
-    for parameter, row, names in _parameters(inner):
-        rank, size = _rank_and_size(_shard_group(row))
-        stored = [tensors.get(name) for name in names]
-        for name, part, want in zip(names, stored, _hf_parts(parameter, row, inner), strict=True):
-            if part.shape != want.shape:
-                raise ValueError(
-                    f"{name} must have shape {list(want.shape)} as config.json says, got {list(part.shape)} in "
-                    f"{tensors.place(name)}"
-                )
-        parameter.data.copy_(row.layout.shard(row.layout.join(stored, inner.sizes), rank, size))
+def _fill(
+    parameter: Tensor, row: Row, names: tuple[str, ...], inner: HiddenGPTModel, tensors: Tensors
+) -> None:
+    """Copy this rank's slices of the HF tensors `names` to `parameter`."""
+    shapes = tuple(tuple(part.shape) for part in hf_parts(parameter, row, inner))
+    wanted = pieces(row.layout, shapes, inner.sizes, *rank_and_size(shard_group(row)))
+    for part in range(len(names)):
+        _fill_from(tensors, names[part], shapes[part], [x for x in wanted if x.part == part], parameter, row)
+    for padding in (piece for piece in wanted if piece.part is None):
+        padding.of(parameter.data).zero_()
+
+
+def _fill_from(
+    tensors: Tensors,
+    name: str,
+    shape: tuple[int, ...],
+    wanted: list[Piece],
+    parameter: Tensor,
+    row: Row,
+) -> None:
+    stored = tensors.get(name)
+    if tuple(stored.shape) != shape:
+        raise ValueError(
+            f"{name} must have shape {list(shape)} as config.json says, got {list(stored.shape)} in "
+            f"{tensors.place(name)}"
+        )
+    for piece in wanted:
+        piece.of(parameter.data).copy_(row.layout.columns(stored[piece.where]))
 
 
 def load_weights(model: Any, directory: str, iteration: int | None = None) -> None:
@@ -203,28 +189,10 @@ def _export_stages(
             yield name, tensor
 
 
-def _with_all_experts(
-    inner: HiddenGPTModel,
-) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
-    """Every parameter of this stage with its HF names. An expert's parameter has the names on all expert-parallel
-    ranks."""
-    _, ranks = _rank_and_size(parallel_state.get_expert_model_parallel_group())
-    for of_ranks in zip(*(_parameters(inner, rank) for rank in range(ranks)), strict=True):
-        parameter, row, _ = of_ranks[0]
-        yield parameter, row, [names for _, _, names in of_ranks[: ranks if row.of_expert else 1]]
-
-
-def _exported(inner: HiddenGPTModel) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
-    """The parameters of this stage, without the copy of the embedding for a tied head."""
-    for parameter, row, names in _with_all_experts(inner):
-        if not getattr(parameter, "shared", False):  # Megatron's mark of that copy
-            yield parameter, row, names
-
-
 def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
     """HF names and full tensors of this stage. Collective over tensor- and expert-parallel ranks."""
-    for parameter, row, names_of_ranks in _exported(inner):
-        full, shards = read(parameter), _shard_group(row)
+    for parameter, row, names_of_ranks in exported(inner):
+        full, shards = read(parameter), shard_group(row)
         if shards.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
             full = row.layout.merge(_gathered(full, shards))
         of_ranks = [full]
@@ -246,16 +214,10 @@ def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size, torch
     """Names, shapes and dtypes of the tensors of `_export_stage`."""
     return [
         (name, part.shape, part.dtype)
-        for parameter, row, names_of_ranks in _exported(inner)
+        for parameter, row, names_of_ranks in exported(inner)
         for names in names_of_ranks
-        for name, part in zip(names, _hf_parts(parameter, row, inner), strict=True)
+        for name, part in zip(names, hf_parts(parameter, row, inner), strict=True)
     ]
-
-
-def _hf_parts(parameter: Tensor, row: Row, inner: HiddenGPTModel) -> list[Tensor]:
-    """The HF tensors of a parameter, for their shapes. They come from splitting an empty tensor of the full size."""
-    _, size = _rank_and_size(_shard_group(row))
-    return row.layout.split(row.layout.merge([parameter.data.to("meta")] * size), inner.sizes)
 
 
 def save_hf(
@@ -263,18 +225,20 @@ def save_hf(
     source_dir: str | Path,
     out_dir: str | Path,
     *,
-    max_shard_bytes: int = 5 * 2**30,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     flag: str = "--save-hf",
+    read: Read = _live,
 ) -> None:
     """Write an HF directory that transformers loads with the same logits. Collective. Rank 0 writes.
 
     The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
-    safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). The layers of multi-token
+    safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). Rank 0 holds one file in host
+    memory; the other ranks hold one tensor beyond their shard. `read` is that of `export_hf`. The layers of multi-token
     prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory
     with a config.json is complete. ValueError that names `flag` if the disk has no room.
     """
     source_dir, out_dir = Path(source_dir), Path(out_dir)
-    tensors = _with_copies(last_part(model), export_hf(model), source_dir)
+    tensors = _with_copies(last_part(model), export_hf(model, read), source_dir)
     if dist.get_rank() != 0:
         for _ in tensors:
             pass
@@ -299,7 +263,7 @@ def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tup
     stored = family.stored(files, inner.hf_config)
     names = family.prediction_names(sorted(stored.names()), inner.hf_config)
     files.open(family.prediction_names(files.names(), inner.hf_config))
-    return ((name, stored.get(name)) for name in names)
+    return ((name, stored.get(name)[...]) for name in names)
 
 
 def _with_copies(
@@ -326,17 +290,3 @@ def _copy_config(inner: HiddenGPTModel, written: dict[str, Any], source_dir: Pat
             part.pop("quantization_config", None)
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
     (out_dir / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-
-
-def _shard_group(row: Row) -> dist.ProcessGroup:
-    """The group of ranks that have the shards of a row's parameter."""
-    group: dist.ProcessGroup = (
-        parallel_state.get_expert_tensor_parallel_group()
-        if row.of_expert
-        else parallel_state.get_tensor_model_parallel_group()
-    )
-    return group
-
-
-def _rank_and_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    return group.rank(), group.size()

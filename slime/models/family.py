@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.layouts import Row
+from slime.models.slices import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,10 +20,9 @@ class Tensors(Protocol):
 
     def names(self) -> set[str]: ...
 
-    def get(self, name: str) -> Tensor: ...
-
-    def part(self, name: str, index: int) -> Tensor:
-        """`get(name)[index]`, without reading the rest."""
+    def get(self, name: str) -> Stored:
+        """The tensor `name`. Its slices are read when it is indexed. Quantised weights are read whole and dequantised,
+        one tensor at a time."""
         ...
 
     def place(self, name: str) -> str:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from slime.models.decoder import Decoder, Experts, Hf
 from slime.models.family import Family, Tensors
-from slime.models.layouts import Direct, GateUpTensor, Row
+from slime.models.layouts import Direct, GateUpTensor, Row, cat
 from slime.models.mxfp4 import dequantised
 from slime.models.reading import alternating_windows, expert_count, need, only, read_decoder
 from slime.models.rows import ATTENTION, ENDS, HF, IGNORED, MG, NORMS, OUTPUT_BIAS
+from slime.models.slices import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,24 +88,53 @@ class OneByOne:
                 found.add(name)
         return found
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str) -> Stored:
         if not (one := _ONE.fullmatch(name)):
             return self.files.get(name)
-        stacked, expert = f"{one[1]}.{one[3]}", int(one[2])
-        if name.endswith("_bias"):
-            tensor = self.files.part(stacked, expert)
-        elif self.quantised:
-            tensor = dequantised(*(self.files.part(stacked + end, expert) for end in ("_blocks", "_scales")))
-        else:
-            tensor = self.files.part(stacked, expert).T
-        return tensor.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if "gate_up" in name else tensor
-
-    def part(self, name: str, index: int) -> Tensor:
-        return self.get(name)[index]
+        stacked, expert, fused = f"{one[1]}.{one[3]}", int(one[2]), "gate_up" in name
+        if self.quantised and not name.endswith("_bias"):
+            ends = "_blocks", "_scales"
+            weight = dequantised(*(self.files.get(stacked + end)[expert] for end in ends))
+            return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if fused else weight
+        return OneExpert(self.files.get(stacked), expert, fused)
 
     def place(self, name: str) -> str:
         stacked = _ONE.sub(r"\1.\3", name)
         return self.files.place(stacked if stacked in self.files.names() else stacked + "_blocks")
+
+
+@dataclass(frozen=True)
+class OneExpert:
+    """One expert, [outputs, inputs] or [outputs], of a stack [E, inputs, outputs] or [E, outputs]. `fused`:
+    gate and up alternate in the stack, and gate is above up here."""
+
+    stack: Stored
+    expert: int
+    fused: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(reversed(self.stack.shape[1:]))
+
+    def __getitem__(self, where: Any) -> Tensor:
+        """`where` is `...` or a slice per axis, from the first axis on."""
+        slices = () if where is ... else where
+        rows, *rest = [*slices, *[slice(None)] * (len(self.shape) - len(slices))]
+        start, end, _ = rows.indices(self.shape[0])
+        if not self.fused:
+            return _turned(self.stack[self.expert, *rest, start:end])
+        half = self.shape[0] // 2
+        found = [
+            _turned(self.stack[self.expert, *rest, 2 * (first - skipped) + odd : 2 * (last - skipped) : 2])
+            for odd, skipped in enumerate((0, half))
+            if (first := max(start, skipped)) < (last := min(end, skipped + half))
+        ]
+        return found[0] if len(found) == 1 else cat(found)
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """[inputs, outputs] -> [outputs, inputs]. A bias stays as it is."""
+    return tensor.T if tensor.dim() == 2 else tensor
 
 
 def stacked(tensors: Iterator[tuple[str, Tensor]], hf: Hf) -> Iterator[tuple[str, Tensor]]:

@@ -37,7 +37,14 @@ def cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 class Layout(Protocol):
-    """`join(split(full)) == full` and `merge(shard(full, 0..n-1)) == full`, bitwise. Works on meta tensors too."""
+    """`join(split(full)) == full` and `merge(shard(full, 0..n-1)) == full`, bitwise. Works on meta tensors too.
+
+    `join` and `shard` move whole slices of `axis` (None: rows, and every rank has the whole tensor), and do not read
+    the other sizes. So loading finds the slices of a rank by moving their numbers (slime.models.slices).
+    """
+
+    @property
+    def axis(self) -> int | None: ...
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         """HF tensors -> the full Megatron tensor."""
@@ -53,6 +60,10 @@ class Layout(Protocol):
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
         """The shards of all tensor-parallel ranks -> the full Megatron tensor."""
+        ...
+
+    def columns(self, rows: Tensor) -> Tensor:
+        """Rows of an HF tensor with their columns as in Megatron."""
         ...
 
 
@@ -73,6 +84,9 @@ class Direct:
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
         return shards[0] if self.axis is None else cat(shards, self.axis)
+
+    def columns(self, rows: Tensor) -> Tensor:
+        return rows
 
 
 @dataclass(frozen=True)
@@ -107,8 +121,10 @@ class GroupedQkv(Direct):
 
 
 @dataclass(frozen=True)
-class GateUp:
+class GateUp(Direct):
     """gate [F, H] above up [F, H]. A rank has its part of gate above its part of up."""
+
+    axis: int | None = 0
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
         return cat(parts)
@@ -155,8 +171,10 @@ class SwappedHalves(Direct):
     axis: int | None = 0
 
     def join(self, parts: Sequence[Tensor], sizes: Sizes) -> Tensor:
-        left, right = parts[0].chunk(2, dim=1)
-        return cat([right, left], 1)
+        return self.columns(parts[0])
 
     def split(self, full: Tensor, sizes: Sizes) -> list[Tensor]:
-        return [self.join([full], sizes)]
+        return [self.columns(full)]
+
+    def columns(self, rows: Tensor) -> Tensor:
+        return rows.roll(rows.shape[1] // 2, 1)

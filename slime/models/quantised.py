@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.models.decoder import Hf
 from slime.models.family import Tensors
+from slime.models.slices import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,21 +64,32 @@ class BlockFp8:
     def names(self) -> set[str]:
         return {name for name in self._stored if not name.endswith("_scale_inv")}
 
-    def get(self, name: str) -> Tensor:
-        weight, scales = self._tensors.get(name), f"{name}_scale_inv"
+    def get(self, name: str) -> Stored:
+        stored, scales = self._tensors.get(name), f"{name}_scale_inv"
         if scales in self._stored:
-            return from_blocks(weight, self._tensors.get(scales), self._block, name)
-        if weight.element_size() == 1:
-            raise ValueError(
-                f"a checkpoint in fp8 must have {scales}, got none for {self.place(name)}; download it again"
-            )
-        return weight
-
-    def part(self, name: str, index: int) -> Tensor:
-        return self.get(name)[index]
+            return from_blocks(stored[...], self._tensors.get(scales)[...], self._block, name)
+        return Plain(stored, f"a checkpoint in fp8 must have {scales}, got none for {self.place(name)}")
 
     def place(self, name: str) -> str:
         return self._tensors.place(name)
+
+
+class Plain:
+    """A tensor that is stored in more than one byte per element. Otherwise, reading is an error that begins with
+    `problem`."""
+
+    def __init__(self, stored: Stored, problem: str) -> None:
+        self._stored, self._problem = stored, problem
+
+    @property
+    def shape(self) -> Any:
+        return self._stored.shape
+
+    def __getitem__(self, where: Any) -> Tensor:
+        found = self._stored[where]
+        if found.element_size() == 1:
+            raise ValueError(f"{self._problem}; download it again")
+        return found
 
 
 def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], name: str) -> Tensor:
@@ -105,14 +117,13 @@ class PackedInt4:
         plain = {n for n in self._stored if not n.endswith(("_packed", "_scale", "_shape"))}
         return plain | {n.removesuffix("_packed") for n in self._stored if n.endswith("_packed")}
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str) -> Stored:
         if f"{name}_packed" not in self._stored:
             return self._tensors.get(name)
-        packed, scales, shape = (self._tensors.get(name + end) for end in ("_packed", "_scale", "_shape"))
+        packed, scales, shape = (
+            self._tensors.get(name + end)[...] for end in ("_packed", "_scale", "_shape")
+        )
         return from_packed(packed, scales, shape.tolist())
-
-    def part(self, name: str, index: int) -> Tensor:
-        return self.get(name)[index]
 
     def place(self, name: str) -> str:
         return self._tensors.place(f"{name}_packed" if f"{name}_packed" in self._stored else name)

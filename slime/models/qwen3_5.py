@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from slime.models.decoder import Decoder, Experts, Hf
@@ -28,6 +28,7 @@ from slime.models.qwen2_moe import SHARED_WITH_GATE
 from slime.models.qwen2_moe import experts as shared_experts
 from slime.models.reading import expert_count, need, only, read_decoder
 from slime.models.rows import ENDS, EXPERTS, HEAD_NORMS, MLP, NORMS
+from slime.models.slices import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,18 +91,34 @@ class TextTensors:
     def names(self) -> set[str]:
         return set(self._source)
 
-    def get(self, name: str) -> Tensor:
-        stored, expert, part = self._source[name]
-        if expert < 0:
-            return self._tensors.get(stored)
-        mine = self._tensors.part(stored, expert)
-        return mine if part == "down_proj" else mine.chunk(2)[part == "up_proj"]
-
-    def part(self, name: str, index: int) -> Tensor:
-        return self.get(name)[index]
+    def get(self, name: str) -> Stored:
+        source, expert, part = self._source[name]
+        stored = self._tensors.get(source)
+        return stored if expert < 0 else OneExpert(stored, expert, part)
 
     def place(self, name: str) -> str:
         return self._tensors.place(self._source[name][0])
+
+
+@dataclass(frozen=True)
+class OneExpert:
+    """The tensor of one expert and projection in a stack, of down [E, H, F] or of gate above up [E, 2 F, H]."""
+
+    stack: Stored
+    expert: int
+    part: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        _, rows, columns = self.stack.shape
+        return (rows if self.part == "down_proj" else rows // 2), columns
+
+    def __getitem__(self, where: Any) -> Tensor:
+        """`where` is `...` or a slice per axis, from the first axis on."""
+        rows, *rest = (slice(None),) if where is ... else where
+        first = self.shape[0] if self.part == "up_proj" else 0
+        start, end, _ = rows.indices(self.shape[0])
+        return self.stack[self.expert, first + start : first + end, *rest]
 
 
 def text_tensors(prefix: str) -> Callable[[Tensors, Hf], Tensors]:

@@ -58,9 +58,20 @@ EXACT = {
     "gemma-2-2b": 2_614_341_888,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen3-4b-instruct-2507": 4_022_468_096,
 }
-SHALLOW = ("llama-3.2-3b", "glm-4-9b", "mimo-7b", "minimax-m2", "gemma-3-1b", "gemma-2-2b")
-LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "glm-4.7-flash")
+# Without vision tower and layer of prediction, so the published checkpoints have more. Computed from the shapes.
+TEXT_ONLY = {
+    "qwen3-next-80b-a3b": 79_674_391_296,
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-9b": 8_953_803_264,
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+}
+SHALLOW = ("llama-3.2-3b", "glm-4-9b", "mimo-7b", "minimax-m2", "gemma-3-1b", "gemma-2-2b", "glm-4-32b")
+LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "kimi-k2-thinking", "glm-4.7-flash")
 SPARSE = (
     *("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-moe-tiny", "glm-4.5-air", "glm-4.5-355b", "glm-moe-tiny"),
     *LATENT,
@@ -110,7 +121,7 @@ def test_our_own_are_mostly_body():
         model = build_model(build_config(arch), 0, "meta")
         assert low < model.num_parameters() < high
         assert model.get_input_embeddings().weight.numel() < 0.06 * model.num_parameters()
-    inexact = {"glm-4.5-air", "glm-4.5-355b", "mimo-7b", "minimax-m2", *LATENT}
+    inexact = {"glm-4.5-air", "glm-4.5-355b", "glm-4-32b", "mimo-7b", "minimax-m2", *LATENT, *TEXT_ONLY}
     assert set(ARCHITECTURES) == {*EXACT, *inexact, *(arch for arch, _, _ in sizes)}
     assert all(row.source for row in ARCHITECTURES.values())
 
@@ -122,6 +133,15 @@ def test_experts_are_known(arch):
     assert decoder_of(config).experts.count == ARCHITECTURES[arch].experts[0]
     dense = config.get("first_k_dense_replace", 0)
     assert list(decoder_of(config).sparse) == [False] * dense + [True] * (config["num_hidden_layers"] - dense)
+
+
+@pytest.mark.parametrize("arch", TEXT_ONLY)
+def test_the_shapes_of_hybrid_models(arch):
+    config = build_config(arch)
+    said = json.loads(config.to_json_string(use_diff=False))
+    assert build_model(config, 0, "meta").num_parameters() == TEXT_ONLY[arch]
+    assert [layer.kind for layer in decoder_of(said).layers[:4]].count("gated_delta_net") == 3
+    assert 0.999 * TEXT_ONLY[arch] < Shape.of(said).params < TEXT_ONLY[arch]
 
 
 @pytest.mark.parametrize("arch", SHALLOW)

@@ -17,7 +17,8 @@ from slime.config.model_args import check_model_args
 from slime.config.prediction import check_prediction
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.export import export_checkpoint
-from slime.megatron_backend.torch_dist import load_torch_dist, save_torch_dist
+from slime.megatron_backend.torch_dist import load_torch_dist
+from slime.megatron_backend.torch_dist_save import save_torch_dist
 from slime.megatron_backend.trainer import MegatronTrainer
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,8 @@ from slime.megatron_backend.model import build_model, unwrap
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.torch_dist import load_torch_dist, save_torch_dist
+from slime.megatron_backend.torch_dist import load_torch_dist
+from slime.megatron_backend.torch_dist_save import save_torch_dist
 from slime.megatron_backend.weights import export_hf, load_hf, load_weights
 
 KINDS = {

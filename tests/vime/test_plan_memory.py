@@ -72,6 +72,13 @@ def test_a_colocated_plan_decides_for_the_gpu_that_is_named(flags, capsys):
     assert found[TRAINER][-1] == "fits a GPU of 80 GiB"
 
 
+def test_a_plan_says_what_a_rank_reads_at_the_start(flags, capsys):
+    assert parts(capsys, *flags, *COLOCATED)["Loading, per trainer rank"] == [
+        "weights read            7.49 GiB   4.02 G x 2 B / TP 1",
+        "host memory           805.88 MiB   weights go to the GPU; one tensor, 389 M x 2 B + 64.00 MiB of mapped files",
+    ]
+
+
 def test_a_disaggregated_plan_gets_both_verdicts(flags, capsys):
     found = parts(capsys, *flags, *APART, "--gpu-memory-gib", "80")
     assert found[TRAINER][-1] == "fits a GPU of 80 GiB"
