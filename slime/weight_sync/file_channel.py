@@ -157,7 +157,9 @@ def _files(path: str, root: str | None) -> list[str]:
         return [str(allowed)]
     found = [allowed_path(str(file), root) for file in sorted(allowed.glob("*.safetensors"))]
     if not found:
-        raise ValueError(f"path must have a safetensors file, got {path} without one; name the folder of the weights")
+        raise ValueError(
+            f"path must have a safetensors file, got {path} without one; name the folder of the weights"
+        )
     return found
 
 

@@ -73,7 +73,10 @@ def test_an_engine_takes_a_file_or_a_folder_of_files(tmp_path):
         assert part.shapes == {"a.weight": [2, 3], "b": [1], "c": [4]}
         assert (part.get("b").item(), part.get("c").sum().item()) == (2.0, 4.0)
     (inside / "empty").mkdir()
-    with pytest.raises(ValueError, match="must have a safetensors file"), receiver.receive({"path": str(inside / "empty")}):
+    with (
+        pytest.raises(ValueError, match="must have a safetensors file"),
+        receiver.receive({"path": str(inside / "empty")}),
+    ):
         pass
     save_file({"d": torch.ones(1)}, tmp_path / "outside.safetensors")
     (inside / "empty/link.safetensors").symlink_to(tmp_path / "outside.safetensors")

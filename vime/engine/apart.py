@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from vime.engine.control import ControlError, EngineControl, answers, request
+from vime.engine.member import MakeControl
 from vime.engine.middleware import KEY_VARIABLE
 from vime.engine.process import accepts
 from vime.engine.server import EngineSpec
@@ -167,8 +168,9 @@ class EngineApart:
     takes seconds to start, so the pool, which looks several times a second, sees each restart.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, control: MakeControl = EngineControl) -> None:
         self.spec = spec
+        self._control = control
 
     def start(self) -> str:
         return self.spec.url
@@ -185,7 +187,7 @@ class EngineApart:
                     f"{self.spec.start_timeout_s:g}, got no answer; it was started apart: start it there again"
                 )
             time.sleep(_POLL_S)
-        EngineControl(self.spec.url, self.spec.run_key).resume()
+        self._control(self.spec.url, self.spec.run_key).resume()
 
     def poll(self) -> int | None:
         """None while something listens at the address."""

@@ -104,7 +104,7 @@ class RunKeyMiddleware:
             from vime.engine import sglang_route
 
             llm = scope["app"].state.engine_client
-            ours = sglang_route.Engine(llm, lambda: self.versions[arrived:], self.running)
+            ours = sglang_route.Engine(llm, lambda: self.versions[arrived:], self.running, self._set_version)
             await sglang_route.answer(
                 ours, route, bytes(body), receive, self._annotate(scope, send), routed=routed
             )
