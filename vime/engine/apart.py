@@ -105,15 +105,16 @@ def check_weights(config: Config) -> None:
         )
 
 
-def require_reachable(config: Config) -> None:
-    """Ask every server that was started apart. One ValueError with all that do not answer, within 15 s."""
+def require_reachable(config: Config, path: str = "/health") -> None:
+    """Ask every server that was started apart: an engine at `path`, which must need the key. One ValueError with all
+    that do not answer, within 15 s."""
     if not uses(config) or not config.num_engines:
         return
     key = given_key()
     checks: list[Callable[[], str | None]] = []
     for each in addresses(config):
         url = f"http://{each['host']}:{each['port']}"
-        checks.append(lambda url=url: _problem(url, key, "/health", f"the engine of {ENGINES}"))  # type: ignore[misc]
+        checks.append(lambda url=url: _problem(url, key, path, f"the engine of {ENGINES}"))  # type: ignore[misc]
     if (ip := config.engine.router_ip) is not None:
         url = f"http://{ip}:{config.engine.router_port}"
         checks.append(lambda: _router_problem(url, ip, key))

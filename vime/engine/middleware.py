@@ -43,9 +43,11 @@ def health_prefix(run_key: str) -> str:
 
 
 def carries_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
-    """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time."""
+    """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time. sglang-router
+    sends the key of its worker and that of its caller: each one must be right."""
     given = [value for name, value in headers if name == b"authorization"]
-    return len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + run_key.encode())
+    right = [hmac.compare_digest(each, b"Bearer " + run_key.encode()) for each in given]
+    return bool(right) and all(right)
 
 
 class RunKeyMiddleware:
