@@ -42,28 +42,33 @@ ROUTER_PORT = FlagSpec(
 _DEADLINE = "one request may take --rollout-deadline-s"
 UNSUPPORTED = {
     "slime_router_middleware_paths": Unsupported(
-        None, "vllm-router runs no middleware; write a --custom-generate-function-path"
+        None, "the router runs no middleware; write a --custom-generate-function-path"
     ),
     "slime_router_health_check_failure_threshold": Unsupported(3, "use --router-health-failure-threshold"),
 }
-NO_EFFECT = {
-    "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, _DEADLINE),
-    "vllm_weight_sync_mode": FlagSpec(
-        "vllm_weight_sync_mode", str, None, "--update-weight-transport chooses how weights reach the engines"
-    ),
+"""Flags of slime's own router, for every backend."""
+WITHOUT_ROUTER = {
     "slime_router_timeout": FlagSpec("slime_router_timeout", str, None, _DEADLINE),
     "slime_router_max_connections": FlagSpec(
         "slime_router_max_connections",
         str,
         None,
-        "requests in flight are bounded by --vllm-server-concurrency",
+        "requests in flight are bounded by --vllm-server-concurrency or --sglang-server-concurrency",
     ),
     "use_slime_router": FlagSpec(
         "use_slime_router",
         bool,
         False,
-        "vllm-router is always used; tokens, log-probs and routed experts pass through it",
+        "the engine's own router is always used; tokens and log-probs pass through it",
     ),
+}
+"""The same, without effect."""
+NO_EFFECT = {
+    "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, _DEADLINE),
+    "vllm_weight_sync_mode": FlagSpec(
+        "vllm_weight_sync_mode", str, None, "--update-weight-transport chooses how weights reach the engines"
+    ),
+    **WITHOUT_ROUTER,
 }
 FLAG_OF = {
     "memory_share": "--vllm-gpu-memory-utilization",

@@ -15,6 +15,8 @@ from slime.config import Config, FlagGroup
 from slime.config.fields import FlagSpec
 from slime.config.problems import Problems
 from slime.config.unsupported import Unsupported
+from vime.engine.backend import UNSUPPORTED as OF_SLIMES_ROUTER
+from vime.engine.backend import WITHOUT_ROUTER
 from vime.engine.flags import ROUTER_RESERVED, PrefixOwner, RaisingParser
 from vime.sglang.control import CHANNEL
 
@@ -38,24 +40,16 @@ CONCURRENCY = FlagSpec(
 )
 ROUTER_PORT = FlagSpec("sglang_router_port", int, None, "port of the run's own sglang-router")
 UNSUPPORTED = {
-    "sglang_router_ip": Unsupported(None, "the run starts its own sglang-router"),
-    "slime_router_middleware_paths": Unsupported(
-        None, "sglang-router runs no middleware; write a --custom-generate-function-path"
+    "sglang_router_ip": Unsupported(
+        None, "with --rollout-backend sglang, the run starts its own sglang-router"
     ),
+    **OF_SLIMES_ROUTER,
 }
 NO_EFFECT = {
-    name: FlagSpec(name, kind, default, why)
-    for name, kind, default, why in (
-        ("sglang_router_request_timeout_secs", str, None, "one request may take --rollout-deadline-s"),
-        ("slime_router_timeout", str, None, "one request may take --rollout-deadline-s"),
-        (
-            "slime_router_max_connections",
-            str,
-            None,
-            "requests in flight are bounded by --sglang-server-concurrency",
-        ),
-        ("use_slime_router", bool, False, "sglang-router is always used"),
-    )
+    "sglang_router_request_timeout_secs": FlagSpec(
+        "sglang_router_request_timeout_secs", str, None, "one request may take --rollout-deadline-s"
+    ),
+    **WITHOUT_ROUTER,
 }
 RENAMED = {"sglang_router_policy": "router_policy"}
 
