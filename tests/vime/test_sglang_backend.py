@@ -219,7 +219,8 @@ def test_what_an_answer_may_lack() -> None:
 
 
 def test_the_parameters_of_a_request() -> None:
-    assert request_params({"max_new_tokens": 5, "top_p": None, "temperature": 0.5}) == {
+    given = {"max_new_tokens": 5, "top_p": None, "temperature": 0.5, "spaces_between_special_tokens": False}
+    assert request_params(given) == {
         "no_stop_trim": True,
         "max_new_tokens": 5,
         "temperature": 0.5,

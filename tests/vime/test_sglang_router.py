@@ -74,9 +74,7 @@ def test_an_engine_joins_serves_and_leaves(router: SglangRouter, hidden: bool) -
             assert await asyncio.to_thread(router.engines) == [url]
             client = SglangEngineClient(router.spec.url, KEY)
             values = dict.fromkeys(PARAMETERS, 1) | {"top_p": 0.5, "stop": ["x"], "stop_token_ids": [3]}
-            values |= dict.fromkeys(
-                ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "ignore_eos"), True
-            )
+            values |= dict.fromkeys(("skip_special_tokens", "no_stop_trim", "ignore_eos"), True)
             result = await client.generate([5, 6], values, seed=11, deadline_s=20)
             assert (result.token_ids, result.log_probs) == ([7], [-1.0])
             path, body, keys = seen[-1]

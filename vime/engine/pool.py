@@ -35,13 +35,15 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True)
 class Kind:
-    """What the engines of one backend are made of. `workers`: route of the router that lists the engines."""
+    """What the engines of one backend are made of. `workers`: route of the router that lists the engines.
+    `worker_path`: what the paths of their URLs there begin with, by the run's key."""
 
     control: MakeControl
     client: Callable[[str, str], RolloutEngine]
     router: Callable[[RouterSpec], Router]
     server: Callable[[Any], EngineServer]
     workers: str
+    worker_path: Callable[[str], str]
 
 
 class ServerPool:
@@ -119,7 +121,7 @@ class ServerPool:
                 "urls": [spec.door_url, spec.url],
                 "headers": headers,
                 "workers": spec.url + self.kind.workers,
-                "worker_path": health_prefix(spec.run_key),
+                "worker_path": self.kind.worker_path(spec.run_key),
             },
             "rollout_engine_dtype": self._dtype,
         }
@@ -330,7 +332,7 @@ def _vllm_router(spec: RouterSpec) -> Router:
 class VllmEnginePool(ServerPool):
     """EnginePool over vLLM servers behind vllm-router."""
 
-    kind = Kind(EngineControl, VllmEngineClient, _vllm_router, EngineServer, "/list_workers")
+    kind = Kind(EngineControl, VllmEngineClient, _vllm_router, EngineServer, "/list_workers", health_prefix)
 
 
 def _open_gate(member: Member) -> None:

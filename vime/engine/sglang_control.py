@@ -77,7 +77,9 @@ def _read(path: str, body: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.DecodeError as error:
-        raise ValueError(f"the body of {path} must have its fields, got {body[:80]!r}: {error}") from None
+        raise ValueError(
+            f"the body of {path} must have fields of SGLang, got {body[:80]!r}: {error}; send those alone"
+        ) from None
 
 
 async def _pause(engine: Controlled, mode: str) -> tuple[int, dict[str, Any]]:

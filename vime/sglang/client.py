@@ -27,7 +27,6 @@ PARAMETERS = frozenset(
         "stop",
         "stop_token_ids",
         "skip_special_tokens",
-        "spaces_between_special_tokens",
         "no_stop_trim",
         "ignore_eos",
         "repetition_penalty",
@@ -36,6 +35,8 @@ PARAMETERS = frozenset(
     }
 )
 """Sampling parameters, which SGLang and slime name alike, that pass sglang-router."""
+_DROPPED = "spaces_between_special_tokens"
+"""sglang-router drops it. It changes the text of slow tokenizers only; fast ones ignore it."""
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _UNNAMED = "default"
 """SGLang's version of the checkpoint's weights."""
@@ -113,9 +114,9 @@ class Answer(msgspec.Struct):
 
 def request_params(sampling_params: dict[str, Any]) -> dict[str, Any]:
     """`sampling_params` of a request. For a parameter that is None, the engine uses its neutral default."""
-    if unknown := sampling_params.keys() - PARAMETERS:
+    if unknown := sampling_params.keys() - PARAMETERS - {_DROPPED}:
         raise ValueError(f"sampling parameters must be among {sorted(PARAMETERS)}, got {sorted(unknown)}")
-    given = {name: value for name, value in sampling_params.items() if value is not None}
+    given = {name: v for name, v in sampling_params.items() if v is not None and name != _DROPPED}
     if "max_new_tokens" not in given:
         raise ValueError(
             "max_new_tokens must be given, got none; SGLang would stop after 128 tokens: set --rollout-max-response-len"

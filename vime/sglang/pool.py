@@ -12,4 +12,4 @@ from vime.sglang.server import SglangServer
 class SglangEnginePool(ServerPool):
     """EnginePool over SGLang servers. `gives_memory` must be false."""
 
-    kind = Kind(SglangControl, SglangEngineClient, SglangRouter, SglangServer, "/workers")
+    kind = Kind(SglangControl, SglangEngineClient, SglangRouter, SglangServer, "/workers", lambda key: "/")
