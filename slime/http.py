@@ -24,8 +24,9 @@ _LOOK_S = 30.0
 class OwnServers:
     """The servers of this run, and the headers with the run's key for them.
 
-    `urls`: their addresses. `workers` answers with the addresses of the engines, as {"urls": [...]}, which change when
-    an engine restarts; it is asked about a URL whose path begins with `worker_path`, as the engines' URLs do.
+    `urls`: their addresses. `workers` answers with the addresses of the engines, as {"urls": [...]} or {"workers":
+    [{"url": ...}]}, which change when an engine restarts. It is asked about a URL whose path begins with `worker_path`,
+    as the engines' URLs do.
     """
 
     urls: Sequence[str] = ()
@@ -44,8 +45,14 @@ class OwnServers:
             async with session.get(self.workers, headers=self.headers, timeout=timeout) as response:
                 response.raise_for_status()
                 listed = await response.json(content_type=None)
-            self._known |= {_origin(worker) for worker in listed["urls"]}
+            self._known |= {_origin(url) for url in _urls(listed)}
         return self.headers if origin in self._known else {}
+
+
+def _urls(listed: dict[str, Any]) -> list[str]:
+    if "urls" in listed:
+        return list(listed["urls"])
+    return [worker["url"] for worker in listed["workers"]]
 
 
 _own = OwnServers()

@@ -15,10 +15,12 @@ from slime.config.parser import check_flags
 from slime.config.validate import Rule
 from slime.protocols import RolloutBackend
 from vime.engine.backend import VllmBackend
+from vime.sglang.backend import SglangBackend
 from vime.switch import from_environment
 
 BACKENDS: dict[str, RolloutBackend] = {
     "vllm": VllmBackend(),
+    "sglang": SglangBackend(),
 }
 
 __path__: list[str] = []  # an empty package for the plug-in paths vime.backends.*, see vime.alias

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -55,10 +56,13 @@ def main(argv: Sequence[str]) -> int:
 
 def all_rows() -> Iterator[Row]:
     """Every flag that a run accepts, with its owner. Imports Megatron and vLLM, which takes seconds."""
-    yield from public_rows()
-    yield from megatron_rows()
-    for backend in BACKENDS.values():
-        yield from backend.rows()
+    seen: set[str] = set()
+    for row in itertools.chain(
+        public_rows(), megatron_rows(), *(backend.rows() for backend in BACKENDS.values())
+    ):
+        if row["flag"] not in seen:  # two backends may have a flag of the same name
+            seen.add(row["flag"])
+            yield row
 
 
 def search(words: Sequence[str]) -> int:

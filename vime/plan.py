@@ -61,10 +61,11 @@ def topology(c: Config) -> Iterator[str]:
         yield from pipeline(c)
     if generates:
         each = c.cluster.rollout_num_gpus_per_engine
+        facts = c.engine.engine_facts
         spread = f", each {c.nodes_per_engine} processes on {c.nodes_per_engine} nodes of {c.cluster.num_gpus_per_node}"
         yield (
-            f"engines   {plural(c.num_engines, 'vLLM server')} x {each} {c.cluster.device}"
-            f"{spread if c.nodes_per_engine > 1 else ''}, behind one vllm-router"
+            f"engines   {plural(c.num_engines, f'{facts.project} server')} x {each} {c.cluster.device}"
+            f"{spread if c.nodes_per_engine > 1 else ''}, behind one {facts.router}"
             f"{', started apart' if c.rollout.rollout_external_engine_addrs else ''}"
         )
     if trains and generates:

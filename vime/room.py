@@ -27,7 +27,7 @@ def require_room_to_run(c: Config) -> None:
     )
     if c.num_engines and copies:
         weight_dir = given(c.weight_update.weight_dir)
-        left = sum(file.stat().st_size for file in Path(weight_dir).glob("*.safetensors"))
+        left = sum(file.stat().st_size for file in Path(weight_dir).glob("**/*.safetensors"))
         what = f"{copies} versions of the weights"
         require_room("--weight-dir", weight_dir, copies * weights_bytes - left, what)
     if c.checkpoint.save is not None:

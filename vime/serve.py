@@ -28,6 +28,11 @@ def main(argv: Sequence[str]) -> int:
         )
     kind, address = argv[0], apart.split(argv[1], f"the address of vime serve {argv[0]}")
     key, config = apart.given_key(), parse_config(argv[2:], download=True)
+    if config.engine.rollout_backend != "vllm":
+        raise ValueError(
+            f"vime serve must be given engines of --rollout-backend vllm, got {config.engine.rollout_backend}; start "
+            "other servers by their own commands, with the key of the run as their API key"
+        )
     server = make(kind, config, key, address["host"], address["port"])
     with sigterm_interrupts():
         try:

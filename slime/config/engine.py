@@ -18,12 +18,14 @@ DEFAULT_BACKEND = "vllm"
 class EngineFacts:
     """What slime must know about engines, whichever backend runs them.
 
-    `project`: the engine's name in texts. `memory_share`: part of a GPU that an engine wants to find free when it
-    starts, and takes where `cache_bytes` is not given. `cache_bytes`: bytes of a GPU for keys and values; None or 0:
-    what the share leaves. `dtype`: of the weights; None: the trainer's. `flag_of`: field -> the flag that sets it.
+    `project`, `router`: the names of engine and router in texts. `memory_share`: part of a GPU that an engine wants to
+    find free when it starts, and takes where `cache_bytes` is not given. `cache_bytes`: bytes of a GPU for keys and
+    values; None or 0: what the share leaves. `dtype`: of the weights; None: the trainer's. `flag_of`: field -> the flag
+    that sets it.
     """
 
     project: str = "the engine"
+    router: str = "a router"
     memory_share: float = 0.9
     cache_bytes: int | None = None
     dtype: str | None = None

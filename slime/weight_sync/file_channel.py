@@ -1,5 +1,5 @@
-"""The file channel: each version of the weights is one safetensors file that trainer and engines both see (/dev/shm on
-one host, a network disk for several hosts).
+"""The file channel: each version of the weights is a folder that trainer and engines both see (/dev/shm on one host, a
+network disk for several hosts). The folder has one safetensors file, so that any engine can load it as a model.
 
 The engine's side refuses files outside its weight directory, and with --check-weight-update-equal files whose tensors
 are not those that the trainer hashed.
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from slime.room import Room, require_room
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
 from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
 
+FILE = "model.safetensors"
+
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """sha256 hex digest of the tensor's bytes in row-major order; equal exactly when dtype, order and bits are."""
@@ -33,7 +36,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 class FileChannel(WeightChannel):
-    """Publishes weights as `DIR/{stem}-{version}.safetensors` and keeps the newest two versions.
+    """Publishes weights as `DIR/{stem}-{version}/model.safetensors` and keeps the newest two versions.
 
     An engine that restarts while a new version is published loads the version before.
     """
@@ -79,42 +82,45 @@ class FileChannel(WeightChannel):
         holds the sha256 digest of each tensor, and engines compare their live weights with the file.
         """
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors}
-        path = self._path(version)
+        path = self.directory / f"{self.stem}-{version}" / FILE
         partial = path.with_suffix(".partial")
         what = f"version {version} of the weights"
         require_room("--weight-dir", self.directory, sum(tensor.nbytes for tensor in state.values()), what)
         try:
             with Room("--weight-dir", self.directory, what):
+                path.parent.mkdir(exist_ok=True, mode=0o700)
                 save_file(state, partial)
                 os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
+            with suppress(OSError):  # of a failed write, which leaves no file
+                path.parent.rmdir()
         versions = {
-            int(file.stem.removeprefix(f"{self.stem}-")): file
-            for file in self.directory.glob(f"{self.stem}-*.safetensors")
+            int(file.parent.name.removeprefix(f"{self.stem}-")): file
+            for file in self.directory.glob(f"{self.stem}-*/{FILE}")
         }
         previous = max((v for v in versions if v < version), default=version)
         for other in versions.keys() - {version, previous}:
-            versions[other].unlink()
+            shutil.rmtree(versions[other].parent)
         info: dict[str, object] = {"path": str(path)}
         if checksums:
             info["checksums"] = {name: tensor_digest(tensor) for name, tensor in state.items()}
         return WeightUpdate(version, self.name, info)
 
-    def _path(self, version: int) -> Path:
-        return self.directory / f"{self.stem}-{version}.safetensors"
-
 
 class _File(Protocol):
     """What is used of an open safetensors file, which has no types of its own."""
 
-    def keys(self) -> list[str]: ...
-
     def get_tensor(self, name: str) -> torch.Tensor: ...
+
+    def get_slice(self, name: str) -> Any: ...
 
 
 class FileReceiver:
-    """The engine worker's side: {"path", "checksums" (of all tensors; then live weights are compared), "load"}."""
+    """The engine worker's side: {"path", "checksums" (of all tensors; then live weights are compared), "load"}.
+
+    `path` is a safetensors file, or a folder of such files that hold all weights together.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -122,18 +128,39 @@ class FileReceiver:
     @contextmanager
     def receive(self, info: Info) -> Iterator[Part]:
         """ValueError for a file outside the weight directory."""
-        path = allowed_path(info["path"], self._worker.weight_dir)
+        path = info["path"]
         checksums = info.get("checksums")
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with ExitStack() as opened:
+            holders: dict[str, _File] = {}
+            for each in _files(path, self._worker.weight_dir):
+                file = opened.enter_context(safe_open(each, framework="pt", device="cpu"))
+                holders |= dict.fromkeys(file.keys(), file)
+
+            def get(name: str) -> torch.Tensor:
+                return holders[name].get_tensor(name)
+
             yield Part(
-                {name: file.get_slice(name).get_shape() for name in file.keys()},  # noqa: SIM118 (no mapping)
-                file.get_tensor,
+                {name: file.get_slice(name).get_shape() for name, file in holders.items()},
+                get,
                 load=info.get("load", True),
                 compare=checksums is not None,
                 whole=True,
                 origin=f"those of {path}",
-                verify=lambda: None if checksums is None else require_checksums(file, checksums),
+                verify=lambda: None if checksums is None else require_checksums(holders, get, checksums),
             )
+
+
+def _files(path: str, root: str | None) -> list[str]:
+    """The safetensors files that `path` names, all of them under `root`."""
+    allowed = Path(allowed_path(path, root))
+    if not allowed.is_dir():
+        return [str(allowed)]
+    found = [allowed_path(str(file), root) for file in sorted(allowed.glob("*.safetensors"))]
+    if not found:
+        raise ValueError(
+            f"path must have a safetensors file, got {path} without one; name the folder of the weights"
+        )
+    return found
 
 
 def allowed_path(path: str, root: str | None) -> str:
@@ -144,13 +171,13 @@ def allowed_path(path: str, root: str | None) -> str:
     return resolved
 
 
-def require_checksums(file: _File, checksums: Mapping[str, str]) -> None:
-    """ValueError unless the tensors of `file` are those of `checksums`, each with the sha256 of its raw bytes."""
-    names = set(file.keys())
-    wrong = names ^ checksums.keys()
-    wrong |= {
-        name for name in names & checksums.keys() if tensor_digest(file.get_tensor(name)) != checksums[name]
-    }
+def require_checksums(
+    names: Iterable[str], get: Callable[[str], torch.Tensor], checksums: Mapping[str, str]
+) -> None:
+    """ValueError unless the tensors `names` are those of `checksums`, each with the sha256 of its raw bytes."""
+    given = set(names)
+    wrong = given ^ checksums.keys()
+    wrong |= {name for name in given & checksums.keys() if tensor_digest(get(name)) != checksums[name]}
     if wrong:
         raise ValueError(
             f"the weight file must hold what the trainer hashed, got {len(wrong)} tensors that differ: "

@@ -50,7 +50,8 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
             wait_for_line(launch, f"{kind} serves at 127.0.0.1")
         control = EngineControl(f"http://127.0.0.1:{engine}", KEY)
         assert control.weight_version() == -1
-        for number, more in enumerate((through, [])):
+        # The third run speaks SGLang's protocol to the engine, through a sglang-router of its own.
+        for number, more in enumerate((through, [], ["--rollout-backend", "sglang"])):
             run = [*world.grpo(f"run{number}", rollouts=2), *apart, *more]
             with launched(with_key(vime("train", *run)), tmp_path / f"run{number}.out") as launch:
                 assert launch.process.wait(240) == 0, launch.output[-3000:]
@@ -62,11 +63,12 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
             RouterSpec(run_key=KEY, log_path="", host="127.0.0.1", port=router, door_host="127.0.0.1")
         )
         assert listed.engines() == [], "the run has taken its engine out"
-        first, second = (samples(world.root / f"run{number}", 0) for number in (0, 1))
-        assert [one["tokens"] for one in first] == [one["tokens"] for one in second]
+        first, *others = ([one["tokens"] for one in samples(world.root / f"run{n}", 0)] for n in range(3))
+        assert others == [first, first]
 
         # Bad input, each within 15 s of the command: a router with engines, a wrong key.
         listed.add(control.url)
+        run = [*world.grpo("bad", rollouts=2), *apart]
         for name, command, said in (
             ("busy", with_key(vime("train", *run, *through)), "must have no engines yet, got 1"),
             (

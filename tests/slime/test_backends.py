@@ -26,14 +26,14 @@ class Added(VllmBackend):
 
 def test_a_backend_is_picked_by_its_line(tmp_path, monkeypatch):
     argv = good_argv(tmp_path)
-    with pytest.raises(ValueError, match="--rollout-backend must be one of vllm, got added"):
+    with pytest.raises(ValueError, match="--rollout-backend must be one of vllm, sglang, got added"):
         backends.parse_config([*argv, "--rollout-backend", "added"])
     monkeypatch.setitem(backends.BACKENDS, "added", Added())
     c = backends.parse_config([*argv, "--rollout-backend", "added"])
     assert (c.engine.engine_facts.project, c.engine.engine_facts.memory_share) == ("Added", 0.5)
     assert backends.backend_of(c).name == "added"
     (row,) = [row for row in backends.public_rows() if row["flag"] == "--rollout-backend"]
-    assert row["choices"] == ["vllm", "added"]
+    assert row["choices"] == ["vllm", "sglang", "added"]
 
 
 def test_hooks_find_the_backends_arguments_and_a_saved_file_loads(tmp_path):

@@ -8,9 +8,10 @@ import struct
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from slime.weight_sync.file_channel import FileChannel, tensor_digest
+from slime.weight_sync.channel import Worker
+from slime.weight_sync.file_channel import FileChannel, FileReceiver, tensor_digest
 
 
 def weights(value: float):
@@ -26,7 +27,7 @@ def test_publish_writes_all_tensors(tmp_path):
     channel = FileChannel(tmp_path / "new" / "weights")
     assert (tmp_path / "new/weights").stat().st_mode & 0o777 == 0o700
     update = channel.publish(weights(1.5), 3)
-    path = tmp_path / "new/weights/weights-3.safetensors"
+    path = tmp_path / "new/weights/weights-3/model.safetensors"
     assert update.version == 3 and update.info == {"path": str(path)}
     json.dumps(update.info)  # travels as JSON
     loaded = load_file(path)
@@ -36,15 +37,16 @@ def test_publish_writes_all_tensors(tmp_path):
 
 def test_the_newest_two_versions_stay(tmp_path):
     channel = FileChannel(tmp_path)
-    (tmp_path / "weights-0.partial").write_bytes(b"left by a killed run")
+    (tmp_path / "weights-0").mkdir()
+    (tmp_path / "weights-0/model.partial").write_bytes(b"left by a killed run")
     (tmp_path / "other.txt").write_text("not ours")
     for version in range(4):
         channel.publish(weights(version), version)
-    assert files(tmp_path) == ["other.txt", "weights-2.safetensors", "weights-3.safetensors"]
+    assert files(tmp_path) == ["other.txt", "weights-2", "weights-3"]
     channel.publish(weights(9.0), 3)  # a resumed run publishes its version again
-    assert load_file(tmp_path / "weights-3.safetensors")["a.weight"][0, 0] == 9.0
+    assert load_file(tmp_path / "weights-3/model.safetensors")["a.weight"][0, 0] == 9.0
     channel.publish(weights(0.0), 0)  # another run in the same directory starts over
-    assert files(tmp_path) == ["other.txt", "weights-0.safetensors"]
+    assert files(tmp_path) == ["other.txt", "weights-0"]
 
 
 def test_a_cut_off_write_leaves_the_old_version(tmp_path):
@@ -57,7 +59,29 @@ def test_a_cut_off_write_leaves_the_old_version(tmp_path):
 
     with pytest.raises(RuntimeError, match="gather failed"):
         channel.publish(cut_off(), 2)
-    assert files(tmp_path) == ["weights-1.safetensors"]
+    assert files(tmp_path) == ["weights-1"]
+
+
+def test_an_engine_takes_a_file_or_a_folder_of_files(tmp_path):
+    inside = tmp_path / "weights"
+    path = FileChannel(inside).publish(weights(2.0), 1).info["path"]
+    save_file({"c": torch.ones(4)}, inside / "weights-1/second.safetensors")
+    receiver = FileReceiver(Worker(torch.device("cpu"), 0, None, str(inside)))
+    with receiver.receive({"path": path}) as part:
+        assert part.shapes == {"a.weight": [2, 3], "b": [1]}
+    with receiver.receive({"path": str(inside / "weights-1")}) as part:
+        assert part.shapes == {"a.weight": [2, 3], "b": [1], "c": [4]}
+        assert (part.get("b").item(), part.get("c").sum().item()) == (2.0, 4.0)
+    (inside / "empty").mkdir()
+    with (
+        pytest.raises(ValueError, match="must have a safetensors file"),
+        receiver.receive({"path": str(inside / "empty")}),
+    ):
+        pass
+    save_file({"d": torch.ones(1)}, tmp_path / "outside.safetensors")
+    (inside / "empty/link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    with pytest.raises(ValueError, match="must lie under"), receiver.receive({"path": str(inside / "empty")}):
+        pass
 
 
 def test_checksums_are_of_the_bytes(tmp_path):

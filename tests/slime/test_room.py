@@ -137,7 +137,7 @@ def test_the_directory_of_weights(disk):
     rest = torch.zeros(2 * MIB - 8192, dtype=torch.uint8)  # the header does not fit
     text = refused(lambda: channel.publish([("a" * 9000, rest)], 2), "--weight-dir", folder / "weights")
     assert "'No space left on device'" in text
-    assert [file.name for file in (folder / "weights").iterdir()] == ["weights-1.safetensors"]
+    assert [file.name for file in (folder / "weights").iterdir()] == ["weights-1"]
 
 
 def test_a_hugging_face_directory(parts, hf_dir, disk):

@@ -83,7 +83,7 @@ def test_engines_load_weights_through_an_added_channel(added: None, tmp_path: Pa
         pool.start()
         pool.publish(7)
         assert held() == [wanted]
-        assert [file.name for file in weight_dir.iterdir()] == ["second-7.safetensors"]
+        assert [file.name for file in weight_dir.iterdir()] == ["second-7"]
         (url,) = pool.engine_urls
         with pytest.raises(OSError):
             EngineControl(url, KEY)._post("/die", {})

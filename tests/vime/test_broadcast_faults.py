@@ -141,7 +141,7 @@ def test_an_engine_killed_in_an_update_leaves_it_to_the_others(
         json.loads(line.split(" ", 2)[2])["update_info"]["info"]
         for line in run.lines(1, "POST /update_weights")
     ]
-    assert loaded[-1] == {"path": str(run.root / "weights" / "weights-2.safetensors")}
+    assert loaded[-1] == {"path": str(run.root / "weights" / "weights-2" / "model.safetensors")}
     run.update(3)  # a group with the new one
     assert [run.held(i)[-1] for i in range(3)] == [digests(3)] * 3
     run.pool.check_health()
@@ -160,7 +160,7 @@ def test_without_engines_left_those_that_come_back_get_a_file(start: Callable[[i
     run.doom(0, part=2, when="stall")
     assert run.update(1) < SOON_S
     run.await_engines(1)
-    assert "weights-1.safetensors" in run.lines(0, "POST /update_weights")[-1]
+    assert "weights-1/model.safetensors" in run.lines(0, "POST /update_weights")[-1]
     assert EngineControl(run.pool.engine_urls[0], KEY).weight_version() == 1
     run.update(2)
     assert run.held(0) == [digests(2)]

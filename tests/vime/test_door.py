@@ -1,4 +1,4 @@
-"""The door and the real vllm-router before servers that say what reached them. Engines: e2e/test_door_served.py."""
+"""The door and the real vllm-router before servers that say what reached them. Engines: e2e/door_cases.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine reads of SGLang's POST /generate. With an engine: e2e/test_door_served.py."""
+"""What an engine reads of SGLang's POST /generate. With an engine: e2e/door_cases.py."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from vime.engine.control import ControlError, EngineControl, answers, request
+from vime.engine.member import MakeControl
 from vime.engine.middleware import KEY_VARIABLE
 from vime.engine.process import accepts
 from vime.engine.server import EngineSpec
@@ -104,15 +105,16 @@ def check_weights(config: Config) -> None:
         )
 
 
-def require_reachable(config: Config) -> None:
-    """Ask every server that was started apart. One ValueError with all that do not answer, within 15 s."""
+def require_reachable(config: Config, path: str = "/health") -> None:
+    """Ask every server that was started apart: an engine at `path`, which must need the key. One ValueError with all
+    that do not answer, within 15 s."""
     if not uses(config) or not config.num_engines:
         return
     key = given_key()
     checks: list[Callable[[], str | None]] = []
     for each in addresses(config):
         url = f"http://{each['host']}:{each['port']}"
-        checks.append(lambda url=url: _problem(url, key, "/health", f"the engine of {ENGINES}"))  # type: ignore[misc]
+        checks.append(lambda url=url: _problem(url, key, path, f"the engine of {ENGINES}"))  # type: ignore[misc]
     if (ip := config.engine.router_ip) is not None:
         url = f"http://{ip}:{config.engine.router_port}"
         checks.append(lambda: _router_problem(url, ip, key))
@@ -167,8 +169,9 @@ class EngineApart:
     takes seconds to start, so the pool, which looks several times a second, sees each restart.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, control: MakeControl = EngineControl) -> None:
         self.spec = spec
+        self._control = control
 
     def start(self) -> str:
         return self.spec.url
@@ -185,7 +188,7 @@ class EngineApart:
                     f"{self.spec.start_timeout_s:g}, got no answer; it was started apart: start it there again"
                 )
             time.sleep(_POLL_S)
-        EngineControl(self.spec.url, self.spec.run_key).resume()
+        self._control(self.spec.url, self.spec.run_key).resume()
 
     def poll(self) -> int | None:
         """None while something listens at the address."""

@@ -5,11 +5,8 @@ Light to import: vLLM, Ray and torch are loaded by the functions that need them.
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
@@ -19,14 +16,12 @@ from slime.config.listing import Row
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
 from vime.engine import apart, cpu_engine, flags
-from vime.engine.router import RouterSpec
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.engine.sglang_flags import PREFIX, targets, translate_sglang
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
-    from vime.engine.pool import VllmEnginePool
-    from vime.engine.ray_server import Seat
+    from slime.protocols import EnginePool
 
 ENGINE_SHARE = 0.92
 """vLLM's own --gpu-memory-utilization."""
@@ -47,28 +42,33 @@ ROUTER_PORT = FlagSpec(
 _DEADLINE = "one request may take --rollout-deadline-s"
 UNSUPPORTED = {
     "slime_router_middleware_paths": Unsupported(
-        None, "vllm-router runs no middleware; write a --custom-generate-function-path"
+        None, "the router runs no middleware; write a --custom-generate-function-path"
     ),
     "slime_router_health_check_failure_threshold": Unsupported(3, "use --router-health-failure-threshold"),
 }
-NO_EFFECT = {
-    "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, _DEADLINE),
-    "vllm_weight_sync_mode": FlagSpec(
-        "vllm_weight_sync_mode", str, None, "--update-weight-transport chooses how weights reach the engines"
-    ),
+"""Flags of slime's own router, for every backend."""
+WITHOUT_ROUTER = {
     "slime_router_timeout": FlagSpec("slime_router_timeout", str, None, _DEADLINE),
     "slime_router_max_connections": FlagSpec(
         "slime_router_max_connections",
         str,
         None,
-        "requests in flight are bounded by --vllm-server-concurrency",
+        "requests in flight are bounded by --vllm-server-concurrency or --sglang-server-concurrency",
     ),
     "use_slime_router": FlagSpec(
         "use_slime_router",
         bool,
         False,
-        "vllm-router is always used; tokens, log-probs and routed experts pass through it",
+        "the engine's own router is always used; tokens and log-probs pass through it",
     ),
+}
+"""The same, without effect."""
+NO_EFFECT = {
+    "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, _DEADLINE),
+    "vllm_weight_sync_mode": FlagSpec(
+        "vllm_weight_sync_mode", str, None, "--update-weight-transport chooses how weights reach the engines"
+    ),
+    **WITHOUT_ROUTER,
 }
 FLAG_OF = {
     "memory_share": "--vllm-gpu-memory-utilization",
@@ -82,6 +82,7 @@ def engine_facts(args: dict[str, Any]) -> EngineFacts:
     """What slime must know about engines with these arguments, which have vLLM's names."""
     return EngineFacts(
         project="vLLM",
+        router="vllm-router",
         memory_share=args.get("gpu_memory_utilization", ENGINE_SHARE),
         cache_bytes=args.get("kv_cache_memory_bytes"),
         dtype=args.get("dtype"),
@@ -181,71 +182,17 @@ class VllmBackend:
         cpu_engine.check_experts(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
         apart.require_reachable(config)
 
-    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> VllmEnginePool:
+    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
         """The engines and their router, not started yet."""
-        import ray
-
-        from slime.cluster import placement
+        from vime.engine.launch import make_pool
         from vime.engine.pool import VllmEnginePool
-        from vime.engine.ray_server import make_servers
 
-        run_key = apart.given_key() if apart.uses(config) else secrets.token_hex(32)
-        assert config.logging.run_dir is not None
-        logs = Path(config.logging.run_dir).resolve() / "logs"
-        # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
-        joined = bool(os.environ.get("RAY_ADDRESS"))
-        node_address: Callable[[], str] = ray.util.get_node_ip_address
-        host = node_address() if joined else "127.0.0.1"
-        threads = placement.cpu_threads(config)[1] if config.cluster.device == "cpu" else None
-        settings = {
-            **flags.engine_settings(config),
-            "run_key": run_key,
-            "host": host,
-            "cpu_threads": threads,
-            "numa_binding": config.cluster.numa_binding,
-            # An engine on a trainer's GPU measures what memory is left.
-            "waits": source is not None and config.cluster.colocate and config.cluster.device == "cuda",
-        }
-        specs = [
-            EngineSpec(**settings, index=i, log_path=str(logs / f"engine-{i}.log"))
-            for i in range(config.num_engines)
-        ]
-        seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles]
-        elsewhere = apart.addresses(config)
-        return VllmEnginePool(
-            specs,
-            RouterSpec(
-                run_key=run_key,
-                log_path=str(logs / "router.log"),
-                door_host=host,
-                argv=tuple(config.engine.router_argv),
-                request_timeout_s=config.rollout.rollout_deadline_s,
-                **({"host": host} | apart.router_settings(config)),
-            ),
-            spawn=lambda spec: (
-                apart.EngineApart(replace(spec, **elsewhere[spec.index]))
-                if elsewhere
-                else make_servers(spec, seats[spec.index], here=not joined)
-            ),
+        return make_pool(
+            VllmEnginePool,
+            config,
+            placed,
+            source,
+            functools.partial(EngineSpec, **flags.engine_settings(config)),
             dtype=flags.engine_dtype(config),
             gives_memory=flags.gives_memory(config),
-            source=source,
-            health_check_interval_s=config.fault_tolerance.rollout_health_check_interval,
-            health_check_timeout_s=config.fault_tolerance.rollout_health_check_timeout,
-            health_check_first_wait_s=config.fault_tolerance.rollout_health_check_first_wait,
         )
-
-
-def _seats(placed: Placement, bundles: Sequence[int], joined: bool) -> list[Seat]:
-    """Where the server processes of the engine on `bundles` run, one per node."""
-    from vime.engine.ray_server import Seat
-
-    return [
-        Seat(
-            placed.nodes[part[0]].address if joined else "127.0.0.1",
-            placed.visible(part),
-            placed.buses(part),
-            placed.options(part[0]),
-        )
-        for part in placed.by_node(bundles)
-    ]

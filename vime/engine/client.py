@@ -1,8 +1,7 @@
 """Requests completions through the router: slime's RolloutEngine over /v1/completions of our servers (group_wire).
 
-Owns the translation of sampling parameters, the retries until a deadline, and the check that every token has a
-log-prob. Samples that are asked for at the same moment with the same prompt travel in one request: a group costs one.
-The client can be pickled, because it opens its HTTP session only at the first request.
+Owns the translation of sampling parameters, and the check that every token has a log-prob. Samples that are asked for
+at the same moment with the same prompt travel in one request: a group costs one.
 """
 
 from __future__ import annotations
@@ -16,35 +15,27 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from slime.divergence import DivergedError
 from slime.protocols import FinishReason, GenerateResult
 from vime.engine import routed_experts
 from vime.engine.group_wire import NAMES, SAMPLES, Frames, SampleAnswer, Samples
+from vime.engine.router_client import RouterClient, Transient, require_finite, require_ok
 from vime.engine.server import SERVED_MODEL_NAME
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_TRANSIENT_STATUS = {408, 425, 429}
 _OWN = ("max_tokens",)
 """Parameters, beside the seed, that samples of one request may differ in."""
 _FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class _Transient(Exception):
-    """A fault that a retry may fix."""
-
-
-class VllmEngineClient:
+class VllmEngineClient(RouterClient):
     """RolloutEngine over vllm-router at `router_url`, e.g. "http://127.0.0.1:3000"."""
 
     def __init__(self, router_url: str, run_key: str) -> None:
-        self.router_url = router_url
-        self._run_key = run_key
-        self._session: aiohttp.ClientSession | None = None
+        super().__init__(router_url, run_key)
         self._waiting: dict[bytes, _Request] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None, "_waiting": {}, "_sending": set()}
+        return {**super().__getstate__(), "_waiting": {}, "_sending": set()}
 
     async def generate(
         self,
@@ -68,61 +59,14 @@ class VllmEngineClient:
         shared, own = request_fields(sampling_params, seed)
         if experts_from is not None:
             shared[routed_experts.START_FIELD] = experts_from
-        loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
-        pause_s, last = _FIRST_PAUSE_S, "no attempt"
-        while (left_s := end - loop.time()) > 0:
-            try:
-                async with asyncio.timeout(left_s):
-                    answer = await self._join(token_ids, shared, own)
-                return result_of(answer, len(token_ids), experts_from)
-            except _Transient as error:
-                last = str(error)
-            except TimeoutError:
-                last = f"no answer within {left_s:g} s"
-            await asyncio.sleep(min(pause_s, max(end - loop.time(), 0)))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        raise TimeoutError(
-            f"an engine must answer within --rollout-deadline-s {deadline_s:g}, got no completion of a prompt of "
-            f"{len(token_ids)} tokens; the last fault was {last}"
+        answer = await self._until(
+            deadline_s, lambda: self._join(token_ids, shared, own), prompt_tokens=len(token_ids)
         )
+        return result_of(answer, len(token_ids), experts_from)
 
     async def abort_all(self) -> None:
         """Abort every running request on every engine of the router. Each request returns the tokens that it has."""
-        listed = await self._json("GET", "/workers")
-        urls = [worker["url"] for worker in listed["workers"]]
-        results = await asyncio.gather(
-            *(self._json("POST", f"{url}/abort_requests", {}) for url in urls), return_exceptions=True
-        )
-        for result in results:
-            # A dead engine has nothing to abort: its requests fail, and `generate` retries them until their deadline.
-            if isinstance(result, BaseException) and not isinstance(result, aiohttp.ClientError | OSError):
-                raise result
-
-    async def close(self) -> None:
-        """Close the connections. The next request opens new ones."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    def _connections(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers={"Authorization": f"Bearer {self._run_key}"},
-                # The callers limit how many requests run. A second limit would only keep requests from the engine.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-                timeout=aiohttp.ClientTimeout(total=None),
-                trust_env=False,
-            )
-        return self._session
-
-    async def _json(self, method: str, url: str, body: Any = None) -> Any:
-        url = url if url.startswith("http") else self.router_url + url
-        timeout = aiohttp.ClientTimeout(total=30)
-        async with self._connections().request(method, url, json=body, timeout=timeout) as response:
-            if response.status != 200:
-                raise RuntimeError(f"{url} must answer, got HTTP {response.status}: {await response.text()}")
-            return await response.json(content_type=None)
+        await self._on_all("/abort_requests", {})
 
     def _join(
         self, token_ids: list[int], shared: dict[str, Any], own: dict[str, Any]
@@ -154,13 +98,13 @@ class VllmEngineClient:
             missing = sum(not future.done() for future in request.futures)
             refusal = None
             said = f"the answer lacks {missing} of {len(request.futures)} samples"
-        except (_Transient, aiohttp.ClientError, msgspec.DecodeError, OSError) as error:
+        except (Transient, aiohttp.ClientError, msgspec.DecodeError, OSError) as error:
             refusal, said = None, f"{type(error).__name__}: {error}"
         except ValueError as error:
             refusal, said = ValueError, str(error)
         for future in request.futures:
             if not future.done():
-                future.set_exception((refusal or _Transient)(said))
+                future.set_exception((refusal or Transient)(said))
 
     async def _exchange(self, request: _Request) -> None:
         url = f"{self.router_url}/v1/completions"
@@ -173,11 +117,7 @@ class VllmEngineClient:
         }
         headers = {"Content-Type": "application/json"}
         async with self._connections().post(url, data=msgspec.json.encode(body), headers=headers) as response:
-            if response.status != 200:
-                said = f"HTTP {response.status}: {(await response.text())[:1000]}"
-                if response.status >= 500 or response.status in _TRANSIENT_STATUS:
-                    raise _Transient(said)
-                raise ValueError(f"the engine must accept the request, got {said}")
+            await require_ok(response)
             frames = Frames()
             async for piece in response.content.iter_any():
                 for answer in frames.feed(piece):
@@ -224,13 +164,7 @@ def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None
             f"check that it runs with --logprobs-mode processed_logprobs"
         )
     live = answer.weight_versions
-    if (bad := np.isnan(log_probs)).any():
-        trained = "the first weights" if live[-1] < 1 else f"the weights after rollout {live[-1] - 1}"
-        place = int(bad.argmax())
-        raise DivergedError(
-            f"log-probs of the engine must be finite, got nan at token {place} of a response with {trained}",
-            live[-1] - 1,
-        )
+    require_finite(log_probs, live[-1])
     if answer.finish_reason not in _FINISH:
         raise ValueError(f"finish_reason must be one of {list(_FINISH)}, got {answer.finish_reason!r}")
     rows = None

@@ -41,7 +41,7 @@ def request(
 ) -> tuple[http.client.HTTPResponse, bytes]:
     """Send one request to the server at `url`. Return the response and its body.
 
-    ControlError when the status is not 200. OSError when no answer comes within `timeout_s`, or when the server stops
+    ControlError when the status is not 2xx. OSError when no answer comes within `timeout_s`, or when the server stops
     listening: a vLLM server whose engine process died stops listening, and never answers the requests that it has.
     """
     address = urlsplit(url)
@@ -54,7 +54,7 @@ def request(
         content = response.read()
     finally:
         connection.close()
-    if response.status != 200:
+    if not 200 <= response.status < 300:
         said = content.decode(errors="replace")[:2000]
         route = path.partition("?")[0]  # the query may hold an engine's secret health path
         raise ControlError(f"{url} must accept {method} {route}, got HTTP {response.status}: {said}")

@@ -90,25 +90,31 @@ def router_parser() -> argparse.ArgumentParser:
         from vllm_router.router_args import RouterArgs
     except ImportError as error:
         raise ValueError(f"vllm-router must be installed to check --router-* flags, got {error}") from error
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise ValueError(message)
-
-    parser = Parser(allow_abbrev=False, add_help=False)
+    parser = RaisingParser(allow_abbrev=False, add_help=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=True)
     return parser
 
 
-class _PrefixOwner:
+class RaisingParser(argparse.ArgumentParser):
+    """Raises ValueError where its base class would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+class PrefixOwner:
     """The flags with one prefix. The parser of the project that owns them checks them."""
 
-    def __init__(self, prefix: str, project: str, fields: str, reserved: dict[str, str]) -> None:
-        self.prefix, self.project, self.reserved = prefix, project, reserved
+    def __init__(
+        self,
+        prefix: str,
+        project: str,
+        fields: str,
+        reserved: dict[str, str],
+        parser: Callable[[], argparse.ArgumentParser],
+    ) -> None:
+        self.prefix, self.project, self.reserved, self.parser = prefix, project, reserved, parser
         self._fields = fields
-
-    def parser(self) -> argparse.ArgumentParser:
-        return vllm_parser() if self.prefix == "vllm_" else router_parser()
 
     def options(self) -> dict[str, argparse.Action]:
         """Name of each long option, with underscores and without its first dashes -> its argparse action."""
@@ -176,8 +182,8 @@ def _plain(value: Any) -> Any:
         return None
 
 
-VLLM = _PrefixOwner("vllm_", "vLLM", "backend", VLLM_RESERVED)
-ROUTER = _PrefixOwner("router_", "vllm-router", "router", ROUTER_RESERVED)
+VLLM = PrefixOwner("vllm_", "vLLM", "backend", VLLM_RESERVED, vllm_parser)
+ROUTER = PrefixOwner("router_", "vllm-router", "router", ROUTER_RESERVED, router_parser)
 
 
 def remarks(config: Config) -> Iterator[str]:
@@ -364,15 +370,20 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 def list_flags() -> Iterator[dict[str, Any]]:
     """One row per flag that vLLM or vllm-router owns. Imports vLLM and vllm-router."""
     for owner in (VLLM, ROUTER):
-        for name, action in owner.options().items():
-            if action.dest in owner.reserved:
-                continue
-            flag = name.replace("_", "-")
-            yield {
-                "flag": f"--{owner.prefix[:-1]}-{flag}",
-                "owner": owner.project,
-                "default": None if action.default is argparse.SUPPRESS else _plain(action.default),
-                "help": " ".join((action.help or "").split()),
-                "choices": _plain(list(action.choices)) if action.choices else None,
-                "translated_to": f"{owner.project} --{flag}",
-            }
+        yield from rows_of(owner)
+
+
+def rows_of(owner: PrefixOwner) -> Iterator[dict[str, Any]]:
+    """One row per flag of `owner`. Imports its project."""
+    for name, action in owner.options().items():
+        if action.dest in owner.reserved:
+            continue
+        flag = name.replace("_", "-")
+        yield {
+            "flag": f"--{owner.prefix[:-1]}-{flag}",
+            "owner": owner.project,
+            "default": None if action.default is argparse.SUPPRESS else _plain(action.default),
+            "help": " ".join((action.help or "").split()),
+            "choices": _plain(list(action.choices)) if action.choices else None,
+            "translated_to": f"{owner.project} --{flag}",
+        }

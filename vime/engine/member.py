@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from slime.weight_sync.registry import ENGINE_VARIABLE
-from vime.engine.control import EngineControl, PauseMode
+from vime.engine.control import PauseMode
 from vime.engine.server import EngineSpec
 
 
@@ -23,6 +24,27 @@ class EngineHandle(Protocol):
     def stop(self) -> None: ...
 
 
+class Control(Protocol):
+    """The control routes of one engine server, whatever engine it is (EngineControl, SglangControl)."""
+
+    url: str
+
+    def pause(self, mode: PauseMode = "keep") -> None: ...
+    def resume(self) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+    def finish_weight_update(self, version: int) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def sleep(self, level: int, mode: PauseMode = "keep") -> None: ...
+    def wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None: ...
+    def weight_version(self) -> int: ...
+    def is_healthy(self, timeout_s: float) -> bool: ...
+
+
+MakeControl = Callable[[str, str], Control]
+"""The control of the server at a URL, with the run's key."""
+
+
 class Spawn(Protocol):
     """Makes a server that is not started yet."""
 
@@ -32,12 +54,13 @@ class Spawn(Protocol):
 class Member:
     """A `slime.weight_sync.transfer.Engine`. The spec stays when the server is replaced."""
 
-    def __init__(self, spec: EngineSpec, place: int, pause_mode: PauseMode) -> None:
+    def __init__(self, spec: EngineSpec, place: int, pause_mode: PauseMode, control: MakeControl) -> None:
         self.spec = spec
         self.place = place
         self.starts = 0
         self.handle: EngineHandle | None = None
-        self.control = EngineControl("", spec.run_key)
+        self._control = control
+        self.control = control("", spec.run_key)
         self.serving = False
         self.starting = False
         self.doomed = False  # a control call failed: the server is replaced even if it answers again
@@ -60,7 +83,7 @@ class Member:
         env = {**self.spec.env, ENGINE_VARIABLE: self.name}
         waits = self.spec.waits and self.starts == 1
         self.handle = spawn(replace(self.spec, env=env, waits=waits))
-        self.control = EngineControl(self.handle.start(), self.spec.run_key)
+        self.control = self._control(self.handle.start(), self.spec.run_key)
 
     def stop(self) -> None:
         """End the server, if one was started."""

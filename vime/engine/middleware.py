@@ -43,9 +43,11 @@ def health_prefix(run_key: str) -> str:
 
 
 def carries_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
-    """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time."""
+    """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time. sglang-router
+    sends the key of its worker and that of its caller: each one must be right."""
     given = [value for name, value in headers if name == b"authorization"]
-    return len(given) == 1 and hmac.compare_digest(given[0], b"Bearer " + run_key.encode())
+    right = [hmac.compare_digest(each, b"Bearer " + run_key.encode()) for each in given]
+    return bool(right) and all(right)
 
 
 class RunKeyMiddleware:
@@ -104,7 +106,7 @@ class RunKeyMiddleware:
             from vime.engine import sglang_route
 
             llm = scope["app"].state.engine_client
-            ours = sglang_route.Engine(llm, lambda: self.versions[arrived:], self.running)
+            ours = sglang_route.Engine(llm, lambda: self.versions[arrived:], self.running, self._set_version)
             await sglang_route.answer(
                 ours, route, bytes(body), receive, self._annotate(scope, send), routed=routed
             )

@@ -1,8 +1,8 @@
-"""The running engines behind one router, as the driver sees them: slime's EnginePool over vLLM.
+"""The running engines behind one router, as the driver sees them: slime's EnginePool over servers of one backend.
 
 Owns start-up and the thread that replaces dead engines. Weights, sleep and wake-up are slime.weight_sync.transfer's: an
 engine that restarts gets the last published weights before the router may send it anything. Knows no Ray: `spawn` makes
-the handles.
+the handles. `Kind` is what backends differ in.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from slime.protocols import WeightSource
+from slime.protocols import RolloutEngine, WeightSource
 from slime.weight_sync.transfer import Engine, WeightTransfer
 from vime.engine.client import VllmEngineClient
-from vime.engine.control import ControlError, PauseMode
-from vime.engine.member import Member, Spawn
+from vime.engine.control import ControlError, EngineControl, PauseMode
+from vime.engine.member import MakeControl, Member, Spawn
 from vime.engine.middleware import health_prefix
 from vime.engine.process import Started, require_running
 from vime.engine.router import Router, RouterSpec
@@ -32,8 +33,21 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 
 
-class VllmEnginePool:
-    """EnginePool over vLLM servers. Call `start` first; any thread of the driver may call every method.
+@dataclass(frozen=True)
+class Kind:
+    """What the engines of one backend are made of. `workers`: route of the router that lists the engines.
+    `worker_path`: what the paths of their URLs there begin with, by the run's key."""
+
+    control: MakeControl
+    client: Callable[[str, str], RolloutEngine]
+    router: Callable[[RouterSpec], Router]
+    server: Callable[[Any], EngineServer]
+    workers: str
+    worker_path: Callable[[str], str]
+
+
+class ServerPool:
+    """EnginePool over the servers of a subclass. Call `start` first; any thread of the driver may call every method.
 
     `pause_mode`: what happens to running requests while weights change. With "keep" they continue afterwards on the new
     weights, with keys and values computed again. `gives_memory`: `sleep` frees the device's memory (vLLM's level 2,
@@ -43,12 +57,14 @@ class VllmEnginePool:
     bounds the restarts of one engine between two weight updates; 0 turns restarts off.
     """
 
+    kind: ClassVar[Kind]
+
     def __init__(
         self,
         specs: Sequence[EngineSpec],
         router: RouterSpec,
         *,
-        spawn: Spawn = EngineServer,
+        spawn: Spawn | None = None,
         dtype: str = "",
         pause_mode: PauseMode = "keep",
         gives_memory: bool = False,
@@ -60,9 +76,12 @@ class VllmEnginePool:
     ) -> None:
         if not specs:
             raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
-        self._members = [Member(spec, place, pause_mode) for place, spec in enumerate(specs)]
-        self._router = RouterApart(router) if router.apart else Router(router)
-        self._spawn, self._dtype = spawn, dtype
+        self._members = [
+            Member(spec, place, pause_mode, self.kind.control) for place, spec in enumerate(specs)
+        ]
+        self._router = self.kind.router(router)
+        self._spawn: Spawn = spawn or self.kind.server
+        self._dtype = dtype
         self._max_restarts = max_restarts
         self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
         self._first_wait_s = health_check_first_wait_s
@@ -101,15 +120,15 @@ class VllmEnginePool:
             "own_servers": {
                 "urls": [spec.door_url, spec.url],
                 "headers": headers,
-                "workers": f"{spec.url}/list_workers",
-                "worker_path": health_prefix(spec.run_key),
+                "workers": spec.url + self.kind.workers,
+                "worker_path": self.kind.worker_path(spec.run_key),
             },
             "rollout_engine_dtype": self._dtype,
         }
 
-    def client(self) -> VllmEngineClient:
+    def client(self) -> RolloutEngine:
         """A RolloutEngine that talks to the router; picklable."""
-        return VllmEngineClient(self.router_url, self._router.spec.run_key)
+        return self.kind.client(self.router_url, self._router.spec.run_key)
 
     def start(self, meanwhile: Callable[[Callable[[], None]], object] | None = None) -> None:
         """Start the router and all engines; returns when they serve. `meanwhile` is called once their processes run,
@@ -304,6 +323,16 @@ class VllmEnginePool:
             return
         with ThreadPoolExecutor(len(members)) as threads:
             list(threads.map(act, members))
+
+
+def _vllm_router(spec: RouterSpec) -> Router:
+    return RouterApart(spec) if spec.apart else Router(spec)
+
+
+class VllmEnginePool(ServerPool):
+    """EnginePool over vLLM servers behind vllm-router."""
+
+    kind = Kind(EngineControl, VllmEngineClient, _vllm_router, EngineServer, "/list_workers", health_prefix)
 
 
 def _open_gate(member: Member) -> None:

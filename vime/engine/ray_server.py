@@ -6,7 +6,7 @@ Ray shows the actor one GPU. The server of an engine of several sees those that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ class RayEngineServer:
     When the driver or the actor dies, so does the server: the actor's process holds the supervisor's pipe.
     """
 
-    def __init__(self, spec: EngineSpec, options: dict[str, Any]) -> None:
-        actor: Any = ray.remote(EngineServer)
+    def __init__(
+        self, spec: EngineSpec, options: dict[str, Any], server: Callable[[Any], EngineServer] = EngineServer
+    ) -> None:
+        actor: Any = ray.remote(server)
         self._actor: Any = actor.options(max_concurrency=4, **options).remote(spec)
 
     def meeting_point(self) -> str:
@@ -86,10 +88,15 @@ class Seat:
 
 
 def make_servers(
-    spec: EngineSpec, seats: Sequence[Seat], *, here: bool
+    spec: EngineSpec,
+    seats: Sequence[Seat],
+    *,
+    here: bool,
+    server: Callable[[Any], EngineServer] = EngineServer,
 ) -> EngineServer | RayEngineServer | NodesServer:
     """The handle of one engine with a server process in each of `seats`, in the order of its nodes. `here`: this
-    process starts and watches them itself, because all seats are on its host. Otherwise an actor per seat does."""
+    process starts and watches them itself, because all seats are on its host. Otherwise an actor per seat does.
+    `server` makes the process of one seat."""
     log = Path(spec.log_path)
     specs = [
         replace(
@@ -105,7 +112,9 @@ def make_servers(
     ]
     members: list[EngineServer | RayEngineServer]
     if here:
-        members = [EngineServer(each) for each in specs]
+        members = [server(each) for each in specs]
     else:
-        members = [RayEngineServer(each, dict(seat.options)) for each, seat in zip(specs, seats, strict=True)]
+        members = [
+            RayEngineServer(each, dict(seat.options), server) for each, seat in zip(specs, seats, strict=True)
+        ]
     return members[0] if len(members) == 1 else NodesServer(members)

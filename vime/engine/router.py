@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import quote
 
 from vime.engine.control import request
 from vime.engine.middleware import health_prefix
 from vime.engine.process import Server, ServerSpec
 
-_REQUEST_S = 120.0
-_NEVER = 2**32 - 1
+REQUEST_S = 120.0
+NEVER = 2**32 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,12 @@ class Router(Server[RouterSpec]):
             "door-port": spec.door_port,
             "policy": "round_robin",
             "request-timeout-secs": max(1, round(spec.request_timeout_s)),
-            "worker-startup-timeout-secs": round(_REQUEST_S),
+            "worker-startup-timeout-secs": round(REQUEST_S),
             "worker-startup-check-interval": 1,
             "cors-allowed-origins": "http://none.invalid",  # no web page may ask; the default is that all may
             # Ten requests past their deadline would shut an engine out for a minute, be it the only one.
             # Which engines are fit to serve is the pool's to judge.
-            "cb-failure-threshold": _NEVER,
+            "cb-failure-threshold": NEVER,
         }
         argv = [sys.executable, "-m", "vime.engine.router_main"]
         for name, value in flags.items():
@@ -86,5 +87,5 @@ class Router(Server[RouterSpec]):
     def _worker(self, engine_url: str) -> str:
         return engine_url + health_prefix(self.spec.run_key)
 
-    def _request(self, method: str, path: str) -> bytes:
-        return request(self.spec.url, self.spec.run_key, method, path, timeout_s=_REQUEST_S)[1]
+    def _request(self, method: str, path: str, body: Any = None) -> bytes:
+        return request(self.spec.url, self.spec.run_key, method, path, body, timeout_s=REQUEST_S)[1]

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from vime.engine import sglang_control
 from vime.engine.group_wire import NAMES
 
 WRAPPED = "vime_generate"
@@ -22,6 +23,7 @@ ROUTES = {
     *((method, "/flush_cache") for method in ("GET", "POST")),
     *(("GET", path) for path in ("/health_generate", "/get_model_info", "/model_info")),
     *(("GET", path) for path in ("/get_server_info", "/server_info")),
+    *sglang_control.ROUTES,
 }
 
 MAX_NEW_TOKENS = 128
@@ -85,6 +87,7 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
     priority: Any = None
     routing_key: Any = None
     model: Any = None
+    no_logs: Any = None
     # Not served; `_refuse` names them.
     image_data: Any = None
     video_data: Any = None
@@ -96,6 +99,9 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
     custom_logit_processor: Any = None
+    background: Any = None
+    return_bytes: Any = None
+    return_entropy: Any = None
 
 
 _NO_IMAGES = "this engine takes text only"
@@ -110,6 +116,9 @@ _REFUSED = {
     "token_ids_logprob": "use top_logprobs_num",
     "return_hidden_states": "vLLM does not return them",
     "custom_logit_processor": "use logit_bias",
+    "background": "the answer comes with the request",
+    "return_bytes": _NO_IMAGES,
+    "return_entropy": "use top_logprobs_num",
 }
 _REFUSED_SAMPLING = {
     "json_schema": "generation is not constrained here",

@@ -19,7 +19,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from vime.engine import routed_experts
+from vime.engine import routed_experts, sglang_control
 from vime.engine.group_route import LOWEST
 from vime.engine.sglang_request import GenerateRequest, OneRequest, Wanted, parse
 from vime.engine.vllm_versions import installed, refusals
@@ -32,12 +32,13 @@ Receive = Callable[[], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class Engine:
-    """What answers a request: vLLM's AsyncLLM, the weight versions live since the request arrived, and the `rid` of
-    each running request by its name in vLLM."""
+    """What answers a request: vLLM's AsyncLLM, the weight versions live since the request arrived, the `rid` of each
+    running request by its name in vLLM, and what makes a version the live one."""
 
     llm: Any
     versions: Callable[[], list[int]]
     running: dict[str, str]
+    set_version: Callable[[int], None]
 
 
 async def answer(
@@ -61,6 +62,8 @@ async def answer(
         elif path == "/flush_cache":
             flushed = await engine.llm.reset_prefix_cache()
             await _json(send, 200 if flushed else 400, {"success": bool(flushed)})
+        elif path in sglang_control.PATHS:
+            await _json(send, *await sglang_control.answer(_controlled(engine), path, body))
         elif path == "/health_generate":
             await _json(send, *await _health(engine))
         else:
@@ -78,9 +81,16 @@ def unwrapped(body: bytes) -> bytes:
     return bytes(msgspec.json.decode(body, type=_Wrapped).vime_generate)
 
 
+def _controlled(engine: Engine) -> sglang_control.Controlled:
+    return sglang_control.Controlled(
+        engine.llm, lambda: engine.versions()[-1], engine.set_version, lambda: _abort_all(engine)
+    )
+
+
 def require_whole(body: bytes) -> None:
-    """ValueError for a body of /generate that vllm-router has written anew: its own record of it lacks fields."""
-    if b'"return_hidden_states":' not in body:
+    """ValueError for a body of /generate that vllm-router has written anew: its own record of it lacks fields, such as
+    sampling_seed. The record of sglang-router has them; it alone has a field no_logs."""
+    if b'"return_hidden_states":' not in body or b'"no_logs":' in body:
         return
     raise ValueError(
         "POST /generate must go to args.sglang_router_ip and args.sglang_router_port, got one that vllm-router "
@@ -102,14 +112,17 @@ async def _abort(engine: Engine, body: bytes) -> None:
             f"the body of /abort_request must have rid or abort_all, got {body[:80]!r}: {error}"
         ) from None
     if ask.abort_all:
-        known = engine.llm.output_processor
-        ids = [*known.request_states, *known.parent_requests]
-        await engine.llm.abort(ids, internal=True)
+        await _abort_all(engine)
         return
     names = tuple(filter(None, [ask.rid] if isinstance(ask.rid, str) else ask.rid))
     if not names:
         raise ValueError(f"rid must not be empty, got {body[:80]!r}; set abort_all to abort every request")
     await engine.llm.abort([name for name, rid in engine.running.items() if rid.startswith(names)])
+
+
+async def _abort_all(engine: Engine) -> None:
+    known = engine.llm.output_processor
+    await engine.llm.abort([*known.request_states, *known.parent_requests], internal=True)
 
 
 async def _health(engine: Engine) -> tuple[int, Any]:

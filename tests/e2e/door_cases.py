@@ -1,6 +1,6 @@
 """SGLang's routes on a real engine, alone and through the door: tokens, log-probs, streams, aborts, refusals.
 
-The tests share the engine and leave it serving.
+test_backend_conformance.py runs these tests, on its engine. They leave it serving.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import aiohttp
@@ -21,21 +20,9 @@ from slime import http
 from slime.utils.http_utils import get, post
 from vime.engine.middleware import health_prefix
 
-pytestmark = pytest.mark.e2e
 KEY = Stack.key
 PROMPT = [14, 5, 8, 13, 21, 30]
 ROUTED = health_prefix(KEY)
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    stack = Stack(tmp_path_factory.mktemp("door"))
-    stack.pool.start()
-    stack.push(stack.checkpoint)
-    http.set_own_servers(http.OwnServers(**stack.pool.facts["own_servers"]))
-    yield stack
-    http.set_own_servers(http.OwnServers())
-    stack.pool.stop()
 
 
 def door(stack: Stack) -> str:

@@ -1,0 +1,120 @@
+"""What the clients of all routers share: one HTTP session with the run's key, and retries until a deadline.
+
+A client can be pickled, because it opens its session only at the first request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+
+from slime.divergence import DivergedError
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_TRANSIENT_STATUS = {408, 425, 429}
+_CONTROL_S = 30.0
+
+T = TypeVar("T")
+
+
+class Transient(Exception):
+    """A fault that a retry may fix."""
+
+
+async def require_ok(response: aiohttp.ClientResponse) -> None:
+    """`Transient` for HTTP 5xx, 408, 425 and 429, and ValueError with the answer for any other status than 200."""
+    if response.status == 200:
+        return
+    said = f"HTTP {response.status}: {(await response.text())[:1000]}"
+    if response.status >= 500 or response.status in _TRANSIENT_STATUS:
+        raise Transient(said)
+    raise ValueError(f"the engine must accept the request, got {said}")
+
+
+def require_finite(log_probs: np.ndarray[Any, Any], version: int) -> None:
+    """DivergedError when a log-prob is NaN. `version`: of the weights that made the last token."""
+    if not (bad := np.isnan(log_probs)).any():
+        return
+    trained = "the first weights" if version < 1 else f"the weights after rollout {version - 1}"
+    raise DivergedError(
+        f"log-probs of the engine must be finite, got nan at token {int(bad.argmax())} of a response with {trained}",
+        version - 1,
+    )
+
+
+class RouterClient:
+    """Requests through the router at `router_url`, e.g. "http://127.0.0.1:3000". A base class."""
+
+    def __init__(self, router_url: str, run_key: str) -> None:
+        self.router_url = router_url
+        self._run_key = run_key
+        self._session: aiohttp.ClientSession | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None}
+
+    async def close(self) -> None:
+        """Close the connections. The next request opens new ones."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _connections(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {self._run_key}"},
+                # The callers limit how many requests run. A second limit would only keep requests from the engine.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                timeout=aiohttp.ClientTimeout(total=None),
+                trust_env=False,
+            )
+        return self._session
+
+    async def _request(self, method: str, url: str, body: Any = None) -> bytes:
+        """The answer to one control request, with status 200. RuntimeError for another status."""
+        url = url if url.startswith("http") else self.router_url + url
+        timeout = aiohttp.ClientTimeout(total=_CONTROL_S)
+        async with self._connections().request(method, url, json=body, timeout=timeout) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{url} must answer, got HTTP {response.status}: {await response.text()}")
+            return await response.read()
+
+    async def _on_all(self, path: str, body: Any) -> None:
+        """POST `body` to `path` of every engine of the router. A dead engine has nothing to abort: its requests fail,
+        and `_until` retries them until their deadline."""
+        listed = json.loads(await self._request("GET", "/workers"))
+        urls = [worker["url"] for worker in listed["workers"]]
+        results = await asyncio.gather(
+            *(self._request("POST", url + path, body) for url in urls), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, aiohttp.ClientError | OSError):
+                raise result
+
+    async def _until(
+        self, deadline_s: float, attempt: Callable[[], Awaitable[T]], *, prompt_tokens: int
+    ) -> T:
+        """What `attempt` returns. It is called again after a `Transient`. TimeoutError when `deadline_s` seconds
+        (--rollout-deadline-s) end without an answer."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        pause_s, last = _FIRST_PAUSE_S, "no attempt"
+        while (left_s := end - loop.time()) > 0:
+            try:
+                async with asyncio.timeout(left_s):
+                    return await attempt()
+            except Transient as error:
+                last = str(error)
+            except TimeoutError:
+                last = f"no answer within {left_s:g} s"
+            await asyncio.sleep(min(pause_s, max(end - loop.time(), 0)))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise TimeoutError(
+            f"an engine must answer within --rollout-deadline-s {deadline_s:g}, got no completion of a prompt of "
+            f"{prompt_tokens} tokens; the last fault was {last}"
+        )

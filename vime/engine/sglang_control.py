@@ -1,0 +1,145 @@
+"""SGLang's control routes on an engine server: pause, continue, weights from a folder, and their version.
+
+A trainer that speaks SGLang's protocol drives a vLLM engine by them. The weights go through the live weights receiver
+(weight_receiver), which reads files below the weight directory only, and refuses tensors that are not the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+ROUTES = {
+    ("POST", "/pause_generation"),
+    ("POST", "/continue_generation"),
+    ("POST", "/update_weights_from_disk"),
+    ("GET", "/get_weight_version"),
+}
+PATHS = {path for _, path in ROUTES}
+
+
+class _Pause(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class _Continue(msgspec.Struct, forbid_unknown_fields=True):
+    torch_empty_cache: bool = True  # vLLM keeps what its allocator has
+
+
+class _Update(msgspec.Struct, forbid_unknown_fields=True):
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    keep_pause: bool = False
+    flush_cache: bool = True
+    # They change nothing here.
+    torch_empty_cache: bool = False
+    token_step: int = 0
+    # Not served; `_update` names them.
+    is_async: bool = False
+    recapture_cuda_graph: bool = False
+    manifest: Any = None
+
+
+_UNSERVED = ("is_async", "recapture_cuda_graph", "manifest")
+_FORMATS = (None, "auto", "safetensors")
+
+
+@dataclass
+class Controlled:
+    """An engine, as these routes see it. `llm`: vLLM's AsyncLLM. `version`: of its weights. `set_version`: all answers
+    from now on have it."""
+
+    llm: Any
+    version: Callable[[], int]
+    set_version: Callable[[int], None]
+    abort_all: Callable[[], Any] = field(repr=False)
+
+
+async def answer(engine: Controlled, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and record for a request to one of `ROUTES`. ValueError for a body that cannot be served."""
+    if path == "/get_weight_version":
+        return 200, {"weight_version": str(engine.version())}
+    if path == "/pause_generation":
+        return await _pause(engine, _read(path, body, _Pause).mode)
+    if path == "/continue_generation":
+        _read(path, body, _Continue)
+        await engine.llm.resume_generation()
+        return 200, {"status": "ok", "message": "generation continues"}
+    return await _update(engine, _read(path, body, _Update))
+
+
+def _read(path: str, body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            f"the body of {path} must have fields of SGLang, got {body[:80]!r}: {error}; send those alone"
+        ) from None
+
+
+async def _pause(engine: Controlled, mode: str) -> tuple[int, dict[str, Any]]:
+    """Running requests end with what they have (abort), stay with their keys and values (in_place), or stay without
+    them (retract), to compute them again when they continue. New requests wait in all three modes."""
+    await engine.llm.pause_generation(mode="abort" if mode == "abort" else "keep", clear_cache=False)
+    if mode == "retract":
+        await engine.llm.reset_prefix_cache(reset_running_requests=True)
+    return 200, {"status": "ok", "message": f"generation is paused ({mode})"}
+
+
+async def _update(engine: Controlled, given: _Update) -> tuple[int, dict[str, Any]]:
+    """Load the weights of a folder. An engine that is not paused first finishes its requests, as SGLang's does."""
+    for name in _UNSERVED:
+        if getattr(given, name):
+            raise ValueError(
+                f"{name} must be left out, got {getattr(given, name)!r}; this engine does not serve it"
+            )
+    if given.load_format not in _FORMATS:
+        raise ValueError(f"load_format must be auto or safetensors, got {given.load_format!r}; leave it out")
+    version = None if given.weight_version is None else _number(given.weight_version)
+    if given.abort_all_requests:
+        await engine.abort_all()
+    paused = await engine.llm.is_paused()
+    if not paused:
+        await engine.llm.pause_generation(mode="wait", clear_cache=False)
+    try:
+        done, said = await _load(engine, given.model_path, version)
+    finally:
+        if not paused and not given.keep_pause:
+            await engine.llm.resume_generation()
+    if done and given.flush_cache and not await engine.llm.reset_prefix_cache():
+        done, said = (
+            False,
+            "the weights are new, but requests in place keep old keys and values; pause with retract",
+        )
+    return 200 if done else 400, {"success": done, "message": said, "num_paused_requests": 0}
+
+
+async def _load(engine: Controlled, folder: str, version: int | None) -> tuple[bool, str]:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    try:
+        await engine.llm.start_weight_update()
+        part = {"channel": "disk", "info": {"path": folder}}
+        await engine.llm.update_weights(WeightTransferUpdateRequest(update_info=part))
+        await engine.llm.finish_weight_update()
+    except (
+        Exception
+    ) as error:  # the border of the engine's process, which raises its errors as plain Exceptions
+        return False, f"the weights of {folder} must be loadable, got: {error}"
+    if version is not None:
+        engine.set_version(version)
+    return True, f"the weights of {folder} are loaded"
+
+
+def _number(version: str) -> int:
+    try:
+        return int(version)
+    except ValueError:
+        raise ValueError(
+            f"weight_version must be a whole number, got {version!r}; send the number of rollouts behind the weights"
+        ) from None

@@ -1,0 +1,119 @@
+"""SGLang behind sglang-router, as one object: its flags, what slime must know about its engines, and their start.
+
+Light to import: SGLang, Ray and torch are loaded by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from slime.config import Config, FlagGroup
+from slime.config.engine import EngineFacts
+from slime.config.listing import Row
+from slime.protocols import WeightSource
+from vime.engine import apart
+from vime.engine.flags import check_engine_heads, engine_dtype, engine_settings, rows_of
+from vime.engine.server import pair_up
+from vime.sglang import flags
+from vime.sglang.server import SglangServer, SglangSpec
+
+if TYPE_CHECKING:
+    from slime.cluster.placement import Placement
+    from slime.protocols import EnginePool
+
+
+class SglangBackend:
+    """A `slime.protocols.RolloutBackend`."""
+
+    name = "sglang"
+    specs = {spec.name: spec for spec in (flags.CONCURRENCY, flags.ROUTER_PORT)}
+    owners = (flags.SGLANG, flags.ROUTER)
+    unsupported = flags.UNSUPPORTED
+    no_effect = flags.NO_EFFECT
+    foreign = "vllm_"
+    rules = (
+        flags.check_concurrency,
+        flags.check_weights,
+        flags.check_engines,
+        check_engine_heads,
+        apart.check_addresses,
+        apart.check_weights,
+    )
+
+    def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
+        """slime's flags of the router get the router's names."""
+        return flags.translate(groups)
+
+    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """The engine section. Hooks find SGLang's arguments in their `args` as sglang_NAME."""
+        args = given.get("backend_args", {})
+        concurrency = own.get(flags.CONCURRENCY.name, flags.CONCURRENCY.default)
+        port = own.get(flags.ROUTER_PORT.name)
+        hooks = {name: entry.default for name, entry in flags.UNSUPPORTED.items()}
+        hooks |= {name: spec.default for name, spec in flags.NO_EFFECT.items() if spec.default is not None}
+        hooks |= {flags.CONCURRENCY.name: concurrency, flags.ROUTER_PORT.name: port}
+        hooks |= {f"sglang_{name}": value for name, value in args.items()}
+        return {
+            **given,
+            "server_concurrency": concurrency,
+            "router_port": port,
+            "engine_facts": _facts(args),
+            "hook_args": hooks,
+        }
+
+    def remarks(self, config: Config) -> Iterator[str]:
+        """Notes on engines that were not run."""
+        yield (
+            "--rollout-backend sglang: this version was run through sglang-router 0.3.2 against vLLM engines that "
+            "answer SGLang's protocol, and never against a SGLang server"
+        )
+        if "enable_deterministic_inference" not in config.engine.backend_args:
+            yield "SGLang ignores the seeds of samples without --sglang-enable-deterministic-inference"
+
+    def rows(self) -> Iterator[Row]:
+        """Every flag of sglang-router (imports it). Those of SGLang are not checked here."""
+        yield from rows_of(flags.ROUTER)
+
+    def command_lines(self, config: Config) -> Iterator[str]:
+        """The server's own command-line option for each engine and router flag."""
+        for tokens in pair_up(config.engine.backend_argv):
+            yield f"{'--sglang-' + tokens[0][2:]:<40} SGLang {' '.join(tokens)}"
+        server = SglangServer(_spec(config, run_key="", log_path="")).command()[
+            3:
+        ]  # after "python -m MODULE"
+        for tokens in pair_up(server[: len(server) - len(config.engine.backend_argv)]):
+            if tokens[0] not in ("--host", "--port"):  # the address is known when the server starts
+                yield f"{'(set for you)':<40} SGLang {' '.join(tokens)}"
+        for tokens in pair_up(config.engine.router_argv):
+            yield f"{'--router-' + tokens[0][2:]:<40} sglang-router {' '.join(tokens)}"
+
+    def require_reachable(self, config: Config) -> None:
+        """SGLang is there, or the engines that were started apart answer."""
+        flags.require_installed(config)
+        apart.require_reachable(config, "/model_info")
+
+    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
+        """The engines and their router, not started yet."""
+        from vime.engine.launch import make_pool
+        from vime.sglang.pool import SglangEnginePool
+
+        make_spec = functools.partial(_spec, config)
+        return make_pool(SglangEnginePool, config, placed, source, make_spec, dtype=engine_dtype(config))
+
+
+def _facts(args: dict[str, Any]) -> EngineFacts:
+    share = args.get("mem_fraction_static")
+    return EngineFacts(
+        project="SGLang",
+        router="sglang-router",
+        **({} if share is None else {"memory_share": float(share)}),
+        dtype=args.get("dtype"),
+        flag_of={"memory_share": "--sglang-mem-fraction-static"},
+    )
+
+
+def _spec(config: Config, **more: Any) -> SglangSpec:
+    settings = engine_settings(config) | {"vllm_argv": (), "sleeps": False}
+    return SglangSpec(**settings, sglang_argv=tuple(config.engine.backend_argv), **more)

@@ -1,0 +1,164 @@
+"""Requests completions through sglang-router: slime's RolloutEngine over SGLang's POST /generate.
+
+Owns the translation of sampling parameters and the reading of answers. sglang-router writes each body anew and drops
+what its own record lacks, so every field that is sent here is one of that record.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from slime.protocols import FinishReason, GenerateResult
+from vime.engine.middleware import CHECKPOINT_VERSION
+from vime.engine.router_client import RouterClient, Transient, require_finite, require_ok
+
+PARAMETERS = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_new_tokens",
+        "min_new_tokens",
+        "stop",
+        "stop_token_ids",
+        "skip_special_tokens",
+        "no_stop_trim",
+        "ignore_eos",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    }
+)
+"""Sampling parameters, which SGLang and slime name alike, that pass sglang-router."""
+_DROPPED = "spaces_between_special_tokens"
+"""sglang-router drops it. It changes the text of slow tokenizers only; fast ones ignore it."""
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_UNNAMED = "default"
+"""SGLang's version of the checkpoint's weights."""
+
+
+class SglangEngineClient(RouterClient):
+    """RolloutEngine over sglang-router at `router_url`, e.g. "http://127.0.0.1:3000"."""
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        seed: int,
+        deadline_s: float,
+        experts_from: int | None = None,
+    ) -> GenerateResult:
+        """Sample one completion of `token_ids`, see `slime.protocols.RolloutEngine`.
+
+        The log-probs are in nats, after temperature. SGLang does not count top-p, top-k and min-p in. The same seed
+        gives the same sample on the same weights if SGLang runs with --enable-deterministic-inference. Otherwise SGLang
+        ignores the seed. The text keeps the stop string unless `no_stop_trim` is False. Faults: see
+        `VllmEngineClient.generate`.
+        """
+        if experts_from is not None:
+            raise ValueError(
+                "routed experts must come from vLLM, got a request for SGLang's; sglang-router drops the field: leave "
+                "--use-rollout-routing-replay out"
+            )
+        body = msgspec.json.encode(
+            {
+                "input_ids": token_ids,
+                "sampling_params": {**request_params(sampling_params), "sampling_seed": seed},
+                "return_logprob": True,
+            }
+        )
+        return await self._until(deadline_s, lambda: self._send(body), prompt_tokens=len(token_ids))
+
+    async def abort_all(self) -> None:
+        """Abort every running request on every engine of the router, which has no such route itself."""
+        await self._on_all("/abort_request", {"abort_all": True})
+
+    async def _send(self, body: bytes) -> GenerateResult:
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._connections().post(
+                f"{self.router_url}/generate", data=body, headers=headers
+            ) as response:
+                await require_ok(response)
+                answer = msgspec.json.decode(await response.read(), type=Answer)
+        except (aiohttp.ClientError, msgspec.DecodeError, OSError) as error:
+            raise Transient(f"{type(error).__name__}: {error}") from error
+        return result_of(answer)
+
+
+class _Meta(msgspec.Struct):
+    """`meta_info`. `output_token_logprobs`: rows [log-prob, token id, text], where null is a NaN. `weight_versions`:
+    spans of tokens with their version (SGLang), or the versions alone (vime's vLLM)."""
+
+    finish_reason: dict[str, Any]
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []  # none: aborted in the queue
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    weight_version: str | int = _UNNAMED
+    weight_versions: list[dict[str, Any] | int] | None = None
+
+
+class Answer(msgspec.Struct):
+    """An answer to POST /generate."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+def request_params(sampling_params: dict[str, Any]) -> dict[str, Any]:
+    """`sampling_params` of a request. For a parameter that is None, the engine uses its neutral default."""
+    if unknown := sampling_params.keys() - PARAMETERS - {_DROPPED}:
+        raise ValueError(f"sampling parameters must be among {sorted(PARAMETERS)}, got {sorted(unknown)}")
+    given = {name: v for name, v in sampling_params.items() if v is not None and name != _DROPPED}
+    if "max_new_tokens" not in given:
+        raise ValueError(
+            "max_new_tokens must be given, got none; SGLang would stop after 128 tokens: set --rollout-max-response-len"
+        )
+    return {"no_stop_trim": True, **given}
+
+
+def result_of(answer: Answer) -> GenerateResult:
+    """Convert an engine's answer. `Transient` for a request that the engine gave up for a reason of its own, ValueError
+    when a token has no log-prob, DivergedError when a log-prob is NaN."""
+    meta = answer.meta_info
+    reason = meta.finish_reason.get("type")
+    if reason not in _FINISH:
+        raise ValueError(f"finish_reason must be one of {list(_FINISH)}, got {reason!r}")
+    if reason == "abort" and meta.finish_reason.get("status_code") is not None:
+        raise Transient(f"the engine gave the request up: {meta.finish_reason}")
+    rows = meta.output_token_logprobs
+    if [token for _, token, _ in rows] != answer.output_ids:
+        raise ValueError(
+            f"the engine must give one log-prob per token, got {len(rows)} for {len(answer.output_ids)} tokens; check "
+            "that it is SGLang 0.5.23 or newer"
+        )
+    live = _versions(meta)
+    log_probs = np.array([np.nan if value is None else value for value, *_ in rows], np.float32)
+    require_finite(log_probs, live[-1])
+    return GenerateResult(
+        token_ids=answer.output_ids,
+        log_probs=log_probs.tolist(),
+        text=answer.text,
+        finish_reason=_FINISH[reason],
+        weight_versions=live,
+        prompt_tokens=meta.prompt_tokens,
+        cached_tokens=meta.cached_tokens,
+    )
+
+
+def _versions(meta: _Meta) -> list[int]:
+    """The versions that the tokens come from, oldest first."""
+    spans = meta.weight_versions or [{"version": meta.weight_version}]
+    return [number_of(span["version"] if isinstance(span, dict) else span) for span in spans]
+
+
+def number_of(version: str | int) -> int:
+    """A version as SGLang spells it; that of the checkpoint is -1."""
+    return CHECKPOINT_VERSION if version == _UNNAMED else int(version)

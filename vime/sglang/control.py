@@ -1,0 +1,86 @@
+"""The control routes of one SGLang server, as the engine pool calls them. Each call is one blocking request.
+
+SGLang loads weights from a folder, and changes their version in the same call. So `update_weights` only notes the
+folder of the update, and `finish_weight_update` has the engine load it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vime.engine.control import ControlError, PauseMode, answers, request
+from vime.sglang.client import number_of
+
+CHANNEL = "disk"
+"""The only value of --update-weight-transport that SGLang's engines take."""
+_MODES = {"keep": "retract", "abort": "abort"}
+_QUICK_S, _SLOW_S = 30.0, 600.0
+
+
+class SglangControl:
+    """A `vime.engine.member.Control` of the server at `url`. Errors: as `vime.engine.control.EngineControl`."""
+
+    def __init__(self, url: str, run_key: str) -> None:
+        self.url = url
+        self._run_key = run_key
+        self._folder: str | None = None
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop generating. Running requests wait without their keys and values (keep: SGLang's retract), or end with
+        the tokens that they have (abort)."""
+        if mode not in _MODES:
+            raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode}; SGLang has no other")
+        self._post("/pause_generation", {"mode": _MODES[mode]}, timeout_s=_SLOW_S)
+
+    def resume(self) -> None:
+        self._post("/continue_generation", {})
+
+    def start_weight_update(self) -> None:
+        self._folder = None
+
+    def update_weights(self, message: dict[str, Any]) -> None:
+        """Note the folder of the update, a `slime.protocols.WeightUpdate.message` of the file channel."""
+        if message["channel"] != CHANNEL:
+            raise ValueError(
+                f"--update-weight-transport must be {CHANNEL} with SGLang's engines, got {message['channel']}; leave "
+                "the flag out"
+            )
+        self._folder = str(Path(message["info"]["path"]).parent)
+
+    def finish_weight_update(self, version: int) -> None:
+        """Load the folder as `version`. The server stays paused."""
+        assert self._folder is not None, "a folder comes first"
+        asked = {
+            "model_path": self._folder,
+            "weight_version": str(version),
+            "flush_cache": True,
+            "keep_pause": True,
+        }
+        answer = self._post("/update_weights_from_disk", asked, timeout_s=_SLOW_S)
+        if not json.loads(answer)["success"]:
+            raise ControlError(f"engine {self.url} must load {self._folder}, got {answer.decode()}")
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached keys and values. Running requests compute theirs again when they continue."""
+        self._post("/flush_cache", {}, timeout_s=_SLOW_S)
+
+    def sleep(self, level: int, mode: PauseMode = "keep") -> None:
+        raise NotImplementedError("a SGLang server that shares a GPU with the trainer is refused at start-up")
+
+    def wake(self, tags: Sequence[str] = ()) -> None:
+        raise NotImplementedError("a SGLang server that shares a GPU with the trainer is refused at start-up")
+
+    def weight_version(self) -> int:
+        """Version of the live weights; -1 means the weights of the checkpoint."""
+        _, answer = request(self.url, self._run_key, "GET", "/model_info", timeout_s=_QUICK_S)
+        return number_of(json.loads(answer)["weight_version"])
+
+    def is_healthy(self, timeout_s: float) -> bool:
+        """Whether /health answers 200 within `timeout_s`. SGLang generates a token for it when it is idle."""
+        return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
+
+    def _post(self, path: str, body: Any, *, timeout_s: float = _QUICK_S) -> bytes:
+        return request(self.url, self._run_key, "POST", path, body, timeout_s=timeout_s)[1]

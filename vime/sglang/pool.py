@@ -1,0 +1,15 @@
+"""The engine pool over SGLang servers behind sglang-router."""
+
+from __future__ import annotations
+
+from vime.engine.pool import Kind, ServerPool
+from vime.sglang.client import SglangEngineClient
+from vime.sglang.control import SglangControl
+from vime.sglang.router import SglangRouter
+from vime.sglang.server import SglangServer
+
+
+class SglangEnginePool(ServerPool):
+    """EnginePool over SGLang servers. `gives_memory` must be false."""
+
+    kind = Kind(SglangControl, SglangEngineClient, SglangRouter, SglangServer, "/workers", lambda key: "/")

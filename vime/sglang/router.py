@@ -1,0 +1,96 @@
+"""sglang-router as a supervised subprocess. It differs from vllm-router in its command line and in how engines join.
+
+It adds and removes engines in the background: `add` and `remove` wait until its list shows it. Plug-ins reach it
+without a door, because it passes SGLang's /generate on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from vime.engine.control import answers
+from vime.engine.middleware import health_prefix
+from vime.engine.process import Server
+from vime.engine.router import NEVER, REQUEST_S, Router, RouterSpec
+
+_POLL_S = 0.1
+
+
+class SglangRouter(Router):
+    """One sglang-router. Its own address is that of the door, too."""
+
+    name = "sglang-router"
+
+    def __init__(self, spec: RouterSpec) -> None:
+        Server.__init__(self, replace(spec, port=spec.port or spec.door_port))
+        self.choose_port()
+        self.spec = replace(self.spec, door_host=self.spec.host, door_port=self.spec.port)
+
+    def command(self) -> list[str]:
+        spec = self.spec
+        flags = {
+            "host": spec.host,
+            "port": spec.port,
+            "policy": "round_robin",
+            "request-timeout-secs": max(1, round(spec.request_timeout_s)),
+            "worker-startup-timeout-secs": round(REQUEST_S),
+            "worker-startup-check-interval": 1,
+            "cors-allowed-origins": "http://none.invalid",
+            "cb-failure-threshold": NEVER,
+            "log-level": "warn",  # each request is a line otherwise
+        }
+        argv = [sys.executable, "-m", "vime.sglang.router_main"]
+        for name, value in flags.items():
+            argv += [f"--{name}", str(value)]
+        return [*argv, "--disable-retries", *spec.argv]
+
+    def add(self, engine_url: str) -> None:
+        """Route to a healthy engine from now on. RuntimeError when the router does not within two minutes."""
+        url = self._worker(engine_url)
+        self._request("POST", "/workers", {"url": url, "api_key": self.spec.run_key})
+        self._wait(
+            lambda: any(worker["is_healthy"] for worker in self._of(engine_url)),
+            f"add the engine {engine_url}",
+        )
+
+    def remove(self, engine_url: str) -> None:
+        for worker in self._of(engine_url):
+            self._request("DELETE", f"/workers/{worker['id']}")
+        self._wait(lambda: not self._of(engine_url), f"remove the engine {engine_url}")
+
+    def engines(self) -> list[str]:
+        return [_origin(worker["url"]) for worker in self._workers()]
+
+    def _worker(self, engine_url: str) -> str:
+        """The URL that the router gets. It asks for /health without a key, which SGLang's servers answer. vLLM servers
+        of `vime serve engine` answer it under a secret path only."""
+        prefix = health_prefix(self.spec.run_key)
+        return engine_url + (prefix if answers(engine_url, "", f"{prefix}/health", timeout_s=5) else "")
+
+    def _workers(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = json.loads(self._request("GET", "/workers"))["workers"]
+        return workers
+
+    def _of(self, engine_url: str) -> list[dict[str, Any]]:
+        return [worker for worker in self._workers() if _origin(worker["url"]) == engine_url]
+
+    def _wait(self, holds: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + REQUEST_S
+        while not holds():
+            if time.monotonic() >= end:
+                raise RuntimeError(
+                    f"{self.name} must {what} within {REQUEST_S:g} s, got no change of its list; see "
+                    f"{self.spec.log_path}"
+                )
+            time.sleep(_POLL_S)
+
+
+def _origin(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
