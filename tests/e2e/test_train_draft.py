@@ -46,6 +46,7 @@ def test_three_steps_with_a_draft(world: World) -> None:
     for row in steps.values():
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-5
         assert row["train/mtp_loss"] > 0 and row["train/grad_norm"] > 0
+    found = 0
     for number, row in rollouts.items():
         infos = [sample["spec_info"] for sample in samples(world.root / "draft", number)]
         accepted, drafted, passes, tokens = (
@@ -55,6 +56,8 @@ def test_three_steps_with_a_draft(world: World) -> None:
                 *("spec_verify_ct", "completion_token_num"),
             )
         )
-        assert 0 < accepted < drafted
+        assert 0 <= accepted < drafted
+        found += accepted
         assert row["rollout/spec_accept_rate"] == pytest.approx(accepted / drafted)
         assert row["rollout/spec_accept_length"] == pytest.approx(tokens / passes)
+    assert found > 0  # a random draft is right once in 250 times, and there are over 2000

@@ -10,6 +10,7 @@ from vime.engine import (
     compact_log_probs,
     cpu_draft,
     cpu_engine,
+    cpu_fp8,
     cpu_rotary,
     draft,
     merged_log_probs,
@@ -41,6 +42,7 @@ def register() -> None:
         cpu_engine.install()
     cpu_rotary.install()
     cpu_draft.install()
+    cpu_fp8.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
