@@ -46,9 +46,11 @@ class Quantised:
     def holds(self, want: torch.Tensor) -> bool:
         """Whether `codes * scales` is `want` rounded to fp8: no other fp8 value is nearer to `want / scales`."""
         exact = want.to(self.loaded).to(self.scales) / self.scales
-        nearest = exact.to(self.codes.dtype).float()
+        most = torch.finfo(self.codes.dtype).max
+        nearest = exact.clamp(-most, most).to(self.codes.dtype).float()
         distance = (exact - self.codes.float()).abs()
-        return bool((distance <= (exact - nearest).abs() + _SLACK * exact.abs()).all())
+        near = distance <= (exact - nearest).abs() + _SLACK * exact.abs()
+        return bool((near & (exact.abs() <= most * (1 + _SLACK))).all())
 
 
 def quantised_pieces(module: Any, sizes: Sequence[int]) -> Iterator[Quantised]:
@@ -69,10 +71,10 @@ def quantised_pieces(module: Any, sizes: Sequence[int]) -> Iterator[Quantised]:
 
 def _tight(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """`scales`, but NaN for a block whose largest value uses less than half of fp8's range: such a scale is not of this
-    block. The smallest scale that vLLM gives is exempt."""
+    block. The smallest scales that vLLM gives are exempt."""
     padding = (0, -codes.shape[1] % block[1], 0, -codes.shape[0] % block[0])
     padded = torch.nn.functional.pad(codes.float().abs(), padding)
     largest = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).amax((1, 3))
-    range_ = torch.finfo(codes.dtype).max
-    used = (largest >= range_ / 2 - 1) | (scales <= _SMALLEST / range_ * (1 + _SLACK))
+    most = torch.finfo(codes.dtype).max
+    used = (largest >= most / 2) | (scales <= 2 * _SMALLEST / most)
     return scales.where(used, torch.nan)
