@@ -48,7 +48,9 @@ def test_the_remark_names_the_correction(tmp_path: Path) -> None:
         config = parse_config(flags(tmp_path, DENSE, *more))
         return " ".join(note for note in config.notes if "fp8" in note)
 
-    assert "--use-tis" in said("--vllm-quantization", "fp8") and "vime audit" in said("--vllm-quantization", "fp8")
+    assert "--use-tis" in said("--vllm-quantization", "fp8") and "vime audit" in said(
+        "--vllm-quantization", "fp8"
+    )
     assert "; --use-tis" not in said("--vllm-quantization", "fp8", "--use-tis")
     assert said() == ""
 
