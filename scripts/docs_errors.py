@@ -46,6 +46,7 @@ AREAS = {
     "Prompt files and training data": ("slime/data",),
     "Flags of vLLM, the router and SGLang": (
         "vime/engine/flags.py",
+        "vime/engine/fp8.py",
         "vime/engine/backend.py",
         "vime/engine/sglang_flags.py",
         "vime/engine/sglang_config.py",

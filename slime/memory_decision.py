@@ -35,16 +35,24 @@ TOO_SMALL = "does not fit"
 
 def engine_weights(c: Config, shape: Shape) -> Item:
     """The model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the parameters, and
-    data-parallel replicas share the experts."""
+    data-parallel replicas share the experts. An engine that quantises does not quantise embedding and head."""
     facts = c.engine.engine_facts
-    size = BYTES.get(facts.dtype or c.megatron.params_dtype, 2)
+    size: float = BYTES.get(facts.dtype or c.megatron.params_dtype, 2)
     gpus = c.cluster.rollout_num_gpus_per_engine // facts.data_parallel_size
-    experts = shape.params_of(shape.kinds, 0).experts if facts.data_parallel_size > 1 else 0
     every = c.cluster.rollout_num_gpus_per_engine
-    how = f"{count(shape.params - experts)} x {size} B / {gpus} GPUs"
+    whole = shape.params_of(shape.kinds, 0)
+    experts = whole.experts if facts.data_parallel_size > 1 else 0
+    parts = {shape.params - experts: size}
+    if facts.weight_bytes is not None:
+        layers = whole.total - experts
+        parts = {layers: facts.weight_bytes, shape.params - experts - layers: size}
+        size = facts.weight_bytes
+    how = " + ".join(f"{count(number)} x {each:.4g} B" for number, each in parts.items())
+    how = f"{how if len(parts) == 1 else f'({how})'} / {gpus} GPUs"
     if experts:
-        how += f" + {count(experts)} of experts x {size} B / {every} GPUs"
-    return Item("weights", ((shape.params - experts) / gpus + experts / every) * size, how)
+        how += f" + {count(experts)} of experts x {size:.4g} B / {every} GPUs"
+    shared = sum(number * each for number, each in parts.items())
+    return Item("weights", shared / gpus + experts * size / every, how)
 
 
 def engine_flag(c: Config) -> str:

@@ -51,6 +51,24 @@ def drafted(engine: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
     return list(out.outputs[0].token_ids), out.outputs[0].spec_decode_metrics
 
 
+def check_log_probs(engine: Any) -> None:
+    """Each sampled token's log-prob is the model's, for greedy and random requests in one batch, with drafts accepted
+    and rejected."""
+    from vllm import SamplingParams
+
+    engine._llm.reset_prefix_cache()
+    each = [
+        SamplingParams(max_tokens=24, temperature=t, seed=seed, logprobs=0, detokenize=False, ignore_eos=True)
+        for seed, t in enumerate((0.0, 1.0, 1.0, 1.0))
+    ]
+    outs = engine._llm.generate([{"prompt_token_ids": PROMPT}] * len(each), each, use_tqdm=False)
+    for out in outs:
+        tokens = list(out.outputs[0].token_ids)
+        given = [found[token].logprob for token, found in zip(tokens, out.outputs[0].logprobs, strict=True)]
+        expected = engine.log_probs(PROMPT + tokens)[len(PROMPT) - 1 :]
+        assert (torch.tensor(given) - expected).abs().max() < 1e-5
+
+
 def test_the_draft_gets_the_trained_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {**ENGINE_SHAPE, "tie_word_embeddings": False}
     tiny_checkpoint(tmp_path / "hf", "mimo", **shape)
@@ -61,10 +79,12 @@ def test_the_draft_gets_the_trained_layers(tmp_path: Path, monkeypatch: pytest.M
         "trust_remote_code": True,
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
         "per_request_spec_decode_metrics": "summary",
+        "logprobs_mode": "processed_logprobs",
     }
     with offline_engine(tmp_path / "hf", tmp_path / "weights", monkeypatch, **settings) as engine:
         tokens, counts = drafted(engine)
         assert counts.num_draft_tokens > 0
+        check_log_probs(engine)
         engine.take(first)
         assert drafted(engine)[0] == tokens
         engine.take(second)  # compares every live tensor, of the draft too

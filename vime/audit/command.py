@@ -23,6 +23,8 @@ from slime.config import Config
 from vime.audit.prefill import PrefillEngine
 from vime.audit.report import Pair, active, as_json, compare, draw, table
 from vime.audit.source import Source, one_rank, read_config, read_source, weights_of
+from vime.engine.flags import engine_dtype
+from vime.engine.fp8 import quantises
 
 TRAINING, DECODE = "trainer, training rows", "engine decode"
 MOST_ALONE = 64  # most requests that run one by one
@@ -115,6 +117,8 @@ def report(run_dir: Path, config: Config, source: Source, weights: str, pairs: l
         f"rollout {source.rollout_id}, weights version {source.version} ({weights}), {len(source.samples)} samples in "
         f"{len(source.micro_batches)} micro-batches, {config.megatron.params_dtype} on {config.cluster.device}"
     )
+    if quantises(config.engine.backend_args):
+        print(f"the engine computed in {engine_dtype(config)}: the difference has its rounding")
     if left_out:
         print(f"not comparable, in no number below: {left_out} tokens")
     if config.rollout.rollout_temperature != 1.0:
@@ -134,6 +138,7 @@ def report(run_dir: Path, config: Config, source: Source, weights: str, pairs: l
     head = {"rollout_id": source.rollout_id, "weight_version": source.version, "weights": weights}
     head |= {
         "dtype": config.megatron.params_dtype,
+        "engine_dtype": engine_dtype(config),
         "device": config.cluster.device,
         "not_comparable": dict(source.left_out),
     }

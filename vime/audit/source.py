@@ -19,6 +19,8 @@ from slime.hf_config import read_hf_config
 from slime.rollout.debug_data import load_with_facts
 from slime.rollout.facts import first_difference, replay_template, sample_facts
 from slime.types import Sample
+from vime.engine.flags import engine_dtype
+from vime.engine.fp8 import quantises
 from vime.engine.middleware import CHECKPOINT_VERSION
 
 
@@ -88,7 +90,10 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
         "top_p": 1.0,
         "top_k": -1,
         "sampling": {},
-        "dtype": config.megatron.params_dtype,
+        # of a quantised engine, the audit measures what its precision costs
+        "dtype": engine_dtype(config)
+        if quantises(config.engine.backend_args)
+        else config.megatron.params_dtype,
         "tokenizer": tokenizer_fingerprint(checkpoint),
     }
     chosen: list[Sample] = []

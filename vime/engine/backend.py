@@ -15,7 +15,7 @@ from slime.config.fields import FlagSpec
 from slime.config.listing import Row
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
-from vime.engine import apart, cpu_engine, flags
+from vime.engine import apart, cpu_engine, flags, fp8
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.engine.sglang_flags import PREFIX, targets, translate_sglang
 
@@ -86,6 +86,7 @@ def engine_facts(args: dict[str, Any]) -> EngineFacts:
         memory_share=args.get("gpu_memory_utilization", ENGINE_SHARE),
         cache_bytes=args.get("kv_cache_memory_bytes"),
         dtype=args.get("dtype"),
+        weight_bytes=fp8.WEIGHT_BYTES if fp8.quantises(args) else None,
         data_parallel_size=args.get("data_parallel_size") or 1,
         pipeline_parallel_size=args.get("pipeline_parallel_size") or 1,
         flag_of=FLAG_OF,
@@ -114,6 +115,7 @@ class VllmBackend:
         flags.check_engine_heads,
         flags.check_weight_channel,
         flags.check_context_length,
+        fp8.check_quantisation,
         apart.check_addresses,
         apart.check_weights,
     )
@@ -179,6 +181,7 @@ class VllmBackend:
     def require_reachable(self, config: Config) -> None:
         """The engines and the router that were started apart answer, and the router is for this run alone. Engines on
         CPUs can compute the model."""
+        fp8.check_on_cpu(config)
         cpu_engine.check_experts(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
         apart.require_reachable(config)
 

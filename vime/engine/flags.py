@@ -19,7 +19,7 @@ from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.hf_config import read_hf_config
 from slime.weight_sync.registry import CHANNELS
-from vime.engine import cpu_engine, vllm_versions
+from vime.engine import cpu_engine, fp8, vllm_versions
 
 _ADDRESS = "engines listen where the engine pool places them"
 _NODES = "they follow from --rollout-num-gpus-per-engine and --num-gpus-per-node"
@@ -198,6 +198,7 @@ def remarks(config: Config) -> Iterator[str]:
         )
     if config.cluster.device == "cpu" and config.engine.backend_env:
         yield "--vllm-batch-invariant has no effect on CPU engines: vLLM has it on GPUs alone"
+    yield from fp8.remarks(config)
     if config.cluster.actor_num_nodes > 1:
         yield f"--actor-num-nodes {config.cluster.actor_num_nodes}: several hosts have not been run in this version"
     elif config.num_engines and config.nodes_per_engine > 1:
@@ -329,7 +330,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "dtype": config.megatron.params_dtype,
         "tensor_parallel_size": engine_tensor_parallel(config),
         "trust_remote_code": config.train.trust_remote_code,
-        "vllm_argv": tuple(config.engine.backend_argv),
+        "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "env": config.engine.backend_env if config.cluster.device == "cuda" else {},
         "start_timeout_s": config.fault_tolerance.engine_start_timeout_s,
         "sleeps": gives_memory(config),

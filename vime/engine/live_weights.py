@@ -20,6 +20,7 @@ from vime.engine.live_experts import (
     names_of_other_ranks,
     packed_positions,
 )
+from vime.engine.live_quantised import Quantised, is_quantised, quantised_pieces
 
 
 def differing_tensors(
@@ -47,14 +48,20 @@ def differing_tensors(
         if name not in expected:
             continue
         seen.add(name)
-        want = shard_of(get_tensor(name), module, live.shape).to(live.device, live.dtype)
-        if not torch.equal(live, want):
+        if not holds(live, shard_of(get_tensor(name), module, live.shape)):
             wrong.add(name)
     if unseen := expected - seen - {"lm_head.weight"} - names_elsewhere(model, update):
         raise ValueError(
             f"every tensor of an update must be live to be compared, got {sorted(unseen)[:8]} in the file only"
         )
     return sorted(wrong)
+
+
+def holds(live: torch.Tensor | Quantised, want: torch.Tensor) -> bool:
+    """Whether a live value is that of the update, cast to the live dtype or quantised."""
+    if isinstance(live, Quantised):
+        return live.holds(want)
+    return torch.equal(live, want.to(live.device, live.dtype))
 
 
 def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
@@ -67,7 +74,9 @@ def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
     }
 
 
-def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[str, Any, torch.Tensor]]:
+def live_tensors(
+    model: nn.Module, update: Collection[str]
+) -> Iterator[tuple[str, Any, torch.Tensor | Quantised]]:
     """(HF name, module or what else knows its tensor-parallel rank, value on this rank) of every weight that the model
     computes with.
 
@@ -91,6 +100,13 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
                 continue
             if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
                 parts = [leaf]
+            if is_quantised(module) and kind.startswith("weight"):
+                if kind == "weight":
+                    pieces = quantised_pieces(module, _rows(module, parts))
+                    for part, found in zip(parts, pieces, strict=True):
+                        name = f"{parent}.{part}.{kind}"
+                        yield files.get(name, name), module, found
+                continue
             values = [parameter.data] if parameter.numel() else []
             if kind == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):
                 values = [_plain_convolution(parameter.data)]
@@ -202,5 +218,10 @@ def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[torch
         return [value[: module.shard_indices.num_org_elements]]
     if len(parts) == 1:
         return [value]
-    pieces: Sequence[torch.Tensor] = value.split(module.output_partition_sizes, dim=0)
+    pieces: Sequence[torch.Tensor] = value.split(_rows(module, parts), dim=0)
     return pieces
+
+
+def _rows(module: Any, parts: list[str]) -> list[int]:
+    """The rows of each part of a fused projection on this rank."""
+    return [module.weight.shape[0]] if len(parts) == 1 else list(module.output_partition_sizes)

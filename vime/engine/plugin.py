@@ -8,7 +8,9 @@ import os
 
 from vime.engine import (
     compact_log_probs,
+    cpu_draft,
     cpu_engine,
+    cpu_fp8,
     cpu_rotary,
     draft,
     merged_log_probs,
@@ -39,6 +41,8 @@ def register() -> None:
         meet_in_a_file()
         cpu_engine.install()
     cpu_rotary.install()
+    cpu_draft.install()
+    cpu_fp8.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ

@@ -1,0 +1,43 @@
+"""The sampling parameters of drafted tokens, for engines on CPUs.
+
+To check a draft, vLLM repeats the temperature, top-k and top-p of each request for each of its drafted tokens. Its form
+for CPUs writes them into a copy of another dtype and drops the copy. The tokens are then divided by memory that was
+never written, and their log-probs are wrong, often NaN. Here the result reaches vLLM's own tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def install() -> None:
+    """Replace that form in this process, before a worker registers it. May run more than once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    try:
+        from vllm.utils import cpu_triton_utils
+    except ImportError:  # older versions have no such forms and no drafts on CPUs
+        return
+    forms: Any = cpu_triton_utils
+    if hasattr(forms, "_expand_kernel_impl"):
+        forms._expand_kernel_impl = expand
+
+
+def expand(
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """`output[:] = where(x == replace_from, replace_to, x).repeat_interleave(counts)`, counts being the differences of
+    `cu_num_tokens`. output [N], input_val [requests], both of any dtype. The names are those of vLLM's form, which is
+    called by them."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    output.copy_(values.repeat_interleave(counts))
