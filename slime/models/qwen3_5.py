@@ -44,7 +44,12 @@ def experts(hf: Hf) -> Experts:
 
 def read(hf: Hf) -> Decoder:
     only(hf, attention_bias=False)
-    return hybrid(hf, read_decoder(hf, qk_norm="head", rope=rope))
+    return text_model(hf, read_decoder(hf, qk_norm="head", rope=rope))
+
+
+def text_model(hf: Hf, decoder: Decoder) -> Decoder:
+    """vLLM takes the dtype of the state from config.json."""
+    return replace(hybrid(hf, decoder), state_dtype=hf.get("mamba_ssm_dtype") or "")
 
 
 def width(hf: Hf) -> Any:
@@ -55,7 +60,7 @@ def read_moe(hf: Hf) -> Decoder:
     """No layer is dense, so files give the width of an expert only."""
     only(hf, attention_bias=False, mlp_only_layers=[], decoder_sparse_step=1)
     need(hf, "moe_intermediate_size")
-    return hybrid(
+    return text_model(
         hf, read_decoder({**hf, "intermediate_size": width(hf)}, qk_norm="head", rope=rope, experts=experts)
     )
 

@@ -27,24 +27,20 @@ WAIT_VARIABLE = "OMP_WAIT_POLICY"
 
 
 def check_experts(config: Config) -> None:
-    """An engine on CPUs must have all experts in each process.
+    """The replicas of an engine on CPUs cannot have experts.
 
-    vLLM's kernel of experts for CPUs takes no map of experts, and its communicator for CPUs cannot gather the tokens of
-    replicas. Without this check, the engine dies at the first request.
+    vLLM's communicator for CPUs cannot gather the tokens of replicas. Without this check, the engine dies at the first
+    request.
     """
     if not config.num_engines or config.cluster.device != "cpu":
         return
-    if config.engine.backend_args.get("enable_expert_parallel"):
-        raise ValueError(
-            "--vllm-enable-expert-parallel must be left out with --device cpu, got it; vLLM's kernel of experts for "
-            "CPUs computes all experts of a layer"
-        )
     assert config.rollout.hf_checkpoint is not None
     replicas = config.engine.engine_facts.data_parallel_size
     if replicas > 1 and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).experts:
         raise ValueError(
             f"--vllm-data-parallel-size must be 1 with --device cpu for a model with experts, got {replicas}; lower "
-            "--rollout-num-gpus-per-engine, which gives more engines"
+            "--rollout-num-gpus-per-engine, which gives more engines, or split the experts with "
+            "--vllm-enable-expert-parallel over the ranks of --vllm-tensor-parallel-size"
         )
 
 

@@ -9,6 +9,7 @@ import os
 from vime.engine import (
     compact_log_probs,
     cpu_engine,
+    cpu_experts,
     cpu_rotary,
     draft,
     merged_log_probs,
@@ -39,6 +40,7 @@ def register() -> None:
         meet_in_a_file()
         cpu_engine.install()
     cpu_rotary.install()
+    cpu_experts.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
