@@ -170,9 +170,26 @@ def check_experts(hf: Hf, experts: Callable[[Hf], Experts] | None) -> Experts | 
     found = experts(hf)
     if not 1 <= found.topk <= count:
         raise ValueError(
-            f"num_experts_per_tok in config.json must lie in [1, {count}], the experts, got {found.topk}"
+            f"num_experts_per_tok in config.json must lie in [1, {count}], the experts, got {found.topk}; the "
+            "checkpoint is incomplete"
         )
+    if found.groups:
+        _check_groups(count, found.topk, *found.groups)
     return found
+
+
+def _check_groups(count: int, topk: int, groups: int, chosen: int) -> None:
+    """ValueError if `count` experts are not in `groups` equal groups, or `chosen` of them have fewer than `topk`."""
+    if count % groups:
+        raise ValueError(
+            f"n_group in config.json must divide the {count} experts, got {groups}: {count} / {groups} = "
+            f"{count / groups:.3f}; the checkpoint is incomplete"
+        )
+    if not 1 <= chosen <= groups or chosen * (count // groups) < topk:
+        raise ValueError(
+            f"topk_group in config.json must lie in [1, {groups}] and leave {topk} experts to choose, got {chosen}: "
+            f"{chosen} x {count // groups} = {chosen * (count // groups)}; the checkpoint is incomplete"
+        )
 
 
 def sliding_windows(hf: Hf) -> list[int | None]:

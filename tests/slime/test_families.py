@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import pytest
 import torch
@@ -21,14 +23,14 @@ from megatron_cases import (
     tiny_checkpoint,
     trained,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import rl_kernel
 from slime.megatron_backend.model import build_model, logit_cap, output_weight, unwrap, vocab_range
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
-from slime.models import FAMILIES
+from slime.models import FAMILIES, family_for
 
 BATCH = [
     *sequences(0),
@@ -94,6 +96,33 @@ def test_weights_are_exported_as_they_were_loaded(tiny, tmp_path):
     assert all(torch.equal(written[name], original[name]) for name in original)
     # not the same bits: a product may depend on where in memory a weight begins
     torch.testing.assert_close(hf_logits(again, sequences(3)), hf_logits(hf, sequences(3)), rtol=0, atol=1e-6)
+
+
+def test_bad_files_are_named(tiny, tmp_path):
+    """A rotary setting that nobody knows, a tensor that is missing, and one of another shape."""
+    directory, _, model = tiny
+    hf = load_hf_config(directory)
+    rotary = hf.get("rope_parameters") or {"rope_theta": 1e4}
+    both = rotary.get("full_attention")
+    for odd, message in (
+        ({"rope_type": "spiral"}, "rope_type in config.json must be one of .* got 'spiral'; it is not known"),
+        ({"warp": 3}, "rotary settings in config.json must be among .* got warp; what they change is not kn"),
+    ):
+        changed = {**rotary, "full_attention": both | odd} if both else rotary | odd
+        with pytest.raises(ValueError, match=message):
+            family_for(hf).read({**hf, "rope_parameters": changed})
+    shutil.copytree(directory, tmp_path / "bad")
+    file = tmp_path / "bad" / "model.safetensors"
+    tensors = load_file(file)
+    name = min(n for n in tensors if n.endswith("layers.1.post_attention_layernorm.weight"))
+    whole = tensors.pop(name)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"got 1 missing from .*: {re.escape(name)}; check"):
+        load_hf(model, tmp_path / "bad")
+    save_file({**tensors, name: whole[:-1].clone()}, file, metadata={"format": "pt"})
+    message = rf"{re.escape(name)} must have shape \[{len(whole)}\] as config.json says, got \[{len(whole) - 1}\] in"
+    with pytest.raises(ValueError, match=message):
+        load_hf(model, tmp_path / "bad")
 
 
 def test_gradients(tiny, tmp_path):

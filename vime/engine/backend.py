@@ -178,7 +178,6 @@ class VllmBackend:
     def require_reachable(self, config: Config) -> None:
         """The engines and the router that were started apart answer, and the router is for this run alone. Engines on
         CPUs can compute the model."""
-        cpu_engine.check_experts(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
         apart.require_reachable(config)
 
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> VllmEnginePool:

@@ -26,24 +26,6 @@ METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 WAIT_VARIABLE = "OMP_WAIT_POLICY"
 
 
-def check_experts(config: Config) -> None:
-    """The replicas of an engine on CPUs cannot have experts.
-
-    vLLM's communicator for CPUs cannot gather the tokens of replicas. Without this check, the engine dies at the first
-    request.
-    """
-    if not config.num_engines or config.cluster.device != "cpu":
-        return
-    assert config.rollout.hf_checkpoint is not None
-    replicas = config.engine.engine_facts.data_parallel_size
-    if replicas > 1 and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).experts:
-        raise ValueError(
-            f"--vllm-data-parallel-size must be 1 with --device cpu for a model with experts, got {replicas}; lower "
-            "--rollout-num-gpus-per-engine, which gives more engines, or split the experts with "
-            "--vllm-enable-expert-parallel over the ranks of --vllm-tensor-parallel-size"
-        )
-
-
 def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
     """Variables of a server whose engine computes on CPUs with `threads` threads, beside those of `given`. `eager`:
     whether the model runs without compilation; the sampler then does, too, which saves ten seconds of a first rollout.
