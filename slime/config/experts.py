@@ -118,7 +118,7 @@ def check_expert_layout(c: Config, experts: int) -> None:
 
 
 def _division(whole: int, parts: int) -> str:
-    """": 8 / 3 = 2.667", for a message. "" without parts."""
+    """ ": 8 / 3 = 2.667", for a message. "" without parts."""
     return f": {whole} / {parts} = {whole / parts:.3f}" if parts else ""
 
 

@@ -74,8 +74,8 @@ class DeltaNet:
         return self.key_dim, self.key_dim, wide, wide, self.of_key, self.of_key
 
     def attention(self, hidden: int) -> Attention:
-        """What the layer costs. Its state [values, value_dim, key_dim] has a fixed size, so no token adds to an engine's
-        cache. The convolution needs the inputs of `taps - 1` tokens.
+        """What the layer costs. Its state [values, value_dim, key_dim] has a fixed size, so no token adds to
+        the cache of an engine. The convolution needs the inputs of `taps - 1` tokens.
 
         The least work per token is three products with the state [key_dim, value_dim] of each value head, and the
         convolution. Kept are the projection, the convolution's output, the kernel's 64 x 64 matrices, its output, the

@@ -88,7 +88,7 @@ def test_replicas_of_an_engine_share_the_experts(world: World) -> None:
     engine = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--num-gpus-per-node", "3"]
     spread = ["--sglang-dp-size", "2", "--sglang-ep-size", "2", "--sglang-enable-dp-attention"]
     one = ["--actor-num-gpus-per-node", "1", "--check-weight-update-equal"]
-    run(vime("train", *flags, *engine, *spread, *one), world.root / "out-spread")
+    run(vime("train", *flags, *engine, *spread, *one), world.root / "out-spread", timeout_s=500)
     steps = rows(world.root / "spread", "train/step")
     assert len(steps) == 2
     for row in steps.values():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
 
+import family_record
 import pytest
 import torch
 import transformers
@@ -54,6 +56,12 @@ def tiny(request, tmp_path_factory):
     return directory, hf, loaded(directory)
 
 
+@pytest.fixture
+def note(request):
+    """Record a measured number of the tiny model."""
+    return partial(family_record.note, request.node.callspec.params["tiny"])
+
+
 def loaded(directory):
     model = build_model(load_hf_config(directory), make_config())
     load_hf(model, directory)
@@ -64,7 +72,7 @@ def test_every_family_has_a_tiny_model():
     assert {case.kind for case in CASES.values()} == FAMILIES.keys() == TINY.keys()
 
 
-def test_logits_and_log_probs(tiny):
+def test_logits_and_log_probs(tiny, note):
     _, hf, model = tiny
     with torch.no_grad():
         expected, got = hf_logits(hf, BATCH), packed_logits(model, BATCH)
@@ -76,14 +84,17 @@ def test_logits_and_log_probs(tiny):
         ours = rl_kernel.linear_logp(hidden, weight, targets, **shard)
     theirs = expected.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    note("logits", (got - expected).abs().max())
+    note("log_probs", (ours - theirs).abs().max())
 
 
-def test_weights_are_exported_as_they_were_loaded(tiny, tmp_path):
+def test_weights_are_exported_as_they_were_loaded(tiny, note, tmp_path):
     directory, hf, model = tiny
     original, exported = load_file(directory / "model.safetensors"), dict(export_hf(model))
     kept = set(trained(original, directory))
     assert exported.keys() == kept
     assert all(torch.equal(exported[name], original[name]) for name in kept)
+    note("one_bits", 1)
     save_hf(model, directory, tmp_path)
     known = json.loads((tmp_path / "config.json").read_text())["model_type"] in transformers.CONFIG_MAPPING
     again = transformers.AutoModelForCausalLM.from_pretrained(
@@ -125,7 +136,7 @@ def test_bad_files_are_named(tiny, tmp_path):
         load_hf(model, tmp_path / "bad")
 
 
-def test_gradients(tiny, tmp_path):
+def test_gradients(tiny, note, tmp_path):
     """The last test of a model: its parameters become gradients."""
     directory, hf, model = tiny
     sum_loss(packed_logits(model, BATCH), BATCH).backward()
@@ -138,5 +149,7 @@ def test_gradients(tiny, tmp_path):
     }
     wanted = trained(wanted, directory)
     assert got.keys() == wanted.keys()
-    for name, gradient in got.items():
-        assert_gradients_equal(gradient, wanted[name], name)
+    note(
+        "gradients",
+        max(assert_gradients_equal(gradient, wanted[name], name) for name, gradient in got.items()),
+    )

@@ -11,7 +11,12 @@ from config_cases import HF_CONFIG, good_argv
 from slime.config.parser import parse_args
 from slime.models import decoder_of
 
-ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
 GROUPS = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 DEEPSEEK = {"model_type": "deepseek_v3", "num_key_value_heads": 4, **LATENT, **ROUTED, **GROUPS}
@@ -25,18 +30,46 @@ GEMMA = {"model_type": "gemma2", "query_pre_attn_scalar": 24, "sliding_window": 
     ("model", "flags", "message"),
     [
         ({}, "--tensor-model-parallel-size 3", "the 4 num_attention_heads, got 3: 4 / 3 = 1.333; use fewer"),
-        (DEEPSEEK, "--tensor-model-parallel-size 8", "the 4 num_attention_heads, got 8: 4 / 8 = 0.500; use fewer"),
-        (MINIMAX, "--tensor-model-parallel-size 4", "the 2 num_key_value_heads that share a norm, got 4: 2 / 4 = 0"),
-        (NEXT, "--tensor-model-parallel-size 4", "2 num_key_value_heads of attention with an output gate, got 4: 2 /"),
-        (NEXT, "--tensor-model-parallel-size 2", "the 3 linear_num_key_heads, got 2 x 1: 3 / 2 = 1.500; use fewer"),
-        (NEXT, "--context-parallel-size 2", "the 3 linear_num_key_heads, got 1 x 2: 3 / 2 = 1.500; use fewer"),
-        (DEEPSEEK, "--expert-model-parallel-size 3", "must divide the 8 experts of a layer, got 3: 8 / 3 = 2.667;"),
+        (
+            DEEPSEEK,
+            "--tensor-model-parallel-size 8",
+            "the 4 num_attention_heads, got 8: 4 / 8 = 0.500; use fewer",
+        ),
+        (
+            MINIMAX,
+            "--tensor-model-parallel-size 4",
+            "the 2 num_key_value_heads that share a norm, got 4: 2 / 4 = 0",
+        ),
+        (
+            NEXT,
+            "--tensor-model-parallel-size 4",
+            "2 num_key_value_heads of attention with an output gate, got 4: 2 /",
+        ),
+        (
+            NEXT,
+            "--tensor-model-parallel-size 2",
+            "the 3 linear_num_key_heads, got 2 x 1: 3 / 2 = 1.500; use fewer",
+        ),
+        (
+            NEXT,
+            "--context-parallel-size 2",
+            "the 3 linear_num_key_heads, got 1 x 2: 3 / 2 = 1.500; use fewer",
+        ),
+        (
+            DEEPSEEK,
+            "--expert-model-parallel-size 3",
+            "must divide the 8 experts of a layer, got 3: 8 / 3 = 2.667;",
+        ),
         (
             DEEPSEEK | {"moe_intermediate_size": 12},
             "--expert-tensor-parallel-size 2",
             "a multiple of 4 in float32 on each of 2 ranks that share an expert, got 12: 12 / 8 = 1.500; share it",
         ),
-        (GEMMA, "--pipeline-model-parallel-size 3", "must divide the model's layers and"),
+        (
+            GEMMA,
+            "--pipeline-model-parallel-size 3",
+            "deal the model's layers out equally, got 3 stages for 4 layers; change",
+        ),
     ],
 )
 def test_the_division_is_shown(tmp_path: Path, model: dict[str, object], flags: str, message: str) -> None:

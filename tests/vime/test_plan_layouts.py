@@ -9,7 +9,6 @@ from architectures import ARCHITECTURES
 
 from slime.model_shape import Shape
 from vime.backends import parse_config
-from vime.engine.cpu_engine import check_experts
 from vime.engine.memory import engine_memory
 from vime.plan import describe
 
@@ -73,10 +72,3 @@ def test_replicas_of_an_engine_share_the_experts(tmp_path):
     params = wholes[0].bytes  # two bytes each, over two GPUs
     assert found[0].bytes == 2 * (params - experts) + experts
     assert found[0].arithmetic == "1.54 G x 2 B / 1 GPUs + 29 G of experts x 2 B / 2 GPUs"
-
-
-def test_replicas_on_cpus_have_no_experts(tmp_path):
-    spread = [*moe_flags(tmp_path), "--device", "cpu", "--sglang-dp-size", "2"]
-    with pytest.raises(ValueError, match="--vllm-data-parallel-size must be 1 with --device cpu for a model with exp"):
-        check_experts(parse_config(spread))
-    check_experts(parse_config([*moe_flags(tmp_path), "--device", "cpu", "--vllm-enable-expert-parallel"]))

@@ -18,7 +18,7 @@ from slime.config.fields import FlagSpec
 from slime.config.listing import Row
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
-from vime.engine import apart, cpu_engine, flags
+from vime.engine import apart, flags
 from vime.engine.router import RouterSpec
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.engine.sglang_flags import PREFIX, targets, translate_sglang
@@ -176,8 +176,7 @@ class VllmBackend:
             yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
 
     def require_reachable(self, config: Config) -> None:
-        """The engines and the router that were started apart answer, and the router is for this run alone. Engines on
-        CPUs can compute the model."""
+        """The engines and the router that were started apart answer, and the router is for this run alone."""
         apart.require_reachable(config)
 
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> VllmEnginePool:

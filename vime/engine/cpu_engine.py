@@ -12,10 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slime.config import Config
-from slime.hf_config import read_hf_config
-from slime.models import decoder_of
-
 MOST_REQUESTS = 512
 """--max-num-seqs."""
 MOST_CACHE_BYTES = 1 << 30

@@ -1,5 +1,5 @@
-"""Experts that vLLM's CPU build cannot compute, for engines on CPUs: sigmoid scores without groups, and experts that the
-ranks of an engine share.
+"""Experts that vLLM's CPU build cannot compute, for engines on CPUs: sigmoid scores without groups, and experts that
+the ranks of an engine share.
 
 vLLM's router for CPUs takes sigmoid scores of expert groups only. Scores without groups are those of one group.
 
@@ -70,7 +70,9 @@ def local_choice(expert_map: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tens
     return torch.where(local < 0, 0.0, weights), local.clamp(min=0).to(ids.dtype)
 
 
-def all_gatherv(self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Any:
+def all_gatherv(
+    self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> Any:
     """The rows of all ranks, `cat([rows of rank 0, ..])`, of a tensor or of each in a list. `sizes`: rows of each
     rank. `self` is vLLM's communicator."""
     if isinstance(input_, list):

@@ -207,7 +207,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
 
 
 def name_loaders(model: nn.Module) -> None:
-    """Give each loader of a parameter a name: vLLM's layerwise reload asks for it, and the loaders of MiniMax-M2's norms
+    """Give each loader of a parameter a name: vLLM's layerwise reload asks for it. The loaders of MiniMax-M2's norms
     of queries and keys have none."""
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
