@@ -371,7 +371,7 @@ ARCHITECTURES = {
     "gemma3-tiny": tiny(
         "gemma3_text", more=gemma3(24, 12, layer_types=["sliding_attention", "full_attention"])
     ),
-    "gemma2-tiny": tiny("gemma2", more=gemma2(24, 12)),
+    "gemma2-tiny": tiny("gemma2", more=gemma2(24, 12) | {"tie_word_embeddings": True}),
     "gpt-oss-tiny": tiny(
         "gpt_oss",
         experts=(8, 2, 128),

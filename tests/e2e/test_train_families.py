@@ -25,7 +25,7 @@ ARCHS = (
 )
 """Rows of scripts/architectures.py. Families with a test of their own are tested there."""
 
-MORE = {"mimo-tiny": ["--vllm-trust-remote-code"], "qwen3-next-tiny": ["--bf16"]}
+MORE = {"mimo-tiny": ["--trust-remote-code"], "qwen3-next-tiny": ["--bf16"]}
 """Flags of a run: MiMo's configuration class comes with its files, and vLLM's kernels of gated delta nets for CPUs
 are in bfloat16 only."""
 TOLERANCE = {"qwen3-next-tiny": 0.02}
