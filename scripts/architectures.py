@@ -127,6 +127,15 @@ def gemma2(scalar: int, window: int = 4096) -> dict[str, Any]:
 
 
 MINIMAX = {"scoring_func": "sigmoid", "use_routing_bias": True}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Fields of our own models with gated delta net layers: vLLM's CPU kernel needs heads of 128."""
+QWEN3_NEXT = HYBRID | {"shared_expert_intermediate_size": 128}
 LLAMA_VOCAB = (128256, 128000)
 GEMMA3_VOCAB = (262144, 262138)
 GEMMA2_VOCAB = (256000, 255994)
@@ -138,10 +147,10 @@ BYTES_VOCAB = (512, 256)
 HUB = "config.json and model card of Qwen/{} on the Hugging Face hub"
 
 
-def tiny(family: str, **more: Any) -> Architecture:
+def tiny(family: str, dtype: str = "float32", **more: Any) -> Architecture:
     """A model of `family` for tests, with the sizes of qwen3-tiny."""
     sizes = (family, 256, 512, 2, (8, 2), 32, (262, 256), 1e4, 1024, False)
-    return Architecture(*sizes, "float32", f"our own: {family} in small, for tests", **more)
+    return Architecture(*sizes, dtype, f"our own: {family} in small, for tests", **more)
 
 
 # family, hidden, ffn, layers, (q, kv) heads, head, vocabulary, rope theta, context, tied, dtype, source, (all, body)
@@ -327,11 +336,14 @@ ARCHITECTURES = {
     "mistral-tiny": tiny("mistral", more={"sliding_window": 12}),
     "glm4-tiny": tiny("glm4", more={"attention_bias": True}),
     "minimax-m2-tiny": tiny("minimax_m2", experts=(8, 2, 128), more=MINIMAX | {"rotary_dim": 16}),
+    "mimo-tiny": tiny("mimo"),
+    # vLLM's kernels of gated delta nets for CPUs are in bfloat16 only
+    "qwen3-next-tiny": tiny("qwen3_next", "bfloat16", experts=(8, 2, 128), more=QWEN3_NEXT),
     "qwen2-moe-tiny": tiny("qwen2_moe", experts=(8, 2, 128), more={"shared_expert_intermediate_size": 128}),
     "gemma3-tiny": tiny(
         "gemma3_text", more=gemma3(24, 12, layer_types=["sliding_attention", "full_attention"])
     ),
-    "gemma2-tiny": tiny("gemma2", more=gemma2(24, 12)),
+    "gemma2-tiny": tiny("gemma2", more=gemma2(24, 12) | {"tie_word_embeddings": True}),
     "gpt-oss-tiny": tiny(
         "gpt_oss",
         experts=(8, 2, 128),

@@ -33,18 +33,21 @@ _NONE = Experts(count=0, topk=0, width=0)
 class Shape:
     """The counts of a decoder. A dense layer has an MLP of width `ffn`. A sparse layer has `experts` of width
     `expert_ffn` instead, of which each token uses `topk`, and one shared expert of width `shared_ffn`. `post_norms`:
-    the outputs of attention and MLP have norms."""
+    the outputs of attention and MLP have norms. `state_dtype`: that of the layers' state in an engine, "" for the
+    engine's. `groups`: heads of keys and values."""
 
     hidden: int
     ffn: int
     vocab: int
     tied: bool
     kinds: tuple[Layer, ...]
+    groups: int
     experts: int = 0
     topk: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
     post_norms: bool = False
+    state_dtype: str = ""
 
     @classmethod
     def of(cls, hf: dict[str, Any]) -> Shape:
@@ -60,11 +63,13 @@ class Shape:
             vocab=decoder.vocab,
             tied=decoder.tied,
             kinds=decoder.layers,
+            groups=decoder.groups,
             experts=experts.count,
             topk=experts.topk,
             expert_ffn=experts.width,
             shared_ffn=experts.shared,
             post_norms=decoder.post_norms,
+            state_dtype=decoder.state_dtype,
         )
 
     @property
@@ -80,6 +85,16 @@ class Shape:
     def cache_whole(self) -> int:
         """The part of `cache` that each tensor-parallel rank of an engine keeps whole."""
         return sum(kind.attention.cache for kind in self.kinds if kind.attention.cache_whole)
+
+    @property
+    def state(self) -> int:
+        """Elements of all layers' states that an engine keeps per sequence."""
+        return sum(kind.attention.state for kind in self.kinds)
+
+    @property
+    def newest(self) -> int:
+        """Elements that an engine keeps per sequence for all layers' convolutions."""
+        return sum(kind.attention.newest for kind in self.kinds)
 
     def layer(self, kind: Layer | None = None) -> Params:
         """One layer (default: the first): attention, and the gated MLP or router and experts."""

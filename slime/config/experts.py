@@ -112,9 +112,14 @@ def check_expert_layout(c: Config, experts: int) -> None:
         )
     if ep < 1 or experts % ep:
         raise ValueError(
-            f"--expert-model-parallel-size must divide the {experts} experts of a layer, got {ep}; "
-            "each rank has as many as any other"
+            f"--expert-model-parallel-size must divide the {experts} experts of a layer, got "
+            f"{ep}{_division(experts, ep)}; give each rank the same number of experts"
         )
+
+
+def _division(whole: int, parts: int) -> str:
+    """ ": 8 / 3 = 2.667", for a message. "" without parts."""
+    return f": {whole} / {parts} = {whole / parts:.3f}" if parts else ""
 
 
 def expert_tensor_parallel(c: Config) -> int:
@@ -147,7 +152,7 @@ def check_expert_width(c: Config, decoder: Decoder) -> None:
         raise ValueError(
             f"the width of an expert in config.json must be a multiple of {step} in "
             f"{c.megatron.params_dtype} on each of "
-            f"{etp} ranks that share an expert, got {width}; "
+            f"{etp} ranks that share an expert, got {width}{_division(width, etp * step)}; "
             + ("share it among fewer ranks" if etp > 1 else "such a model cannot be trained here")
         )
 
@@ -171,5 +176,5 @@ def check_expert_ranks(c: Config, world_size: int) -> None:
     if ep < 1 or (experts_apart(c) and world_size % (etp * ep * pp)):
         raise ValueError(
             "--expert-model-parallel-size times ETP * PP must divide the number of trainer ranks, got "
-            f"{ep} * {etp} * {pp} for {world_size}"
+            f"{ep} * {etp} * {pp} for {world_size}{_division(world_size, ep * etp * pp)}; change one of the sizes"
         )

@@ -14,9 +14,9 @@ from slime.config.algorithm import check_algorithm, check_group_size, check_kl
 from slime.config.checkpoint import check_directories
 from slime.config.cluster import check_domains, check_hardware, check_offload
 from slime.config.debug import check_profile_steps
-from slime.config.delta_net import check_delta_heads
 from slime.config.experts import check_expert_flags
 from slime.config.fields import spelled
+from slime.config.heads import check_heads
 from slime.config.kernels import check_kernels
 from slime.config.megatron_rules import check_local_layers, check_optimizer_dtypes, check_warm_up
 from slime.config.model_args import check_model_args, model_arg_notes
@@ -378,7 +378,7 @@ TOGETHER: tuple[Rule, ...] = (
     _replayed_model,
     _with_decoder(lambda c, decoder: check_stages(c.megatron, len(decoder.layers))),
     _with_decoder(check_expert_flags),
-    _with_decoder(check_delta_heads),
+    _with_decoder(check_heads),
     _with_decoder(lambda c, _: check_prediction(c, _model(c))),
 )
 

@@ -32,12 +32,6 @@ from slime.models.latent import Latent
 
 def latent_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
     """The module of the attention slot."""
-    tp, heads = core.tensor_model_parallel_size, decoder.heads
-    if heads % tp:
-        raise ValueError(
-            f"--tensor-model-parallel-size must divide the {heads} heads of the latent attention, got {tp}: "
-            f"{heads} / {tp} = {heads / tp:.3f}; take fewer ranks"
-        )
     assert isinstance(layer.attention, Latent)
     return ModuleSpec(LatentAttention, params={"sizes": layer.attention, "rope": layer.rope})
 

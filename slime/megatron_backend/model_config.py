@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
 from slime.config import Config
-from slime.config.delta_net import check_delta_heads
+from slime.config.heads import check_heads
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.experts import expert_fields
 from slime.models import decoder_of
@@ -65,7 +65,7 @@ def transformer_config(
     """
     decoder, dtype = decoder_of(hf_config), params_dtype(config)
     predictions = len(decoder.predictions) if predicts else 0
-    check_delta_heads(config, decoder)
+    check_heads(config, decoder)
     fields: dict[str, Any] = {
         "num_layers": len(decoder.layers),
         "mtp_num_layers": predictions or None,

@@ -77,11 +77,7 @@ class ProjectionNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int) -> None:
         super().__init__()
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        if heads % ranks:
-            raise ValueError(
-                f"--tensor-model-parallel-size must divide the {heads} heads that share a norm, got {ranks}: "
-                f"{heads} / {ranks} = {heads / ranks:.3f}; take fewer ranks"
-            )
+        assert heads % ranks == 0  # slime.config.heads
         self.eps, self.width = eps, heads * hidden_size
         self.weight = nn.Parameter(torch.ones(self.width // ranks))
         weight: Any = self.weight  # the marks are Megatron's

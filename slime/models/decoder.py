@@ -22,7 +22,8 @@ class Attention:
     `params`: its matrices, which tensor-parallel ranks split; `whole`: further matrices that each rank has. `kept`:
     what the backward needs per token (input and output included, split over ranks). `context`: keys and values that
     context-parallel ranks gather per token. `cache`: what an engine keeps per token, all
-    of it on each tensor-parallel rank if `cache_whole`. `pair_flops`: forward FLOPs per
+    of it on each tensor-parallel rank if `cache_whole`. `state`: what it keeps per sequence of any length, and
+    `newest` more for a convolution. `pair_flops`: forward FLOPs per
     (query, key) pair. `token_flops`: forward FLOPs per token beside the matrices.
     """
 
@@ -34,6 +35,8 @@ class Attention:
     whole: int = 0
     token_flops: int = 0
     cache_whole: bool = False
+    state: int = 0
+    newest: int = 0
 
     @classmethod
     def grouped(cls, hidden: int, q: int, kv: int) -> Attention:
@@ -71,7 +74,8 @@ class DeltaNet:
         return self.key_dim, self.key_dim, wide, wide, self.of_key, self.of_key
 
     def attention(self, hidden: int) -> Attention:
-        """What the layer costs. Its state has a fixed size, so no token adds to an engine's cache.
+        """What the layer costs. Its state [values, value_dim, key_dim] has a fixed size, so no token adds to
+        the cache of an engine. The convolution needs the inputs of `taps - 1` tokens.
 
         The least work per token is three products with the state [key_dim, value_dim] of each value head, and the
         convolution. Kept are the projection, the convolution's output, the kernel's 64 x 64 matrices, its output, the
@@ -86,6 +90,8 @@ class DeltaNet:
             cache=0,
             pair_flops=0,
             token_flops=6 * self.key_dim * v + 2 * self.taps * convolved,
+            state=self.key_dim * v,
+            newest=(self.taps - 1) * convolved,
         )
 
 
@@ -137,7 +143,8 @@ class Decoder:
     slime.megatron_backend.activations. `zero_centred`: norms multiply by 1 + weight. `embedding_scale` multiplies the
     embeddings and `attention_scale` the scores of attention (None: 1 / sqrt(head)). `attention_cap` and `logit_cap`:
     scores and logits z become `cap * tanh(z / cap)`. `sinks`: each head has a learned score, whose share of the softmax
-    goes to no token. `delta`: the sizes of gated delta net layers. `predictions`: the layers of multi-token prediction,
+    goes to no token. `delta`: the sizes of gated delta net layers. `state_dtype`: the dtype of their state in an engine
+    ("": that of the engine). `predictions`: the layers of multi-token prediction,
     which follow `layers`. `core`: further fields of megatron-core's TransformerConfig.
     """
 
@@ -166,6 +173,7 @@ class Decoder:
     sinks: bool = False
     output_gate: bool = False
     delta: DeltaNet | None = None
+    state_dtype: str = ""
     predictions: tuple[Layer, ...] = ()
     core: Mapping[str, Any] = field(default_factory=dict)
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from slime.models.decoder import Decoder, DeltaNet, Hf, Layer
+from slime.models.decoder import Decoder, DeltaNet, Experts, Hf, Layer
 from slime.models.layouts import Direct, Row, cat
+from slime.models.reading import only, read_decoder
 from slime.models.rope import Rope, read_rope, rope_record
-from slime.models.rows import HF, MG
+from slime.models.rows import ENDS, HEAD_NORMS, HF, MG, NORMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,9 +82,11 @@ def layer_types(hf: Hf) -> list[str]:
     return list(found)
 
 
-def hybrid(hf: Hf, decoder: Decoder) -> Decoder:
-    """`decoder` with gated delta net layers where config.json has them, gated attention in the others, and norms that
+def read_hybrid(hf: Hf, *, experts: Callable[[Hf], Experts] | None = None) -> Decoder:
+    """The decoder with gated delta net layers where config.json has them, gated attention in the others, and norms that
     multiply by 1 + weight."""
+    only(hf, attention_bias=False)
+    decoder = read_decoder(hf, qk_norm="head", rope=rope, experts=experts)
     delta, hidden = read_delta(hf), decoder.hidden
     gate = decoder.heads * decoder.head_dim
 
@@ -170,3 +173,16 @@ DELTA_NET = (
     Row(MG_DELTA + "out_proj.weight", (HF_DELTA + "out_proj.weight",), Direct(axis=1)),
 )
 """The rows of a gated delta net without its input projection, which files of each family hold in another form."""
+
+
+def hybrid_rows(
+    names: Sequence[str], parts: tuple[tuple[int, ...], ...], *, by_head: bool = False
+) -> tuple[Row, ...]:
+    """The rows of such a decoder without MLPs and experts. `names` are those of the input projection's tensors in
+    files, after "in_proj_"; `parts` and `by_head` say what they hold (`ByKeyHead`)."""
+    projection = Row(
+        MG_DELTA + "in_proj.weight",
+        tuple(f"{HF_DELTA}in_proj_{name}.weight" for name in names),
+        ByKeyHead(parts=parts, by_head=by_head),
+    )
+    return (*(ENDS + NORMS + GATED_ATTENTION + HEAD_NORMS + DELTA_NET), projection)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from slime.models.decoder import Attention, Decoder, Hf, Layer
 from slime.models.layouts import Direct, Row
 from slime.models.quantised import check_quantisation
-from slime.models.reading import SIZES, check_experts, need, only, sigmoid_experts
+from slime.models.reading import check_experts, need, only, sigmoid_experts, sizes
 from slime.models.rope import Rope, mscale, read_rope
 from slime.models.rows import ENDS, EXPERTS, HF, MG, MLP, NORMS, OUTPUT_BIAS, ROUTER_BIAS, SHARED_EXPERT
 
@@ -75,7 +75,8 @@ def softmax_scale(rope: Rope, size: int) -> float:
 
 def read_latent(hf: Hf, sparse: Sequence[bool]) -> Decoder:
     """The decoder of a family with latent attention and sigmoid experts. `sparse`: which layers have experts."""
-    need(hf, *SIZES, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    given = sizes(hf)
+    need(hf, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     only(
         hf,
         hidden_act="silu",
@@ -88,15 +89,9 @@ def read_latent(hf: Hf, sparse: Sequence[bool]) -> Decoder:
     rope = read_rope(hf, hf["qk_rope_head_dim"], whole=True, interleaved=True)
     attention = latent_attention(hf, rope)
     return Decoder(
-        hidden=hf["hidden_size"],
-        ffn=hf["intermediate_size"],
-        heads=hf["num_attention_heads"],
+        **given,
         groups=hf["num_attention_heads"],
         head_dim=attention.key,
-        vocab=hf["vocab_size"],
-        context=hf.get("max_position_embeddings") or 0,
-        norm_eps=hf["rms_norm_eps"],
-        tied=bool(hf.get("tie_word_embeddings", False)),
         layers=tuple(Layer(attention, kind="latent", sparse=has) for has in sparse),
         ropes=(rope,),
         experts=check_experts(hf, sigmoid_experts),

@@ -12,22 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from slime.models.decoder import Decoder, Experts, Hf
 from slime.models.family import Family, Tensors
-from slime.models.hybrid import (
-    DELTA_NET,
-    FLAGS,
-    GATED_ATTENTION,
-    HF_DELTA,
-    MG_DELTA,
-    SHARED_WIDTH,
-    ByKeyHead,
-    hybrid,
-    rope,
-)
+from slime.models.hybrid import FLAGS, SHARED_WIDTH, hybrid_rows, read_hybrid
 from slime.models.layouts import Row
 from slime.models.qwen2_moe import SHARED_WITH_GATE
 from slime.models.qwen2_moe import experts as shared_experts
-from slime.models.reading import expert_count, need, only, read_decoder
-from slime.models.rows import ENDS, EXPERTS, HEAD_NORMS, MLP, NORMS
+from slime.models.reading import expert_count, need, only
+from slime.models.rows import EXPERTS, MLP
 from slime.models.slices import Stored
 
 if TYPE_CHECKING:
@@ -44,8 +34,12 @@ def experts(hf: Hf) -> Experts:
 
 
 def read(hf: Hf) -> Decoder:
-    only(hf, attention_bias=False)
-    return hybrid(hf, read_decoder(hf, qk_norm="head", rope=rope))
+    return text_model(hf, read_hybrid(hf))
+
+
+def text_model(hf: Hf, decoder: Decoder) -> Decoder:
+    """vLLM takes the dtype of the state from config.json."""
+    return replace(decoder, state_dtype=hf.get("mamba_ssm_dtype") or "")
 
 
 def width(hf: Hf) -> Any:
@@ -54,11 +48,9 @@ def width(hf: Hf) -> Any:
 
 def read_moe(hf: Hf) -> Decoder:
     """No layer is dense, so files give the width of an expert only."""
-    only(hf, attention_bias=False, mlp_only_layers=[], decoder_sparse_step=1)
+    only(hf, mlp_only_layers=[], decoder_sparse_step=1)
     need(hf, "moe_intermediate_size")
-    return hybrid(
-        hf, read_decoder({**hf, "intermediate_size": width(hf)}, qk_norm="head", rope=rope, experts=experts)
-    )
+    return text_model(hf, read_hybrid({**hf, "intermediate_size": width(hf)}, experts=experts))
 
 
 def carried(hf: Hf) -> tuple[str, ...]:
@@ -130,12 +122,7 @@ def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(replace(row, hf=tuple(re.sub(r"^model\.", prefix, name) for name in row.hf)) for row in rows)
 
 
-IN_PROJ = Row(
-    MG_DELTA + "in_proj.weight",
-    tuple(f"{HF_DELTA}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
-    ByKeyHead(parts=((0, 1, 2), (3,), (4,), (5,))),
-)
-COMMON = (*(ENDS + NORMS + GATED_ATTENTION + HEAD_NORMS + DELTA_NET), IN_PROJ)
+COMMON = hybrid_rows(("qkv", "z", "b", "a"), ((0, 1, 2), (3,), (4,), (5,)))
 
 
 def family(model_type: str, title: str, models: str, rows: tuple[Row, ...], prefix: str) -> Family:

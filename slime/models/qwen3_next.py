@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.family import Family
-from slime.models.hybrid import (
-    DELTA_NET,
-    FLAGS,
-    GATED_ATTENTION,
-    HF_DELTA,
-    MG_DELTA,
-    SHARED_WIDTH,
-    ByKeyHead,
-    hybrid,
-    rope,
-)
-from slime.models.layouts import Row
+from slime.models.hybrid import FLAGS, SHARED_WIDTH, hybrid_rows, read_hybrid
 from slime.models.qwen2_moe import SHARED_WITH_GATE, experts
-from slime.models.reading import only, read_decoder
-from slime.models.rows import ENDS, EXPERTS, HEAD_NORMS, IGNORED, MLP, NORMS
+from slime.models.rows import EXPERTS, IGNORED, MLP
 
 
 def read(hf: Hf) -> Decoder:
-    only(hf, attention_bias=False)
-    hf = {**SHARED_WIDTH, **hf}
-    return hybrid(hf, read_decoder(hf, qk_norm="head", rope=rope, experts=experts))
+    return read_hybrid({**SHARED_WIDTH, **hf}, experts=experts)
 
 
 def predicted(hf: Hf) -> tuple[str, ...]:
@@ -32,15 +18,8 @@ def predicted(hf: Hf) -> tuple[str, ...]:
     return ("mtp.",)
 
 
-IN_PROJ = Row(
-    MG_DELTA + "in_proj.weight",
-    (HF_DELTA + "in_proj_qkvz.weight", HF_DELTA + "in_proj_ba.weight"),
-    ByKeyHead(parts=((0, 1, 2, 3), (4, 5)), by_head=True),
-)
-
 ROWS = (
-    *(ENDS + NORMS + GATED_ATTENTION + HEAD_NORMS + DELTA_NET),
-    IN_PROJ,
+    *hybrid_rows(("qkvz", "ba"), ((0, 1, 2, 3), (4, 5)), by_head=True),
     *(MLP + EXPERTS + SHARED_WITH_GATE),
 )
 

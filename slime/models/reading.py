@@ -77,24 +77,35 @@ def softmax_experts(hf: Hf) -> Experts:
 def sigmoid_experts(hf: Hf) -> Experts:
     """Experts with sigmoid scores and a correction bias, in groups, with shared experts. The `n_shared_experts` of a
     layer are one MLP that is as wide as all of them together."""
-    need(hf, "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    plain = softmax_experts(hf)
     need(hf, "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor")
     if hf["routed_scaling_factor"] <= 0:
         raise ValueError(
             f"routed_scaling_factor in config.json must be above 0, got {hf['routed_scaling_factor']}; "
             "the checkpoint is incomplete"
         )
-    return Experts(
-        count=expert_count(hf),
-        topk=hf["num_experts_per_tok"],
-        width=hf["moe_intermediate_size"],
-        shared=hf["n_shared_experts"] * hf["moe_intermediate_size"],
+    return replace(
+        plain,
+        shared=hf["n_shared_experts"] * plain.width,
         score="sigmoid",
         bias=True,
-        normalised=hf["norm_topk_prob"],
         groups=(hf["n_group"], hf["topk_group"]) if hf["n_group"] > 1 else None,
         scale=float(hf["routed_scaling_factor"]),
     )
+
+
+def sizes(hf: Hf) -> dict[str, Any]:
+    """The fields of `Decoder` that every family's config.json gives under the same keys."""
+    need(hf, *SIZES)
+    return {
+        "hidden": hf["hidden_size"],
+        "ffn": hf["intermediate_size"],
+        "heads": hf["num_attention_heads"],
+        "vocab": hf["vocab_size"],
+        "context": hf.get("max_position_embeddings") or 0,
+        "norm_eps": hf["rms_norm_eps"],
+        "tied": bool(hf.get("tie_word_embeddings", False)),
+    }
 
 
 def read_decoder(
@@ -115,7 +126,7 @@ def read_decoder(
     window of each layer (None: no layer has one). `experts` reads the experts of the sparse layers; a family without
     it has none.
     """
-    need(hf, *SIZES)
+    given = sizes(hf)
     only(hf, mlp_bias=False, **({"hidden_act": "silu"} if activation == "swiglu" else {}))
     layers, heads = hf["num_hidden_layers"], hf["num_attention_heads"]
     groups, size = hf.get("num_key_value_heads") or heads, head_dim(hf)
@@ -132,15 +143,9 @@ def read_decoder(
         for window, has in zip(windows or [None] * layers, sparse, strict=True)
     ]
     return Decoder(
-        hidden=hf["hidden_size"],
-        ffn=hf["intermediate_size"],
-        heads=heads,
+        **given,
         groups=groups,
         head_dim=size,
-        vocab=hf["vocab_size"],
-        context=hf.get("max_position_embeddings") or 0,
-        norm_eps=hf["rms_norm_eps"],
-        tied=bool(hf.get("tie_word_embeddings", False)),
         layers=tuple(of_layers),
         ropes=(rope(hf, size) if rope else read_rope(hf, size, whole=True),),
         experts=found,
@@ -170,9 +175,26 @@ def check_experts(hf: Hf, experts: Callable[[Hf], Experts] | None) -> Experts | 
     found = experts(hf)
     if not 1 <= found.topk <= count:
         raise ValueError(
-            f"num_experts_per_tok in config.json must lie in [1, {count}], the experts, got {found.topk}"
+            f"num_experts_per_tok in config.json must lie in [1, {count}], the experts, got {found.topk}; the "
+            "checkpoint is incomplete"
         )
+    if found.groups:
+        _check_groups(count, found.topk, *found.groups)
     return found
+
+
+def _check_groups(count: int, topk: int, groups: int, chosen: int) -> None:
+    """ValueError if `count` experts are not in `groups` equal groups, or `chosen` of them have fewer than `topk`."""
+    if count % groups:
+        raise ValueError(
+            f"n_group in config.json must divide the {count} experts, got {groups}: {count} / {groups} = "
+            f"{count / groups:.3f}; the checkpoint is incomplete"
+        )
+    if not 1 <= chosen <= groups or chosen * (count // groups) < topk:
+        raise ValueError(
+            f"topk_group in config.json must lie in [1, {groups}] and leave {topk} experts to choose, got {chosen}: "
+            f"{chosen} x {count // groups} = {chosen * (count // groups)}; the checkpoint is incomplete"
+        )
 
 
 def sliding_windows(hf: Hf) -> list[int | None]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from family_cases import CASES, engine_shape
+from family_record import note
 from megatron_cases import make_config, tiny_checkpoint
 from offline_engine import offline_engine
 from torch.multiprocessing import spawn
@@ -96,8 +97,11 @@ def check_engine(
     settings: dict[str, Any] = {"dtype": CASES[name].dtype}
     settings |= {"trust_remote_code": True} if CASES[name].kind in REMOTE_KINDS else {}
     with offline_engine(root / name, root / f"{name}-weights", monkeypatch, **settings) as engine:
-        assert (engine.log_probs(TOKENS) - before).abs().mean() < tolerance
-        for update, expected in ((second, after), (first, before)):
+        difference = (engine.log_probs(TOKENS) - before).abs().mean()
+        assert difference < tolerance
+        note(name, "engine_before", difference)
+        for what, update, expected in (("after", second, after), ("again", first, before)):
             engine.take(update)
             difference = (engine.log_probs(TOKENS) - expected).abs()
             assert difference.mean() < tolerance and difference.max() < 5 * tolerance
+            note(name, f"engine_{what}", difference.mean())

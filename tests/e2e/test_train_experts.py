@@ -78,3 +78,18 @@ def test_experts_train_as_their_engine_computes_and_resume_and_export(world: Wor
     assert all(torch.equal(tensor, live[name]) for name, tensor in exported.items())
     still = [name for name, tensor in exported.items() if torch.equal(tensor, first[name])]
     assert still == [BIAS] * (arch == "glm-moe-tiny"), "every expert and every router learns"
+
+
+@pytest.mark.slow
+def test_replicas_of_an_engine_share_the_experts(world: World) -> None:
+    """As slime's scripts have it: attention is whole in each replica, experts are spread over them. Each replica
+    compares its own experts after each update."""
+    flags = world.grpo("spread", rollouts=2)
+    engine = ["--rollout-num-gpus", "2", "--rollout-num-gpus-per-engine", "2", "--num-gpus-per-node", "3"]
+    spread = ["--sglang-dp-size", "2", "--sglang-ep-size", "2", "--sglang-enable-dp-attention"]
+    one = ["--actor-num-gpus-per-node", "1", "--check-weight-update-equal"]
+    run(vime("train", *flags, *engine, *spread, *one), world.root / "out-spread", timeout_s=500)
+    steps = rows(world.root / "spread", "train/step")
+    assert len(steps) == 2
+    for row in steps.values():
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-5

@@ -117,11 +117,13 @@ def trained(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in others}
 
 
-def assert_gradients_equal(got: Tensor, wanted: Tensor, name: str) -> None:
+def assert_gradients_equal(got: Tensor, wanted: Tensor, name: str) -> float:
     """To 1e-4, or 1e-5 of the tensor's largest value: the norm after a delta rule makes the rounding of small outputs
-    large, in transformers' float32 as in ours."""
-    atol = max(1e-6, 1e-5 * wanted.abs().max().item())
+    large, in transformers' float32 as in ours. Returns the largest difference, divided by the largest value."""
+    largest = wanted.abs().max().item()
+    atol = max(1e-6, 1e-5 * largest)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=atol, msg=lambda text: f"{name}: {text}")
+    return (got - wanted).abs().max().item() / largest if largest else 0.0
 
 
 def as_published(directory: Path, kind: str) -> None:

@@ -145,12 +145,13 @@ def test_experts_of_a_width_that_grouped_products_do_not_take(argv: list[str], t
     write_model(tmp_path / "model", **{**MOE, "moe_intermediate_size": 36})
     parse_args([*argv, "--fp32"])
     with pytest.raises(
-        ValueError, match="must be a multiple of 8 in bfloat16 on each of 1 ranks .* got 36; such"
+        ValueError,
+        match="must be a multiple of 8 in bfloat16 on each of 1 ranks .* got 36: 36 / 8 = 4.500; such",
     ):
         parse_args([*argv, "--bf16"])
     sequence = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     with pytest.raises(
-        ValueError, match="of 4 in float32 on each of 2 ranks .* got 36; share it among fewer"
+        ValueError, match="of 4 in float32 on each of 2 ranks .* got 36: 36 / 8 = 4.500; share it among fewer"
     ):
         parse_args([*argv, "--fp32", *sequence])
     write_model(tmp_path / "model", **{**MOE, "hidden_size": 68})

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from functools import partial
 
+import family_record
 import pytest
 import torch
 import transformers
@@ -21,14 +25,14 @@ from megatron_cases import (
     tiny_checkpoint,
     trained,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import rl_kernel
 from slime.megatron_backend.model import build_model, logit_cap, output_weight, unwrap, vocab_range
 from slime.megatron_backend.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.weights import export_hf, load_hf, save_hf
-from slime.models import FAMILIES
+from slime.models import FAMILIES, family_for
 
 BATCH = [
     *sequences(0),
@@ -52,6 +56,12 @@ def tiny(request, tmp_path_factory):
     return directory, hf, loaded(directory)
 
 
+@pytest.fixture
+def note(request):
+    """Record a measured number of the tiny model."""
+    return partial(family_record.note, request.node.callspec.params["tiny"])
+
+
 def loaded(directory):
     model = build_model(load_hf_config(directory), make_config())
     load_hf(model, directory)
@@ -62,7 +72,7 @@ def test_every_family_has_a_tiny_model():
     assert {case.kind for case in CASES.values()} == FAMILIES.keys() == TINY.keys()
 
 
-def test_logits_and_log_probs(tiny):
+def test_logits_and_log_probs(tiny, note):
     _, hf, model = tiny
     with torch.no_grad():
         expected, got = hf_logits(hf, BATCH), packed_logits(model, BATCH)
@@ -74,14 +84,17 @@ def test_logits_and_log_probs(tiny):
         ours = rl_kernel.linear_logp(hidden, weight, targets, **shard)
     theirs = expected.log_softmax(-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    note("logits", (got - expected).abs().max())
+    note("log_probs", (ours - theirs).abs().max())
 
 
-def test_weights_are_exported_as_they_were_loaded(tiny, tmp_path):
+def test_weights_are_exported_as_they_were_loaded(tiny, note, tmp_path):
     directory, hf, model = tiny
     original, exported = load_file(directory / "model.safetensors"), dict(export_hf(model))
     kept = set(trained(original, directory))
     assert exported.keys() == kept
     assert all(torch.equal(exported[name], original[name]) for name in kept)
+    note("one_bits", 1)
     save_hf(model, directory, tmp_path)
     known = json.loads((tmp_path / "config.json").read_text())["model_type"] in transformers.CONFIG_MAPPING
     again = transformers.AutoModelForCausalLM.from_pretrained(
@@ -96,7 +109,34 @@ def test_weights_are_exported_as_they_were_loaded(tiny, tmp_path):
     torch.testing.assert_close(hf_logits(again, sequences(3)), hf_logits(hf, sequences(3)), rtol=0, atol=1e-6)
 
 
-def test_gradients(tiny, tmp_path):
+def test_bad_files_are_named(tiny, tmp_path):
+    """A rotary setting that nobody knows, a tensor that is missing, and one of another shape."""
+    directory, _, model = tiny
+    hf = load_hf_config(directory)
+    rotary = hf.get("rope_parameters") or {"rope_theta": 1e4}
+    both = rotary.get("full_attention")
+    for odd, message in (
+        ({"rope_type": "spiral"}, "rope_type in config.json must be one of .* got 'spiral'; it is not known"),
+        ({"warp": 3}, "rotary settings in config.json must be among .* got warp; what they change is not kn"),
+    ):
+        changed = {**rotary, "full_attention": both | odd} if both else rotary | odd
+        with pytest.raises(ValueError, match=message):
+            family_for(hf).read({**hf, "rope_parameters": changed})
+    shutil.copytree(directory, tmp_path / "bad")
+    file = tmp_path / "bad" / "model.safetensors"
+    tensors = load_file(file)
+    name = min(n for n in tensors if n.endswith("layers.1.post_attention_layernorm.weight"))
+    whole = tensors.pop(name)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"got 1 missing from .*: {re.escape(name)}; check"):
+        load_hf(model, tmp_path / "bad")
+    save_file({**tensors, name: whole[:-1].clone()}, file, metadata={"format": "pt"})
+    message = rf"{re.escape(name)} must have shape \[{len(whole)}\] as config.json says, got \[{len(whole) - 1}\] in"
+    with pytest.raises(ValueError, match=message):
+        load_hf(model, tmp_path / "bad")
+
+
+def test_gradients(tiny, note, tmp_path):
     """The last test of a model: its parameters become gradients."""
     directory, hf, model = tiny
     sum_loss(packed_logits(model, BATCH), BATCH).backward()
@@ -109,5 +149,7 @@ def test_gradients(tiny, tmp_path):
     }
     wanted = trained(wanted, directory)
     assert got.keys() == wanted.keys()
-    for name, gradient in got.items():
-        assert_gradients_equal(gradient, wanted[name], name)
+    note(
+        "gradients",
+        max(assert_gradients_equal(gradient, wanted[name], name) for name, gradient in got.items()),
+    )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from family_cases import CASES
+from family_record import note
 from megatron_cases import (
     assert_gradients_equal,
     hf_gradients,
@@ -118,6 +119,7 @@ def test_weights_are_put_together_bitwise(models, two, name, layout):
             return
         assert found["weights"].keys() == trained(original, models[0] / name).keys()
         assert all(torch.equal(tensor, original[n]) for n, tensor in found["weights"].items())
+    note(name, f"{layout}_bits", 1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -132,9 +134,11 @@ def test_log_probs_and_gradients(models, two, name):
             mine = range(len(BATCH))[rank::2] if layout == "ep" else range(len(BATCH))
             wanted = torch.cat([expected["log_probs"][i] for i in mine])
             torch.testing.assert_close(found["log_probs"], wanted, rtol=0, atol=1e-5)
+            note(name, f"{layout}_log_probs", (found["log_probs"] - wanted).abs().max())
             for key, gradient in found["gradients"].items():
                 if not key.endswith("e_score_correction_bias"):
-                    assert_gradients_equal(gradient, expected["gradients"][key], f"{layout} {key}")
+                    error = assert_gradients_equal(gradient, expected["gradients"][key], f"{layout} {key}")
+                    note(name, f"{layout}_gradients", error)
 
 
 def of_transformers(hf: Any, directory: Path) -> dict[str, Any]:

@@ -53,6 +53,14 @@ def test_a_server_loads_torchs_openmp_and_forks():
     assert EngineServer(EngineSpec(**made)).environment()["TORCHDYNAMO_DISABLE"] == "1"
 
 
+def test_a_model_with_a_state_is_served_without_a_cache_of_prefixes():
+    made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
+    off = "--no-enable-prefix-caching"
+    assert off in EngineServer(EngineSpec(**made, stateful=True)).command()
+    assert off not in EngineServer(EngineSpec(**made)).command()
+    assert off not in EngineServer(EngineSpec(**made, stateful=True, device="cuda")).command()
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_vllm_keeps_the_start_method(method):
     """In a process of its own, as vLLM's CPU platform sets many variables."""

@@ -9,7 +9,6 @@ from architectures import ARCHITECTURES
 
 from slime.model_shape import Shape
 from vime.backends import parse_config
-from vime.engine.cpu_engine import check_experts
 from vime.engine.memory import engine_memory
 from vime.plan import describe
 
@@ -73,19 +72,3 @@ def test_replicas_of_an_engine_share_the_experts(tmp_path):
     params = wholes[0].bytes  # two bytes each, over two GPUs
     assert found[0].bytes == 2 * (params - experts) + experts
     assert found[0].arithmetic == "1.54 G x 2 B / 1 GPUs + 29 G of experts x 2 B / 2 GPUs"
-
-
-@pytest.mark.parametrize(
-    ("spread", "message"),
-    [
-        ("--vllm-enable-expert-parallel", "--vllm-enable-expert-parallel must be left out with --device cpu"),
-        (
-            "--sglang-dp-size 2",
-            "--vllm-data-parallel-size must be 1 with --device cpu for a model with experts",
-        ),
-    ],
-)
-def test_experts_of_engines_on_cpus_are_not_spread(tmp_path, spread, message):
-    config = parse_config([*moe_flags(tmp_path), "--device", "cpu", *spread.split()])
-    with pytest.raises(ValueError, match=message):
-        check_experts(config)

@@ -11,6 +11,7 @@ import torch
 from architectures import ARCHITECTURES
 
 from slime.memory_estimate import GIB
+from slime.model_shape import Shape
 from vime import plan
 from vime.backends import parse_config
 from vime.cli import main, usage
@@ -26,6 +27,7 @@ FLAGS = """
 --recompute-num-layers 1 --vllm-server-concurrency 256
 """
 COLOCATED = ("--colocate", "--vllm-gpu-memory-utilization", "0.4")
+PER_ENGINE = ("--rollout-num-gpus-per-engine", "4", "--num-gpus-per-node", "5")
 APART = ("--rollout-num-gpus", "1", "--vllm-gpu-memory-utilization", "0.85")
 TRAINER, ENGINE = "Memory of a trainer rank", "Memory of an engine, per GPU"
 
@@ -255,3 +257,61 @@ def test_what_collects_its_values_keeps_all_of_them(flags):
     ]
     assert c.engine.router_args == {"wasm_middleware_routes": ["a", "b"]}
     assert c.engine.router_argv == ["--wasm-middleware-route", "a", "--wasm-middleware-route", "b"]
+
+
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e7,
+    "max_position_embeddings": 262144,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+"""Qwen3-Next-80B-A3B: 36 of 48 layers are gated delta nets of 16 and 32 heads of 128."""
+
+
+@pytest.mark.parametrize(
+    ("more", "bytes_of_layer", "arithmetic"),
+    [
+        ("", 2 * 2 * (524288 + 24576), "2 x 36 layers x (524288 x 2 B + 24576 x 2 B) / 4 GPUs"),
+        (
+            "--vllm-no-enable-prefix-caching --vllm-mamba-ssm-cache-dtype float32",
+            4 * 524288 + 2 * 24576,
+            "1 x 36 layers x (524288 x 4 B + 24576 x 2 B) / 4 GPUs",
+        ),
+    ],
+)
+def test_an_engine_keeps_a_state_per_request(flags, more, bytes_of_layer, arithmetic):
+    """vLLM keeps [32, 128, 128] and 3 x (2 x 2048 + 4096) numbers per layer, twice where prefixes are cached."""
+    Path(flags[1], "config.json").write_text(json.dumps(QWEN3_NEXT))
+    c = parse_config([*flags, *APART, "--rollout-num-gpus", "4", *PER_ENGINE, "--bf16", *more.split()])
+    items = {item.name: item for item in engine_memory(c, Shape.of(QWEN3_NEXT))}
+    state = items["state per request"]
+    assert state.bytes == 36 * bytes_of_layer / 4 and state.arithmetic == arithmetic
+    token = 12 * 2 * 2 * 256 * 2 / 2  # two heads of keys and values: each is on two GPUs
+    assert items["KV cache"].bytes == 256 * (8192 * token + state.bytes)
+    assert items["KV cache"].arithmetic.endswith("at once, with their states")
+    weights = items["weights"].bytes
+    room = 0.85 * 60 * GIB - weights
+    held = int(room / (8192 * token + state.bytes))
+    assert f"{held} of 256 requests of 8192 tokens" in engine_verdict(c, QWEN3_NEXT, 60 * GIB)
+    small = (weights + 262144 * token + state.bytes / 2) / 0.85
+    assert "does not fit" in engine_verdict(c, QWEN3_NEXT, small)
+
+
+def test_the_state_has_the_dtype_of_config_json(flags):
+    """As Qwen3.5's files give it, and vLLM takes it."""
+    hf = QWEN3_NEXT | {"model_type": "qwen3_5_moe_text", "mamba_ssm_dtype": "float32"}
+    Path(flags[1], "config.json").write_text(json.dumps(hf))
+    c = parse_config([*flags, *APART, "--bf16"])
+    items = {item.name: item for item in engine_memory(c, Shape.of(hf))}
+    assert items["state per request"].bytes == 36 * 2 * (4 * 524288 + 2 * 24576)

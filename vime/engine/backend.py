@@ -15,7 +15,7 @@ from slime.config.fields import FlagSpec
 from slime.config.listing import Row
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
-from vime.engine import apart, cpu_engine, flags, fp8
+from vime.engine import apart, flags, fp8
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.engine.sglang_flags import PREFIX, targets, translate_sglang
 
@@ -181,8 +181,7 @@ class VllmBackend:
     def require_reachable(self, config: Config) -> None:
         """The engines and the router that were started apart answer, and the router is for this run alone. Engines on
         CPUs can compute the model."""
-        fp8.check_on_cpu(config)
-        cpu_engine.check_experts(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
+        fp8.check_on_cpu(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
         apart.require_reachable(config)
 
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:

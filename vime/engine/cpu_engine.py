@@ -12,10 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slime.config import Config
-from slime.hf_config import read_hf_config
-from slime.models import decoder_of
-
 MOST_REQUESTS = 512
 """--max-num-seqs."""
 MOST_CACHE_BYTES = 1 << 30
@@ -24,28 +20,6 @@ _PROMPT_TOKENS = 256
 _OTHER_STATE = ("kv_lora_rank", "linear_num_value_heads", "mamba_d_state")
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 WAIT_VARIABLE = "OMP_WAIT_POLICY"
-
-
-def check_experts(config: Config) -> None:
-    """An engine on CPUs must have all experts in each process.
-
-    vLLM's kernel of experts for CPUs takes no map of experts, and its communicator for CPUs cannot gather the tokens of
-    replicas. Without this check, the engine dies at the first request.
-    """
-    if not config.num_engines or config.cluster.device != "cpu":
-        return
-    if config.engine.backend_args.get("enable_expert_parallel"):
-        raise ValueError(
-            "--vllm-enable-expert-parallel must be left out with --device cpu, got it; vLLM's kernel of experts for "
-            "CPUs computes all experts of a layer"
-        )
-    assert config.rollout.hf_checkpoint is not None
-    replicas = config.engine.engine_facts.data_parallel_size
-    if replicas > 1 and decoder_of(read_hf_config(config.rollout.hf_checkpoint)).experts:
-        raise ValueError(
-            f"--vllm-data-parallel-size must be 1 with --device cpu for a model with experts, got {replicas}; lower "
-            "--rollout-num-gpus-per-engine, which gives more engines"
-        )
 
 
 def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:

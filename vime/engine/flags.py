@@ -18,6 +18,7 @@ from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.hf_config import read_hf_config
+from slime.models import decoder_of
 from slime.weight_sync.registry import CHANNELS
 from vime.engine import cpu_engine, fp8, vllm_versions
 
@@ -337,6 +338,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "nodes": config.nodes_per_engine,
         "tells_experts": config.off_policy.use_rollout_routing_replay,
         "cache_bytes": _cache_bytes(config),
+        "stateful": decoder_of(read_hf_config(str(config.rollout.hf_checkpoint))).stateful,
     }
 
 

@@ -48,7 +48,7 @@ MakeControl = Callable[[str, str], Control]
 class Spawn(Protocol):
     """Makes a server that is not started yet."""
 
-    def __call__(self, spec: EngineSpec) -> EngineHandle: ...
+    def __call__(self, spec: EngineSpec, /) -> EngineHandle: ...
 
 
 class Member:

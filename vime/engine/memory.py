@@ -22,11 +22,12 @@ from vime.engine.flags import engine_tensor_parallel
 
 def engine_memory(c: Config, shape: Shape) -> list[Item]:
     """Bytes on one GPU of an engine: weights, and the KV cache of the requests that may run at once."""
-    token, length = _token(c, shape), _length(c)
-    items = [engine_weights(c, shape), token]
+    token, state, length = _token(c, shape), _state(c, shape), _length(c)
+    items = [engine_weights(c, shape), token, *([state] if state.bytes else [])]
     if length is not None:
         how = f"{_requests(c)} requests x {length} tokens, prompts left out, if all ran to the end at once"
-        items.append(Item("KV cache", token.bytes * _requests(c) * length, how))
+        how += ", with their states" if state.bytes else ""
+        items.append(Item("KV cache", (token.bytes * length + state.bytes) * _requests(c), how))
     return items
 
 
@@ -37,7 +38,7 @@ def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
     fault, the others wait; but vLLM does not start without room for one sequence of --vllm-max-model-len.
     """
     shape = Shape.of(hf)
-    weights, token = engine_weights(c, shape).bytes, _token(c, shape).bytes
+    weights, token, state = engine_weights(c, shape).bytes, _token(c, shape).bytes, _state(c, shape).bytes
     more_gpus = f"--rollout-num-gpus-per-engine (now {c.cluster.rollout_num_gpus_per_engine})"
     if given := c.engine.engine_facts.cache_bytes:
         besides = BESIDES_GENERATING - BESIDES_TRAINER
@@ -54,22 +55,22 @@ def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
     if short > 0:
         return f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(short)} too much; {change}"
     sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
-    if token * sequence > room:
+    if token * sequence + state > room:
         return (
             f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(room)} for the KV cache, but one sequence of "
-            f"{sequence} tokens needs {amount(token * sequence)}; raise {bound} or {more_gpus}, or set a lower "
+            f"{sequence} tokens needs {amount(token * sequence + state)}; raise {bound} or {more_gpus}, or set a lower "
             "--vllm-max-model-len"
         )
-    return f"fits {gpu(device_bytes)}: {made_of}, {_at_a_time(c, room, token)}"
+    return f"fits {gpu(device_bytes)}: {made_of}, {_at_a_time(c, room, token, state)}"
 
 
-def _at_a_time(c: Config, room: float, token: float) -> str:
+def _at_a_time(c: Config, room: float, token: float, state: float) -> str:
     """How many requests of full length the KV cache holds."""
     requests, length = _requests(c), _length(c)
     held = f"at most {amount(room)} for the KV cache"
     if length is None:
         return f"{held}, {room / token:.0f} tokens"
-    fitting = int(room / (token * length))
+    fitting = int(room / (token * length + state))
     if fitting >= requests:
         return f"{held}, enough for {requests} requests of {length} tokens"
     return f"{held}, {fitting} of {requests} requests of {length} tokens at a time, the others wait"
@@ -89,10 +90,10 @@ def _length(c: Config) -> int | None:
 
 
 def _token(c: Config, shape: Shape) -> Item:
-    """Keys and values of one token, which tensor-parallel ranks and pipeline stages share. Latent vectors are whole on
-    each tensor-parallel rank."""
+    """Keys and values of one token, which tensor-parallel ranks and pipeline stages share. Ranks beyond the heads of
+    keys and values have copies of them. Latent vectors are whole on each tensor-parallel rank."""
     size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
-    tp, stages = engine_tensor_parallel(c), c.engine.engine_facts.pipeline_parallel_size
+    tp, stages = min(engine_tensor_parallel(c), shape.groups), c.engine.engine_facts.pipeline_parallel_size
     whole = shape.cache_whole
     if whole == shape.cache:
         tp = 1
@@ -100,3 +101,26 @@ def _token(c: Config, shape: Shape) -> Item:
     how = f"{shape.layers} layers x {shape.cache / shape.layers:g} x {size} B / {split}"
     elements = (shape.cache - whole) / tp + whole
     return Item("KV cache per token", elements * size / stages, how)
+
+
+def _state(c: Config, shape: Shape) -> Item:
+    """The state of a request in layers whose state has a fixed size, such as gated delta nets: that of the newest
+    token, and for the prefix cache that of an earlier token. Tensor-parallel ranks and pipeline stages share it."""
+    given = c.engine.backend_args
+    usual = c.engine.engine_facts.dtype or c.megatron.params_dtype
+    newest = _bytes(given.get("mamba_cache_dtype"), BYTES.get(usual, 2))
+    state = _bytes(given.get("mamba_ssm_cache_dtype"), BYTES.get(shape.state_dtype, newest))
+    copies = 1 if given.get("enable_prefix_caching") is False else 2
+    parts = engine_tensor_parallel(c) * c.engine.engine_facts.pipeline_parallel_size
+    layers = sum(kind.attention.state > 0 for kind in shape.kinds)
+    each = max(layers, 1)
+    how = (
+        f"{copies} x {layers} layers x ({shape.state / each:g} x {state} B + {shape.newest / each:g} x {newest} B) / "
+        f"{parts} GPUs"
+    )
+    return Item("state per request", copies * (shape.state * state + shape.newest * newest) / parts, how)
+
+
+def _bytes(dtype: str | None, usual: int) -> int:
+    """Bytes of vLLM's name of a dtype; `usual` for none and for "auto"."""
+    return BYTES.get(dtype or "auto", usual)

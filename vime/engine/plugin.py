@@ -10,6 +10,7 @@ from vime.engine import (
     compact_log_probs,
     cpu_draft,
     cpu_engine,
+    cpu_experts,
     cpu_fp8,
     cpu_rotary,
     draft,
@@ -41,6 +42,7 @@ def register() -> None:
         meet_in_a_file()
         cpu_engine.install()
     cpu_rotary.install()
+    cpu_experts.install()
     cpu_draft.install()
     cpu_fp8.install()
     if routed_experts.VARIABLE in os.environ:

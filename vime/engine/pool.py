@@ -80,7 +80,7 @@ class ServerPool:
             Member(spec, place, pause_mode, self.kind.control) for place, spec in enumerate(specs)
         ]
         self._router = self.kind.router(router)
-        self._spawn: Spawn = spawn or self.kind.server
+        self._spawn: Spawn = self.kind.server if spawn is None else spawn
         self._dtype = dtype
         self._max_restarts = max_restarts
         self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s

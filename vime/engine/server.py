@@ -69,6 +69,9 @@ class EngineSpec(ServerSpec):
     cpu_threads: int = 0
     cache_bytes: int = cpu_engine.MOST_CACHE_BYTES
     """Bytes of the key-value cache of an engine on CPU, which vLLM fills with zeros when it starts."""
+    stateful: bool = False
+    """Whether layers have a state of fixed size, such as gated delta nets. vLLM caches the states of prefixes only with
+    chunked prefill, which an engine on CPU does without."""
     start_timeout_s: float = 600.0
     index: int = 0
     sleeps: bool = False
@@ -154,6 +157,7 @@ class EngineServer(Server[EngineSpec]):
             argv += token_routes()
         if spec.device == "cpu":
             argv += [*_CPU_ARGV, f"--kv-cache-memory-bytes={spec.cache_bytes}"]
+            argv += ["--no-enable-prefix-caching"] if spec.stateful else []
         if spec.sleeps:
             argv += ["--enable-sleep-mode"]
         if spec.tells_experts:

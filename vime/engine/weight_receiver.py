@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -133,6 +135,7 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
             self.compared |= part.shapes
 
     def _begin_loading(self) -> None:
+        name_loaders(self.model)
         initialize_layerwise_reload(self.model)
         keep_in_place(self.model)
         if self.draft is not None:
@@ -201,6 +204,15 @@ class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, Upda
         trained = bool(self._predicted(given))
         expected = checkpoint_shapes(self.model_config.model, trained=trained)
         require_same_tensors(given, expected, tied=tied, where=where)
+
+
+def name_loaders(model: nn.Module) -> None:
+    """Give each loader of a parameter a name: vLLM's layerwise reload asks for it. The loaders of MiniMax-M2's norms
+    of queries and keys have none."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, list[int]] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
@@ -105,13 +106,13 @@ class SglangBackend:
 
 def _facts(args: dict[str, Any]) -> EngineFacts:
     share = args.get("mem_fraction_static")
-    return EngineFacts(
+    facts = EngineFacts(
         project="SGLang",
         router="sglang-router",
-        **({} if share is None else {"memory_share": float(share)}),
         dtype=args.get("dtype"),
         flag_of={"memory_share": "--sglang-mem-fraction-static"},
     )
+    return facts if share is None else replace(facts, memory_share=float(share))
 
 
 def _spec(config: Config, **more: Any) -> SglangSpec:

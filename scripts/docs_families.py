@@ -1,0 +1,151 @@
+"""`python scripts/docs_families.py`: the page of measured differences of every model family, from its record.
+
+`--run` first measures: it runs the family tests, which compare tiny models with transformers and with vLLM on CPUs, and
+writes the record. The lines of a family's file are counted when the page is written. A test fails when the page is not
+what this script writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_kernel.benchmarks.machine import describe
+from slime.models import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path("benchmarks/reports/families_cpu.md")
+RECORD = Path("benchmarks/results/families_cpu.json")
+COMMAND = "python scripts/docs_families.py"
+TESTS = {
+    "tests/slime/test_families.py": "compared with transformers on one rank",
+    "tests/slime/test_families_parallel.py": "compared with transformers on two ranks",
+    "tests/e2e/test_engine_families.py": "compared with vLLM, before and after an update of its weights",
+}
+ON_ONE = ("logits", "log_probs", "gradients")
+ON_TWO = ("tp_log_probs", "ep_log_probs", "tp_gradients", "ep_gradients")
+ENGINE = ("engine_before", "engine_after", "engine_again")
+TITLE = """# families_cpu
+
+Every family on tiny random models: the differences that the family tests measured.
+
+"""
+LEGEND = """
+- **logits, log-probs**: the largest difference from transformers, float32, packed sequences of different lengths. The
+  limit is 1e-5. "2 ranks" is the larger one of tensor and expert parallelism.
+- **gradients**: the largest difference of a parameter's gradient, divided by that gradient's largest value. The limit
+  of a test is 1e-4 of each element, or 1e-5 of the largest value.
+- **bits**: on how many layouts of ranks all weights returned bit by bit: one rank, tensor, pipeline, expert parallel.
+- **engine**: the mean difference from the log-probs of vLLM: as loaded, after an update, and after the first weights
+  again. The limit is 1e-5 in float32 and 0.02 in bfloat16. Empty: no test of this model runs an engine.
+- **lines**: those of the family's file in `slime/models`.
+"""
+
+
+def measured(lines: list[str]) -> dict[str, dict[str, float]]:
+    """Model -> what -> the largest value that a test noted."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    for line in lines:
+        note = json.loads(line)
+        model = found[note["model"]]
+        model[note["what"]] = max(note["value"], model.get(note["what"], 0.0))
+    return dict(found)
+
+
+def run() -> None:
+    """Run the tests, and write the record if all of them pass."""
+    machine, seconds = describe(torch.device("cpu"), ["scripts/docs_families.py", "--run"]), {}
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder, "notes.jsonl")
+        env = {**os.environ, "VIME_FAMILY_RECORD": str(notes)}
+        for test in TESTS:
+            start = time.monotonic()
+            subprocess.run([sys.executable, "-m", "pytest", "-q", test], cwd=ROOT, env=env, check=True)
+            seconds[test] = round(time.monotonic() - start, 1)
+        models = measured(notes.read_text().splitlines())
+    record = {"machine": machine, "seconds": seconds, "models": models}
+    (ROOT / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def lines_of(model_type: str) -> tuple[str, int]:
+    """The file that has a family, and its lines."""
+    folder = ROOT / "slime" / "models"
+    (file,) = (
+        file
+        for file in sorted(folder.glob("*.py"))
+        if file.stem not in ("__init__", "status") and f'"{model_type}"' in file.read_text()
+    )
+    return file.stem, len(file.read_text().splitlines())
+
+
+def rows(models: dict[str, dict[str, float]]) -> Iterator[list[str]]:
+    """A row per tiny model, in the order of the families."""
+    sys.path.insert(0, str(ROOT / "tests" / "slime"))
+    from family_cases import CASES
+
+    order = list(FAMILIES)
+    for name, case in sorted(CASES.items(), key=lambda item: order.index(item[1].kind)):
+        found = models[name]
+        file, lines = lines_of(case.kind)
+        two = {
+            kind: [found[f"{x}_{kind}"] for x in ("tp", "ep") if f"{x}_{kind}" in found]
+            for kind in ON_ONE[1:]
+        }
+        engine = [number(found[key]) for key in ENGINE if key in found]
+        bits = [found[key] for key in ("one_bits", "tp_bits", "pp_bits", "ep_bits") if key in found]
+        yield [
+            FAMILIES[case.kind].title,
+            f"`{name}`",
+            number(found["logits"]),
+            f"{number(found['log_probs'])}, 2 ranks {number(max(two['log_probs']))}",
+            f"{number(found['gradients'])}, 2 ranks {number(max(two['gradients']))}",
+            f"{int(sum(bits))} of {len(bits)}",
+            f"{', '.join(engine)}{f' ({case.dtype})' if engine and case.dtype != 'float32' else ''}",
+            f"{lines} (`{file}.py`)",
+        ]
+
+
+def number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def page() -> str:
+    """The whole page, from the record."""
+    record: dict[str, Any] = json.loads((ROOT / RECORD).read_text())
+    machine = record["machine"]
+    head = ["family", "tiny model", "logits", "log-probs", "gradients", "bits", "engine", "lines"]
+    table = [head, ["---"] * len(head), *rows(record["models"])]
+    changed = " and changes that are in no commit" if machine["dirty"] else ""
+    text = [
+        f"- **Hardware** CPU {machine['cpu']}",
+        f"- **Versions** Python {machine['python']}, torch {machine['torch']}",
+        f"- **Commit** {machine['commit']}{changed}, {machine['date']}",
+        *(f"- **{s:.0f} s** {TESTS[test]}: `{test}`" for test, s in record["seconds"].items()),
+        *("", "```bash", machine["command"], "```", ""),
+        *(f"| {' | '.join(cells)} |" for cells in table),
+    ]
+    return TITLE + "\n".join(text) + "\n" + LEGEND
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the page of measured differences of every family.")
+    parser.add_argument("--run", action="store_true", help="measure first (about three minutes)")
+    if parser.parse_args().run:
+        run()
+    (ROOT / PAGE).write_text(page())
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

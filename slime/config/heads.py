@@ -1,0 +1,34 @@
+"""Which numbers of ranks can share the heads of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slime.models import Decoder
+
+if TYPE_CHECKING:
+    from slime.config.schema import Config
+
+
+def check_heads(c: Config, decoder: Decoder) -> None:
+    """ValueError if tensor- and context-parallel ranks cannot share the heads of the model, latent ones included."""
+    tp, cp = c.megatron.tensor_model_parallel_size, c.megatron.context_parallel_size
+    _divide(decoder.heads, "num_attention_heads", tp)
+    if decoder.output_gate:
+        _divide(decoder.groups, "num_key_value_heads of attention with an output gate", tp)
+    if decoder.qk_norm == "projection":
+        _divide(decoder.groups, "num_key_value_heads that share a norm", tp)
+    if decoder.delta and decoder.delta.keys % (tp * cp):
+        keys = decoder.delta.keys
+        raise ValueError(
+            f"--tensor-model-parallel-size x --context-parallel-size must divide the {keys} linear_num_key_heads, got "
+            f"{tp} x {cp}: {keys} / {tp * cp} = {keys / (tp * cp):.3f}; use fewer ranks"
+        )
+
+
+def _divide(heads: int, what: str, ranks: int) -> None:
+    if heads % ranks:
+        raise ValueError(
+            f"--tensor-model-parallel-size must divide the {heads} {what}, got {ranks}: {heads} / {ranks} = "
+            f"{heads / ranks:.3f}; use fewer ranks"
+        )

@@ -1,0 +1,94 @@
+"""Experts that vLLM's CPU build cannot compute, for engines on CPUs: sigmoid scores without groups, and experts that
+the ranks of an engine share.
+
+vLLM's router for CPUs takes sigmoid scores of expert groups only. Scores without groups are those of one group.
+
+vLLM's kernel for CPUs numbers the experts of its own process. With --vllm-enable-expert-parallel, it gets the tokens of
+all experts. Here they get the numbers of this rank, and a weight of 0 where another rank has the expert. vLLM adds the
+outputs of the ranks. Replicas (--vllm-data-parallel-size) exchange tokens first, which vLLM's communicator for CPUs
+cannot; here each sum of zeros and one rank's tokens is the exchange.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MARK = "shares_experts"
+
+
+def install() -> None:
+    """Give vLLM's router and kernel for CPUs both. May run more than once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators import cpu_communicator
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+
+    experts: Any = cpu_moe.CPUUnquantizedExperts
+    if hasattr(experts.apply, _MARK):
+        return
+    experts.apply = _with_map(experts.apply)
+    router: Any = cpu_router.CPURouter
+    router.__init__ = _with_one_group(router.__init__)
+    communicator: Any = cpu_communicator.CpuCommunicator
+    communicator.all_gatherv, communicator.reduce_scatterv = all_gatherv, reduce_scatterv
+
+
+def _with_one_group(init: Any) -> Any:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk and not self.custom_routing_function:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    return __init__
+
+
+def _with_map(apply: Any) -> Any:
+    @functools.wraps(apply)
+    def with_map(
+        self: Any, *, expert_map: Tensor | None, topk_weights: Tensor, topk_ids: Tensor, **kwargs: Any
+    ) -> Any:
+        if expert_map is not None:
+            topk_weights, topk_ids = local_choice(expert_map, topk_weights, topk_ids)
+        return apply(self, expert_map=None, topk_weights=topk_weights, topk_ids=topk_ids, **kwargs)
+
+    setattr(with_map, _MARK, True)
+    return with_map
+
+
+def local_choice(expert_map: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """weights fp32 and ids [T, topk] of all experts -> those of this rank: `where(map[ids] < 0, 0, weights)` and
+    `map[ids].clamp(min=0)`. expert_map [E]: the number of each expert on this rank, -1 for experts of other ranks."""
+    local = expert_map[ids.long()]
+    return torch.where(local < 0, 0.0, weights), local.clamp(min=0).to(ids.dtype)
+
+
+def all_gatherv(
+    self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> Any:
+    """The rows of all ranks, `cat([rows of rank 0, ..])`, of a tensor or of each in a list. `sizes`: rows of each
+    rank. `self` is vLLM's communicator."""
+    if isinstance(input_, list):
+        return [all_gatherv(self, one, dim, sizes) for one in input_]
+    assert dim == 0
+    sizes = sizes or [len(input_)] * self.world_size
+    start = sum(sizes[: self.rank_in_group])
+    rows = input_.new_zeros(sum(sizes), *input_.shape[1:])
+    rows[start : start + len(input_)] = input_
+    return self.all_reduce(rows)
+
+
+def reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
+    """This rank's rows of the sum over ranks. `sizes`: rows of each rank."""
+    assert dim == 0
+    sizes = sizes or [len(input_) // self.world_size] * self.world_size
+    start = sum(sizes[: self.rank_in_group])
+    total: Tensor = self.all_reduce(input_.clone())
+    return total[start : start + sizes[self.rank_in_group]].contiguous()
