@@ -88,7 +88,7 @@ class Plain:
         found = self._stored[where]
         if found.element_size() == 1:
             raise ValueError(
-                f"a checkpoint in fp8 must have {self._scales}, got none for {self._place}; download the checkpoint again"
+                f"a checkpoint in fp8 must have {self._scales}, got none for {self._place}; download it again"
             )
         return found
 
