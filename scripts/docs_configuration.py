@@ -69,7 +69,7 @@ load: null                            # not given
 | `--vllm-NAME` | vLLM: passed to each engine without the prefix | `vime flags --json`, vLLM's documentation |
 | `--router-NAME` | vllm-router: passed to the router without the prefix | `vime flags --json` |
 | any field of Megatron-core's model, optimizer or data-parallel configuration | Megatron-core | `vime flags --json` |
-| `--sglang-NAME` | translated, not needed, or an error: [Coming from slime](from-slime.md). With `--rollout-backend sglang`, passed to SGLang without the prefix | `vime flags sglang` |
+| `--sglang-NAME` | translated, not needed, or an error: [Coming from slime](from-slime.md) | `vime flags sglang` |
 
 A flag without an owner is an error that names the nearest known flag. `vime plan` prints the resolved values and starts
 nothing. Each run saves them in `config.json` of its run directory.
