@@ -66,6 +66,12 @@ class Served:
     ) -> list[GenerateResult]:
         return asyncio.run(self.sample_async(seeds, prompt, **params))
 
+    async def generating(self) -> None:
+        """Return once the engine has made more tokens than now."""
+        before = await asyncio.to_thread(self.stack.metric, "generation_tokens_total")
+        while await asyncio.to_thread(self.stack.metric, "generation_tokens_total") <= before + 3:
+            await asyncio.sleep(0.02)
+
     async def sample_async(
         self, seeds: tuple[int, ...], prompt: list[int], *, deadline_s: float = 60, **params: Any
     ) -> list[GenerateResult]:
@@ -182,7 +188,7 @@ def test_an_abort_ends_all_with_what_they_have(served: Served) -> None:
         task = asyncio.create_task(
             served.sample_async((1, 2, 3), PROMPT, max_new_tokens=490, ignore_eos=True)
         )
-        await asyncio.sleep(0.5)
+        await served.generating()
         await client.abort_all()
         await client.close()
         return await task
@@ -195,9 +201,10 @@ def test_an_abort_ends_all_with_what_they_have(served: Served) -> None:
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_nothing_is_generated_during_a_pause(served: Served, mode: str) -> None:
     async def run() -> tuple[GenerateResult, GenerateResult]:
-        running = asyncio.create_task(served.sample_async((1,), PROMPT, max_new_tokens=400, ignore_eos=True))
-        await asyncio.sleep(0.4)
+        running = asyncio.create_task(served.sample_async((1,), PROMPT, max_new_tokens=490, ignore_eos=True))
+        await served.generating()
         await asyncio.to_thread(served.control.pause, mode)
+        await asyncio.sleep(0.2)  # the engine counts a moment later
         made = served.stack.metric("generation_tokens_total")
         waiting = asyncio.create_task(served.sample_async((2,), PROMPT, max_new_tokens=4))
         await asyncio.sleep(0.4)
@@ -210,9 +217,9 @@ def test_nothing_is_generated_during_a_pause(served: Served, mode: str) -> None:
     close_to_model(cut, served.stack.checkpoint, 1.0, atol=1e-3)
     close_to_model(later, served.stack.checkpoint, 1.0)
     if mode == "abort":
-        assert cut.finish_reason == "abort" and len(cut.token_ids) < 400
+        assert cut.finish_reason == "abort" and len(cut.token_ids) < 490
     else:
-        assert cut.finish_reason == "length" and len(cut.token_ids) == 400
+        assert cut.finish_reason == "length" and len(cut.token_ids) == 490
 
 
 def test_an_update_changes_weights_and_version(served: Served) -> None:
@@ -231,14 +238,14 @@ def test_an_update_changes_weights_and_version(served: Served) -> None:
 
 def test_a_sample_during_an_update_names_both_versions(served: Served) -> None:
     async def run() -> tuple[GenerateResult, int]:
-        running = asyncio.create_task(served.sample_async((1,), PROMPT, max_new_tokens=400, ignore_eos=True))
-        await asyncio.sleep(0.4)
+        running = asyncio.create_task(served.sample_async((1,), PROMPT, max_new_tokens=490, ignore_eos=True))
+        await served.generating()
         version = await asyncio.to_thread(served.publish, served.stack.other)
         return (await running)[0], version
 
     result, version = asyncio.run(run())
     assert result.weight_versions == [version - 1, version]
-    assert (result.finish_reason, len(result.token_ids)) == ("length", 400)
+    assert (result.finish_reason, len(result.token_ids)) == ("length", 490)
     old = hf_log_probs(served.stack.checkpoint, PROMPT, result.token_ids, 1.0)
     new = hf_log_probs(served.stack.other, PROMPT, result.token_ids, 1.0)
     given = torch.tensor(result.log_probs)
@@ -298,7 +305,9 @@ def test_a_killed_engine_comes_back_with_the_last_weights(name: str, tmp_path: P
     pool.start()
     try:
         version = served.publish(stack.other)
-        children = psutil.Process().children(recursive=True)
+        handle = pool._members[0].handle
+        assert isinstance(handle, EngineServer) and handle._process is not None
+        children = psutil.Process(handle._process.pid).children(recursive=True)
         (engine,) = [p for p in children if "EngineCore" in command_line(p)]
 
         async def run() -> list[GenerateResult]:

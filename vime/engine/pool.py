@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from slime.protocols import RolloutEngine, WeightSource
 from slime.weight_sync.transfer import Engine, WeightTransfer
@@ -41,7 +41,7 @@ class Kind:
     control: MakeControl
     client: Callable[[str, str], RolloutEngine]
     router: Callable[[RouterSpec], Router]
-    server: Callable[[Any], EngineServer]
+    server: type[EngineServer]
     workers: str
     worker_path: Callable[[str], str]
 

@@ -6,7 +6,7 @@ Ray shows the actor one GPU. The server of an engine of several sees those that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class RayEngineServer:
     """
 
     def __init__(
-        self, spec: EngineSpec, options: dict[str, Any], server: Callable[[Any], EngineServer] = EngineServer
+        self, spec: EngineSpec, options: dict[str, Any], server: type[EngineServer] = EngineServer
     ) -> None:
         actor: Any = ray.remote(server)
         self._actor: Any = actor.options(max_concurrency=4, **options).remote(spec)
@@ -92,7 +92,7 @@ def make_servers(
     seats: Sequence[Seat],
     *,
     here: bool,
-    server: Callable[[Any], EngineServer] = EngineServer,
+    server: type[EngineServer] = EngineServer,
 ) -> EngineServer | RayEngineServer | NodesServer:
     """The handle of one engine with a server process in each of `seats`, in the order of its nodes. `here`: this
     process starts and watches them itself, because all seats are on its host. Otherwise an actor per seat does.

@@ -127,9 +127,7 @@ async def _load(engine: Controlled, folder: str, version: int | None) -> tuple[b
         part = {"channel": "disk", "info": {"path": folder}}
         await engine.llm.update_weights(WeightTransferUpdateRequest(update_info=part))
         await engine.llm.finish_weight_update()
-    except (
-        Exception
-    ) as error:  # the border of the engine's process, which raises its errors as plain Exceptions
+    except Exception as error:  # the border of the engine's process, whose errors have no other type
         return False, f"the weights of {folder} must be loadable, got: {error}"
     if version is not None:
         engine.set_version(version)

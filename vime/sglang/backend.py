@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
@@ -105,14 +104,22 @@ class SglangBackend:
 
 
 def _facts(args: dict[str, Any]) -> EngineFacts:
-    share = args.get("mem_fraction_static")
-    facts = EngineFacts(
+    return EngineFacts(
         project="SGLang",
         router="sglang-router",
+        memory_share=_share(args.get("mem_fraction_static", EngineFacts.memory_share)),
         dtype=args.get("dtype"),
         flag_of={"memory_share": "--sglang-mem-fraction-static"},
     )
-    return facts if share is None else replace(facts, memory_share=float(share))
+
+
+def _share(typed: Any) -> float:
+    try:
+        return float(typed)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"--sglang-mem-fraction-static must be a number, got {typed}; give a part of the GPU's memory"
+        ) from None
 
 
 def _spec(config: Config, **more: Any) -> SglangSpec:
