@@ -68,18 +68,17 @@ class BlockFp8:
         stored, scales = self._tensors.get(name), f"{name}_scale_inv"
         if scales in self._stored:
             return from_blocks(stored[...], self._tensors.get(scales)[...], self._block, name)
-        return Plain(stored, f"a checkpoint in fp8 must have {scales}, got none for {self.place(name)}")
+        return _Unscaled(stored, scales, self.place(name))
 
     def place(self, name: str) -> str:
         return self._tensors.place(name)
 
 
-class Plain:
-    """A tensor that is stored in more than one byte per element. Otherwise, reading is an error that begins with
-    `problem`."""
+class _Unscaled:
+    """A tensor without scales, which is stored in more than one byte per element."""
 
-    def __init__(self, stored: Stored, problem: str) -> None:
-        self._stored, self._problem = stored, problem
+    def __init__(self, stored: Stored, scales: str, place: str) -> None:
+        self._stored, self._scales, self._place = stored, scales, place
 
     @property
     def shape(self) -> Any:
@@ -88,7 +87,9 @@ class Plain:
     def __getitem__(self, where: Any) -> Tensor:
         found = self._stored[where]
         if found.element_size() == 1:
-            raise ValueError(f"{self._problem}; download it again")
+            raise ValueError(
+                f"a checkpoint in fp8 must have {self._scales}, got none for {self._place}; download it again"
+            )
         return found
 
 
