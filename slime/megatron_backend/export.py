@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from slime.checkpoint_dir import latest, released
 from slime.config import Config
+from slime.hf_config import MAPPED_BYTES
 from slime.megatron_backend.checkpoint import load_checkpoint, stored_parts, trained_predictions
 from slime.megatron_backend.model import build_model
 from slime.megatron_backend.model_config import load_hf_config
@@ -82,11 +84,22 @@ def one_by_one(parts: StoredParts) -> Read:
     """Reads a parameter when it is written, and lets its memory go at the next one. On a CPU, memory that was never
     written takes no place, so the model is never whole."""
     before: list[Tensor] = []
+    freed = 0
 
     def read(parameter: Tensor) -> Tensor:
+        nonlocal freed
         for tensor in before:
+            freed += tensor.nbytes
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         before[:] = [parameter]
+        if freed > MAPPED_BYTES:
+            freed = 0
+            give_back_memory()
         return parts.take(parameter)
 
     return read
+
+
+def give_back_memory() -> None:
+    """glibc keeps freed blocks below 32 MiB, such as a layer's experts, unless it is told to return them."""
+    ctypes.CDLL(None).malloc_trim(0)

@@ -9,7 +9,7 @@ Shapes: O outputs, I inputs of a weight. torch is imported only to compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.models.decoder import Hf
@@ -68,14 +68,14 @@ class BlockFp8:
         stored, scales = self._tensors.get(name), f"{name}_scale_inv"
         if scales in self._stored:
             return from_blocks(stored[...], self._tensors.get(scales)[...], self._block, name)
-        return Plain(stored, scales, self.place(name))
+        return _Unscaled(stored, scales, self.place(name))
 
     def place(self, name: str) -> str:
         return self._tensors.place(name)
 
 
-class Plain:
-    """A tensor of the file `place` without scales. ValueError when it is read and has one byte per element."""
+class _Unscaled:
+    """A tensor without scales, which is stored in more than one byte per element."""
 
     def __init__(self, stored: Stored, scales: str, place: str) -> None:
         self._stored, self._scales, self._place = stored, scales, place
@@ -104,13 +104,8 @@ def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], name: st
             f"{name}_scale_inv must have shape {wanted} for {rows} x {columns} in blocks of {block[0]} x {block[1]}, "
             f"got {list(scales.shape)}; download the checkpoint again"
         )
-    return (weight.float() * spread(scales, block, weight.shape)).to(torch.bfloat16)
-
-
-def spread(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """`scales[row // block[0], column // block[1]]` for each element of a weight of `shape`, in fp32."""
-    rows = scales.float().repeat_interleave(block[0], 0)[: shape[0]]
-    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
+    each = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.float() * each).to(torch.bfloat16)
 
 
 class PackedInt4:

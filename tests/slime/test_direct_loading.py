@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from megatron.core import parallel_state
 from megatron_cases import VOCAB, make_config, tiny_checkpoint, trained
 from rank_processes import on_ranks
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from slime import hf_files
 from slime.hf_config import open_weights
 from slime.loading_estimate import loading
+from slime.megatron_backend.export import export_checkpoint
 from slime.megatron_backend.live_table import named
 from slime.megatron_backend.model import build_model, unwrapped
 from slime.megatron_backend.model_config import load_hf_config
@@ -36,6 +38,8 @@ MODELS = {
     "deepseek_v3": {},
     "mimo": {"tie_word_embeddings": False},
 }
+SHARDED = ("qwen3_moe", "gpt_oss")
+"""Models that each layout writes to several files."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp": {"pipeline_model_parallel_size": 2},
@@ -72,13 +76,13 @@ class CountingSlice:
         return tensor
 
 
-def loaded(directory: Path, config: Any) -> dict[str, Any]:
+def loaded(directory: Path, config: Any) -> tuple[Any, dict[str, Any]]:
     """A model of this rank, and what was read for it."""
     given: list[int] = []
     hf_files.open_weights = lambda file, framework: Counting(open_weights(file, framework), given)  # type: ignore[assignment]
     model = build_model(load_hf_config(directory), config, ddp=False)
     said = load_hf(model, directory)
-    return {
+    return model, {
         "said": said,
         "planned": sum(
             item.bytes for item in loading(config, load_hf_config(directory)) if "read" in item.name
@@ -106,7 +110,9 @@ def work(rank: int, root: Path) -> None:
         init_parallel(rank, 2, config, init_method=f"file://{root}/store-{layout}", local_rank=rank)
         for name in MODELS:
             if layout != "ep" or name not in ("qwen3", "mimo"):
-                out[layout, name] = loaded(root / name, config)
+                model, out[layout, name] = loaded(root / name, config)
+                if name in SHARDED:
+                    save_hf(model, root / name, root / f"{name}-{layout}", max_shard_bytes=40_000)
         destroy_parallel()
     torch.save(out, root / f"rank{rank}.pt")
 
@@ -148,6 +154,26 @@ def test_weights_are_those_of_the_file(root, ranks, name):
                 got = rank[layout, name]["weights"]
                 assert got.keys() == trained(original, root / name).keys()
                 assert all(torch.equal(tensor, original[n]) for n, tensor in got.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SHARDED)
+def test_an_export_in_several_files_is_bitwise_the_source(root, ranks, name, layout):
+    out = root / f"{name}-{layout}"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 3 and {file.name for file in files} == set(index["weight_map"].values())
+    written = {}
+    for file in files:
+        of_file = load_file(file)
+        assert len(of_file) == 1 or sum(tensor.nbytes for tensor in of_file.values()) <= 40_000
+        assert all(index["weight_map"][tensor] == file.name for tensor in of_file)
+        written |= of_file
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in written.values())
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(root / name).state_dict()
+    got = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in got.items())
 
 
 DELTA = DeltaNet(keys=2, values=4, key_dim=3, value_dim=5, taps=4)
@@ -277,3 +303,36 @@ def test_host_memory_is_the_shard_and_one_tensor(tmp_path, ranks):
         more = torch.load(tmp_path / f"memory-{ranks}-{rank}.pt")["more"]
         print(f"{ranks} ranks: {more / 1e6:.0f} MB more than the shard")
         assert more < 32000 * 1024 * 4 / ranks + 64 * 2**20 + 20e6
+
+
+def work_of_export(rank: int, root: Path) -> None:
+    torch.set_num_threads(1)
+    given = {"hf_checkpoint": str(root / "hf")}
+    export_checkpoint(make_config(**given), None, root / "converted", "torch_dist")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    config = make_config(**given, load=str(root / "converted"))
+    export_checkpoint(config, None, root / "again", "hf", max_shard_bytes=64 * 2**20)
+    torch.save({"more": resident("VmHWM") - before}, root / "export.pt")
+
+
+@pytest.mark.slow
+def test_an_export_never_holds_the_whole_model(tmp_path):
+    """A model of 1.2 GB whose largest parameter has 34 MB: one file, the parameter, and what torch reads it into."""
+    tiny_checkpoint(
+        tmp_path / "hf",
+        "qwen3",
+        **{"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 20, "vocab_size": 8000},
+        **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True},
+    )
+    size = (tmp_path / "hf/model.safetensors").stat().st_size
+    on_ranks(work_of_export, tmp_path, ranks=1)
+    more = torch.load(tmp_path / "export.pt")["more"]
+    print(f"{more / 1e6:.0f} MB for a model of {size / 1e6:.0f} MB")
+    assert size > 1.2e9 and more < 64 * 2**20 + 3 * 34e6 + 40e6
+    original = load_file(tmp_path / "hf/model.safetensors")
+    written = {
+        n: x for file in (tmp_path / "again").glob("*.safetensors") for n, x in load_file(file).items()
+    }
+    assert written.keys() == original.keys()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in written.items())
