@@ -17,8 +17,11 @@ from slime.config.model_args import check_model_args
 from slime.config.prediction import check_prediction
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.export import export_checkpoint
+from slime.megatron_backend.model import unwrapped
 from slime.megatron_backend.torch_dist import load_torch_dist, save_torch_dist
 from slime.megatron_backend.trainer import MegatronTrainer
+from slime.memory_estimate import rank_params
+from slime.model_shape import Shape
 
 KINDS: dict[str, dict[str, Any]] = {
     "mimo": {"num_nextn_predict_layers": 2},
@@ -100,6 +103,18 @@ def test_the_loss_falls_and_a_checkpoint_brings_the_layers_back(
     )
 
 
+def counts(trainer: MegatronTrainer) -> tuple[float, float]:
+    """Elements of this rank's matrices without padding of the vocabulary, and the estimate for the largest rank."""
+    found = 0
+    for inner in unwrapped(trainer.model):
+        for name, parameter in inner.named_parameters():
+            if parameter.dim() > 1:
+                ends = "word_embeddings" in name or "output_layer" in name
+                found += 99 * parameter.shape[1] if ends else parameter.numel()
+    shape = Shape.of(trainer.hf_config)
+    return found, sum(params for _, params, *_ in rank_params(trainer.config, shape))
+
+
 def run_layouts(rank: int, root: Path, out: Path, names: list[str]) -> None:
     """Two ranks: a step in every layout."""
     for name in names:
@@ -109,10 +124,9 @@ def run_layouts(rank: int, root: Path, out: Path, names: list[str]) -> None:
         steps = trainer.train(
             0, rank_data(config, make_samples(), trainer.info.dp_rank, trainer.info.dp_size)
         ).steps
-        weights = exported(trainer)
+        weights, found = exported(trainer), counts(trainer)
         trainer.close()
-        if rank == 0:
-            torch.save((steps, weights), out / f"{name}.pt")
+        torch.save((steps, weights, found), out / f"{name}-{rank}.pt")
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -139,7 +153,7 @@ def compare(build: Any, root: Path, out: Path, names: list[str]) -> None:
     weights = exported(trainer)
     on_ranks(run_layouts, root, out, names, ranks=2)
     for name in names:
-        (step,), got = torch.load(out / f"{name}.pt")
+        (step,), got, _ = torch.load(out / f"{name}-0.pt")
         for metric in ("loss", "mtp_loss", "grad_norm"):
             assert step[f"train/{metric}"] == pytest.approx(wanted[f"train/{metric}"], rel=1e-4), (
                 name,
@@ -154,6 +168,17 @@ def compare(build: Any, root: Path, out: Path, names: list[str]) -> None:
 
 def test_two_ranks_equal_one(build: Any, root: Path, tmp_path: Path) -> None:
     compare(build, root, tmp_path, SHORT)
+    check_estimate(build(**TRAINED), tmp_path)
+
+
+def check_estimate(trainer: MegatronTrainer, out: Path) -> None:
+    """The estimate counts every matrix of these layers: on one rank, and on the larger of two pipeline stages."""
+    found, estimated = counts(trainer)
+    assert found == estimated
+    ranks = [torch.load(out / f"pp-{rank}.pt")[2] for rank in (0, 1)]
+    assert max(found for found, _ in ranks) == ranks[0][1] == ranks[1][1]
+    plain = sum(n for _, n, *_ in rank_params(trainer.config, Shape.of(trainer.hf_config), predicts=False))
+    assert estimated - plain > 32 * 64  # the product of embedding and state, and a layer
 
 
 @pytest.mark.slow
@@ -170,7 +195,8 @@ def test_a_tied_head_on_another_stage(build: Any, tmp_path: Path) -> None:
     places = {"hf_checkpoint": str(tmp_path / "policy")}
     wanted, weights = rollout(trainer := build(**TRAINED, **places)), exported(trainer)
     on_ranks(run_layouts, tmp_path, tmp_path, ["pp"], ranks=2)
-    (step,), got = torch.load(tmp_path / "pp.pt")
+    (step,), got, _ = torch.load(tmp_path / "pp-0.pt")
+    check_estimate(trainer, tmp_path)
     assert step["train/mtp_loss"] == pytest.approx(wanted["train/mtp_loss"], rel=1e-5)
     assert got.keys() == weights.keys()
     for tensor in weights:
