@@ -248,3 +248,16 @@ def test_what_collects_its_values_keeps_all_of_them(flags):
     ]
     assert c.engine.router_args == {"wasm_middleware_routes": ["a", "b"]}
     assert c.engine.router_argv == ["--wasm-middleware-route", "a", "--wasm-middleware-route", "b"]
+
+
+def test_a_draft_adds_its_layers(tmp_path: Path, flags: list[str]) -> None:
+    """MiMo: one more layer, its product of embedding and state, and its keys and values."""
+    mimo = {"model_type": "mimo", "hidden_act": "silu", **ARCHITECTURES["mimo-7b"].config_fields()}
+    (tmp_path / "config.json").write_text(json.dumps(mimo | {"num_nextn_predict_layers": 1}))
+    shape = plan.Shape.of(mimo | {"num_nextn_predict_layers": 1})
+    draft = ("--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
+    (weights, token, _), (more, longer, _) = (
+        engine_memory(parse_config([*flags, *APART, *more]), shape) for more in ((), draft)
+    )
+    assert more.bytes - weights.bytes == 2 * (shape.layer().total + 2 * 4096**2)
+    assert longer.bytes == token.bytes * 37 / 36
