@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from slime.config import Config
 from slime.config.cluster import PARTS
 from slime.memory_estimate import BYTES, GIB, Estimate, Item, amount, count
-from slime.model_shape import Shape
+from slime.model_shape import Params, Shape
 from slime.operators import loss_head
 
 BESIDES_GENERATING = 7.5 * GIB
@@ -35,23 +35,25 @@ TOO_SMALL = "does not fit"
 
 def engine_weights(c: Config, shape: Shape) -> Item:
     """The model's weights on one GPU of an engine. Tensor-parallel ranks and pipeline stages share the parameters, and
-    data-parallel replicas share the experts. An engine that quantises does not quantise embedding and head."""
+    data-parallel replicas share the experts. An engine that quantises does not quantise embedding and head. A draft
+    adds the layers of multi-token prediction."""
     facts = c.engine.engine_facts
     size: float = BYTES.get(facts.dtype or c.megatron.params_dtype, 2)
     gpus = c.cluster.rollout_num_gpus_per_engine // facts.data_parallel_size
     every = c.cluster.rollout_num_gpus_per_engine
-    whole = shape.params_of(shape.kinds, 0)
+    ends = shape.params - shape.params_of(shape.kinds, 0).total
+    whole = shape.params_of(shape.kinds, 0) + (shape.predicting if facts.drafts else Params())
     experts = whole.experts if facts.data_parallel_size > 1 else 0
-    parts = {shape.params - experts: size}
+    layers = whole.total - experts
+    parts = [(layers + ends, size)]
     if facts.weight_bytes is not None:
-        layers = whole.total - experts
-        parts = {layers: facts.weight_bytes, shape.params - experts - layers: size}
+        parts = [(layers, facts.weight_bytes), (ends, size)]
         size = facts.weight_bytes
-    how = " + ".join(f"{count(number)} x {each:.4g} B" for number, each in parts.items())
+    how = " + ".join(f"{count(number)} x {each:.4g} B" for number, each in parts)
     how = f"{how if len(parts) == 1 else f'({how})'} / {gpus} GPUs"
     if experts:
         how += f" + {count(experts)} of experts x {size:.4g} B / {every} GPUs"
-    shared = sum(number * each for number, each in parts.items())
+    shared = sum(number * each for number, each in parts)
     return Item("weights", shared / gpus + experts * size / every, how)
 
 

@@ -81,7 +81,7 @@ def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
         how = f"{share} x {main + 8} B{ranks} / {shards} shards"
         yield Item(f"{kind}optimizer", params * (main + 8) / shards, how, "optimizer")
     if c.needs_reference:
-        for kind, params, share, ranks, _ in kinds:
+        for kind, params, share, ranks, _ in rank_params(c, shape, predicts=False):
             yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
     if CHANNELS[given(c.weight_update.update_weight_transport)].buckets and c.num_engines:
         largest = shape.vocab * shape.hidden * size
@@ -143,10 +143,13 @@ def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
     return tokens * 2 * shape.hidden / split + max(tokens * weighted, tokens * product + stack)
 
 
-def rank_params(c: Config, shape: Shape) -> Iterator[tuple[str, float, str, str, int]]:
+def rank_params(
+    c: Config, shape: Shape, *, predicts: bool | None = None
+) -> Iterator[tuple[str, float, str, str, int]]:
     """For the stage with the most parameters on a rank, first for all but experts, then for experts: (prefix of the
-    items' names, parameters on a rank, all parameters, how they are split, ranks that share their optimizer state)."""
-    params, stage = stage_params(c, shape)
+    items' names, parameters on a rank, all parameters, how they are split, ranks that share their optimizer state).
+    `predicts`: whether with layers of multi-token prediction (default: if the run trains them)."""
+    params, stage = stage_params(c, shape, c.algorithm.enable_mtp_training if predicts is None else predicts)
     tp, ep, etp = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.expert_model_parallel_size,
@@ -168,16 +171,20 @@ def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
     return [tuple(shape.kinds[i] for i in stages.layers(rank)) for rank in range(stages.ranks)]
 
 
-def stage_params(c: Config, shape: Shape) -> tuple[Params, str]:
-    """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage."""
+def stage_params(c: Config, shape: Shape, predicts: bool) -> tuple[Params, str]:
+    """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage. With
+    `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them."""
     stages = stage_layers(c, shape)
     if len(stages) == 1:
-        return shape.params_of(shape.kinds, 1 if shape.tied else 2), ""
+        whole = shape.params_of(shape.kinds, 1 if shape.tied else 2)
+        return (whole + shape.predicting, "") if predicts else (whole, "")
     tp, experts = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.expert_model_parallel_size * expert_tensor_parallel(c),
     )
     sizes = [shape.params_of(layers, int(i in (0, len(stages) - 1))) for i, layers in enumerate(stages)]
+    if predicts:
+        sizes[-1] += shape.predicting + shape.params_of((), 0 if shape.tied else 1)
     on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]
     largest = max(range(len(stages)), key=on_rank.__getitem__)
     return sizes[largest], f" of stage {largest}"
@@ -190,6 +197,8 @@ def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tup
     group = micro_batch_group(c.megatron, shape.layers)
     found = [(0.0, 0.0)]
     for rank, layers in enumerate(stage_layers(c, shape)):
+        if rank == stages.ranks - 1 and c.algorithm.enable_mtp_training:
+            layers += shape.predictions
         if layers:
             mean = sum(map(width, layers)) / len(layers)
             found.append((len(layers) * stages.passes(rank, group) / stages.virtual, mean))
@@ -219,7 +228,8 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     A sparse layer keeps the output of the second norm, and for a shared expert the same as for an MLP. For each copy
     of a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5
     F of the expert's width). With full recomputation, only the layer inputs stay. The first of P pipeline stages keeps
-    P micro-batches of its layers, and more with virtual stages (`Stages.passes`). Each of C
+    P micro-batches of its layers, and more with virtual stages (`Stages.passes`). A layer of multi-token prediction
+    counts as one more layer of the last stage. Each of C
     context-parallel ranks keeps the keys and values that its two runs of a sequence see: on average, all of the
     sequence and half a rank's share more. A prompt that samples share counts for each of them: the estimate is for
     samples that share none.

@@ -34,7 +34,8 @@ class Shape:
     """The counts of a decoder. A dense layer has an MLP of width `ffn`. A sparse layer has `experts` of width
     `expert_ffn` instead, of which each token uses `topk`, and one shared expert of width `shared_ffn`. `post_norms`:
     the outputs of attention and MLP have norms. `state_dtype`: that of the layers' state in an engine, "" for the
-    engine's. `groups`: heads of keys and values."""
+    engine's. `groups`: heads of keys and values. `predictions`: the layers of multi-token prediction, if the family
+    trains them; only what says so counts them."""
 
     hidden: int
     ffn: int
@@ -48,6 +49,7 @@ class Shape:
     shared_ffn: int = 0
     post_norms: bool = False
     state_dtype: str = ""
+    predictions: tuple[Layer, ...] = ()
 
     @classmethod
     def of(cls, hf: dict[str, Any]) -> Shape:
@@ -70,6 +72,7 @@ class Shape:
             shared_ffn=experts.shared,
             post_norms=decoder.post_norms,
             state_dtype=decoder.state_dtype,
+            predictions=decoder.predictions,
         )
 
     @property
@@ -106,6 +109,12 @@ class Shape:
         shared = 3 * self.hidden * self.shared_ffn
         return attention + Params(split=shared, whole=self.hidden * self.experts, experts=experts)
 
+    @property
+    def predicting(self) -> Params:
+        """All layers of multi-token prediction: each has a product of embedding and state, too."""
+        products = Params(split=2 * self.hidden**2 * len(self.predictions))
+        return sum(map(self.layer, self.predictions), products)
+
     def params_of(self, kinds: Iterable[Layer], ends: int) -> Params:
         """Parameters of layers and of `ends` matrices [vocab, hidden]."""
         return sum(map(self.layer, kinds), Params(split=self.vocab * self.hidden * ends))
@@ -118,6 +127,14 @@ class Shape:
     @property
     def active(self) -> int:
         """Parameters that one token goes through in the layers, matrices only."""
-        sparse = sum(kind.sparse for kind in self.kinds)
-        idle = 3 * self.hidden * self.expert_ffn * (self.experts - self.topk) * sparse
-        return self.params_of(self.kinds, 0).total - idle
+        return self.params_of(self.kinds, 0).total - self._idle(self.kinds)
+
+    @property
+    def active_predicting(self) -> int:
+        """The same of the layers of multi-token prediction."""
+        return self.predicting.total - self._idle(self.predictions)
+
+    def _idle(self, kinds: Iterable[Layer]) -> int:
+        """Parameters of experts that a token does not go to."""
+        sparse = sum(kind.sparse for kind in kinds)
+        return 3 * self.hidden * self.expert_ffn * (self.experts - self.topk) * sparse

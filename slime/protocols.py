@@ -185,13 +185,14 @@ class RolloutBatch:
     samples that are trained on, all ranks together: their tokens, prompts included, and the FLOPs of one forward pass
     over them (`slime.data.packing.forward_flops`). A prompt that several samples share counts for each of them in the
     tokens, and as often as it is computed in the FLOPs. `old_flops`: the same of the pass for old log-probs, which may
-    leave out the samples of the first step."""
+    leave out the samples of the first step. `ahead_flops`: FLOPs of training the layers of multi-token prediction."""
 
     rank_data: list[Any]
     metrics: dict[str, float]
     tokens: int
     forward_flops: float
     old_flops: float = 0.0
+    ahead_flops: float = 0.0
 
 
 class RolloutHandle(Protocol):

@@ -21,8 +21,8 @@ class EngineFacts:
     `project`, `router`: the names of engine and router in texts. `memory_share`: part of a GPU that an engine wants to
     find free when it starts, and takes where `cache_bytes` is not given. `cache_bytes`: bytes of a GPU for keys and
     values; None or 0: what the share leaves. `dtype`: of the weights; None: the trainer's. `weight_bytes`: per weight
-    of a layer's matrices, if the engine quantises them; None: those of `dtype`. `flag_of`: field -> the flag that sets
-    it.
+    of a layer's matrices, if the engine quantises them; None: those of `dtype`. `drafts`: whether the engine has the
+    layers of multi-token prediction. `flag_of`: field -> the flag that sets it.
     """
 
     project: str = "the engine"
@@ -31,6 +31,7 @@ class EngineFacts:
     cache_bytes: int | None = None
     dtype: str | None = None
     weight_bytes: float | None = None
+    drafts: bool = False
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     flag_of: dict[str, str] = field(default_factory=dict)

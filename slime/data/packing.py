@@ -18,7 +18,7 @@ import torch
 from slime.data.columns import COLUMNS
 from slime.data.token_slice import TokenSlice, token_slice
 from slime.models import decoder_of
-from slime.models.flops import ForwardFlops
+from slime.models.flops import ForwardFlops, PredictionFlops
 from slime.stages import micro_batch_group
 from slime.types import TrainData
 
@@ -303,6 +303,13 @@ def shared_prompts(data: TrainData, samples: list[int], columns: Sequence[str]) 
         of = first.setdefault(tuple(x.numpy().tobytes() for x in (tokens[:length], *rows)), place)
         found.append((of, 0 if of == place else length))
     return found
+
+
+def prediction_flops(data: TrainData, hf_config: dict[str, Any]) -> float:
+    """FLOPs of a training pass through the layers of multi-token prediction, over a rank's samples."""
+    flops = PredictionFlops(hf_config)
+    samples = (i for batch in data["micro_batch_indices"] for i in batch)
+    return sum(flops(data["total_lengths"][i], data["response_lengths"][i]) for i in samples)
 
 
 def forward_flops(

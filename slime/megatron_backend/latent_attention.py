@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,7 +34,9 @@ from slime.models.latent import Latent
 def latent_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
     """The module of the attention slot."""
     assert isinstance(layer.attention, Latent)
-    return ModuleSpec(LatentAttention, params={"sizes": layer.attention, "rope": layer.rope})
+    # Megatron's layer of multi-token prediction asks for the mask, which PackedAttention makes itself
+    mask = {"attn_mask_type": AttnMaskType.causal}
+    return ModuleSpec(LatentAttention, params={"sizes": layer.attention, "rope": layer.rope, **mask})
 
 
 class WholeLinear(nn.Linear):

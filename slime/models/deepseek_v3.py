@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from slime.models.decoder import Decoder, Hf
 from slime.models.family import Family
-from slime.models.latent import LATENT_EXPERTS, read_latent
+from slime.models.latent import LATENT_EXPERTS, LAYER, read_latent
 from slime.models.quantised import dequantised
-from slime.models.reading import sparse_layers
-from slime.models.rows import IGNORED
+from slime.models.reading import sparse_layers, with_predictions
+from slime.models.rows import IGNORED, later_predictions
 
 
 def read(hf: Hf) -> Decoder:
-    return read_latent(hf, sparse_layers(hf))
+    return with_predictions(hf, read_latent(hf, sparse_layers(hf)))
 
 
 DEEPSEEK_V3 = Family(
@@ -25,6 +25,7 @@ DEEPSEEK_V3 = Family(
     LATENT_EXPERTS,
     read,
     ignored=IGNORED,
+    prediction=later_predictions(LAYER),
     stored=dequantised,
     flags=(("qk_layernorm", lambda hf: True),),
 )

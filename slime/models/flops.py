@@ -8,6 +8,25 @@ from slime.model_shape import Shape
 from slime.models import Hf, decoder_of
 
 
+class PredictionFlops:
+    """FLOPs of a training pass through the layers of multi-token prediction: forward, and backward for inputs and
+    weights in the layers. The head is a constant there, so its backward is for inputs only.
+
+    Each layer computes all tokens of a sample, of a shared prompt too, and the head the response tokens.
+    """
+
+    def __init__(self, hf: Hf) -> None:
+        decoder = decoder_of(hf)
+        self._layers, shape = decoder.predictions, Shape.from_decoder(decoder)
+        self._per_token = 2 * shape.active_predicting + sum(x.attention.token_flops for x in self._layers)
+        self._head = 2 * shape.hidden * shape.vocab * len(self._layers)
+
+    def __call__(self, length: float, response_length: float) -> float:
+        """As in `ForwardFlops`."""
+        attention = sum(x.attention.pair_flops * _pairs(length, x.window) for x in self._layers)
+        return float(3 * (self._per_token * length + attention) + 2 * self._head * response_length)
+
+
 class ForwardFlops:
     """FLOPs of one forward pass over a sample, for a model with gated MLPs: the fewest that give its result.
 

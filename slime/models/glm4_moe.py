@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from slime.models.decoder import Decoder, Hf
-from slime.models.family import Family, Prediction
-from slime.models.layouts import Direct
+from slime.models.family import Family
 from slime.models.reading import only, read_decoder, sigmoid_experts, with_predictions
 from slime.models.rope import Rope, read_rope
 from slime.models.rows import (
@@ -12,13 +11,12 @@ from slime.models.rows import (
     ENDS,
     EXPERTS,
     HEAD_NORMS,
-    HF,
     IGNORED,
     MLP,
     NORMS,
     ROUTER_BIAS,
     SHARED_EXPERT,
-    prediction_rows,
+    later_predictions,
 )
 
 
@@ -41,23 +39,6 @@ def read(hf: Hf) -> Decoder:
 
 LAYER = NORMS + ATTENTION + MLP + HEAD_NORMS + EXPERTS + (ROUTER_BIAS, *SHARED_EXPERT)
 
-PREDICTION = Prediction(
-    prediction_rows(
-        LAYER,
-        HF,
-        embedding="enorm",
-        state="hnorm",
-        product="eh_proj",
-        last="shared_head.norm",
-        layout=Direct(axis=0),
-    ),
-    copies=(
-        (HF + "embed_tokens.weight", "model.embed_tokens.weight"),
-        (HF + "shared_head.head.weight", "lm_head.weight"),
-    ),
-)
-
-
 GLM4_MOE = Family(
     "glm4_moe",
     "GLM-4.5, experts",
@@ -65,5 +46,5 @@ GLM4_MOE = Family(
     ENDS + LAYER,
     read,
     ignored=IGNORED,
-    prediction=PREDICTION,
+    prediction=later_predictions(LAYER),
 )

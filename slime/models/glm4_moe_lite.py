@@ -7,7 +7,7 @@ from dataclasses import replace
 from slime.models.decoder import Decoder, Hf
 from slime.models.deepseek_v3 import DEEPSEEK_V3
 from slime.models.latent import read_latent
-from slime.models.reading import sparse_layers
+from slime.models.reading import sparse_layers, with_predictions
 
 
 def sparse(hf: Hf) -> tuple[bool, ...]:
@@ -25,7 +25,7 @@ def sparse(hf: Hf) -> tuple[bool, ...]:
 
 
 def read(hf: Hf) -> Decoder:
-    return read_latent(hf, sparse(hf))
+    return with_predictions(hf, read_latent(hf, sparse(hf)))
 
 
 GLM4_MOE_LITE = replace(

@@ -117,5 +117,6 @@ LATENT = (
 )
 """The names of Megatron are those of its own latent attention."""
 
-LATENT_EXPERTS = ENDS + NORMS + LATENT + MLP + EXPERTS + (ROUTER_BIAS, *SHARED_EXPERT)
+LAYER = NORMS + LATENT + MLP + EXPERTS + (ROUTER_BIAS, *SHARED_EXPERT)
+LATENT_EXPERTS = ENDS + LAYER
 """The whole table of a decoder with latent attention, sigmoid experts and a shared expert."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from slime.models.family import Prediction
 from slime.models.layouts import Direct, GateUp, GroupedQkv, Layout, Row, Vocab
 
 MG, HF = "decoder.layers.{i}.", "model.layers.{i}."
@@ -86,3 +87,22 @@ def prediction_rows(
             for row in layer
         ),
     )
+
+
+def later_predictions(layer: Iterable[Row]) -> Prediction:
+    """Layers of multi-token prediction behind the last decoder layer, with the names of DeepSeek-V3. `layer`: the rows
+    of a decoder layer like their own. Files may have embedding and head once more in each."""
+    rows = prediction_rows(
+        layer,
+        HF,
+        embedding="enorm",
+        state="hnorm",
+        product="eh_proj",
+        last="shared_head.norm",
+        layout=Direct(axis=0),
+    )
+    copies = (
+        (HF + "embed_tokens.weight", "model.embed_tokens.weight"),
+        (HF + "shared_head.head.weight", "lm_head.weight"),
+    )
+    return Prediction(rows, copies=copies)

@@ -16,7 +16,7 @@ from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.problems import given
 from slime.data import columns
-from slime.data.packing import forward_flops, shares_prompts
+from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
@@ -108,7 +108,12 @@ class RolloutManager:
         # Count the ranks' data only: samples at the end of a batch that do not fill a step are left out.
         totals = [n for data in ranks for n in data["total_lengths"]]
         flops, old = (sum(self._forward_flops(data, old=old) for data in ranks) for old in (False, True))
-        return RolloutBatch(rank_data, metrics, sum(totals), forward_flops=flops, old_flops=old)
+        ahead = 0.0
+        if self.config.algorithm.enable_mtp_training:
+            ahead = sum(prediction_flops(data, self.hf_config) for data in ranks)
+        return RolloutBatch(
+            rank_data, metrics, sum(totals), forward_flops=flops, old_flops=old, ahead_flops=ahead
+        )
 
     def _forward_flops(self, data: TrainData, *, old: bool) -> float:
         """Of a pass over all samples of a rank, or of the one for old log-probs."""

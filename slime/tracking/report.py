@@ -42,6 +42,7 @@ class Reporter:
             tokens=batch.tokens,
             forward_flops=batch.forward_flops,
             old_flops=batch.old_flops,
+            ahead_flops=batch.ahead_flops,
             ranks=self.config.world_size,
         )
         traced = rollout_id in self._profiled

@@ -14,7 +14,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, sample_flops
+from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, prediction_flops, sample_flops
+from slime.models.flops import PredictionFlops
 
 HF = {
     "model_type": "qwen3",
@@ -67,6 +68,16 @@ def test_flops_of_a_sample_are_those_of_a_real_model():
         model(torch.zeros(1, length, dtype=torch.int64), logits_to_keep=response)
     in_vain = 2 * 2 * 2 * 2 * 4 * (length * (length - 1) // 2)  # layers, heads, products, 2 x head_dim, pairs
     assert counter.get_total_flops() - in_vain == sample_flops(length, response, HF)
+
+
+def test_flops_of_multi_token_prediction_by_hand():
+    """Two layers like the decoder's: forward, and backward for inputs and weights. The head has none for weights."""
+    hf = HF | {"model_type": "mimo", "num_nextn_predict_layers": 2, "tie_word_embeddings": False}
+    layer = 2 * (576 + 2 * 8 * 8) * 5 + 15 * 2 * 2 * 2 * 4
+    assert PredictionFlops(hf)(5, 3) == 2 * (3 * layer + 2 * (2 * 80 * 3))
+    assert PredictionFlops(hf | {"num_nextn_predict_layers": 0})(5, 3) == 0
+    data = {"micro_batch_indices": [[1], [0]], "total_lengths": [5, 7], "response_lengths": [3, 2]}
+    assert prediction_flops(data, hf) == PredictionFlops(hf)(5, 3) + PredictionFlops(hf)(7, 2)
 
 
 def test_a_window_has_fewer_pairs():

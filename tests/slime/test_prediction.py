@@ -37,6 +37,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe",
         {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "use_qk_norm": True},
     ),
+    "deepseek": ("deepseek_v3", {"num_nextn_predict_layers": 1}),
+    "glm4-moe-lite": ("glm4_moe_lite", {"num_nextn_predict_layers": 1}),
 }
 
 

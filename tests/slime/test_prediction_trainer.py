@@ -17,18 +17,27 @@ from slime.config.model_args import check_model_args
 from slime.config.prediction import check_prediction
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.export import export_checkpoint
+from slime.megatron_backend.model import unwrapped
 from slime.megatron_backend.torch_dist import load_torch_dist
 from slime.megatron_backend.torch_dist_save import save_torch_dist
 from slime.megatron_backend.trainer import MegatronTrainer
+from slime.memory_estimate import rank_params
+from slime.model_shape import Shape
 
 KINDS: dict[str, dict[str, Any]] = {
     "mimo": {"num_nextn_predict_layers": 2},
     "glm4_moe": {"num_nextn_predict_layers": 1, "head_dim": 16},
+    "deepseek_v3": {"num_nextn_predict_layers": 1},
 }
 TRAINED = {"enable_mtp_training": True, "load": None, "ref_load": None}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+SLOW = ("deepseek_v3",)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(k, marks=[pytest.mark.slow] if k in SLOW else []) for k in KINDS]
+)
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp(request.param)
     shape = {"hidden_size": 32, "intermediate_size": 48, "tie_word_embeddings": False}
@@ -58,12 +67,14 @@ def test_the_policy_keeps_its_bits(build: Any, root: Path) -> None:
         trainer = build(**TRAINED | on)
         step, new = rollout(trainer), exported(trainer)
         assert new.keys() == weights.keys() | {name for name in start if is_predicted(name)} - copies(start)
-        assert all(torch.equal(new[name], weights[name]) for name in weights)
+        for name in weights:  # a norm that has more zeros to add may round otherwise
+            atol = 1e-7 if off["clip_grad"] else 0
+            torch.testing.assert_close(new[name], weights[name], rtol=0, atol=atol, msg=name)
         assert step["train/loss"] == wanted["train/loss"] and step["train/mtp_loss"] > 3
         moved = [not torch.equal(new[name], start[name]) for name in new if is_predicted(name)]
         assert sum(moved) > 10 if on["mtp_loss_scaling_factor"] else not any(moved)
         if not on["mtp_loss_scaling_factor"]:
-            assert step["train/grad_norm"] == wanted["train/grad_norm"]
+            assert step["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=1e-6)
         else:
             assert step["train/grad_norm"] > wanted["train/grad_norm"]
 
@@ -101,6 +112,18 @@ def test_the_loss_falls_and_a_checkpoint_brings_the_layers_back(
     )
 
 
+def counts(trainer: MegatronTrainer) -> tuple[float, float]:
+    """Elements of this rank's matrices without padding of the vocabulary, and the estimate for the largest rank."""
+    found = 0
+    for inner in unwrapped(trainer.model):
+        for name, parameter in inner.named_parameters():
+            if parameter.dim() > 1:
+                ends = "word_embeddings" in name or "output_layer" in name
+                found += 99 * parameter.shape[1] if ends else parameter.numel()
+    shape = Shape.of(trainer.hf_config)
+    return found, sum(params for _, params, *_ in rank_params(trainer.config, shape))
+
+
 def run_layouts(rank: int, root: Path, out: Path, names: list[str]) -> None:
     """Two ranks: a step in every layout."""
     for name in names:
@@ -110,10 +133,9 @@ def run_layouts(rank: int, root: Path, out: Path, names: list[str]) -> None:
         steps = trainer.train(
             0, rank_data(config, make_samples(), trainer.info.dp_rank, trainer.info.dp_size)
         ).steps
-        weights = exported(trainer)
+        weights, found = exported(trainer), counts(trainer)
         trainer.close()
-        if rank == 0:
-            torch.save((steps, weights), out / f"{name}.pt")
+        torch.save((steps, weights, found), out / f"{name}-{rank}.pt")
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -140,7 +162,7 @@ def compare(build: Any, root: Path, out: Path, names: list[str]) -> None:
     weights = exported(trainer)
     on_ranks(run_layouts, root, out, names, ranks=2)
     for name in names:
-        (step,), got = torch.load(out / f"{name}.pt")
+        (step,), got, _ = torch.load(out / f"{name}-0.pt")
         for metric in ("loss", "mtp_loss", "grad_norm"):
             assert step[f"train/{metric}"] == pytest.approx(wanted[f"train/{metric}"], rel=1e-4), (
                 name,
@@ -155,11 +177,22 @@ def compare(build: Any, root: Path, out: Path, names: list[str]) -> None:
 
 def test_two_ranks_equal_one(build: Any, root: Path, tmp_path: Path) -> None:
     compare(build, root, tmp_path, SHORT)
+    check_estimate(build(**TRAINED), tmp_path)
+
+
+def check_estimate(trainer: MegatronTrainer, out: Path) -> None:
+    """The estimate counts every matrix of these layers: on one rank, and on the larger of two pipeline stages."""
+    found, estimated = counts(trainer)
+    assert found == estimated
+    ranks = [torch.load(out / f"pp-{rank}.pt")[2] for rank in (0, 1)]
+    assert max(found for found, _ in ranks) == ranks[0][1] == ranks[1][1]
+    plain = sum(n for _, n, *_ in rank_params(trainer.config, Shape.of(trainer.hf_config), predicts=False))
+    assert estimated - plain > 32 * 64  # the product of embedding and state, and a layer
 
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_in_the_other_layouts(build: Any, root: Path, tmp_path: Path) -> None:
-    sparse = read_hf_config(root / "policy")["model_type"] == "glm4_moe"
+    sparse = read_hf_config(root / "policy")["model_type"] != "mimo"
     compare(build, root, tmp_path, [n for n in LAYOUTS if n not in SHORT and (sparse or n != "ep")])
 
 
@@ -171,7 +204,8 @@ def test_a_tied_head_on_another_stage(build: Any, tmp_path: Path) -> None:
     places = {"hf_checkpoint": str(tmp_path / "policy")}
     wanted, weights = rollout(trainer := build(**TRAINED, **places)), exported(trainer)
     on_ranks(run_layouts, tmp_path, tmp_path, ["pp"], ranks=2)
-    (step,), got = torch.load(tmp_path / "pp.pt")
+    (step,), got, _ = torch.load(tmp_path / "pp-0.pt")
+    check_estimate(trainer, tmp_path)
     assert step["train/mtp_loss"] == pytest.approx(wanted["train/mtp_loss"], rel=1e-5)
     assert got.keys() == weights.keys()
     for tensor in weights:

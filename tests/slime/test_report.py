@@ -67,7 +67,7 @@ def test_a_step(parts):
         rollout={"rollout/advantages": 0.0},
         perf={"perf/trainer_time": 3.0, "perf/actor_train_time": 2.0, "perf/ref_log_probs_time": 0.5},
     )
-    batch = RolloutBatch([], {"rollout/raw_reward": 0.75}, tokens=800, forward_flops=4e12)
+    batch = RolloutBatch([], {"rollout/raw_reward": 0.75}, tokens=800, forward_flops=4e12, ahead_flops=2e12)
     report.step(3, batch, trained)
     (key, step, metrics), *train = recorder.logged
     assert (key, step) == ("rollout/step", 3)
@@ -79,7 +79,7 @@ def test_a_step(parts):
         "perf/trainer_time": 3.0,
         "perf/actor_train_time": 2.0,
         "perf/actor_train_tok_per_s": 400.0,
-        "perf/actor_train_tflops": 3.0,  # 3 x 4 TFLOPs by 2 s and 2 ranks
+        "perf/actor_train_tflops": 3.5,  # 3 x 4 TFLOPs, and 2 of multi-token prediction, by 2 s and 2 ranks
         "perf/ref_log_probs_time": 0.5,
         "perf/ref_log_probs_tflops": 4.0,  # no pass for old log-probs: no figure of one
         "perf/handover_time": 0.5,

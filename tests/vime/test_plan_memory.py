@@ -315,3 +315,14 @@ def test_the_state_has_the_dtype_of_config_json(flags):
     c = parse_config([*flags, *APART, "--bf16"])
     items = {item.name: item for item in engine_memory(c, Shape.of(hf))}
     assert items["state per request"].bytes == 36 * 2 * (4 * 524288 + 2 * 24576)
+def test_a_draft_adds_its_layers(tmp_path: Path, flags: list[str]) -> None:
+    """MiMo: one more layer, its product of embedding and state, and its keys and values."""
+    mimo = {"model_type": "mimo", "hidden_act": "silu", **ARCHITECTURES["mimo-7b"].config_fields()}
+    (tmp_path / "config.json").write_text(json.dumps(mimo | {"num_nextn_predict_layers": 1}))
+    shape = plan.Shape.of(mimo | {"num_nextn_predict_layers": 1})
+    draft = ("--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
+    (weights, token, _), (more, longer, _) = (
+        engine_memory(parse_config([*flags, *APART, *more]), shape) for more in ((), draft)
+    )
+    assert more.bytes - weights.bytes == 2 * (shape.layer().total + 2 * 4096**2)
+    assert longer.bytes == token.bytes * 37 / 36

@@ -98,8 +98,10 @@ def _token(c: Config, shape: Shape) -> Item:
     if whole == shape.cache:
         tp = 1
     split = f"TP {tp}" + (f" / PP {stages}" if stages > 1 else "")
-    how = f"{shape.layers} layers x {shape.cache / shape.layers:g} x {size} B / {split}"
-    elements = (shape.cache - whole) / tp + whole
+    ahead = shape.predictions if c.engine.engine_facts.drafts else ()
+    layers, cache = shape.layers + len(ahead), shape.cache + sum(kind.attention.cache for kind in ahead)
+    how = f"{layers} layers x {cache / layers:g} x {size} B / {split}"
+    elements = (cache - whole) / tp + whole
     return Item("KV cache per token", elements * size / stages, how)
 
 
