@@ -167,11 +167,10 @@ CASES: dict[str, Case] = {
     "qwen3-next": Case(
         "qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, "cpu", "bfloat16"
     ),
-    # vLLM's Qwen3.5 imports torchvision, which its build for CPUs does not bring
-    "qwen3-5": Case("qwen3_5", engine="gpu"),
-    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}, engine="gpu"),
-    "qwen3-5-moe": Case("qwen3_5_moe", {"tie_word_embeddings": False}),
-    "qwen3-5-moe-text": Case("qwen3_5_moe_text", {"tie_word_embeddings": False}),
+    "qwen3-5": Case("qwen3_5", {}, "cpu", "bfloat16"),
+    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}, "cpu", "bfloat16"),
+    "qwen3-5-moe": Case("qwen3_5_moe", {"tie_word_embeddings": False}, "cpu", "bfloat16"),
+    "qwen3-5-moe-text": Case("qwen3_5_moe_text", {"tie_word_embeddings": False}, "cpu", "bfloat16"),
 }
 """Name of a tiny model -> the model."""
 
@@ -204,6 +203,8 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_EXPERTS, **_STATE},
     "qwen3_5": _STATE,
     "qwen3_5_text": _STATE,
+    "qwen3_5_moe": {**_EXPERTS, **_STATE},
+    "qwen3_5_moe_text": {**_EXPERTS, **_STATE},
 }
 
 

@@ -11,6 +11,7 @@ from vime.engine import (
     cpu_engine,
     cpu_experts,
     cpu_rotary,
+    cpu_vision,
     draft,
     merged_log_probs,
     routed_experts,
@@ -41,6 +42,7 @@ def register() -> None:
         cpu_engine.install()
     cpu_rotary.install()
     cpu_experts.install()
+    cpu_vision.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ
