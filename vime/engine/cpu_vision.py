@@ -50,7 +50,7 @@ class WithoutTorchvision(MetaPathFinder):
 @contextmanager
 def placeholder() -> Iterator[None]:
     """In here, `from torchvision.transforms.v2 import functional` succeeds; an attribute of what it gives does not."""
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
     from vllm.utils.import_utils import PlaceholderModule
 
     is_torchvision_available()  # transformers keeps the answer, which would be wrong in here
