@@ -339,6 +339,7 @@ ARCHITECTURES = {
     "mimo-tiny": tiny("mimo"),
     # vLLM's kernels of gated delta nets for CPUs are in bfloat16 only
     "qwen3-next-tiny": tiny("qwen3_next", "bfloat16", experts=(8, 2, 128), more=QWEN3_NEXT),
+    "qwen3-5-tiny": tiny("qwen3_5_text", "bfloat16", more=HYBRID),
     "qwen2-moe-tiny": tiny("qwen2_moe", experts=(8, 2, 128), more={"shared_expert_intermediate_size": 128}),
     "gemma3-tiny": tiny(
         "gemma3_text", more=gemma3(24, 12, layer_types=["sliding_attention", "full_attention"])

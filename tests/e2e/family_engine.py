@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_cases import CASES, engine_shape
+from family_cases import CASES, MULTIMODAL, engine_shape
 from family_record import note
 from megatron_cases import make_config, tiny_checkpoint
 from offline_engine import offline_engine
@@ -96,6 +96,7 @@ def check_engine(
     assert (before - after).abs().max() > 0.01
     settings: dict[str, Any] = {"dtype": CASES[name].dtype}
     settings |= {"trust_remote_code": True} if CASES[name].kind in REMOTE_KINDS else {}
+    settings |= {"language_model_only": True} if CASES[name].kind in MULTIMODAL else {}
     with offline_engine(root / name, root / f"{name}-weights", monkeypatch, **settings) as engine:
         difference = (engine.log_probs(TOKENS) - before).abs().mean()
         assert difference < tolerance

@@ -13,7 +13,7 @@ from family_engine import Trained, check_engine, trained_models
 pytestmark = pytest.mark.e2e
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
-SERVED = [name for name, case in CASES.items() if case.engine == "cpu"]
+SERVED = [name for name, case in CASES.items() if case.engine]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ SHORT = "minimax-m2-tiny"
 ARCHS = (
     "mimo-tiny",
     "qwen3-next-tiny",
+    "qwen3-5-tiny",
     "llama-tiny",
     "mistral-tiny",
     "glm4-tiny",
@@ -25,10 +26,10 @@ ARCHS = (
 )
 """Rows of scripts/architectures.py. Families with a test of their own are tested there."""
 
-MORE = {"mimo-tiny": ["--trust-remote-code"], "qwen3-next-tiny": ["--bf16"]}
+MORE = {"mimo-tiny": ["--trust-remote-code"], "qwen3-next-tiny": ["--bf16"], "qwen3-5-tiny": ["--bf16"]}
 """Flags of a run: MiMo's configuration class comes with its files, and vLLM's kernels of gated delta nets for CPUs
 are in bfloat16 only."""
-TOLERANCE = {"qwen3-next-tiny": 0.02}
+TOLERANCE = {"qwen3-next-tiny": 0.02, "qwen3-5-tiny": 0.02}
 
 
 @pytest.fixture(params=[SHORT, *(pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS)])

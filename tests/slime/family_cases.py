@@ -121,13 +121,13 @@ PREDICTION = {
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: where a real engine
-    serves it in tests/e2e, "cpu" or "gpu"; "" for families with an engine test of their own, and for variants. `dtype`:
-    that of the trainer and the engine there."""
+    """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: whether
+    tests/e2e/test_engine_families.py compares it with an engine; other families have a test of their own. `dtype`: that
+    of the trainer and the engine there."""
 
     kind: str
     shape: dict[str, Any] = field(default_factory=dict)
-    engine: str = ""
+    engine: bool = False
     dtype: str = "float32"
 
 
@@ -136,42 +136,41 @@ CASES: dict[str, Case] = {
     "qwen3-untied": Case("qwen3", {"tie_word_embeddings": False}),
     "qwen3-moe": Case("qwen3_moe", {"mlp_only_layers": [0]}),
     "glm4-moe": Case("glm4_moe", {"tie_word_embeddings": False, "first_k_dense_replace": 1}),
-    "llama": Case("llama", {"rope_parameters": LLAMA3 | OLD}, engine="cpu"),
+    "llama": Case("llama", {"rope_parameters": LLAMA3 | OLD}, engine=True),
     "llama-untied-yarn": Case(
-        "llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}, engine="cpu"
+        "llama", {"tie_word_embeddings": False, "rope_parameters": YARN | OLD}, engine=True
     ),
     "llama-bias": Case("llama", {"attention_bias": True}),
     "llama-linear": Case(
         "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
     ),
-    "mistral": Case("mistral", engine="cpu"),
+    "mistral": Case("mistral", engine=True),
     "mistral-untied-all": Case("mistral", {"tie_word_embeddings": False, "sliding_window": None}),
-    "glm4": Case("glm4", {"tie_word_embeddings": False}, engine="cpu"),
-    "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine="cpu"),
-    "mimo": Case("mimo", {"tie_word_embeddings": False}, engine="cpu"),
-    "deepseek": Case("deepseek_v3", engine="cpu"),
+    "glm4": Case("glm4", {"tie_word_embeddings": False}, engine=True),
+    "minimax-m2": Case("minimax_m2", {"tie_word_embeddings": False}, engine=True),
+    "mimo": Case("mimo", {"tie_word_embeddings": False}, engine=True),
+    "deepseek": Case("deepseek_v3", engine=True),
     # Moonlight: queries from the hidden states; the published YaRN, where both factors are equal, changes the scale
     "deepseek-plain-queries": Case(
         "deepseek_v3",
         {"q_lora_rank": None, "v_head_dim": 32, "rope_parameters": YARN | OLD | MSCALE},
-        engine="cpu",
+        engine=True,
     ),
-    "kimi-k2": Case("kimi_k2", {"rope_parameters": YARN | OLD | MSCALE | {"mscale": 0.7}}, engine="cpu"),
-    "glm4-moe-lite": Case("glm4_moe_lite", engine="cpu"),
+    "kimi-k2": Case("kimi_k2", {"rope_parameters": YARN | OLD | MSCALE | {"mscale": 0.7}}, engine=True),
+    "glm4-moe-lite": Case("glm4_moe_lite", engine=True),
     "glm4-moe-lite-bias": Case("glm4_moe_lite", {"attention_bias": True}),
-    "gpt-oss": Case("gpt_oss", {"tie_word_embeddings": False}, engine="cpu"),
-    "gemma2": Case("gemma2", engine="cpu"),
-    "gemma3": Case("gemma3_text", engine="cpu"),
-    "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine="cpu"),
+    "gpt-oss": Case("gpt_oss", {"tie_word_embeddings": False}, engine=True),
+    "gemma2": Case("gemma2", engine=True),
+    "gemma3": Case("gemma3_text", engine=True),
+    "qwen2-moe": Case("qwen2_moe", {"norm_topk_prob": False, "mlp_only_layers": [0]}, engine=True),
     # vLLM's kernels of gated delta nets for CPUs are in bfloat16 only
     "qwen3-next": Case(
-        "qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, "cpu", "bfloat16"
+        "qwen3_next", {"tie_word_embeddings": False, "mlp_only_layers": [0]}, True, "bfloat16"
     ),
-    # vLLM's Qwen3.5 imports torchvision, which its build for CPUs does not bring
-    "qwen3-5": Case("qwen3_5", engine="gpu"),
-    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}, engine="gpu"),
-    "qwen3-5-moe": Case("qwen3_5_moe", {"tie_word_embeddings": False}),
-    "qwen3-5-moe-text": Case("qwen3_5_moe_text", {"tie_word_embeddings": False}),
+    "qwen3-5": Case("qwen3_5", {}, True, "bfloat16"),
+    "qwen3-5-text": Case("qwen3_5_text", {"tie_word_embeddings": False}, True, "bfloat16"),
+    "qwen3-5-moe": Case("qwen3_5_moe", {"tie_word_embeddings": False}, True, "bfloat16"),
+    "qwen3-5-moe-text": Case("qwen3_5_moe_text", {"tie_word_embeddings": False}, True, "bfloat16"),
 }
 """Name of a tiny model -> the model."""
 
@@ -204,6 +203,8 @@ ENGINE_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_EXPERTS, **_STATE},
     "qwen3_5": _STATE,
     "qwen3_5_text": _STATE,
+    "qwen3_5_moe": {**_EXPERTS, **_STATE},
+    "qwen3_5_moe_text": {**_EXPERTS, **_STATE},
 }
 
 

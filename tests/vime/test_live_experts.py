@@ -1,12 +1,15 @@
-"""Which experts of a layer a rank of an engine compares. Real engines: tests/e2e, tests/gpu."""
+"""Which experts and rows a rank of an engine compares. Real engines: tests/e2e, tests/gpu."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch import nn
 
 from vime.engine.live_experts import experts_of_rank, names_of_other_ranks
+from vime.engine.live_weights import differing_tensors
 
 PATH = "model.layers.0.mlp.experts.routed_experts"
 
@@ -33,3 +36,19 @@ def test_the_ranks_of_an_engine_compare_every_expert_once() -> None:
                 f"model.layers.0.mlp.experts.{e}.{name}.weight" for e in others for name in ("w1", "w3", "w2")
             ]
     assert list(names_of_other_ranks(PATH, layer(None), update)) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_tensor_of_files_that_is_several_projections_of_vllm(rank: int) -> None:
+    """Qwen3.5 on two ranks: files have q, k and v in one tensor, and z in another. vLLM has all four in one matrix."""
+    q, k, v, z = (torch.randn(rows, 3) for rows in (4, 4, 8, 8))
+    module = nn.Module()
+    module.in_proj_qkvz = nn.Module()
+    mine = torch.cat([x.chunk(2)[rank] for x in (q, k, v, z)])
+    module.in_proj_qkvz.weight = nn.Parameter(mine)
+    module.packed_modules_mapping = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}
+    vars(module.in_proj_qkvz).update(output_partition_sizes=[2, 2, 4, 4], tp_rank=rank, tp_size=2)
+    update = {"in_proj_qkv.weight": torch.cat([q, k, v]), "in_proj_z.weight": z}
+    assert differing_tensors(module, update, update.__getitem__) == []
+    update["in_proj_qkv.weight"][4 + 2 * rank] += 1  # a key of this rank
+    assert differing_tensors(module, update, update.__getitem__) == ["in_proj_qkv.weight"]

@@ -315,6 +315,8 @@ def test_the_state_has_the_dtype_of_config_json(flags):
     c = parse_config([*flags, *APART, "--bf16"])
     items = {item.name: item for item in engine_memory(c, Shape.of(hf))}
     assert items["state per request"].bytes == 36 * 2 * (4 * 524288 + 2 * 24576)
+
+
 def test_a_draft_adds_its_layers(tmp_path: Path, flags: list[str]) -> None:
     """MiMo: one more layer, its product of embedding and state, and its keys and values."""
     mimo = {"model_type": "mimo", "hidden_act": "silu", **ARCHITECTURES["mimo-7b"].config_fields()}

@@ -7,7 +7,8 @@ plain parameters; that of experts is in vime.engine.live_experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -39,8 +40,8 @@ def differing_tensors(
     expected, seen, wrong = set(names), set(), set()
     update = expected if update is None else update
     for name, module, live in live_tensors(model, update):
-        if name == "lm_head.weight" and name not in update:
-            name = "model.embed_tokens.weight"
+        if name.endswith("lm_head.weight") and name not in update:
+            name = next((other for other in update if other.endswith(".embed_tokens.weight")), name)
         if name not in update:
             raise ValueError(
                 f"every live tensor must be in the update to be compared, got {name} in the model only"
@@ -66,11 +67,12 @@ def holds(live: torch.Tensor | Quantised, want: torch.Tensor) -> bool:
 
 def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
     """HF names of the experts that other ranks of the engine have."""
+    files = _file_names(model, update)
     return {
-        name
+        files.get(name, name)
         for path, module in model.named_modules()
         if has_experts(module)
-        for name in names_of_other_ranks(path, module, update)
+        for name in names_of_other_ranks(path, module, {*update, *files})
     }
 
 
@@ -86,10 +88,12 @@ def live_tensors(
     """
     packed = getattr(model, "packed_modules_mapping", {})
     files = _file_names(model, update)
+    known = {*update, *files}
     shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
     for path, module in model.named_modules(remove_duplicate=False):
         if has_experts(module):
-            yield from expert_tensors(path, module, update, files)
+            for name, holder, value in expert_tensors(path, module, known, files):
+                yield files.get(name, name), holder, value
             continue
         if hasattr(module, "W_UK_T"):
             yield hf_path(f"{path}.kv_b_proj.weight", shared), module.kv_b_proj, _of_latent_attention(module)
@@ -98,7 +102,7 @@ def live_tensors(
         for kind, parameter in module.named_parameters(recurse=False):
             if kind in _OF_LATENT_ATTENTION:
                 continue
-            if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
+            if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in known:
                 parts = [leaf]
             if is_quantised(module) and kind.startswith("weight"):
                 if kind == "weight":
@@ -113,13 +117,13 @@ def live_tensors(
             elif kind == "weight" and hasattr(module, "cpu_linear"):
                 values.append(_packed_matrix(module))
             for value in values:
-                for part, piece in zip(parts, _split(module, value, parts), strict=True):
+                for part, (holder, piece) in zip(parts, _split(module, value, parts), strict=True):
                     name = ".".join(filter(None, [parent, part, kind]))
-                    yield files.get(name, name), module, piece
+                    yield files.get(name, name), holder, piece
 
 
 def _file_names(model: nn.Module, update: Collection[str]) -> dict[str, str]:
-    """vLLM's name -> HF name, for a model whose class renames tensors while it reads them (gpt-oss)."""
+    """vLLM's name -> HF name, for a model whose class renames tensors while it reads them (gpt-oss, multimodal)."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
@@ -154,9 +158,7 @@ def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor
         return full[indices.org_vocab_start_index : indices.org_vocab_end_index]
     sizes = getattr(module, "output_partition_sizes", ())
     if len(sizes) > 1 and sum(sizes) == shape[0]:  # fused in the file too: a rank has its part of each
-        wholes = full.split([size * module.tp_size for size in sizes])
-        parts = zip(wholes, sizes, strict=True)
-        return torch.cat([whole.narrow(0, module.tp_rank * size, size) for whole, size in parts])
+        return Fused(tuple(sizes), module.tp_rank, module.tp_size).piece(full)
     for dim, (whole, local) in enumerate(zip(full.shape, shape, strict=True)):
         if whole != local:
             pieces, (rank, ranks) = whole // local, _place(module)
@@ -213,15 +215,39 @@ def _plain_convolution(packed: torch.Tensor) -> torch.Tensor:
     return plain.view(packed.shape)
 
 
-def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[torch.Tensor]:
+@dataclass(frozen=True)
+class Fused:
+    """A tensor of files whose rows are several projections. A rank has its part of each; `sizes` are their rows."""
+
+    sizes: tuple[int, ...]
+    tp_rank: int
+    tp_size: int
+
+    def piece(self, full: torch.Tensor) -> torch.Tensor:
+        wholes = full.split([size * self.tp_size for size in self.sizes])
+        parts = zip(wholes, self.sizes, strict=True)
+        return torch.cat([whole.narrow(0, self.tp_rank * size, size) for whole, size in parts])
+
+
+def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[tuple[Any, torch.Tensor]]:
+    """(what knows the tensor-parallel rank, value) of each tensor in files."""
     if hasattr(module, "shard_indices"):  # rows beyond the vocabulary are padding
-        return [value[: module.shard_indices.num_org_elements]]
+        return [(module, value[: module.shard_indices.num_org_elements])]
     if len(parts) == 1:
-        return [value]
-    pieces: Sequence[torch.Tensor] = value.split(_rows(module, parts), dim=0)
-    return pieces
+        return [(module, value)]
+    groups = _groups(module, parts)
+    holders = [module if len(g) == 1 else Fused(g, module.tp_rank, module.tp_size) for g in groups]
+    return zip(holders, value.split([sum(group) for group in groups]), strict=True)
+
+
+def _groups(module: Any, parts: list[str]) -> list[tuple[int, ...]]:
+    """The rows of each part of a fused projection on this rank. Several sizes: the part is fused in files, too, as
+    queries, keys and values of Qwen3.5's gated delta nets are."""
+    sizes = module.output_partition_sizes
+    first = len(sizes) - len(parts) + 1
+    return [tuple(sizes[:first]), *((size,) for size in sizes[first:])]
 
 
 def _rows(module: Any, parts: list[str]) -> list[int]:
-    """The rows of each part of a fused projection on this rank."""
-    return [module.weight.shape[0]] if len(parts) == 1 else list(module.output_partition_sizes)
+    """The rows of each part of a projection on this rank."""
+    return [module.weight.shape[0]] if len(parts) == 1 else [sum(g) for g in _groups(module, parts)]

@@ -13,6 +13,7 @@ from vime.engine import (
     cpu_experts,
     cpu_fp8,
     cpu_rotary,
+    cpu_vision,
     draft,
     merged_log_probs,
     routed_experts,
@@ -45,6 +46,7 @@ def register() -> None:
     cpu_experts.install()
     cpu_draft.install()
     cpu_fp8.install()
+    cpu_vision.install()
     if routed_experts.VARIABLE in os.environ:
         routed_experts.install()
     gate, sleeps = os.environ.get(shared_gpu.GATE_VARIABLE), shared_gpu.SLEEPS_VARIABLE in os.environ

@@ -1,0 +1,67 @@
+"""vLLM's text models that import vision code, for engines on CPUs without torchvision.
+
+The module of Qwen3.5 in vLLM imports a function of transformers, whose module imports torchvision at its top. The usual
+index has torchvision for CUDA only, which a torch for CPUs cannot load, and text needs nothing of it. Here that one
+module is imported without torchvision. What uses torchvision later fails with the name of the missing package.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+MODULE = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+_PARENTS = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+
+
+def install() -> None:
+    """Prepare for the import of `MODULE`. May run more than once."""
+    from vllm.platforms import current_platform
+
+    installed = any(isinstance(finder, WithoutTorchvision) for finder in sys.meta_path)
+    if current_platform.is_cpu() and find_spec("torchvision") is None and not installed:
+        sys.meta_path.insert(0, WithoutTorchvision())
+
+
+class WithoutTorchvision(MetaPathFinder):
+    """Finds `MODULE` where it is, and runs it with a placeholder for torchvision."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if fullname != MODULE:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            run, loader = spec.loader.exec_module, spec.loader
+
+            def exec_module(module: ModuleType) -> None:
+                with placeholder():
+                    run(module)
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+@contextmanager
+def placeholder() -> Iterator[None]:
+    """In here, `from torchvision.transforms.v2 import functional` succeeds; an attribute of what it gives does not."""
+    from transformers.utils.import_utils import is_torchvision_available
+    from vllm.utils.import_utils import PlaceholderModule
+
+    is_torchvision_available()  # transformers keeps the answer, which would be wrong in here
+    absent: Any = PlaceholderModule("torchvision")
+    modules: dict[str, Any] = {name: ModuleType(name) for name in _PARENTS}
+    for module in modules.values():
+        module.__path__ = []
+    modules[_PARENTS[-1]].functional = absent.placeholder_attr("transforms.v2.functional")
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
