@@ -9,7 +9,7 @@ Shapes: O outputs, I inputs of a weight. torch is imported only to compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.models.decoder import Hf
@@ -104,8 +104,13 @@ def from_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], name: st
             f"{name}_scale_inv must have shape {wanted} for {rows} x {columns} in blocks of {block[0]} x {block[1]}, "
             f"got {list(scales.shape)}; download the checkpoint again"
         )
-    each = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return (weight.float() * each).to(torch.bfloat16)
+    return (weight.float() * spread(scales, block, weight.shape)).to(torch.bfloat16)
+
+
+def spread(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
+    """`scales[row // block[0], column // block[1]]` for each element of a weight of `shape`, in fp32."""
+    rows = scales.float().repeat_interleave(block[0], 0)[: shape[0]]
+    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
 class PackedInt4:
