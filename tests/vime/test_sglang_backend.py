@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from config_cases import good_argv
 
 from slime.config import Config
 from slime.divergence import DivergedError
+from slime.protocols import WeightUpdate
+from slime.weight_sync.transfer import load
 from vime import backends, serve
+from vime.engine.control import ControlError
 from vime.engine.router_client import Transient
 from vime.plan import topology
 from vime.sglang.client import PARAMETERS, Answer, request_params, result_of
@@ -243,3 +248,55 @@ def test_parts_of_another_channel_and_modes_that_sglang_lacks() -> None:
         control.update_weights({"channel": "ipc", "info": {}})
     with pytest.raises(ValueError, match="mode must be one of keep, abort, got wait"):
         control.pause("wait")
+
+
+class Recorder(ThreadingHTTPServer):
+    """Notes path and body of each POST, and answers all of them with `answer`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), self.Handler)
+        self.seen: list[tuple[str, Any]] = []
+        self.answer: dict[str, Any] = {"success": True, "weight_version": "default"}
+
+    class Handler(BaseHTTPRequestHandler):
+        server: Recorder
+
+        def do_GET(self) -> None:
+            body = json.dumps(self.server.answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            size = int(self.headers["Content-Length"])
+            self.server.seen.append((self.path, json.loads(self.rfile.read(size))))
+            self.do_GET()
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+
+def test_an_update_on_a_paused_engine_and_on_one_that_joins() -> None:
+    server = Recorder()
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        control = SglangControl(f"http://127.0.0.1:{server.server_port}", "k")
+        update = WeightUpdate(5, "disk", {"path": "/w/weights-5/model.safetensors"})
+        control.pause()
+        load(control, update)
+        control.resume()
+        load(control, update)
+        asked = {"model_path": "/w/weights-5", "weight_version": "5", "flush_cache": True}
+        assert server.seen == [
+            ("/pause_generation", {"mode": "retract"}),
+            ("/update_weights_from_disk", {**asked, "keep_pause": True}),
+            ("/flush_cache", {}),
+            ("/continue_generation", {}),
+            ("/update_weights_from_disk", {**asked, "keep_pause": False}),
+            ("/flush_cache", {}),
+        ]
+        assert control.weight_version() == -1
+        server.answer = {"success": False, "message": "no such file"}
+        with pytest.raises(ControlError, match="must load /w/weights-5, got .*no such file"):
+            load(control, update)
+        server.shutdown()

@@ -27,6 +27,7 @@ class SglangControl:
         self.url = url
         self._run_key = run_key
         self._folder: str | None = None
+        self._paused = False
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop generating. Running requests wait without their keys and values (keep: SGLang's retract), or end with
@@ -34,9 +35,11 @@ class SglangControl:
         if mode not in _MODES:
             raise ValueError(f"mode must be one of {', '.join(_MODES)}, got {mode}; SGLang has no other")
         self._post("/pause_generation", {"mode": _MODES[mode]}, timeout_s=_SLOW_S)
+        self._paused = True
 
     def resume(self) -> None:
         self._post("/continue_generation", {})
+        self._paused = False
 
     def start_weight_update(self) -> None:
         self._folder = None
@@ -51,13 +54,13 @@ class SglangControl:
         self._folder = str(Path(message["info"]["path"]).parent)
 
     def finish_weight_update(self, version: int) -> None:
-        """Load the folder as `version`. The server stays paused."""
+        """Load the folder as `version`. A paused server stays paused."""
         assert self._folder is not None, "a folder comes first"
         asked = {
             "model_path": self._folder,
             "weight_version": str(version),
             "flush_cache": True,
-            "keep_pause": True,
+            "keep_pause": self._paused,
         }
         answer = self._post("/update_weights_from_disk", asked, timeout_s=_SLOW_S)
         if not json.loads(answer)["success"]:
