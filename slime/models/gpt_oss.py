@@ -118,7 +118,7 @@ class OneExpert:
 
     def __getitem__(self, where: Any) -> Tensor:
         """`where` is `...` or a slice per axis, from the first axis on."""
-        slices = () if where is ... else where
+        slices: tuple[slice, ...] = () if where is ... else where
         rows, *rest = [*slices, *[slice(None)] * (len(self.shape) - len(slices))]
         start, end, _ = rows.indices(self.shape[0])
         if not self.fused:
