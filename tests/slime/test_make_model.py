@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from hybrid_shapes import TEXT_ONLY
 from make_model import (
     build_config,
     build_model,
@@ -60,15 +61,6 @@ EXACT = {
     "gpt-oss-120b": 116_829_156_672,
     "qwen2.5-3b": 3_085_938_688,
     "qwen3-4b-instruct-2507": 4_022_468_096,
-}
-# Without vision tower and layer of prediction, so the published checkpoints have more. Computed from the shapes.
-TEXT_ONLY = {
-    "qwen3-next-80b-a3b": 79_674_391_296,
-    "qwen3.5-0.8b": 752_393_024,
-    "qwen3.5-4b": 4_205_751_296,
-    "qwen3.5-9b": 8_953_803_264,
-    "qwen3.5-27b": 26_895_998_464,
-    "qwen3.5-35b-a3b": 34_660_610_688,
 }
 SHALLOW = ("llama-3.2-3b", "glm-4-9b", "mimo-7b", "minimax-m2", "gemma-3-1b", "gemma-2-2b", "glm-4-32b")
 LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "kimi-k2-thinking", "glm-4.7-flash")
@@ -133,15 +125,6 @@ def test_experts_are_known(arch):
     assert decoder_of(config).experts.count == ARCHITECTURES[arch].experts[0]
     dense = config.get("first_k_dense_replace", 0)
     assert list(decoder_of(config).sparse) == [False] * dense + [True] * (config["num_hidden_layers"] - dense)
-
-
-@pytest.mark.parametrize("arch", TEXT_ONLY)
-def test_the_shapes_of_hybrid_models(arch):
-    config = build_config(arch)
-    said = json.loads(config.to_json_string(use_diff=False))
-    assert build_model(config, 0, "meta").num_parameters() == TEXT_ONLY[arch]
-    assert [layer.kind for layer in decoder_of(said).layers[:4]].count("gated_delta_net") == 3
-    assert 0.999 * TEXT_ONLY[arch] < Shape.of(said).params < TEXT_ONLY[arch]
 
 
 @pytest.mark.parametrize("arch", SHALLOW)
