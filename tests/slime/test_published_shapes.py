@@ -1,4 +1,4 @@
-"""Shapes of published models: tensors and parameters beside model cards, hybrid models, and what memory is planned for."""
+"""Shapes of published models beside their model cards, and of hybrid models beside the planner."""
 
 from __future__ import annotations
 
