@@ -310,7 +310,7 @@ ARCHITECTURES = {
     "kimi-k2-thinking": Architecture(
         *("kimi_k2", 7168, 18432, 61, (64, 64), 64, (163840, 163584), 5e4, 262144, False, "bfloat16"),
         *(
-            "slime's MODEL_ARGS of kimi-k2-thinking, in bfloat16; other settings as Kimi-K2-Instruct",
+            "slime's MODEL_ARGS of kimi-k2-thinking, in bfloat16; the rest as K2",
             None,
             (384, 8, 2048),
         ),
