@@ -97,7 +97,7 @@ def qwen3_5(name: str, sizes: tuple[Any, ...], tied: bool, values: int, **expert
     shared = {"shared_expert_intermediate_size": 512} if experts else {}
     return Architecture(
         *(family, *sizes, 256, (248320, 248044), 1e7, 262144, tied),
-        *("bfloat16", f"MODEL_ARGS of slime and config.json of Qwen/{name}, the text model"),
+        *("bfloat16", f"slime's MODEL_ARGS of {name}; heads of values as wide as the attention"),
         more=delta(values, **shared),
         **experts,
     )
@@ -206,15 +206,15 @@ ARCHITECTURES = {
     ),
     "qwen2.5-3b": Architecture(
         *("qwen2", 2048, 11008, 36, (16, 2), 128, QWEN_VOCAB, 1e6, 32768, True),
-        *("bfloat16", HUB.format("Qwen2.5-3B-Instruct"), ("3.09", "2.77")),
+        *("bfloat16", "slime's MODEL_ARGS of qwen2.5-3B"),
     ),
     "qwen3-4b-instruct-2507": Architecture(
         *("qwen3", 2560, 9728, 36, (32, 8), 128, QWEN_VOCAB, 5e6, 262144, True),
-        *("bfloat16", HUB.format("Qwen3-4B-Instruct-2507"), ("4.0", "3.6")),
+        *("bfloat16", "slime's MODEL_ARGS of qwen3-4B-Instruct-2507"),
     ),
     "qwen3-next-80b-a3b": Architecture(
         *("qwen3_next", 2048, 5120, 48, (16, 2), 256, QWEN_VOCAB, 1e7, 262144, False),
-        *("bfloat16", HUB.format("Qwen3-Next-80B-A3B-Instruct") + ", without its layer of prediction", None),
+        *("bfloat16", "slime's MODEL_ARGS of qwen3-next-80B-A3B, without its layer of prediction", None),
         *((512, 10, 512), delta(32, shared_expert_intermediate_size=512)),
     ),
     "qwen3.5-0.8b": qwen3_5("Qwen3.5-0.8B", (1024, 3584, 24, (8, 2)), tied=True, values=16),
@@ -318,7 +318,11 @@ ARCHITECTURES = {
     ),
     "kimi-k2-thinking": Architecture(
         *("kimi_k2", 7168, 18432, 61, (64, 64), 64, (163840, 163584), 5e4, 262144, False, "bfloat16"),
-        *("config.json of moonshotai/Kimi-K2-Thinking, in bfloat16", None, (384, 8, 2048)),
+        *(
+            "slime's MODEL_ARGS of kimi-k2-thinking, in bfloat16; the rest as K2",
+            None,
+            (384, 8, 2048),
+        ),
         latent(1536, (128, 128), 1, 1, 2.827, rms_norm_eps=1e-5),
         deepseek_yarn(64.0),
     ),

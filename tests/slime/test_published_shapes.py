@@ -1,0 +1,43 @@
+"""Shapes of published models beside their model cards, and of hybrid models beside the planner."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hybrid_shapes import TEXT_ONLY
+from make_model import build_config, build_model, stored_tensors
+
+from slime.data.packing import sample_flops
+from slime.model_shape import Shape
+from slime.models import decoder_of
+
+
+@pytest.mark.parametrize("arch", TEXT_ONLY)
+def test_the_shapes_of_hybrid_models(arch):
+    config = build_config(arch)
+    said = json.loads(config.to_json_string(use_diff=False))
+    assert build_model(config, 0, "meta").num_parameters() == TEXT_ONLY[arch]
+    assert [layer.kind for layer in decoder_of(said).layers[:4]].count("gated_delta_net") == 3
+    assert 0.999 * TEXT_ONLY[arch] < Shape.of(said).params < TEXT_ONLY[arch]
+
+
+def test_glm_has_the_tensors_of_the_published_one():
+    """Of its 110,468,824,832 elements those are not ours that predict further tokens: a layer, an embedding, a head,
+    three norms and what joins the two inputs."""
+    model = build_model(build_config("glm-4.5-air"), 0, "meta")
+    count = {name: tensor.numel() for name, tensor in stored_tensors(model)}
+    layer = sum(number for name, number in count.items() if name.startswith("model.layers.45."))
+    further = layer + 2 * 151552 * 4096 + 3 * 4096 + 2 * 4096 * 4096
+    assert sum(count.values()) + further == 110_468_824_832
+
+
+def test_what_a_token_uses_is_as_published():
+    """3.35 billion, of which the card says 3.3: FLOPs over 2 of one token, less its pair of attention, and the
+    embedding."""
+    config = json.loads(build_config("qwen3-30b-a3b").to_json_string(use_diff=False))
+    pair = 48 * 4 * 32 * 128
+    assert f"{((sample_flops(1, 1, config) - pair) / 2 + 151936 * 2048) / 1e9:.2f}" == "3.35"
+    config = json.loads(build_config("glm-4.5-air").to_json_string(use_diff=False))
+    pair = 46 * 4 * 96 * 128  # 12.2 without the head and the embedding; the card says 12
+    assert f"{(sample_flops(1, 0, config) - pair) / 2e9:.1f}" == "12.2"
