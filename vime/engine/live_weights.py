@@ -93,7 +93,7 @@ def live_tensors(model: nn.Module, update: Collection[str]) -> Iterator[tuple[st
         for kind, parameter in module.named_parameters(recurse=False):
             if kind in _OF_LATENT_ATTENTION:
                 continue
-            if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in known:
+            if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
                 parts = [leaf]
             values = [parameter.data] if parameter.numel() else []
             if kind == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):
