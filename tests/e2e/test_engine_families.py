@@ -14,6 +14,9 @@ pytestmark = pytest.mark.e2e
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
 SERVED = [name for name, case in CASES.items() if case.engine]
+SLOW = ("qwen3-5-text", "qwen3-5-moe", "qwen3-5-moe-text")
+"""Like qwen3-5, which runs on each change."""
+MODELS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SERVED]
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +24,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained_models(tmp_path_factory.mktemp("families"), SERVED)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", MODELS)
 def test_trainer_and_engine_agree(trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     check_engine(trained, name, monkeypatch, TOLERANCE[CASES[name].dtype])

@@ -47,18 +47,25 @@ class WithoutTorchvision(MetaPathFinder):
         return spec
 
 
+class Absent:
+    """What has the place of torchvision's functions."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModuleNotFoundError(
+            f"torchvision must be installed for images and videos, got a use of {name} without it; send text only"
+        )
+
+
 @contextmanager
 def placeholder() -> Iterator[None]:
     """In here, `from torchvision.transforms.v2 import functional` succeeds; an attribute of what it gives does not."""
     from transformers.utils.import_utils import is_torchvision_available
-    from vllm.utils.import_utils import PlaceholderModule
 
     is_torchvision_available()  # transformers keeps the answer, which would be wrong in here
-    absent: Any = PlaceholderModule("torchvision")
     modules: dict[str, Any] = {name: ModuleType(name) for name in _PARENTS}
     for module in modules.values():
         module.__path__ = []
-    modules[_PARENTS[-1]].functional = absent.placeholder_attr("transforms.v2.functional")
+    modules[_PARENTS[-1]].functional = Absent()
     sys.modules.update(modules)
     try:
         yield

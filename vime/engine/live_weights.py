@@ -102,7 +102,7 @@ def live_tensors(
         for kind, parameter in module.named_parameters(recurse=False):
             if kind in _OF_LATENT_ATTENTION:
                 continue
-            if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in known:
+            if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
                 parts = [leaf]
             if is_quantised(module) and kind.startswith("weight"):
                 if kind == "weight":
