@@ -139,7 +139,7 @@ def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
     )
     noted = dict(note.split(" has no effect: ") for note in c.notes)
     assert list(noted) == [word for word in router.split() if word[0] == "-"] + ["--megatron-to-hf-mode"]
-    assert noted["--use-slime-router"].startswith("vllm-router is always used")
+    assert noted["--use-slime-router"].startswith("the engine's own router is always used")
     args = c.namespace()
     assert args.use_slime_router is False and args.qkv_format == "thd" and args.critic_lr is None
 
@@ -150,7 +150,7 @@ def test_flags_of_slime_scripts_that_need_no_action_leave_a_note(argv):
         ("--qkv-format bshd", "left at thd in this version, got bshd; sequences are always packed"),
         (
             "--slime-router-middleware-paths a.B c.D",
-            "left out in this version, got a.B c.D; vllm-router runs no",
+            "left out in this version, got a.B c.D; the router runs no",
         ),
         (
             "--slime-router-health-check-failure-threshold 5",
