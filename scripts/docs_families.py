@@ -45,10 +45,12 @@ LEGEND = """
 - **logits, log-probs**: the largest difference from transformers, float32, packed sequences of different lengths. The
   limit is 1e-5. "2 ranks" is the larger one of tensor and expert parallelism.
 - **gradients**: the largest difference of a parameter's gradient, divided by that gradient's largest value. The limit
-  of a test is 1e-4 of each element, or 1e-5 of the largest value.
+  of a test is 1e-4 of each element, or 1e-5 of the largest value, or 1e-6. The last one matters where a whole gradient
+  is tiny, as before the norms of Qwen3-Next's delta nets.
 - **bits**: on how many layouts of ranks all weights returned bit by bit: one rank, tensor, pipeline, expert parallel.
 - **engine**: the mean difference from the log-probs of vLLM: as loaded, after an update, and after the first weights
-  again. The limit is 1e-5 in float32 and 0.02 in bfloat16. Empty: no test of this model runs an engine.
+  again. The limit is 1e-5 in float32 and 0.02 in bfloat16. Empty: this test has no engine
+  of the model. Qwen2.5, Qwen3 and GLM-4.5 have engine tests of their own.
 - **lines**: those of the family's file in `slime/models`.
 """
 
@@ -132,6 +134,7 @@ def page() -> str:
         f"- **Versions** Python {machine['python']}, torch {machine['torch']}",
         f"- **Commit** {machine['commit']}{changed}, {machine['date']}",
         *(f"- **{s:.0f} s** {TESTS[test]}: `{test}`" for test, s in record["seconds"].items()),
+        *([f"- **Note** {record['note']}"] if "note" in record else []),
         *("", "```bash", machine["command"], "```", ""),
         *(f"| {' | '.join(cells)} |" for cells in table),
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 import docs_algorithms
 import docs_configuration
 import docs_errors
+import docs_families
 import pytest
 import yaml
 from house_tree import ROOT
@@ -80,8 +81,8 @@ def test_broken_links_end_the_build(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [docs_configuration, docs_errors, docs_algorithms],
-    ids=["configuration", "troubleshooting", "algorithms"],
+    [docs_configuration, docs_errors, docs_algorithms, docs_families],
+    ids=["configuration", "troubleshooting", "algorithms", "families"],
 )
 def test_generated_pages_are_up_to_date(module) -> None:
     assert (ROOT / module.PAGE).read_text() == module.page(), (
