@@ -8,10 +8,10 @@ import pytest
 from family_engine import with_remote_config
 from train_fixtures import World, make_world, rows, run, vime
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-SHORT = "minimax-m2-tiny"
 ARCHS = (
+    "minimax-m2-tiny",
     "mimo-tiny",
     "qwen3-next-tiny",
     "qwen3-5-tiny",
@@ -32,7 +32,7 @@ are in bfloat16 only."""
 TOLERANCE = {"qwen3-next-tiny": 0.02, "qwen3-5-tiny": 0.02}
 
 
-@pytest.fixture(params=[SHORT, *(pytest.param(arch, marks=pytest.mark.slow) for arch in ARCHS)])
+@pytest.fixture(params=ARCHS)
 def arch(request: pytest.FixtureRequest) -> str:
     return request.param
 
