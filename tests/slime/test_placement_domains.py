@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from config_cases import good_argv
+from config_cases import good_argv, write_model
 from placement_cases import placement_config
 from ray.cluster_utils import Cluster
 
@@ -269,6 +269,7 @@ def test_layouts_that_no_domain_has_room_for(argv, flags, error):
         "--device cuda --actor-num-gpus-per-node 16 --tensor-model-parallel-size 16",  # nothing is known of domains
     ],
 )
-def test_layouts_that_fit(argv, flags):
+def test_layouts_that_fit(argv, flags, tmp_path):
+    write_model(tmp_path / "model", num_attention_heads=16, num_key_value_heads=16)
     c = parse_args([*argv, "--global-batch-size", "16", *flags.split()])
     assert c.megatron.tensor_model_parallel_size == 16

@@ -14,6 +14,7 @@ import pytest
 from engine_double import DoubleServer
 
 from vime.engine import silence
+from vime.engine.control import EngineControl
 from vime.engine.member import Member
 from vime.engine.server import EngineSpec
 
@@ -32,7 +33,7 @@ def test_a_stopped_engine_is_named_while_the_run_waits_for_it(
         monkeypatch.setattr(silence, name, seconds)
     caplog.set_level(logging.WARNING)
     spec = EngineSpec(model_path="", run_key="k", log_path=str(tmp_path / "log"), weight_dir=str(tmp_path))
-    member, stopping = Member(spec, 0, "keep"), threading.Event()
+    member, stopping = Member(spec, 0, "keep", EngineControl), threading.Event()
     member.launch(DoubleServer)
     try:
         handle = member.handle
