@@ -67,11 +67,9 @@ begin() { # GROUP...
         running[$group]="$! $log"
     done
 }
-# Waits for a process in steps of 0.2 s, so that Ctrl-C ends the script within that time. In `wait` alone it once did not,
-# and while a child such as `sleep` ran, bash once lost the signal. `read` waits without a child: nobody writes here.
-exec {silence}<> <(:)
+# Waits for a process in steps of 0.2 s, so that Ctrl-C ends the script within that time. In `wait` alone it once did not.
 await() { # PID
-    while kill -0 "$1" 2>/dev/null; do read -rt 0.2 -u "$silence" || true; done
+    while kill -0 "$1" 2>/dev/null; do sleep 0.2; done
     wait "$1"
 }
 end() { # GROUP...

@@ -181,7 +181,9 @@ def test_only_what_an_answer_lacks_is_asked_for_again() -> None:
         return [result.text for result in await asyncio.gather(*results)]
 
     assert serve(handler, ask) == ["0", "1", "2"]
-    assert seen == [[0, 1, 2], [1, 2], [2]]
+    later = [seed for seeds in seen[1:] for seed in seeds]
+    assert seen[0] == [0, 1, 2] and 0 not in later and later.count(1) == 1
+    assert later.count(2) in (1, 2)  # the second and third are asked for again together or apart
 
 
 def test_a_request_ends_when_nobody_waits_for_it() -> None:

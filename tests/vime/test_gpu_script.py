@@ -159,7 +159,13 @@ def test_a_run_that_fails_keeps_no_part_waiting(environment, tmp_path):
 def test_an_interrupt_ends_all_tests(environment, number):
     command = ["bash", str(ROOT / "scripts" / "test-gpu.sh")]
     environment = {**environment, "GPUS": "1", "SECONDS_OF_TESTS": "300"}
-    started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    started = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
+    )
     script, end = psutil.Process(started.pid), time.monotonic() + 30
     while len(children := sleeping(script, "300")) < 4:
         assert time.monotonic() < end, "four groups should run"
