@@ -154,7 +154,7 @@ class PromptDataSource:
         import torch
 
         try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            saved = torch.load(path, map_location="cpu", weights_only=True)  # ok: tensors and numbers only
             epoch, position, index = (saved[name] for name in ("epoch_id", "sample_offset", "sample_index"))
         except Exception as error:  # border: damaged files raise any error
             raise ValueError(

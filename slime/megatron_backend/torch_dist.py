@@ -185,7 +185,8 @@ def is_foreign(path: Path) -> bool:
     try:
         if torch.serialization.get_unsafe_globals_in_checkpoint(path / "common.pt"):
             return True  # Megatron saves its argparse.Namespace
-        return "shape" not in torch.load(path / "common.pt", map_location="cpu", weights_only=True)
+        saved = torch.load(path / "common.pt", map_location="cpu", weights_only=True)  # ok: no code is loaded
+        return "shape" not in saved
     except Exception:  # border: damaged files raise any error
         return False  # the reader of our own checkpoints names the file
 
