@@ -97,7 +97,7 @@ def trained_models(
     `dtype` replace those of the cases."""
     for name in names:
         case = CASES[name]
-        tiny_checkpoint(root / name, case.kind, **engine_shape(case), **(shape or {}))
+        tiny_checkpoint(root / name, case.kind, **(engine_shape(case) | (shape or {})))
         if case.kind in REMOTE_KINDS:
             with_remote_config(root / name, case.kind)
     spawn(train, args=(root, names, dtype, checksums))
