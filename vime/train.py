@@ -37,6 +37,7 @@ from slime.protocols import EnginePool, NoEngines
 from slime.room import Room
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
+from vime import surroundings
 from vime.backends import backend_of, parse_config
 from vime.engine.cpu_engine import WAIT_VARIABLE
 from vime.engine.process import tail
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     """Run one training job. Exit code 0, 1 for a failure, whose last line says what happened, or 130 when it was
     interrupted; ValueError for what the user can put right before anything runs."""
     _catch_signals()
+    surroundings.prepare(os.environ)
     config = with_data(parse_config(argv, download=True))
     run_dir = config.logging.run_dir
     assert run_dir is not None

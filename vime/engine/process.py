@@ -25,6 +25,7 @@ import vime
 from slime.cluster.guard import descendants, is_stopped, processes
 from vime.engine.control import answers
 from vime.engine.middleware import KEY_VARIABLE
+from vime.surroundings import SAFE_PATH, without_proxies
 
 TAIL_LINES = 30
 FREE_PORTS = range(20000, 32768)
@@ -116,7 +117,7 @@ class SupervisedProcess:
         with open(log_path, "ab") as log:
             self._process = subprocess.Popen(
                 supervised,
-                env=dict(env),
+                env={**env, **SAFE_PATH},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -239,10 +240,10 @@ class Server(Generic[S]):
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
-        """This process's own, with the key and the way to this package."""
+        """This process's own without proxies, with the key and the way to this package."""
         root = str(Path(vime.__file__).parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        return {**os.environ, "PYTHONPATH": path, KEY_VARIABLE: self.spec.run_key}
+        return {**without_proxies(os.environ), "PYTHONPATH": path, KEY_VARIABLE: self.spec.run_key}
 
     def choose_port(self) -> None:
         """Hold a free port for it, if it has none yet. Others may learn the address before it listens."""
