@@ -35,6 +35,7 @@ from slime.hooks import load_function
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
 from slime.room import Room
+from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from vime import surroundings
@@ -54,11 +55,15 @@ def main(argv: Sequence[str]) -> int:
     interrupted; ValueError for what the user can put right before anything runs."""
     _catch_signals()
     surroundings.prepare(os.environ)
-    config = with_data(parse_config(argv, download=True))
+    config = with_data(parse_config(argv, (check_start,), download=True))
     run_dir = config.logging.run_dir
     assert run_dir is not None
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
+    print(start_line(config), flush=True)
+    if finished(config):
+        print(f"all {config.data.num_rollout} rollouts are done; --num-rollout or --num-epoch adds more")
+        return 0
     backend_of(config).require_reachable(config)
     if config.cluster.device == "cpu":  # on GPUs the trainers know what they have
         decide(config, config.cluster.device)
