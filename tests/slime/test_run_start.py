@@ -91,8 +91,8 @@ def test_metrics_of_another_run_are_not_replaced(argv, tmp_path):
 def test_checkpoints_without_their_record_are_not_passed_over(argv, tmp_path):
     out = folder(tmp_path / "out", 4, 9)
     assert refused(argv, "--load", out, "--save", out, "--overwrite") == (
-        f"--load must have a latest_checkpointed_iteration.txt that says which checkpoint is the newest, got {out} with "
-        "iterations 4, 9 and none; take one with --ckpt-step 9"
+        "--load must have a latest_checkpointed_iteration.txt that says which checkpoint is the newest, got "
+        f"{out} with iterations 4, 9 and none; take one with --ckpt-step 9"
     )
     chosen = config(argv, "--load", out, "--save", out, "--ckpt-step", "9")
     assert start_line(chosen) == f"resumes after rollout 9 of {out}"
