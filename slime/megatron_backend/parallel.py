@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import nn
 
 from slime.config import Config
 from slime.config.experts import check_expert_ranks
@@ -122,8 +124,30 @@ def init_parallel(
     )
 
 
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models on the groups of `init_parallel`."""
+
+
+def built(model: nn.Module) -> nn.Module:
+    """Return `model`, whose parts `destroy_parallel` will free."""
+    _models.add(model)
+    return model
+
+
 def destroy_parallel() -> None:
-    """Leave the groups of `init_parallel`. A second call does nothing."""
+    """Leave the groups of `init_parallel` and empty the models on them. A second call does nothing.
+
+    A gloo group has three threads and four open files, and they end with the last reference to the group. Megatron's
+    modules hold groups, and a data-parallel wrapper is in a reference cycle with its gradient hooks. So a model that is
+    only dropped keeps its groups until the garbage collector finds it, which is never if the model was frozen.
+    """
+    for model in list(_models):
+        for module in list(model.modules()):
+            vars(module).clear()
+    _models.clear()
     parallel_state.destroy_model_parallel()
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):  # a group that Megatron forgets to drop
+            setattr(parallel_state, name, None)
     if dist.is_initialized():
         dist.destroy_process_group()

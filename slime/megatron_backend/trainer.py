@@ -200,7 +200,9 @@ class MegatronTrainer:
         return explained(doing, self.config, self.estimate, self.timers)
 
     def close(self) -> None:
+        """Free the model, the optimizer and the groups, with their threads and files. The trainer is empty then."""
         self.residence.close()
+        vars(self).clear()
         destroy_parallel()
 
     def _hook(self, flag: str, *args: Any) -> None:
