@@ -24,7 +24,7 @@ INTERPRET = not torch.cuda.is_available()
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
 
-# One core per test process: scripts/test.sh runs a process per core, and idle threads of torch spin for their next work.
+# One core per test process: scripts/test.sh runs one per core, and idle threads of torch spin for their next work.
 torch.set_num_threads(1)
 
 SLACK = {"threads": 20, "open files": 30, "child processes": 4}
