@@ -104,7 +104,7 @@ def init_parallel(
     np.random.seed(config.train.seed)
     torch.manual_seed(config.train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
-    return ParallelInfo(
+    info = ParallelInfo(
         rank=rank,
         world_size=world_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -122,8 +122,11 @@ def init_parallel(
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
     )
+    _infos.append(info)
+    return info
 
 
+_infos: list[ParallelInfo] = []
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models on the groups of `init_parallel`."""
 
@@ -139,11 +142,12 @@ def destroy_parallel() -> None:
 
     A gloo group has three threads and four open files, and they end with the last reference to the group. Megatron's
     modules hold groups, and a data-parallel wrapper is in a reference cycle with its gradient hooks. So a model that is
-    only dropped keeps its groups until the garbage collector finds it, which is never if the model was frozen.
+    only dropped keeps its groups until the garbage collector finds it, which is never if the model was frozen. The
+    traceback of an error may keep a ParallelInfo in the same way.
     """
-    for model in list(_models):
-        for module in list(model.modules()):
-            vars(module).clear()
+    for holder in [*_infos, *(module for model in list(_models) for module in list(model.modules()))]:
+        vars(holder).clear()
+    _infos.clear()
     _models.clear()
     parallel_state.destroy_model_parallel()
     for name, value in vars(parallel_state).items():
