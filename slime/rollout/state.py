@@ -90,7 +90,7 @@ class GenerateState:
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+            thread = threading.Thread(target=_run_loop, args=(self._loop,), name="rollout", daemon=True)
             thread.start()
             watch_loop(self._loop, thread)
             http.keep_connections(self._loop)
@@ -150,6 +150,14 @@ class GenerateState:
 
     def _encode_uncached(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run until the loop is stopped, and free its files."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def run_in_process(coroutine: Coroutine[Any, Any, T]) -> T:
