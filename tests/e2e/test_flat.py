@@ -21,8 +21,8 @@ WARM = 20
 WINDOW = 10
 """Steps in a row of which the lowest reading counts: a step in work has more."""
 MORE = {"threads": 4, "files": 4, "rss_mib": 96}
-"""What a process may have more of at the end of a half. A leak of one thread or file per ten steps is above it, and one of
-2 MiB per step. The heap of a trainer settles slowly: checkpoints are written by threads."""
+"""What a process may have more of at the end of a half. A leak of one thread or file per ten steps is above it, and a
+leak of 2 MiB per step. The heap of a trainer settles slowly, because threads write its checkpoints."""
 
 Held = dict[str, dict[str, int]]
 

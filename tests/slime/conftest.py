@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from config_cases import HF_CONFIG
-from rollout_double import make_tokenizer
+from rollout_double import STATES, make_tokenizer
 from trainer_cases import CALLS, make_checkpoints, make_config
 
 from slime.megatron_backend.trainer import MegatronTrainer
@@ -28,6 +29,14 @@ def checkpoint(tmp_path_factory):
     tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": len(tokenizer)}))
     return directory
+
+
+@pytest.fixture(autouse=True)
+def states_close() -> Iterator[None]:
+    """Each state that ran has two threads and an event loop."""
+    yield
+    while STATES:
+        STATES.pop().close()
 
 
 @pytest.fixture

@@ -156,10 +156,15 @@ class EngineDouble:
         self.closed = True
 
 
+STATES: list[GenerateState] = []
+"""Those of `make_state` that are open."""
+
+
 def make_state(args: SimpleNamespace, tokenizer: PreTrainedTokenizerFast | None = None) -> GenerateState:
-    """A state with an engine double, set as `args.rollout_state` as the manager does."""
+    """A state with an engine double, set as `args.rollout_state` as the manager does. It closes with the test."""
     tokenizer = tokenizer or make_tokenizer()
     args.rollout_state = GenerateState(args, EngineDouble(tokenizer), tokenizer)
+    STATES.append(args.rollout_state)
     return args.rollout_state
 
 
