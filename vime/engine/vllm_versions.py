@@ -54,8 +54,12 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 LEAST, LAST = (0, 26), (0, 33)
 """The versions that requirements/gpu.txt lets in, by their first two numbers."""
@@ -98,11 +102,12 @@ def _text(numbers: tuple[int, int]) -> str:
     return ".".join(map(str, numbers))
 
 
-def make_arg_parser(parser: Any) -> Any:
+def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """vLLM's server flags added to `parser`, a FlexibleArgumentParser. ImportError without vLLM."""
     for module in _PARSER_MODULES:
         try:
-            return import_module(module).make_arg_parser(parser)
+            made: FlexibleArgumentParser = import_module(module).make_arg_parser(parser)
+            return made
         except ModuleNotFoundError as error:
             # Only a place of vLLM that is not there yet, or no more, is no fault of the installation.
             if not str(error.name).startswith("vllm.entrypoints"):
@@ -167,7 +172,7 @@ def register_backend(name: str, module: str, class_name: str) -> None:
         WeightTransferEngineFactory.register_engine(name, module, class_name)
 
 
-def mapped_name(mapper: Any, name: str) -> str | None:
+def mapped_name(mapper: WeightsMapper, name: str) -> str | None:
     """The name under which a model's class loads the tensor `name` of its files; None where the class drops it.
     `mapper` is the class's WeightsMapper. One name at a time, because the list leaves dropped names out."""
     names: list[str] = mapper.apply_list([name])
