@@ -9,7 +9,7 @@ import inspect
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,7 +139,9 @@ def url(engine: Any) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY_VARIABLE, KEY)
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        app = vllm_names.app_of(vllm_parser().parse_args(EngineServer(SPECS["cpu"]).command()[4:]))
+        app = vllm_names.app_of(
+            vllm_parser().parse_args(["--middleware", "vime.engine.middleware.RunKeyMiddleware"])
+        )
         app.state.engine_client = engine
         listening = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
@@ -153,32 +155,42 @@ def url(engine: Any) -> Iterator[str]:
         listening.close()
 
 
-def test_each_call_of_our_client_reaches_the_engine(url: str, engine: Any) -> None:
-    """Path, query and body of each, as vLLM's own routes read them, and what we read of the answer."""
+PART = {"channel": "disk", "info": {"path": "w"}}
+CALLS: dict[str, tuple[Callable[[EngineControl], Any], str, tuple[Any, ...]]] = {
+    "keep": (lambda control: control.pause("keep"), "pause_generation", ("keep",)),
+    "abort": (lambda control: control.pause("abort"), "pause_generation", ("abort",)),
+    "wait": (lambda control: control.pause("wait"), "pause_generation", ("wait",)),
+    "resume": (EngineControl.resume, "resume_generation", ()),
+    "start": (EngineControl.start_weight_update, "start_weight_update", ()),
+    "update": (lambda control: control.update_weights(PART), "update_weights", ()),
+    "finish": (lambda control: control.finish_weight_update(7), "finish_weight_update", ()),
+    "reset": (EngineControl.reset_prefix_cache, "reset_prefix_cache", (True,)),
+    "sleep": (lambda control: control.sleep(2), "sleep", (2, "keep")),
+    "wake": (lambda control: control.wake(["weights", "kv_cache"]), "wake_up", (["weights", "kv_cache"],)),
+    "abort all": (lambda control: control._post("/abort_requests", {}), "abort", (["one"], True)),
+}
+"""A call of our client, the method of vLLM's engine that it reaches, and arguments that this must get."""
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_of_our_client_reaches_the_engine(call: str, url: str, engine: Any) -> None:
+    """Path, query and body of each are what vLLM's own routes read, and the answer is what we read."""
+    made, name, wanted = CALLS[call]
+    method = getattr(engine, name)
+    method.reset_mock()
+    made(EngineControl(url, KEY))
+    method.assert_awaited_once()
+    got = [*method.await_args.args, *method.await_args.kwargs.values()]
+    assert all(argument in got for argument in wanted)
+    if call == "update":
+        assert [request.update_info for request in got] == [PART]
+
+
+def test_routes_that_are_asked_elsewhere(url: str) -> None:
     control = EngineControl(url, KEY)
-    for mode in ("keep", "abort", "wait"):
-        control.pause(mode)  # type: ignore[arg-type]
-        assert engine.pause_generation.await_args.kwargs["mode"] == mode
-    control.resume()
-    engine.resume_generation.assert_awaited_once()
-    control.start_weight_update()
-    control.update_weights({"channel": "disk", "info": {"path": "w"}})
-    (sent,) = engine.update_weights.await_args.kwargs.values() or engine.update_weights.await_args.args
-    assert sent.update_info == {"channel": "disk", "info": {"path": "w"}}
-    assert control.weight_version() == -1
-    control.finish_weight_update(7)
-    assert control.weight_version() == 7 and engine.finish_weight_update.await_count == 1
-    control.reset_prefix_cache()
-    assert True in (
-        *engine.reset_prefix_cache.await_args.args,
-        *engine.reset_prefix_cache.await_args.kwargs.values(),
-    )
-    control.sleep(2)
-    assert tuple(engine.sleep.await_args.args) == (2, "keep")
-    control.wake(["weights", "kv_cache"])
-    assert tuple(engine.wake_up.await_args.args) == (["weights", "kv_cache"],)
-    assert control.is_healthy(9)
-    request(url, KEY, "POST", "/abort_requests", {}, timeout_s=9)
-    engine.abort.assert_awaited_once_with(["one"], internal=True)
-    with pytest.raises(ControlError, match="HTTP 404"):
+    assert control.is_healthy(9) and control.weight_version() >= -1
+    for path in ("/v1/completions", "/inference/v1/generate"):
+        with pytest.raises(ControlError, match=r"got HTTP (?!404)"):  # the body is missing, the route is not
+            request(url, KEY, "POST", path, {}, timeout_s=9)
+    with pytest.raises(ControlError, match="got HTTP 404"):
         request(url, KEY, "POST", "/pauses", timeout_s=9)
