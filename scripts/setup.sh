@@ -52,12 +52,12 @@ if [[ "$DEVICE" == cuda && -z "$LOCK" ]] && torch=$("$PYTHON" -c 'import torch; 
     constraints=(-c "$VENV/torch.txt")
 fi
 if ! "$VENV/bin/python" -c '' 2>/dev/null; then
-    # pip says that no space is left in the middle of it, and not how much it wanted: 4,300 MiB for CPUs.
+    # pip says that no space is left in the middle of it, and not how much it wanted: 4,700 MiB for CPUs.
     folder=$VENV
     while [[ ! -d "$folder" ]]; do folder=$(dirname "$folder"); done
     free_mib=$(df -Pm "$folder" | awk 'NR == 2 { print $4 }')
-    [[ "$DEVICE" != cpu ]] || ((free_mib >= 5000)) ||
-        die "VENV must be where 5000 MiB are free, got $VENV, where $free_mib are; free some, or set another VENV"
+    [[ "$DEVICE" != cpu ]] || ((free_mib >= 5400)) ||
+        die "VENV must be where 5400 MiB are free, got $VENV, where $free_mib are; free some, or set another VENV"
     step "making $VENV for $DEVICE with $("$PYTHON" --version)"
     "$PYTHON" -m venv --clear "${venv_options[@]}" "$VENV"
 fi
