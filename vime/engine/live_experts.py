@@ -133,7 +133,8 @@ def keep_in_place(model: nn.Module) -> None:
         if has_experts(module) or "sinks" in dict(module.named_parameters(recurse=False)):
             info = layerwise.get_layerwise_info(module)
             layerwise._place_kernel_tensors(module, info)
-            info.reset()
+            reset: Callable[[], None] = info.reset  # untyped in vLLM
+            reset()
 
 
 def repack_experts(model: nn.Module) -> None:
