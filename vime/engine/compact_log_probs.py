@@ -9,7 +9,12 @@ requests with `flat_logprobs`, which HTTP cannot ask vLLM for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.tokenizers import TokenizerLike
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.logprobs import LogprobsProcessor
 
 
 def install() -> None:
@@ -21,8 +26,9 @@ def install() -> None:
         LogprobsProcessor.from_new_request = staticmethod(collect)  # type: ignore[method-assign]
 
 
-def _collecting(vllms: Callable[..., Any]) -> Callable[..., Any]:
-    def from_new_request(tokenizer: Any, request: Any) -> Any:
+def _collecting(vllms: Callable[..., LogprobsProcessor]) -> Callable[..., LogprobsProcessor]:
+    def from_new_request(tokenizer: TokenizerLike | None, request: EngineCoreRequest) -> LogprobsProcessor:
+        assert request.sampling_params is not None
         spelled = not request.sampling_params.flat_logprobs
         return vllms(tokenizer=tokenizer if spelled else None, request=request)
 

@@ -7,8 +7,6 @@ never written, and their log-probs are wrong, often NaN. Here the result reaches
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
@@ -22,9 +20,7 @@ def install() -> None:
         from vllm.utils import cpu_triton_utils
     except ImportError:  # older versions have no such forms and no drafts on CPUs
         return
-    forms: Any = cpu_triton_utils
-    if hasattr(forms, "_expand_kernel_impl"):
-        forms._expand_kernel_impl = expand
+    cpu_triton_utils._expand_kernel_impl = expand
 
 
 def expand(

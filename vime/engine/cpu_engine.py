@@ -10,7 +10,10 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 MOST_REQUESTS = 512
 """--max-num-seqs."""
@@ -74,14 +77,15 @@ def install() -> None:
 
     if not current_platform.is_cpu() or hasattr(type(current_platform).check_and_update_config, "keeps"):
         return
-    platform: Any = type(current_platform)
+    platform = type(current_platform)
     update = platform.check_and_update_config
 
-    def check_and_update_config(vllm_config: Any) -> None:
+    def check_and_update_config(vllm_config: VllmConfig) -> None:
         method = os.environ.get(METHOD_VARIABLE)
         update(vllm_config)
         if method is not None:
             os.environ[METHOD_VARIABLE] = method
 
     check_and_update_config.keeps = update  # type: ignore[attr-defined]
-    platform.check_and_update_config = staticmethod(check_and_update_config)
+    # This replaces a method of vLLM on purpose: vLLM sets the start method itself.
+    platform.check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[method-assign]

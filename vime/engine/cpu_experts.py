@@ -12,10 +12,14 @@ cannot; here each sum of zeros and one rank's tokens is the exchange.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 _MARK = "shares_experts"
 
@@ -26,23 +30,25 @@ def install() -> None:
 
     if not current_platform.is_cpu():
         return
-    from vllm.distributed.device_communicators import cpu_communicator
-    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
-    from vllm.model_executor.layers.fused_moe.router import cpu_router
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    experts: Any = cpu_moe.CPUUnquantizedExperts
-    if hasattr(experts.apply, _MARK):
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+        from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    except ImportError:  # older versions compute experts on CPUs elsewhere
         return
-    experts.apply = _with_map(experts.apply)
-    router: Any = cpu_router.CPURouter
-    router.__init__ = _with_one_group(router.__init__)
-    communicator: Any = cpu_communicator.CpuCommunicator
-    communicator.all_gatherv, communicator.reduce_scatterv = all_gatherv, reduce_scatterv
+    if hasattr(CPUUnquantizedExperts.apply, _MARK):
+        return
+    # These replace methods of vLLM on purpose.
+    CPUUnquantizedExperts.apply = _with_map(CPUUnquantizedExperts.apply)  # type: ignore[method-assign]
+    CPURouter.__init__ = _with_one_group(CPURouter.__init__)  # type: ignore[method-assign]
+    CpuCommunicator.all_gatherv = all_gatherv  # type: ignore[method-assign]
+    CpuCommunicator.reduce_scatterv = reduce_scatterv  # type: ignore[method-assign]
 
 
 def _with_one_group(init: Any) -> Any:
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: CPURouter, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if self.scoring_func == "sigmoid" and not self.use_grouped_topk and not self.custom_routing_function:
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
@@ -71,7 +77,7 @@ def local_choice(expert_map: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tens
 
 
 def all_gatherv(
-    self: Any, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+    self: DeviceCommunicatorBase, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> Any:
     """The rows of all ranks, `cat([rows of rank 0, ..])`, of a tensor or of each in a list. `sizes`: rows of each
     rank. `self` is vLLM's communicator."""
@@ -85,7 +91,9 @@ def all_gatherv(
     return self.all_reduce(rows)
 
 
-def reduce_scatterv(self: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
+def reduce_scatterv(
+    self: DeviceCommunicatorBase, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
+) -> Tensor:
     """This rank's rows of the sum over ranks. `sizes`: rows of each rank."""
     assert dim == 0
     sizes = sizes or [len(input_) // self.world_size] * self.world_size

@@ -6,11 +6,14 @@ product and leaves the activations as they are, as vLLM's kernel with AMX does. 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slime.models.quantised import from_blocks
+
+if TYPE_CHECKING:
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
 _MARK = "dequantises"
 
@@ -26,17 +29,15 @@ def install() -> None:
         from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
     except ImportError:  # older versions have no such layers on CPUs
         return
-    kernels: list[Any] = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    kernels = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     if not any(hasattr(kernel, _MARK) for kernel in kernels):
         kernels.append(_kernel())
 
 
-def _kernel() -> type:
+def _kernel() -> type[CPUFp8BlockScaledMMKernel]:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
-    base: Any = CPUFp8BlockScaledMMKernel
-
-    class DequantisedOnCpu(base):  # type: ignore[misc]
+    class DequantisedOnCpu(CPUFp8BlockScaledMMKernel):
         """`x @ from_blocks(weight, weight_scale_inv).T + bias`."""
 
         dequantises = True

@@ -21,16 +21,16 @@ def install() -> None:
         return
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    rotary: Any = RotaryEmbedding
-    if hasattr(rotary.forward_cpu, _MARK):
+    if hasattr(RotaryEmbedding.forward_cpu, _MARK):
         return
-    kernel = rotary.forward_cpu
+    kernel = RotaryEmbedding.forward_cpu
 
     def forward_cpu(
-        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+        self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> Any:
-        form = kernel if query.dim() == 2 else rotary.forward_native
+        form = kernel if query.dim() == 2 else RotaryEmbedding.forward_native
         return form(self, positions, query, key)
 
     setattr(forward_cpu, _MARK, True)
-    rotary.forward_cpu = forward_cpu
+    # This replaces a method of vLLM on purpose: its kernel takes queries of two dimensions only.
+    RotaryEmbedding.forward_cpu = forward_cpu  # type: ignore[method-assign]

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from slime.models import Hf, family_for
 from vime.engine.live_weights import holds, live_tensors, shard_of
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
 
 
 def install() -> None:
@@ -27,9 +30,10 @@ def install() -> None:
         return
 
     @functools.wraps(start)
-    def start_with_draft(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    def start_with_draft(worker: Worker, *args: Any, **kwargs: Any) -> Any:
         draft = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
-        worker.weight_transfer_engine.draft = draft if isinstance(draft, nn.Module) else None
+        receiver: Any = worker.weight_transfer_engine
+        receiver.draft = draft if isinstance(draft, nn.Module) else None
         return start(worker, *args, **kwargs)
 
     Worker.start_weight_update = start_with_draft  # type: ignore[method-assign, assignment]

@@ -73,11 +73,8 @@ def vllm_parser() -> argparse.ArgumentParser:
                 def error(self, message: str) -> NoReturn:
                     raise ValueError(message)
 
-            make_parser: Callable[..., argparse.ArgumentParser] = Parser
-            parser: argparse.ArgumentParser = vllm_versions.make_arg_parser(
-                make_parser(allow_abbrev=False, add_help=False)
-            )
-            return parser
+            make_parser: Callable[..., FlexibleArgumentParser] = Parser
+            return vllm_versions.make_arg_parser(make_parser(allow_abbrev=False, add_help=False))
     except ImportError as error:
         raise ValueError(
             f"vLLM must be installed to check --vllm-* flags, got {error}; run scripts/setup.sh"

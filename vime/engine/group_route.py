@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import msgspec
@@ -18,6 +18,11 @@ import numpy as np
 from vime.engine.group_wire import SampleAnswer, Samples, frame
 from vime.engine.routed_experts import START_FIELD
 from vime.engine.vllm_versions import refusals
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 LOWEST = -9999.0
 """What stands for minus infinity, as in vLLM's own answers."""
@@ -47,13 +52,17 @@ class GroupRequest:
         parsed = msgspec.json.decode(body, type=_Body)
         shared = parsed.vime_samples.shared
         self.prompt = parsed.prompt
-        self.wants_experts = START_FIELD in shared
+        start = shared.pop(START_FIELD, None)
+        self.wants_experts = start is not None
         ours = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY, "skip_clone": True}
         self.samples = [
             SamplingParams.from_optional(**shared | own | ours) for own in parsed.vime_samples.each
         ]
         for params in self.samples:
             params.flat_logprobs = True  # lists of numbers
+            params.routed_experts_prompt_start = (
+                start or 0
+            )  # no argument of `from_optional` in older versions
         if not self.prompt or not self.samples:
             raise ValueError(
                 f"a request must have a prompt and samples, got {len(self.prompt)} tokens and "
@@ -68,7 +77,7 @@ class GroupRequest:
 
 
 async def answer(
-    engine: Any, body: bytes, receive: Receive, send: Send, versions: Callable[[], list[int]]
+    engine: AsyncLLM, body: bytes, receive: Receive, send: Send, versions: Callable[[], list[int]]
 ) -> None:
     """Sample what `body` asks for and send each sample's frame when it is finished.
 
@@ -126,7 +135,7 @@ async def _gone(receive: Receive, finished: asyncio.Queue[Any]) -> None:
 
 
 async def _sample(
-    engine: Any,
+    engine: AsyncLLM,
     request: GroupRequest,
     place: int,
     name: str,
@@ -145,9 +154,10 @@ async def _sample(
         finished.put_nowait(error)
 
 
-def _answer_of(output: Any, place: int, versions: list[int], wants_experts: bool) -> SampleAnswer:
+def _answer_of(output: RequestOutput, place: int, versions: list[int], wants_experts: bool) -> SampleAnswer:
     completion, times = output.outputs[0], output.metrics
-    values = completion.logprobs.logprobs if completion.logprobs is not None else []
+    flat = cast("FlatLogprobs | None", completion.logprobs)
+    values = flat.logprobs if flat is not None else []
     queue_s = speed = None
     if times is not None:
         if 0 < times.queued_ts <= times.scheduled_ts:
@@ -167,7 +177,7 @@ def _answer_of(output: Any, place: int, versions: list[int], wants_experts: bool
         completion.text,
         completion.finish_reason,
         versions,
-        len(output.prompt_token_ids),
+        len(output.prompt_token_ids or ()),
         output.num_cached_tokens or 0,
         queue_s,
         speed,
@@ -176,7 +186,7 @@ def _answer_of(output: Any, place: int, versions: list[int], wants_experts: bool
     )
 
 
-def _speculation(completion: Any) -> tuple[int, int, int] | None:
+def _speculation(completion: CompletionOutput) -> tuple[int, int, int] | None:
     """Passes of the model that checked a draft, drafted tokens, accepted tokens. None without speculation, and from
     versions of vLLM that do not count them per request."""
     counts = getattr(completion, "spec_decode_metrics", None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
 
     from vime.engine.vllm_versions import make_arg_parser
 
-    make_parser: Callable[[], Any] = FlexibleArgumentParser
+    make_parser: Callable[[], FlexibleArgumentParser] = FlexibleArgumentParser
     args = make_arg_parser(make_parser()).parse_args(list(argv))
     args.api_server_count = 0
     run_headless(args)

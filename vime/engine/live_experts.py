@@ -13,12 +13,15 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from vime.engine.vllm_versions import mapped_name
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
 
 _PLAIN = ("TRITON", "BATCHED_TRITON")
 
@@ -112,7 +115,7 @@ def _stacked(module: Any, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple
 
 def stacks_experts(model: nn.Module) -> bool:
     """Whether vLLM reads the experts of a layer from stacked tensors and copies them, and sinks, without a loader."""
-    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
     return mapper is not None and mapped_name(mapper, "mlp.experts.gate_up_proj") == "mlp.experts.w13_weight"
 
 
@@ -128,9 +131,10 @@ def keep_in_place(model: nn.Module) -> None:
         return
     for module in model.modules():
         if has_experts(module) or "sinks" in dict(module.named_parameters(recurse=False)):
-            info: Any = layerwise.get_layerwise_info(module)
+            info = layerwise.get_layerwise_info(module)
             layerwise._place_kernel_tensors(module, info)
-            info.reset()
+            reset: Callable[[], None] = info.reset  # untyped in vLLM
+            reset()
 
 
 def repack_experts(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ _PLAIN_KERNELS = (
     "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
     "CutlassFp8BlockScaledMMKernel",
     "TritonFp8BlockScaledMMKernel",
-    "BlockWiseTorchFp8ScaledMMLinearKernel",
+    "BlockWiseTorchFP8ScaledMMLinearKernel",
 )
 """vLLM's kernels that keep a weight as [O, I] and its scales as [blocks of O, blocks of I]. The first is ours."""
 _SLACK = 1e-5

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from vime.engine.live_experts import (
 )
 from vime.engine.live_quantised import Quantised, is_quantised, quantised_pieces
 from vime.engine.vllm_versions import mapped_name
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
 
 
 def differing_tensors(
@@ -125,7 +128,7 @@ def live_tensors(
 
 def _file_names(model: nn.Module, update: Collection[str]) -> dict[str, str]:
     """vLLM's name -> HF name, for a model whose class renames tensors while it reads them (gpt-oss, multimodal)."""
-    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
     return {ours: name for name in update if (ours := mapped_name(mapper, name)) not in (None, name)}

@@ -8,9 +8,13 @@ reads them sees no difference, requests of others included.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 FIELDS = ("logprob_token_ids", "logprobs", "sampled_token_ranks", "cu_num_generated_tokens")
 """Of vLLM's LogprobsLists: three arrays of rows, and what is None for a single request."""
@@ -18,7 +22,7 @@ MERGED = -1
 """What the fourth field of merged ones begins with; the rows of each request follow."""
 
 
-def merge(outputs: Any) -> bool:
+def merge(outputs: EngineCoreOutputs) -> bool:
     """Move the log-probs of all requests of an EngineCoreOutputs to the first one: arrays of all rows, and in the field
     that is None for a single request MERGED and the rows of each. Outputs with log-probs of other tokens too are left
     as they are. Returns whether it did."""
@@ -36,14 +40,14 @@ def merge(outputs: Any) -> bool:
     return True
 
 
-def split(outputs: Any) -> None:
+def split(outputs: EngineCoreOutputs) -> None:
     """Undo `merge`."""
     from vllm.v1.outputs import LogprobsLists
 
     merged = outputs.outputs[0].new_logprobs if outputs.outputs else None
     if merged is None or not merged.cu_num_generated_tokens or merged.cu_num_generated_tokens[0] != MERGED:
         return
-    ids, values, ranks, (_, *rows) = merged
+    ids, values, ranks, rows = *merged[:3], merged.cu_num_generated_tokens[1:]
     end = 0
     for output, count in zip(outputs.outputs, rows, strict=True):
         begin, end = end, end + count
@@ -66,7 +70,7 @@ def install() -> None:
     if hasattr(encode, "wraps"):
         return
 
-    def encode_into(self: Any, obj: Any, buf: bytearray) -> Any:
+    def encode_into(self: MsgpackEncoder, obj: Any, buf: bytearray) -> Any:
         if not isinstance(obj, EngineCoreOutputs) or not merge(obj):
             return encode(self, obj, buf)
         # All in one frame, as small arrays are: older vLLMs wait for the last frame alone before they use `buf` again.
@@ -76,7 +80,7 @@ def install() -> None:
         finally:
             self.size_threshold = inline
 
-    def decode_and_split(self: Any, bufs: Any) -> Any:
+    def decode_and_split(self: MsgpackDecoder, bufs: Any) -> Any:
         found = decode(self, bufs)
         if isinstance(found, EngineCoreOutputs):
             split(found)

@@ -15,9 +15,22 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    class _Runner(CPUModelRunner):
+        """vLLM's runner with what it gets here."""
+
+        aux_output_connector: Any
+        routed_step: dict[str, int]
+
 
 FLAG = "--enable-return-routed-experts"
 VARIABLE = "VIME_ROUTED_EXPERTS"
@@ -81,7 +94,7 @@ def _let_older_runner() -> None:
 
 
 def _checking(vllms: Callable[..., Any]) -> Callable[..., Any]:
-    def verify(self: Any) -> None:
+    def verify(self: VllmConfig) -> None:
         # everything but the runner, which is a property of the class and not of the object that is checked
         as_newer = SimpleNamespace(**{**vars(self), "use_v2_model_runner": True})
         vllms(as_newer)
@@ -95,7 +108,7 @@ def _checking(vllms: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _connecting(vllms: Callable[..., Any]) -> Callable[..., Any]:
-    def initialize_kv_cache(self: Any, kv_cache_config: Any, *others: Any, **more: Any) -> None:
+    def initialize_kv_cache(self: _Runner, kv_cache_config: Any, *others: Any, **more: Any) -> None:
         vllms(self, kv_cache_config, *others, **more)
         if self.vllm_config.aux_output_config.enabled:
             from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
@@ -108,7 +121,7 @@ def _connecting(vllms: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _beginning(vllms: Callable[..., Any]) -> Callable[..., Any]:
-    def execute_model(self: Any, scheduler_output: Any, *others: Any, **more: Any) -> Any:
+    def execute_model(self: _Runner, scheduler_output: SchedulerOutput, *others: Any, **more: Any) -> Any:
         if hasattr(self, "aux_output_connector"):
             self.aux_output_connector.begin_step(scheduler_output.aux_output_connector_metadata)
             self.routed_step = scheduler_output.num_scheduled_tokens
@@ -120,7 +133,7 @@ def _beginning(vllms: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _handing_on(vllms: Callable[..., Any]) -> Callable[..., Any]:
-    def sample_tokens(self: Any, *others: Any, **more: Any) -> Any:
+    def sample_tokens(self: _Runner, *others: Any, **more: Any) -> Any:
         output = vllms(self, *others, **more)
         if hasattr(self, "aux_output_connector") and output is not None:
             output.aux_output_connector_output = _step_rows(self, output)
@@ -129,7 +142,7 @@ def _handing_on(vllms: Callable[..., Any]) -> Callable[..., Any]:
     return sample_tokens
 
 
-def _step_rows(runner: Any, output: Any) -> dict[str, Any] | None:
+def _step_rows(runner: _Runner, output: ModelRunnerOutput) -> dict[str, Any] | None:
     """What the collector has for the requests of a step, told as the newer runner tells it. Rows of a step lie in the
     order of its requests; without speculation (`_checking`) the older runner drops no token that it computed."""
     ids = output.req_ids

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 ROUTES = {
     ("POST", "/pause_generation"),
@@ -54,7 +57,7 @@ class Controlled:
     """An engine, as these routes see it. `llm`: vLLM's AsyncLLM. `version`: of its weights. `set_version`: all answers
     from now on have it."""
 
-    llm: Any
+    llm: AsyncLLM
     version: Callable[[], int]
     set_version: Callable[[int], None]
     abort_all: Callable[[], Any] = field(repr=False)

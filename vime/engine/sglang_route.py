@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import msgspec
@@ -23,6 +23,13 @@ from vime.engine import routed_experts, sglang_control
 from vime.engine.group_route import LOWEST
 from vime.engine.sglang_request import GenerateRequest, OneRequest, Wanted, parse
 from vime.engine.vllm_versions import installed, refusals
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.tokenizers import TokenizerLike
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 _HEALTH_S = 20.0
 
@@ -35,7 +42,7 @@ class Engine:
     """What answers a request: vLLM's AsyncLLM, the weight versions live since the request arrived, the `rid` of each
     running request by its name in vLLM, and what makes a version the live one."""
 
-    llm: Any
+    llm: AsyncLLM
     versions: Callable[[], list[int]]
     running: dict[str, str]
     set_version: Callable[[int], None]
@@ -239,11 +246,11 @@ class _Job:
         finally:
             del self.engine.running[self.name]
 
-    def of(self, output: Any) -> dict[str, Any]:
+    def of(self, output: RequestOutput) -> dict[str, Any]:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         live = self.engine.versions()
-        meta = {
+        meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": _finish(completion, ids),
             "prompt_tokens": len(self.prompt),
@@ -258,7 +265,7 @@ class _Job:
             meta |= _log_probs(completion, wanted, self.tokenizer)
         if wanted.prompt_from is not None and output.prompt_logprobs is not None:
             meta["input_token_logprobs"] = _of_prompt(
-                output.prompt_logprobs, self.prompt, wanted, self.tokenizer
+                cast("FlatLogprobs", output.prompt_logprobs), self.prompt, wanted, self.tokenizer
             )
         if wanted.experts and completion.routed_experts is not None:
             rows = np.ascontiguousarray(completion.routed_experts, np.int32)
@@ -268,7 +275,7 @@ class _Job:
 
 def _sampling(
     engine: Engine, given: dict[str, Any], prompt: list[int], wanted: Wanted, *, stream: bool
-) -> Any:
+) -> SamplingParams:
     """vLLM's parameters. ValueError for what does not fit the context, or needs an engine of another kind."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -290,14 +297,13 @@ def _sampling(
         params["logprobs"] = wanted.top
     if wanted.prompt_from is not None:
         params["prompt_logprobs"] = 0
-    if wanted.experts:
-        params[routed_experts.START_FIELD] = 0
     made = SamplingParams.from_optional(**params)
+    made.routed_experts_prompt_start = 0
     made.flat_logprobs = True  # numbers alone, see compact_log_probs
     return made
 
 
-def _finish(completion: Any, ids: list[int]) -> dict[str, Any] | None:
+def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, Any] | None:
     reason = completion.finish_reason
     if reason is None:
         return None
@@ -309,9 +315,9 @@ def _finish(completion: Any, ids: list[int]) -> dict[str, Any] | None:
     return {"type": "abort", "message": "the request was aborted"}
 
 
-def _log_probs(completion: Any, wanted: Wanted, tokenizer: Any) -> dict[str, Any]:
+def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: TokenizerLike) -> dict[str, Any]:
     """`output_token_logprobs` and, where asked for, `output_top_logprobs`: rows [log-prob, token id, text or null]."""
-    flat = completion.logprobs
+    flat = cast("FlatLogprobs | None", completion.logprobs)
     if flat is None:
         return {"output_token_logprobs": []}
     firsts = flat.start_indices
@@ -329,7 +335,9 @@ def _log_probs(completion: Any, wanted: Wanted, tokenizer: Any) -> dict[str, Any
     return made
 
 
-def _of_prompt(flat: Any, prompt: list[int], wanted: Wanted, tokenizer: Any) -> list[list[Any]]:
+def _of_prompt(
+    flat: FlatLogprobs, prompt: list[int], wanted: Wanted, tokenizer: TokenizerLike
+) -> list[list[Any]]:
     """[log-prob, token id, text or null] of each token of the prompt from the wanted one on. The first has null."""
     start = min(wanted.prompt_from or 0, len(prompt) - 1)
     texts = _texts(tokenizer, prompt[start:]) if wanted.texts else [None] * (len(prompt) - start)
@@ -339,7 +347,7 @@ def _of_prompt(flat: Any, prompt: list[int], wanted: Wanted, tokenizer: Any) -> 
     return [list(row) for row in zip(values, prompt[start:], texts, strict=True)]
 
 
-def _texts(tokenizer: Any, ids: list[int]) -> list[str | None]:
+def _texts(tokenizer: TokenizerLike, ids: list[int]) -> list[str | None]:
     return [tokenizer.decode([token]) for token in ids]
 
 

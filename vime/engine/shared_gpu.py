@@ -13,7 +13,11 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 GATE_VARIABLE = "VIME_GATE"
 """Names the file whose appearance lets a server take its device. Without it nothing is waited for."""
@@ -33,11 +37,12 @@ def install(gate: str | None, *, sleeps: bool) -> None:
         return
 
     @functools.wraps(take_device)
-    def init_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def init_device(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
         if gate is not None:
             wait_for(Path(gate))
         if sleeps:
-            self.worker.sleep = beside_others(self.worker.sleep)
+            worker = cast("Worker", self.worker)  # of another class on CPUs, which do not sleep
+            worker.sleep = beside_others(worker.sleep)  # type: ignore[method-assign]
         return take_device(self, *args, **kwargs)
 
     init_device.in_turn = True  # type: ignore[attr-defined]

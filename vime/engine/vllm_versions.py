@@ -2,8 +2,9 @@
 project asks for a version. Light to import: vLLM itself is loaded inside the functions that need it.
 
 Run were 0.26.0 (its CUDA build, on GPUs) and 0.32.0 (its CPU build, by the tests). The table has what differs between
-these two where we touch it, read from both; in which version between them each came we do not know. Others from 0.26 on
-are taken as one of the two; below 0.26 is refused, above 0.33 is noted (`check`).
+these two where we touch it. Others from 0.26 on are taken as one of the two; below 0.26 is refused, above 0.33 is noted
+(`check`). tests/vime/test_vllm_oldest.py compares every name that we use with the source of 0.26.0 itself. It also runs
+what asks vLLM with the Python of 0.26.0: parser, routes, fields, plug-in. Its CPU build was never run with a model.
 
 what                    0.26.0                              0.32.0                              here
 ----------------------- ----------------------------------- ----------------------------------- -----------------------
@@ -19,13 +20,18 @@ worker's base class     wants trainer_send_weights of all   sending is a class o
 /weight_checker         does not exist                      checksums of what each worker has   not asked: workers
                                                                                                 compare by themselves
 /update_weights         one record for all workers          one record, or a list: one for each one record
-/inference/v1/generate  always there (read, not run)        with --enable-scale-out alone       `token_routes`
+/inference/v1/generate  always there                        with --enable-scale-out alone       `token_routes`
 /abort_requests         any JSON                            an object                           an object
 /sleep, /wake_up        answer nothing, check nothing       answer a status, check level, mode  answers are not read
 answers' "metrics"      times of the request                and its speculative decoding        the times
 routed experts          by its older model runner           by its newer model runner alone     `routed_experts.py`
-experts on CPUs         packed in place as they are loaded  packed at the first load alone      `repack_experts`, in
-                        (read, not run)                                                         the newer one's form
+their first row         a field of SamplingParams alone     and an argument of `from_optional`  the field
+experts on CPUs         CPUFusedMOE packs them at each load a kernel and a router of their own, `repack_experts`, in
+                        (read, not run)                     packed at the first load alone      the newer one's form;
+                                                                                                `cpu_experts`, too
+drafts on CPUs          its forms are bound at the import   registered by a worker              `cpu_draft`, in the
+                                                                                                newer one alone
+fp8 in plain PyTorch    has no such kernel                  BlockWiseTorchFP8...Kernel          `live_quantised`
 a request is refused by a ValueError                        an error that is no ValueError      `refusals`
 ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `meet_in_a_file`
                         all interfaces
@@ -37,11 +43,11 @@ flags of --vllm-*       without --log-level and others      without --max-num-pa
 The same in both, and relied on: a server by `python -m`, with --middleware and one API process;
 /pause, /resume, /reset_prefix_cache and their query; app.state.engine_client with `generate`, tokens_input, what
 SamplingParams and RequestOutput have (vime.engine.group_route); what vime.engine.compact_log_probs and merged_log_probs
-wrap (tests look at the installed one's source); WorkerWrapperBase.init_device and what a worker's sleep says last
-(vime.engine.shared_gpu, whose tests look, too); that a server forks where VLLM_WORKER_MULTIPROC_METHOD says so and CUDA
+wrap; WorkerWrapperBase.init_device and what a worker's sleep says last
+(vime.engine.shared_gpu); that a server forks where VLLM_WORKER_MULTIPROC_METHOD says so and CUDA
 has not begun (a test asks);
 vllm.entrypoints.cli.serve.run_headless and the flags of the multi-node mode, --nnodes, --node-rank, --master-addr,
---master-port (vime.engine.headless; run with 0.32.0, read from a version between the two, not from 0.26.0 itself);
+--master-port (vime.engine.headless; run with 0.32.0; 0.26.0 has the function and the flags);
 --enable-per-request-metrics; layerwise reloading (vllm.model_executor.model_loader.reload); the registry of backends.
 /inference/v1/generate is in both and for plug-ins only: our client asks /v1/completions for a group.
 """
@@ -54,8 +60,12 @@ from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 LEAST, LAST = (0, 26), (0, 33)
 """The versions that requirements/gpu.txt lets in, by their first two numbers."""
@@ -98,11 +108,12 @@ def _text(numbers: tuple[int, int]) -> str:
     return ".".join(map(str, numbers))
 
 
-def make_arg_parser(parser: Any) -> Any:
+def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """vLLM's server flags added to `parser`, a FlexibleArgumentParser. ImportError without vLLM."""
     for module in _PARSER_MODULES:
         try:
-            return import_module(module).make_arg_parser(parser)
+            made: FlexibleArgumentParser = import_module(module).make_arg_parser(parser)
+            return made
         except ModuleNotFoundError as error:
             # Only a place of vLLM that is not there yet, or no more, is no fault of the installation.
             if not str(error.name).startswith("vllm.entrypoints"):
@@ -167,7 +178,7 @@ def register_backend(name: str, module: str, class_name: str) -> None:
         WeightTransferEngineFactory.register_engine(name, module, class_name)
 
 
-def mapped_name(mapper: Any, name: str) -> str | None:
+def mapped_name(mapper: WeightsMapper, name: str) -> str | None:
     """The name under which a model's class loads the tensor `name` of its files; None where the class drops it.
     `mapper` is the class's WeightsMapper. One name at a time, because the list leaves dropped names out."""
     names: list[str] = mapper.apply_list([name])
