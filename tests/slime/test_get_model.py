@@ -131,7 +131,8 @@ def test_a_wheel_holds_the_file(known: Path, tmp_path: Path) -> None:
 
 def test_a_wrong_checksum_is_an_error_with_both_sums(known: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(known.read_bytes()[:-1] + b"?")
+    content = known.read_bytes()
+    broken.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     said = error(NAME, tmp_path / "out", "--files", broken)
     for content in (known, broken):
         assert hashlib.sha256(content.read_bytes()).hexdigest() in said
