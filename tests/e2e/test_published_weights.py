@@ -109,7 +109,7 @@ def test_three_programs_give_the_same_log_probs(
             f"{name}, {directory}: transformers against trainer {difference.mean():.1e}, at most {difference.max():.1e}"
         )
         assert difference.mean() < TOLERANCE and difference.max() < 10 * TOLERANCE
-    settings: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
+    settings: dict[str, Any] = {"max_model_len": 256}
     with offline_engine(root / "model", root / "weights", monkeypatch, **settings) as engine:
         for update, values in ((None, before), (second, after), (first, before)):
             if update is not None:
