@@ -119,11 +119,11 @@ def test_three_programs_give_the_same_log_probs(
             assert difference.mean() < TOLERANCE and difference.max() < 10 * TOLERANCE
 
 
-def test_two_grpo_steps_and_an_export_that_answers_alike(root: Path, name: str) -> None:
-    """The last evaluation is greedy: transformers generates the same tokens from the export, not from the start."""
+def grpo(root: Path) -> list[str]:
+    """Flags of two steps; the evaluation after them is greedy."""
     run_dir, model = root / "run", root / "model"
     chat = ["--apply-chat-template"] if (model / "chat_template.jinja").exists() else []
-    flags = [
+    return [
         *("--device", "cpu", "--colocate", "--actor-num-gpus-per-node", "1", "--hf-checkpoint", str(model)),
         *(
             "--prompt-data",
@@ -164,7 +164,12 @@ def test_two_grpo_steps_and_an_export_that_answers_alike(root: Path, name: str) 
             "512",
         ),
     ]
-    run(vime("train", *flags), root / "train.out", timeout_s=900)
+
+
+def test_two_grpo_steps_and_an_export_that_answers_alike(root: Path, name: str) -> None:
+    """The last evaluation is greedy: transformers generates the same tokens from the export, not from the start."""
+    run_dir, model = root / "run", root / "model"
+    run(vime("train", *grpo(root)), root / "train.out", timeout_s=900)
     steps = rows(run_dir, "train/step")
     assert len(steps) == 2
     for row in steps.values():
