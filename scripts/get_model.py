@@ -29,7 +29,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 NOTE_FILE = "get_model.json"
 BLOCK_BYTES = 2**24
@@ -129,6 +132,22 @@ def join(files: Sequence[Path], out: Path, model: Published) -> None:
         )
 
 
+def begin_texts(tokenizer: PreTrainedTokenizerFast, file: Path) -> None:
+    """Let each text begin with the token for it where the file says so, which transformers' reader leaves out. Gemma
+    repeats one word without it."""
+    from gguf import GGUFReader
+    from tokenizers.processors import TemplateProcessing
+
+    field = GGUFReader(file).get_field("tokenizer.ggml.add_bos_token")
+    if field is not None and field.contents():
+        first = tokenizer.bos_token
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{first} $A",
+            pair=f"{first} $A {first} $B",
+            special_tokens=[(first, tokenizer.bos_token_id)],
+        )
+
+
 def convert(gguf: Path, out: Path) -> int:
     """Write config, weights and tokenizer of a GGUF file to `out`; returns the number of parameters."""
     if missing := [name for name in READER if find_spec(name) is None]:
@@ -145,6 +164,7 @@ def convert(gguf: Path, out: Path) -> int:
     )
     tokenizer = AutoTokenizer.from_pretrained(**where)
     tokenizer.model_max_length = model.config.max_position_embeddings
+    begin_texts(tokenizer, gguf)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     # The general name, which every release of transformers reads alike.

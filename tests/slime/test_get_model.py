@@ -43,6 +43,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_token_merges(["h e"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
     writer.add_chat_template(TEMPLATE)
     rng = np.random.default_rng(0)
     for name, values in tensors(rng).items():
@@ -109,7 +110,8 @@ def test_a_gguf_file_becomes_a_bfloat16_directory(
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     tokenizer = AutoTokenizer.from_pretrained(out)
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("he <|im_end|>")) == ["he", "Ġ", "<|im_end|>"]
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode("he <|im_end|>"))
+    assert tokens == ["<|im_start|>", "he", "Ġ", "<|im_end|>"], "the file says that texts begin with a token"
     assert tokenizer.chat_template == TEMPLATE and tokenizer.eos_token_id == 2
 
     get_model.main([NAME, str(out)])
@@ -131,7 +133,8 @@ def test_a_wheel_holds_the_file(known: Path, tmp_path: Path) -> None:
 
 def test_a_wrong_checksum_is_an_error_with_both_sums(known: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(known.read_bytes()[:-1] + b"?")
+    content = known.read_bytes()
+    broken.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     said = error(NAME, tmp_path / "out", "--files", broken)
     for content in (known, broken):
         assert hashlib.sha256(content.read_bytes()).hexdigest() in said

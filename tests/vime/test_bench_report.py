@@ -15,12 +15,16 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from vime.bench import pictures, report
+from vime.bench import curves, pictures, report
 from vime.bench.compare import pairs_of
 from vime.bench.record import BASELINE, OPERATORS_FILE, RECORD_FILE, RL_KERNEL, Record
 from vime.bench.verdicts import PASS_PARTS, PASS_TIME, compared
 
 ROOT = Path(__file__).parents[2]
+PICTURES = (
+    *("differences", "mean_step_time", "step_time", "time_breakdown", "peak_memory", "raw_reward"),
+    "logprob_diff",
+)
 
 
 def text_of(record: Record) -> str:
@@ -47,7 +51,7 @@ def drop(record: Record, side: str, *names: str) -> Record:
     return record
 
 
-def test_the_command_writes_a_page_with_two_pictures_per_record(tmp_path, capsys):
+def test_the_command_writes_a_page_with_seven_pictures_per_record(tmp_path, capsys):
     """Operators, modules and full steps have a section each."""
     for name in ("e2e", "module", "op"):
         (tmp_path / name).mkdir()
@@ -64,7 +68,7 @@ def test_the_command_writes_a_page_with_two_pictures_per_record(tmp_path, capsys
     assert "| swiglu forward" in operators and "how much faster a training step is" in operators
     assert "### the trainer alone" in modules and "### the trainer alone" not in steps
     named = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
-    assert len(named) == 4 and "1-e2e-qwen3-4b-grpo-differences.png" in named
+    assert len(named) == 14 and {f"1-e2e-qwen3-4b-grpo-{picture}.png" for picture in PICTURES} < set(named)
     printed = capsys.readouterr().out.split()
     assert sorted(printed) == sorted(str(out / name) for name in ("report.md", *named))
     for name in named:
@@ -237,3 +241,31 @@ def test_pictures_show_the_numbers():
     marks = [line for line in axes.lines if line.get_marker() == "o"]
     coloured = {labels[int(m.get_ydata()[0])] for m in marks if m.get_color() != "#4D4D4D"}
     assert "trainer, peak memory (GiB)" in coloured and "step (s)" not in coloured
+
+
+def test_bars_and_curves_show_the_numbers():
+    """Mean and 99th percentile of the counted steps, the highest peaks, each step and each evaluation."""
+    record = full_steps(repeats=1, steps=120)
+    for repeat, mode in ((record.sides[side][0], side) for side in (BASELINE, RL_KERNEL)):
+        scores = {0: 0.05, 60: 0.1, 120: 0.2 if mode == BASELINE else 0.25}
+        repeat.evaluations.update({str(at): {"gsm8k": score} for at, score in scores.items()})
+        repeat.steps[0]["perf/step_time"] = 1e4
+    pairs = pairs_of(record)[0]
+    seconds = [s["perf/step_time"] for s in record.sides[BASELINE][0].steps[1:]]
+    (axes,) = curves.mean_step_time(record, pairs).axes
+    bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    assert [bar.get_x() for bar in bars] == [0, 0] and bars[0].get_width() == pytest.approx(np.mean(seconds))
+    assert axes.lines[0].get_xdata()[1] == pytest.approx(np.percentile(seconds, 99))
+    (axes,) = curves.peak_memory(record, pairs).axes
+    assert max(patch.get_width() for patch in axes.patches) == 71
+    (axes,) = curves.step_time(record, pairs).axes
+    assert list(axes.lines[0].get_xdata()) == list(range(1, 120)) and max(axes.lines[0].get_ydata()) < 1e3
+    (axes,) = curves.raw_reward(record, pairs).axes
+    marked = [line for line in axes.lines if line.get_marker() == "o"]
+    assert [list(line.get_xydata()[-1]) for line in marked] == [[120, 0.2], [120, 0.25]]
+
+    text = text_of(record)
+    assert "| 120 | 0.2000 (+0.1500) | 0.2500 (+0.2000) |" in text and "| 0 | 0.0500 | 0.0500 |" in text
+    cells = row(text[text.index("Percentiles over 119 steps a side") :], "step")
+    assert cells[3] == f"{np.percentile(seconds, 99):.4g} s"
+    assert "Percentiles need 100 steps a side; there are 5." in text_of(full_steps(repeats=1, steps=6))

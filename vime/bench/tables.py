@@ -15,7 +15,7 @@ from vime.bench.verdicts import SPEEDS, TIMES, Comparison, number, with_unit
 
 
 def percentile_lines(record: Record, pairs: Sequence[Pair], found: Sequence[Comparison]) -> Iterator[str]:
-    """Percentiles of times, speeds and log-prob differences over the counted steps of all repeats, if they are enough."""
+    """Percentiles of times, speeds and log-prob differences over the counted steps of all repeats, from 100 on."""
     steps = sum(len(repeat.steps) - record.warm_up for repeat, _ in pairs)
     if steps < MIN_STEPS:
         yield from ("", f"Percentiles need {MIN_STEPS} steps a side; there are {steps}.")
@@ -43,7 +43,7 @@ def percentile_lines(record: Record, pairs: Sequence[Pair], found: Sequence[Comp
 
 
 def evaluation_lines(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Mean reward of each evaluation set after so many rollouts, the mean of the repeats; nothing without evaluations."""
+    """The mean reward of each evaluation set, each time it was evaluated: the mean of the repeats, and its gain."""
     sides = sides_of(pairs)
     every = [e for repeats in sides.values() for repeat in repeats for e in repeat.evaluations.items()]
     for name in sorted({name for _, scores in every for name in scores}):
