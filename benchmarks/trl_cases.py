@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 OURS, TRL, TRL_SLEEP = "ours", "trl", "trl-sleep"
-"""The sides. `trl-sleep`: TRL with vllm_enable_sleep_mode. Its engine frees its memory while the trainer works, as ours
+SIDES = (OURS, TRL, TRL_SLEEP)
+"""`trl-sleep`: TRL with vllm_enable_sleep_mode. Its engine frees its memory while the trainer works, as ours
 always does; without it, TRL saves the time to put the engine to sleep."""
 
 

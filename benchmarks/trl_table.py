@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_cases import OURS
+from trl_cases import OURS, SIDES
 
 ROWS = {
     "s per rollout": ("rollout_s", True),
@@ -80,7 +80,8 @@ def summary(sessions: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str,
         for row, (name, less_is_better) in ROWS.items():
             cells: dict[str, Any] = {}
             found = {(number, run["round"], run["side"]): value_of(run, name) for number, run in of_case}
-            for side in dict.fromkeys(run["side"] for _, run in of_case):
+            sides = {run["side"] for _, run in of_case}
+            for side in filter(sides.__contains__, SIDES):
                 mine = {key[:2]: v for key, v in found.items() if key[2] == side and v is not None}
                 cells[side] = {"of": spread(list(mine.values()))}
                 ours = {key: found.get((*key, OURS)) for key in mine}
