@@ -10,7 +10,7 @@
 #   WORK             folder of images and containers (default vime-image in TMPDIR); `clean` removes it
 #   SUITE            Debian release of the base (default bookworm for cpu, trixie for gpu)
 #   BASE_PYTHON      folder of a CPython to copy to the base's /usr/local, where SUITE lacks the Python of the lock file
-#   STORAGE_DRIVER   of buildah (default vfs, which works everywhere; overlay needs half the space)
+#   STORAGE_DRIVER   of buildah (default vfs, which works everywhere; overlay stores a layer once)
 #   PIP_CONFIG_FILE  pip's settings for the build, such as an index with CPU builds of PyTorch; the image does not keep it
 #   BUILD_OPTIONS    more options of `buildah build`, such as "--volume HOST:CONTAINER:ro" for files that pip's settings name
 set -euo pipefail
