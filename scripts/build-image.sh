@@ -24,7 +24,7 @@ wants() { [[ " $PARTS " == *" $1 "* ]]; }
 TARGET=${1:-}
 case "$TARGET" in
     cpu) SUITE=${SUITE:-bookworm} BASE_ARGUMENT=CPU_BASE NEEDED_MIB=25000 ;;
-    gpu) SUITE=${SUITE:-trixie} BASE_ARGUMENT=CUDA_BASE NEEDED_MIB=50000 ;;
+    gpu) SUITE=${SUITE:-trixie} BASE_ARGUMENT=CUDA_BASE NEEDED_MIB=40000 ;;
     *) die "TARGET must be cpu or gpu, got '$TARGET'; call: bash scripts/build-image.sh cpu" ;;
 esac
 IMAGE=vime:$TARGET
