@@ -177,3 +177,11 @@ def test_ranks_of_an_older_engine_meet_in_a_file(monkeypatch):
         m.get_distributed_init_method("127.0.0.1", 1) for m in (multiproc_executor, uniproc_executor)
     )
     assert first.startswith("file:///") and first != second
+
+
+def test_a_class_of_a_model_renames_tensors():
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    mapper = WeightsMapper(orig_to_new_prefix={"old.": "new.", "dropped.": None})
+    names = ["old.weight", "weight", "dropped.weight"]
+    assert [vllm_versions.mapped_name(mapper, name) for name in names] == ["new.weight", "weight", None]

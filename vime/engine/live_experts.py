@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vime.engine.vllm_versions import mapped_name
+
 _PLAIN = ("TRITON", "BATCHED_TRITON")
 
 
@@ -111,7 +113,7 @@ def _stacked(module: Any, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple
 def stacks_experts(model: nn.Module) -> bool:
     """Whether vLLM reads the experts of a layer from stacked tensors and copies them, and sinks, without a loader."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    return mapper is not None and mapper.map_name("mlp.experts.gate_up_proj") == "mlp.experts.w13_weight"
+    return mapper is not None and mapped_name(mapper, "mlp.experts.gate_up_proj") == "mlp.experts.w13_weight"
 
 
 def keep_in_place(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from vime.engine.live_experts import (
     packed_positions,
 )
 from vime.engine.live_quantised import Quantised, is_quantised, quantised_pieces
+from vime.engine.vllm_versions import mapped_name
 
 
 def differing_tensors(
@@ -127,7 +128,7 @@ def _file_names(model: nn.Module, update: Collection[str]) -> dict[str, str]:
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return {}
-    return {ours: name for name in update if (ours := mapper.map_name(name)) not in (None, name)}
+    return {ours: name for name in update if (ours := mapped_name(mapper, name)) not in (None, name)}
 
 
 _OF_LATENT_ATTENTION = ("W_UK_T", "W_UV")

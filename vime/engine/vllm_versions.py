@@ -29,6 +29,8 @@ experts on CPUs         packed in place as they are loaded  packed at the first 
 a request is refused by a ValueError                        an error that is no ValueError      `refusals`
 ranks of one node meet  through a TCP store that listens on a file in the temporary folder    `meet_in_a_file`
                         all interfaces
+how a model's class     WeightsMapper._map_name             WeightsMapper.map_name              `mapped_name`
+renames tensors
 flags of --vllm-*       without --log-level and others      without --max-num-partial-prefills  the installed parser's
                                                             and others
 
@@ -163,6 +165,13 @@ def register_backend(name: str, module: str, class_name: str) -> None:
 
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, module, class_name)
+
+
+def mapped_name(mapper: Any, name: str) -> str | None:
+    """The name under which a model's class loads the tensor `name` of its files; None where the class drops it.
+    `mapper` is the class's WeightsMapper. One name at a time, because the list leaves dropped names out."""
+    names: list[str] = mapper.apply_list([name])
+    return names[0] if names else None
 
 
 def meet_in_a_file() -> None:
