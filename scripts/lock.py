@@ -2,7 +2,9 @@
 
     python scripts/lock.py            resolves requirements/ again and writes every lock file
     python scripts/lock.py --check    resolves with the locked versions; exit status 1 if a lock file is out of date
-    python scripts/lock.py gpu-arm64  one lock file (also with --check)
+    python scripts/lock.py --fetch    downloads each locked package, checks its hash, unpacks it and deletes it; exit
+                                      status 1 if a package is missing, changed or for another processor
+    python scripts/lock.py gpu-arm64  one lock file (also with --check and --fetch)
 
 There is one lock file per image and platform. Nothing is installed or built. uv (requirements/dev.txt) resolves for any
 platform and uses wheels only. uv finds the package index in its own settings.
@@ -58,12 +60,16 @@ LOCKS = {
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Write or check the lock files of the container images.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(LOCKS)}; default: all")
-    parser.add_argument(
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument(
         "--check", action="store_true", help="write nothing; exit status 1 if one is out of date"
     )
+    modes.add_argument("--fetch", action="store_true", help="download and unpack each locked package once")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.names) - set(LOCKS)):
         parser.error(f"NAME must be one of {', '.join(LOCKS)}, got {unknown[0]}")
+    if args.fetch:
+        return int(sum(fetch_all(name) for name in args.names or LOCKS) > 0)
     failed = False
     for name in args.names or LOCKS:
         path = FOLDER / f"{name}.txt"
@@ -119,6 +125,55 @@ def _packages(lock: Lock, python: str, keep: Path | None) -> list[dict]:
         return tomllib.loads(out.read_text())["packages"]
 
 
+def fetch_all(name: str) -> bool:
+    """Fetches each package of a lock file for each of its Pythons; prints what it found; True if one has a problem."""
+    lock, pins = LOCKS[name], read(FOLDER / f"{name}.txt")
+    failed = False
+    for python in lock.pythons:
+        sizes: dict[str, int] = {}
+        for package, (version, hashes) in pins.items():
+            sizes[package], problem = fetch(package, version, hashes, python, lock.platform)
+            failed |= bool(problem)
+            if problem:
+                print(f"{name}, Python {python}: {package} {version}: {problem}", file=sys.stderr, flush=True)
+        largest = sorted(sizes, key=lambda package: -sizes[package])[:5]
+        print(
+            f"{name}, Python {python}: {len(sizes)} packages, {sum(sizes.values()) / 1e9:.1f} GB unpacked, the largest "
+            + ", ".join(f"{package} {sizes[package] / 1e6:.0f} MB" for package in largest),
+            flush=True,
+        )
+    return failed
+
+
+def fetch(package: str, version: str, hashes: set[str], python: str, platform: str) -> tuple[int, str]:
+    """Downloads one wheel, checks its hash, unpacks it and deletes it. Returns its unpacked bytes and its problem."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, target = Path(folder) / "wanted.txt", Path(folder) / "target"
+        wanted.write_text(_line(package, version, hashes) + "\n")
+        command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-cache", "--no-deps"]
+        command += ["--require-hashes", "--requirement", str(wanted), "--target", str(target)]
+        command += ["--python-version", python, "--python-platform", platform, "--only-binary", ":all:"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            return 0, done.stderr.strip()
+        paths = [path for path in target.rglob("*") if path.is_file()]
+        wrong = [path.relative_to(target) for path in paths if _other_processor(path, platform)]
+        problem = f"{wrong[0]} is for another processor than {platform}" if wrong else ""
+        return sum(path.stat().st_size for path in paths), problem
+
+
+# e_machine of an ELF file. A GPU's machine code is an ELF file too, with a number that is not here.
+_PROCESSORS = {3: "i686", 40: "armv7l", 62: "x86_64", 183: "aarch64"}
+
+
+def _other_processor(path: Path, platform: str) -> bool:
+    with path.open("rb") as file:
+        head = file.read(20)
+    elf = head.startswith(b"\x7fELF")
+    processor = _PROCESSORS.get(int.from_bytes(head[18:20], "little")) if elf else None
+    return processor is not None and not platform.startswith(processor)
+
+
 def compare(locked: Pins, found: Pins) -> list[str]:
     """The problems of a lock file. The index may have more wheels of a version than at the time of the lock."""
     problems = [f"{name} is missing" for name in sorted(found.keys() - locked.keys())]
@@ -158,11 +213,14 @@ def text(name: str, pins: Pins) -> str:
     ]
     if "torch" in lock.without:
         head.append("# torch is not here: scripts/setup.sh installs the version of cpu.txt.")
-    body = [
-        " \\\n    ".join([f"{package}=={version}", *(f"--hash=sha256:{value}" for value in sorted(hashes))])
-        for package, (version, hashes) in sorted(pins.items())
-    ]
+    body = [_line(package, version, hashes) for package, (version, hashes) in sorted(pins.items())]
     return "\n".join([*head, *body]) + "\n"
+
+
+def _line(package: str, version: str, hashes: set[str]) -> str:
+    return " \\\n    ".join(
+        [f"{package}=={version}", *(f"--hash=sha256:{value}" for value in sorted(hashes))]
+    )
 
 
 if __name__ == "__main__":

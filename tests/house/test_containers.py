@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,43 @@ def test_a_lock_file_that_is_out_of_date_is_found() -> None:
     assert (
         lock.compare({"a": ("1", {"x"})}, {"a": ("1", {"x", "y"})}) == []
     )  # a new wheel of the same version
+
+
+def wheel(folder: Path, processor: int) -> str:
+    """A wheel for arm64 with one library for that processor (e_machine of ELF): its SHA-256."""
+    library = b"\x7fELF".ljust(18, b"\0") + processor.to_bytes(2, "little")
+    parts = {
+        "tiny/library.so": library,
+        "tiny-1.dist-info/METADATA": b"Metadata-Version: 2.1\nName: tiny\nVersion: 1\n",
+        "tiny-1.dist-info/WHEEL": b"Wheel-Version: 1.0\nTag: cp312-cp312-manylinux_2_39_aarch64\n",
+        "tiny-1.dist-info/RECORD": b"",
+    }
+    path = folder / "tiny-1-cp312-cp312-manylinux_2_39_aarch64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("processor", "known", "platform", "problem"),
+    [
+        (183, True, "aarch64-manylinux_2_39", ""),
+        (190, True, "aarch64-manylinux_2_39", ""),  # machine code of a GPU
+        (62, True, "aarch64-manylinux_2_39", "tiny/library.so is for another processor than aarch64"),
+        (183, False, "aarch64-manylinux_2_39", "Hash mismatch"),
+        (183, True, "x86_64-manylinux_2_39", "no wheels with a matching platform"),
+    ],
+)
+def test_fetching_a_lock_file_finds_a_wrong_package(
+    tmp_path: Path, monkeypatch, processor: int, known: bool, platform: str, problem: str
+) -> None:
+    value = wheel(tmp_path, processor)
+    monkeypatch.setenv("UV_NO_INDEX", "1")
+    monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path))
+    size, found = lock.fetch("tiny", "1", {value if known else "0" * 64}, "3.12", platform)
+    assert problem in found and bool(problem) == bool(found)
+    assert (size > 20) == ("another processor" in found or not found)
 
 
 @pytest.mark.parametrize(
