@@ -84,7 +84,8 @@ fi
 # Tests run on the megatron-core of the other Pythons, too. Its wheel is 2 MB. Only its Python code is used, which runs here.
 if [[ -z "$LOCK" ]]; then
     own=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("megatron-core"))')
-    for version in $(sed -n 's/^megatron-core==\([0-9.]*\);.*/\1/p' requirements/cpu.txt); do
+    mapfile -t versions < <(sed -n 's/^megatron-core==\([0-9.]*\);.*/\1/p' requirements/cpu.txt)
+    for version in "${versions[@]}"; do
         [[ "$version" != "$own" ]] || continue
         step "unpacking megatron-core $version for tests"
         install --no-deps --only-binary=:all: --python-version=3.12 --upgrade --target="$VENV/megatron-core-$version" \
