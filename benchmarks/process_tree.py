@@ -1,15 +1,20 @@
-"""Memory of all processes below this one: of a command with everything that it started, shared pages counted once."""
+"""Memory of all processes below this one: of a command with everything that it started, shared pages counted once.
+And the memory in use of the GPU, all processes counted."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
 
 INTERVAL_S = 1.0
+GPU_HOST_INTERVAL_S = 5.0
+"""On a GPU host, processes map so much memory that its sum takes time."""
+GPU_INTERVAL_MS = 200
 PR_SET_CHILD_SUBREAPER = 36
 """prctl(2)'s number."""
 
@@ -46,6 +51,11 @@ def pss_bytes(process: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
+def visible_gpu() -> str:
+    """The first GPU that a command sees, an index or a UUID as nvidia-smi takes them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+
+
 def reap(patience_s: float) -> None:
     """Wait until this process has no child, adopted ones included. TimeoutError if some are left."""
     end = time.monotonic() + patience_s
@@ -64,23 +74,49 @@ def reap(patience_s: float) -> None:
 
 
 class PeakMemory:
-    """Samples the sum over the descendants of this process once a second, in a thread; `peak_bytes` is the largest."""
+    """Samples the sum over the descendants of this process, in a thread; `peak_bytes` is the largest.
 
-    def __init__(self) -> None:
+    With `gpu`, also the memory in use of the first visible GPU, by nvidia-smi. `peak_gpu_bytes` is the largest of it,
+    and None without `gpu`.
+    """
+
+    def __init__(self, *, gpu: bool = False) -> None:
         self.peak_bytes = 0
+        self.peak_gpu_bytes: int | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._interval_s = GPU_HOST_INTERVAL_S if gpu else INTERVAL_S
+        self._threads = [threading.Thread(target=self._sample, daemon=True)]
+        self._listing: subprocess.Popen[str] | None = None
+        if gpu:
+            self._threads.append(threading.Thread(target=self._sample_gpu, daemon=True))
 
     def __enter__(self) -> PeakMemory:
-        self._thread.start()
+        if len(self._threads) > 1:
+            query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+            self._listing = subprocess.Popen(
+                [*query, "-i", visible_gpu(), "-lms", str(GPU_INTERVAL_MS)], stdout=subprocess.PIPE, text=True
+            )
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        self._thread.join()
+        if self._listing:
+            self._listing.terminate()
+        for thread in self._threads:
+            thread.join()
+        if self._listing:
+            self._listing.wait()
 
     def _sample(self) -> None:
-        while not self._stop.wait(INTERVAL_S):
+        while not self._stop.wait(self._interval_s):
             self.peak_bytes = max(self.peak_bytes, sum(map(pss_bytes, descendants(os.getpid()))))
+
+    def _sample_gpu(self) -> None:
+        assert self._listing and self._listing.stdout
+        for line in self._listing.stdout:
+            if line.strip().isdigit():  # the last line is cut off
+                self.peak_gpu_bytes = max(self.peak_gpu_bytes or 0, int(line) << 20)

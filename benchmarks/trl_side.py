@@ -1,10 +1,12 @@
 """TRL's side of against_trl.py: GRPO of one case with trl.GRPOTrainer, timed.
 
-    benchmarks/.trl-venv/bin/python benchmarks/trl_side.py '{"model": ..., "prompts": ..., "out": ..., ...}'
+    PYTHONPATH=benchmarks/.trl:. python benchmarks/trl_side.py '{"model": ..., "prompts": ..., "out": ..., ...}'
 
-against_trl.py makes the environment and the argument, the JSON object of the fields of `Job`. The result goes to the
-file `out`, as JSON: seconds since 1970 of the begin and the end of each rollout with its optimizer steps, the seconds
-of its generation, the mean response length and the mean reward.
+against_trl.py makes the folder and the argument, the JSON object of the fields of `Job`. The result goes to the file
+`out`, as JSON, after each rollout: seconds since 1970 of the begin and the end of each rollout with its optimizer
+steps, the seconds of its generation, the mean response length and the mean reward.
+
+On a GPU, a vLLM engine in this process generates. On CPUs, transformers generates.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from slime.rollout.rewards.gsm8k import gsm8k_reward
 
@@ -28,8 +29,11 @@ from slime.rollout.rewards.gsm8k import gsm8k_reward
 class Job:
     """One run. `steps`: optimizer steps per rollout. `prompts` has one JSON object with prompt and label a line."""
 
+    device: str
     model: str
     prompts: str
+    prompt_key: str
+    label_key: str
     out: str
     run_dir: str
     rollouts: int
@@ -37,55 +41,57 @@ class Job:
     answers: int
     max_tokens: int
     steps: int
+    micro_samples: int
     lr: float
+    recompute: bool
+    context: int
+    engine_share: float
+    sleep: bool
     seed: int
 
-    def trainer_arguments(self) -> GRPOConfig:
-        """The settings of against_trl.our_command under TRL's names, and TRL's defaults for all others."""
+    def settings(self) -> dict[str, Any]:
+        """The settings of trl_cases.our_command under TRL's names, and TRL's defaults for all others."""
         samples = self.prompts_per_rollout * self.answers
-        return GRPOConfig(
-            output_dir=self.run_dir,
-            use_cpu=True,
-            # The parameters are float32 on both sides. Both flags are on by default, for GPUs.
-            bf16=False,
-            gradient_checkpointing=False,
-            model_init_kwargs={"dtype": "float32"},
-            max_steps=self.rollouts * self.steps,
-            per_device_train_batch_size=samples // self.steps,
-            gradient_accumulation_steps=1,
-            steps_per_generation=self.steps,
-            num_iterations=1,
-            num_generations=self.answers,
-            shuffle_dataset=False,
-            max_completion_length=self.max_tokens,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            loss_type="grpo",
-            scale_rewards="group",
-            beta=0.0,
-            epsilon=0.2,
-            epsilon_high=0.28,
-            learning_rate=self.lr,
-            lr_scheduler_type="constant",
-            adam_beta2=0.95,
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            seed=self.seed,
-            save_strategy="no",
-            eval_strategy="no",
-            report_to="none",
-            logging_steps=1,
-            disable_tqdm=True,
-        )
+        return {
+            **{"output_dir": self.run_dir, "max_steps": self.rollouts * self.steps, "seed": self.seed},
+            "per_device_train_batch_size": self.micro_samples,
+            "gradient_accumulation_steps": samples // self.steps // self.micro_samples,
+            "steps_per_generation": samples // self.micro_samples,
+            **{"num_iterations": 1, "num_generations": self.answers, "shuffle_dataset": False},
+            "max_completion_length": self.max_tokens,
+            **{"temperature": 1.0, "top_p": 1.0, "top_k": 0},
+            **{
+                "loss_type": "grpo",
+                "scale_rewards": "group",
+                "beta": 0.0,
+                "epsilon": 0.2,
+                "epsilon_high": 0.28,
+            },
+            **{"learning_rate": self.lr, "lr_scheduler_type": "constant", "adam_beta2": 0.95},
+            **{"weight_decay": 0.0, "max_grad_norm": 1.0, "gradient_checkpointing": self.recompute},
+            **{"save_strategy": "no", "eval_strategy": "no", "report_to": "none"},
+            **{"logging_steps": 1, "disable_tqdm": True},
+            # Float32 parameters. On a GPU, autocast computes in bfloat16.
+            **{"model_init_kwargs": {"dtype": "float32"}, "bf16": self.device == "cuda"},
+            **(self.gpu_settings() if self.device == "cuda" else {"use_cpu": True}),
+        }
+
+    def gpu_settings(self) -> dict[str, Any]:
+        """The engine. As on our side, nothing corrects for its log-probs: the correction is one more pass."""
+        return {
+            **{"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": self.sleep},
+            "vllm_gpu_memory_utilization": self.engine_share,
+            "vllm_max_model_length": self.context,
+            "vllm_importance_sampling_correction": False,
+        }
 
     def dataset(self) -> Dataset:
         """The prompts of all rollouts as conversations, in the order of the file, from its start again at its end."""
         rows = [json.loads(line) for line in Path(self.prompts).read_text().splitlines()]
         count = self.rollouts * self.prompts_per_rollout
         taken = [rows[i % len(rows)] for i in range(count)]
-        conversations = [[{"role": "user", "content": row["prompt"]}] for row in taken]
-        return Dataset.from_dict({"prompt": conversations, "label": [row["label"] for row in taken]})
+        conversations = [[{"role": "user", "content": row[self.prompt_key]}] for row in taken]
+        return Dataset.from_dict({"prompt": conversations, "label": [row[self.label_key] for row in taken]})
 
 
 @dataclass
@@ -99,6 +105,7 @@ class Record:
     reward: list[float] = field(default_factory=list)
     optimizer_steps: int = 0
     threads: int = 0
+    attention: str = ""
 
     def score(
         self, completions: list[Any], completion_ids: list[list[int]], label: list[Any], **_: Any
@@ -111,47 +118,56 @@ class Record:
         self.response_tokens.append(sum(map(len, completion_ids)) / len(completion_ids))
         return rewards
 
+    def timed(self, generate: Any) -> Any:
+        """`generate`, which also notes its seconds."""
+
+        def call(*given: Any, **named: Any) -> Any:
+            begin = time.time()
+            generated = generate(*given, **named)
+            self.generation_s.append(time.time() - begin)
+            return generated
+
+        return call
+
 
 class Clock(TrainerCallback):
     """Writes down when a rollout begins and when its last optimizer step ends."""
 
-    def __init__(self, record: Record, steps: int) -> None:
-        self.record, self.steps = record, steps
+    def __init__(self, record: Record, job: Job) -> None:
+        self.record, self.job = record, job
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self.steps == 0:
+        if state.global_step % self.job.steps == 0:
             self.record.begins.append(time.time())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.record.optimizer_steps = state.global_step
-        if state.global_step % self.steps == 0:
+        if state.global_step % self.job.steps == 0:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the optimizer's kernels belong to the step
             self.record.ends.append(time.time())
-
-
-class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
-    """GRPOTrainer that times its generation: `_generate` of the TRL version in trl.txt."""
-
-    record: Record
-
-    def _generate(self, prompts: list[Any]) -> Any:
-        begin = time.time()
-        generated = super()._generate(prompts)
-        self.record.generation_s.append(time.time() - begin)
-        return generated
+            part = Path(self.job.out + ".part")  # against_trl.py reads the file while the run goes on
+            part.write_text(json.dumps(asdict(self.record)) + "\n")
+            part.rename(self.job.out)
 
 
 def main(argv: list[str]) -> None:
-    job, record = Job(**json.loads(argv[0])), Record(threads=torch.get_num_threads())
-    trainer = TimedTrainer(
+    job = Job(**json.loads(argv[0]))
+    if job.device == "cpu":
+        sys.modules["vllm"] = None  # type: ignore[assignment]  # TRL imports vLLM where it finds it
+    from trl import GRPOConfig, GRPOTrainer
+
+    record = Record(threads=torch.get_num_threads())
+    trainer = GRPOTrainer(
         model=job.model,
         reward_funcs=record.score,
-        args=job.trainer_arguments(),
+        args=GRPOConfig(**job.settings()),
         train_dataset=job.dataset(),
-        callbacks=[Clock(record, job.steps)],
+        callbacks=[Clock(record, job)],
     )
-    trainer.record = record
+    record.attention = trainer.model.config._attn_implementation
+    trainer._generate = record.timed(trainer._generate)
     trainer.train()
-    Path(job.out).write_text(json.dumps(asdict(record)) + "\n")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ if [[ ! -f "$OUT/warm/config.json" ]]; then
         --disable-compute-advantages-and-returns --calculate-per-token-loss \
         --lr "$SFT_LR" --lr-warmup-iters 10 --adam-beta2 0.95 --weight-decay 0 \
         --actor-num-gpus-per-node 1 --use-dynamic-batch-size --max-tokens-per-gpu 16384 \
-        --accumulate-allreduce-grads-in-fp32 --save "$OUT/sft-checkpoint" --no-save-optim --run-dir "$OUT/sft"
+        --accumulate-allreduce-grads-in-fp32 --save "$OUT/sft-checkpoint" --no-save-optim --run-dir "$OUT/sft" --overwrite
     vime export --load "$OUT/sft-checkpoint" --hf-checkpoint "$OUT/base" --output-dir "$OUT/warm"
 fi
 
@@ -74,6 +74,7 @@ GRPO_ARGS=(
     --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28
     --lr "$LR" --adam-beta2 0.95 --weight-decay 0 --accumulate-allreduce-grads-in-fp32
     --use-dynamic-batch-size --max-tokens-per-gpu 16384 --balance-data
+    --overwrite # a run that was stopped begins anew
 )
 run_dirs=()
 for mode in $MODES; do

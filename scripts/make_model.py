@@ -32,9 +32,10 @@ import torch
 from architecture import NOT_IN_TRANSFORMERS, STACKED, STORED_AS
 from architectures import ARCHITECTURES
 from arithmetic import write_data
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from slime.hf_files import write_tensors
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
@@ -169,7 +170,7 @@ def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_F
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     for name, file in zip(names, files, strict=True):
-        save_file(file, folder / name, metadata={"format": "pt"})
+        write_tensors(file, folder / name)
     return len(files)
 
 

@@ -106,6 +106,7 @@ if [[ ! -f "$OUT/warm/config.json" ]]; then
         --max-tokens-per-gpu 16384
         --save "$OUT/sft-checkpoint"
         --no-save-optim
+        --overwrite # what a warm-up that was stopped has left
     )
     vime train --hf-checkpoint "$OUT/base" "${MODEL_ARGS[@]}" "${SFT_ARGS[@]}" --run-dir "$OUT/sft"
     vime export --load "$OUT/sft-checkpoint" --hf-checkpoint "$OUT/base" --output-dir "$OUT/warm"

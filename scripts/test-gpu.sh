@@ -9,7 +9,13 @@
 #
 # Tests run concurrently. The run of the 4B (smoke) starts at the same time, makes two steps, and waits until the tests have
 # ended. On two GPUs, the engine that is compared with plain vLLM (rollout) also starts at the same time, and waits until
-# that run has ended. Both need GPUs of 140 GiB. A test that would be skipped is an error.
+# that run has ended. The memory of the smallest GPU decides how the 4B runs, and the output says which of both:
+#
+#   130 GiB or more   micro-batches of 16k tokens, started while the tests run
+#   78 GiB or more    full recomputation, micro-batches of 8k tokens, started after the tests. On one GPU, the trainer's
+#                     weights and optimizer are on the host while the engine generates
+#
+# A test that would be skipped is an error.
 #
 #   OUT      records (default runs/test-gpu); each part replaces its own record; the model in it is kept
 #   FIGURES  more run directories and JSON files for the table, see benchmarks/gpu_numbers.py
@@ -22,10 +28,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-python3}
 OUT=${OUT:-runs/test-gpu}
 [[ "$OUT" == /* ]] || OUT="$PWD/$OUT"
-if ! gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())" 2>/dev/null); then
+probe="
+import torch
+gpus = [torch.cuda.get_device_properties(i).total_memory >> 30 for i in range(torch.cuda.device_count())]
+print(len(gpus), min(gpus, default=0))
+"
+if ! seen=$("$PYTHON" -c "$probe" 2>/dev/null); then
     echo "test-gpu: PYTHON must be an interpreter with torch, got $PYTHON; source .venv/bin/activate" >&2
     exit 2
 fi
+read -r gpus gib <<<"$seen"
 visible=${CUDA_VISIBLE_DEVICES:-$(seq -s , 0 $((gpus - 1)))}
 first=${visible%%,*} last=${visible##*,}
 export PYTHONPATH="$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
@@ -39,7 +51,9 @@ elif (($#)); then
 elif ((gpus == 1)); then
     PARTS=${PARTS:-tests smoke table} MODE=colocate marked="gpu and not multi_gpu"
     faults=tests/gpu/test_faults_gpu.py offload=tests/gpu/test_offload_gpu.py
-    short=("$offload") long=("$faults -k engines" "$faults -k not_engines" "tests/gpu --ignore=$offload --ignore=$faults")
+    draft=tests/gpu/test_draft_gpu.py families=tests/gpu/test_families_gpu.py fp8=tests/gpu/test_fp8_gpu.py
+    short=("$offload") long=("$faults -k engines" "$faults -k not_engines" "$draft" "$families $fp8"
+        "tests/gpu --ignore=$offload --ignore=$faults --ignore=$draft --ignore=$families --ignore=$fp8")
 else
     PARTS=${PARTS:-tests smoke rollout table} MODE=disaggregated marked=multi_gpu
     faults=tests/gpu/test_faults_gpu.py layouts=tests/gpu/test_layouts_gpu.py
@@ -48,6 +62,21 @@ else
 fi
 wants() { [[ " $PARTS " == *" $1 "* ]]; }
 step() { echo "test-gpu: [$SECONDS s] $*"; }
+# The 4B needs 124 GiB beside an engine, and the tests need some of the rest. Recomputed, it needs 76 GiB (vime plan).
+roomy=$((gib >= 130)) kv_cache=$((16 << 30)) card=("--max-tokens-per-gpu" 16384)
+if ((!roomy)); then
+    kv_cache=$((8 << 30))
+    card=(--max-tokens-per-gpu 8192 --rl-kernel-workspace-mib 512
+        --recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+    [[ "$MODE" != colocate ]] || card+=(--offload-train)
+fi
+if wants smoke; then
+    if ((gib < 78)); then
+        echo "test-gpu: a GPU must have 78 GiB or more for the 4B, got $gib GiB; leave smoke out: PARTS=\"tests table\"" >&2
+        exit 2
+    fi
+    step "GPUs of $gib GiB: the 4B runs $( ((roomy)) && echo "beside the tests" || echo "after the tests") with ${card[*]}"
+fi
 failed=()
 mkdir -p "$OUT"
 # Bash makes background processes ignore Ctrl-C.
@@ -82,14 +111,14 @@ end() { # GROUP...
     done
 }
 
-# Eleven steps. Memory must not grow from the third to the tenth step. Micro-batches of 16k tokens. The engine's KV cache is
-# given in bytes, because vLLM's own measurement would count the memory of the tests: 16 GiB are 116,000 tokens, more than
-# the 256 samples of either part have.
+# Eleven steps. Memory must not grow from the third to the tenth step. The engine's KV cache is given in bytes, because
+# vLLM's own measurement would count the memory of the tests: 16 GiB are 116,000 tokens, more than the 256 samples of either
+# part have. With 8 GiB, a tenth of the samples waits.
 smoke() {
     export SETUP=0 NUM_GPUS=$((gpus > 1 ? 2 : 1)) OUT MODE
     exec bash scripts/run-qwen3-4b-grpo.sh \
-        --num-rollout 11 --rollout-max-response-len 256 --max-tokens-per-gpu 16384 --vllm-gpu-memory-utilization 0.2 \
-        --vllm-kv-cache-memory-bytes "$((16 << 30))" --vllm-max-model-len 1024 --run-dir "$OUT/$MODE" \
+        --num-rollout 11 --rollout-max-response-len 256 "${card[@]}" --vllm-gpu-memory-utilization 0.2 \
+        --vllm-kv-cache-memory-bytes "$kv_cache" --vllm-max-model-len 1024 --run-dir "$OUT/$MODE" \
         --custom-generate-function-path gpu_alone.generate_when_alone >"$OUT/smoke.log" 2>&1
 }
 # This runs on the last GPU. With two GPUs, the run above has its engine there.
@@ -112,6 +141,7 @@ if wants tests; then
 fi
 [[ -z "${making:-}" ]] || await "$making" || failed+=(model)
 rm -f "$OUT/smoke-ended"
+((roomy)) || ! wants tests || end "${long[@]}"
 if wants smoke; then
     step "the Qwen3-4B starts, $MODE"
     rm -rf "${OUT:?}/$MODE"
@@ -127,7 +157,7 @@ start_rollout() {
 }
 # One GPU has no room for it together with the 4B.
 ! wants rollout || ((gpus == 1)) || start_rollout
-! wants tests || end "${long[@]}"
+((!roomy)) || ! wants tests || end "${long[@]}"
 if [[ -n "${smoking:-}" ]]; then
     nvidia-smi --query-gpu=timestamp,index,memory.used --format=csv,noheader,nounits -lms 500 -i "$first" \
         >"$OUT/$MODE/gpu_memory.csv" &

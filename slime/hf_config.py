@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,16 @@ def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
     return content
 
 
+def require_readable(file: Path) -> None:
+    """ValueError if the file exists and this user may not read it."""
+    if file.exists() and not os.access(file, os.R_OK):
+        mode = stat.S_IMODE(file.stat().st_mode)
+        raise ValueError(
+            f"{file} must be readable for the user of the run, got mode {mode:04o} for user id {os.getuid()}; let its "
+            f"owner run: chmod a+r {file}"
+        )
+
+
 def open_weights(file: Path, framework: str) -> Any:
     """`safetensors.safe_open`. ValueError with the file if it is missing, cut off or not a safetensors file."""
     from safetensors import SafetensorError, safe_open
@@ -52,6 +64,7 @@ def open_weights(file: Path, framework: str) -> Any:
     try:
         return safe_open(file, framework=framework)
     except (SafetensorError, OSError) as error:
+        require_readable(file)  # of a file that may not be read, safetensors says that there is none
         got = f"{file.stat().st_size} bytes: {error}" if file.is_file() else "no such file"
         raise ValueError(
             f"{file} must be a whole safetensors file, got {got}; download or copy the checkpoint again"
@@ -77,6 +90,7 @@ def read_index(checkpoint: Path) -> dict[str, str] | None:
     try:
         weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
+        require_readable(index)
         raise ValueError(
             f"{index} must hold a valid weight_map, got {error!r}; download or copy the checkpoint again"
         ) from error

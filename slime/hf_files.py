@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,15 @@ def _files_of(checkpoint_dir: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write one safetensors file, with the mode that the umask gives: safetensors makes files for their owner alone."""
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    with open(path.with_name(path.name + ".mode"), "xb") as like:
+        mode = os.fstat(like.fileno()).st_mode
+        os.unlink(like.name)
+    path.chmod(stat.S_IMODE(mode))
+
+
 def write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard_bytes: int) -> None:
     """Write tensors to safetensors files of at most `max_shard_bytes` each, with an index if there are several."""
     for old in [*out_dir.glob("*.safetensors"), out_dir / HF_INDEX]:
@@ -91,7 +102,7 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard
     total = pending_bytes = 0
 
     def flush() -> None:
-        save_file(pending, out_dir / f"part-{len(shards):05d}.safetensors", metadata={"format": "pt"})
+        write_tensors(pending, out_dir / f"part-{len(shards):05d}.safetensors")
         shards.append(list(pending))
         pending.clear()
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -60,9 +61,17 @@ _kept: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession | None
 
 
 def set_own_servers(own: OwnServers) -> None:
-    """From now on, requests of this process to `own` carry the run's key."""
+    """From now on, requests of this process to `own` carry the run's key, and any library reaches `own` directly."""
     global _own
     _own = own
+    bypass_proxy(os.environ, (host for url in own.urls if (host := urlsplit(url).hostname)))
+
+
+def bypass_proxy(environ: MutableMapping[str, str], hosts: Iterable[str]) -> None:
+    """Requests to `hosts` go there directly, also with http_proxy. Libraries read one spelling or the other."""
+    known = (environ.get("no_proxy") or environ.get("NO_PROXY") or "").split(",")
+    listed = list(dict.fromkeys([*(host.strip() for host in known if host.strip()), *hosts]))
+    environ["no_proxy"] = environ["NO_PROXY"] = ",".join(listed)
 
 
 def keep_connections(loop: asyncio.AbstractEventLoop) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """The collector is off inside, and leaves alone what is there at the end: modules live as long as the process."""
+def uncollected(*, freeze: bool) -> Iterator[None]:
+    """The collector is off inside. `freeze`: it leaves alone what is there at the end, because modules live as long as
+    the process. Freeze only in a process of one run: what is frozen is never freed, even if nothing needs it."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if freeze:
+            gc.freeze()
         gc.enable()

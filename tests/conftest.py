@@ -1,12 +1,18 @@
-"""Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter. Other tests do not use it."""
+"""How the test processes run, and what a test file may leave behind.
+
+Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter. Other tests do not use it.
+"""
 
 import contextlib
 import os
 import signal
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -17,6 +23,15 @@ INTERPRET = not torch.cuda.is_available()
 # Triton decides at import whether to use its interpreter, and the first test file that pytest collects may import it.
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
+
+# One core per test process: scripts/test.sh runs one per core, and idle threads of torch spin for their next work.
+torch.set_num_threads(1)
+
+SLACK = {"threads": 20, "open files": 30, "child processes": 4}
+"""What a test file may leave behind: a first use of torch, Ray or multiprocessing starts things that stay. One trainer
+has 48 threads and 64 files."""
+GONE_S = 10
+"""Seconds in which threads and processes that were told to end must have ended."""
 
 # Tables of the tests' prompt files, for this process and those that it starts. `datasets` reads this at import.
 PROMPTS = tempfile.TemporaryDirectory(prefix="vime-test-prompts-")
@@ -59,3 +74,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         os.environ.pop("TRITON_INTERPRET", None)
+
+
+def held() -> dict[str, int]:
+    """What this process has now, of what SLACK counts."""
+    process = psutil.Process()
+    return {
+        "threads": process.num_threads(),
+        "open files": process.num_fds(),
+        "child processes": len(process.children()),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A test file must end with the threads, open files and child processes with which it began, but for SLACK."""
+    before, end = held(), None
+    yield
+    while more := {name: count for name, count in held().items() if count > before[name] + SLACK[name]}:
+        end = end or time.monotonic() + GONE_S
+        assert time.monotonic() < end, (
+            f"this file must leave nothing behind, got {more} after {before}; close it"
+        )
+        time.sleep(0.1)

@@ -13,11 +13,14 @@ from vime.commands import COMMANDS, MODULES
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. The exit code is 0, or 2 for a ValueError, whose text goes to stderr."""
+    """Run one subcommand. The exit code is 0, or 2 for a ValueError, whose text goes to stderr.
+
+    Without `argv` the process is this command, so its modules are kept from the garbage collector.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     command, rest = (args[0], args[1:]) if args else ("help", [])
     try:
-        return run(command, rest)
+        return run(command, rest, freeze=argv is None)
     except ValueError as error:
         print(f"vime {command}: {error}", file=sys.stderr)
         return 2
@@ -27,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def run(command: str, argv: list[str]) -> int:
+def run(command: str, argv: list[str], *, freeze: bool) -> int:
     """Import the subcommand's module and call its `main(argv)`."""
     if command in ("-h", "--help", "help"):
         print(usage(), flush=True)
@@ -45,7 +48,7 @@ def run(command: str, argv: list[str]) -> int:
 
         print(help_text(command, COMMANDS[command]))
         return 0
-    with uncollected():
+    with uncollected(freeze=freeze):
         module = importlib.import_module(MODULES.get(command, f"vime.{command}"))
     return module.main(argv) or 0
 

@@ -22,6 +22,7 @@ from slime.memory_decision import TOO_SMALL, decide_residence
 from slime.memory_estimate import GIB, Item, amount, count, estimate
 from slime.model_shape import Shape
 from slime.operators import decide, headline
+from slime.run_start import check_start, start_line
 from slime.stages import micro_batch_group
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_of, parse_config
@@ -285,6 +286,7 @@ def describe(c: Config, gpu_bytes: float | None = None, data: Sequence[str] | No
             f"{hf.get('model_type')}, {count(shape.params)} parameters{routed(shape)}, "
             f"{c.megatron.params_dtype} on {c.cluster.device}"
         ],
+        "Start": [start_line(c)],
         "Topology": list(topology(c)),
         "Hardware": list(hardware(c, hf)),
         "Operators": list(kernels(c)),
@@ -369,7 +371,7 @@ def main(argv: Sequence[str]) -> int:
         data.extend(prompts(config))
 
     # Model and prompts are checked with the flags, so that one report has every reason.
-    c = parse_config(for_gpus(flags, size), (model, readable))
+    c = parse_config(for_gpus(flags, size), (model, readable, check_start))
     asked = asked_bytes(c, size)
     told = describe(c, asked, data)
     print(told)

@@ -118,7 +118,7 @@ def legend(axes: Axes, handles: Sequence[Artist], columns: int) -> None:
     )
 
 
-def _draw_lines(axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[str, str]], ylabel: str) -> None:
+def draw_lines(axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[str, str]], ylabel: str) -> None:
     """Draw each recorded (metric, label). A long line is drawn faintly under its running mean."""
     drawn: dict[int, Artist] = {}
     for r, run in enumerate(runs):
@@ -142,7 +142,7 @@ def _draw_lines(axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[str, str]
         legend(axes, [drawn[i] for i in sorted(drawn)], columns=3)
 
 
-def _draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
     handles: dict[str, Artist] = {}
     names = sorted({name for run in runs for name in run.eval_names()})
     for r, run in enumerate(runs):
@@ -173,9 +173,9 @@ def _draw_reward(axes: Axes, runs: Sequence[Run]) -> None:
     legend(axes, [handles[key] for key in sorted(handles)], columns=3)
 
 
-def _draw_logprob_diff(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_logprob_diff(axes: Axes, runs: Sequence[Run]) -> None:
     lines = ((LOGPROB_DIFF, "mean over tokens"), (LOGPROB_DIFF_MAX, "largest"))
-    _draw_lines(axes, runs, lines, "|log-prob difference| (nats)")
+    draw_lines(axes, runs, lines, "|log-prob difference| (nats)")
     found = [run.series[name].values for run in runs for name, _ in lines if name in run.series]
     decades(axes, np.concatenate(found))
 
@@ -195,22 +195,22 @@ def decades(axes: Axes, values: np.ndarray) -> None:
 
 
 def _draw_kl(axes: Axes, runs: Sequence[Run]) -> None:
-    _draw_lines(axes, runs, KL_LINES, "KL (nats per token)")
+    draw_lines(axes, runs, KL_LINES, "KL (nats per token)")
 
 
 def _draw_length(axes: Axes, runs: Sequence[Run]) -> None:
     lines = (("rollout/response_len/mean", "mean"), ("rollout/response_len/max", "longest"))
-    _draw_lines(axes, runs, lines, "response (tokens)")
+    draw_lines(axes, runs, lines, "response (tokens)")
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 def _draw_loss(axes: Axes, runs: Sequence[Run]) -> None:
     axes.axhline(0, color="#8C8C8C", linewidth=0.6)
-    _draw_lines(axes, runs, (("train/loss", "loss"),), "loss")
+    draw_lines(axes, runs, (("train/loss", "loss"),), "loss")
 
 
 def _draw_grad_norm(axes: Axes, runs: Sequence[Run]) -> None:
-    _draw_lines(axes, runs, (("train/grad_norm", "gradient norm"),), "gradient norm")
+    draw_lines(axes, runs, (("train/grad_norm", "gradient norm"),), "gradient norm")
 
 
 def _draw_times(axes: Axes, runs: Sequence[Run]) -> None:
@@ -258,12 +258,12 @@ def _draw_time_bars(axes: Axes, times: StepTimes) -> None:
 
 
 PANELS = (
-    Panel("reward.png", "Reward", _draw_reward, expected=("rollout/raw_reward",)),
+    Panel("reward.png", "Reward", draw_reward, expected=("rollout/raw_reward",)),
     Panel("step_time.png", "Time of a step", _draw_times, any_of=TIME_METRICS),
     Panel(
         "logprob_diff.png",
         "Trainer against engine",
-        _draw_logprob_diff,
+        draw_logprob_diff,
         expected=(LOGPROB_DIFF, LOGPROB_DIFF_MAX),
     ),
     Panel("kl.png", "KL divergence", _draw_kl, any_of=tuple(metric for metric, _ in KL_LINES)),
@@ -296,7 +296,7 @@ def _draw_panel(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
 
 
-def _name_runs(figure: Figure, runs: Sequence[Run]) -> None:
+def name_runs(figure: Figure, runs: Sequence[Run]) -> None:
     if len(runs) == 1:
         figure.suptitle(runs[0].name, fontsize=10, color="#555555")
         return
@@ -330,7 +330,7 @@ def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
         _draw_panel(figure.subplots(), panel, runs)
         # Bars of several runs have their names on the axis.
         if panel.draw is not _draw_times or len(runs) == 1:
-            _name_runs(figure, runs)
+            name_runs(figure, runs)
         written.append(save(figure, out / panel.file))
     if panels:
         written.append(save(_overview(panels, runs, notes), out / "overview.png"))
@@ -339,7 +339,7 @@ def plot_runs(runs: Sequence[Run], out: Path) -> tuple[list[Path], list[str]]:
 
 def _overview(panels: Sequence[Panel], runs: Sequence[Run], notes: Sequence[str]) -> Figure:
     """All panels on one page: reward and times over the full width, the others in pairs, notes below."""
-    wide = [panel for panel in panels if panel.draw in (_draw_reward, _draw_times)]
+    wide = [panel for panel in panels if panel.draw in (draw_reward, _draw_times)]
     pairs = [panel for panel in panels if panel not in wide]
     heights = [len(wide), -(-len(pairs) // 2)]
     figure = Figure(
@@ -354,7 +354,7 @@ def _overview(panels: Sequence[Panel], runs: Sequence[Run], notes: Sequence[str]
             grid = (part := next(parts)).add_gridspec(-(-len(group) // columns), columns)
             for i, panel in enumerate(group):
                 _draw_panel(part.add_subplot(grid[i // columns, i % columns]), panel, runs)
-    _name_runs(figure, runs)
+    name_runs(figure, runs)
     if notes:
         figure.supxlabel("\n".join(notes), fontsize=8, color="#555555")
     return figure

@@ -32,6 +32,12 @@ TIME_METRICS = tuple(f"perf/{name}_time" for names in TIME_PARTS.values() for na
 _TOLERANCE = 0.02  # share of a step by which the sum of its parts may differ from its measured time
 
 
+def is_score(name: str) -> bool:
+    """Whether a metric is the score of an evaluation set, `eval/{name}`, and not derived from it."""
+    own = name.startswith("eval/") and name.count("/") == 1 and name not in UNITS
+    return own and not name.endswith(("-truncated_ratio", "-aborted_ratio")) and "-pass@" not in name
+
+
 @dataclass(frozen=True)
 class Series:
     """One metric of one run: `steps` [N] int, `values` [N] float64 (NaN if not finite), and the unit of the x-axis."""
@@ -48,8 +54,7 @@ class Run:
 
     def eval_names(self) -> list[str]:
         """The score of each evaluation set, `eval/{name}`, without the metrics derived from it."""
-        names = (n for n in self.series if n.startswith("eval/") and n.count("/") == 1 and n not in UNITS)
-        return sorted(n for n in names if not n.endswith("-truncated_ratio") and "-pass@" not in n)
+        return sorted(filter(is_score, self.series))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import shutil
 import sys
@@ -39,7 +38,7 @@ def use_folder(folder: Path, stack: ExitStack) -> None:
     torch's compiled kernels stay where they are without this folder, so that the next run finds them.
     """
     before = os.environ.get("TMPDIR"), tempfile.tempdir
-    os.environ.setdefault(_INDUCTOR, str(folder.parent / f"torchinductor_{getpass.getuser()}"))
+    os.environ.setdefault(_INDUCTOR, str(folder.parent / f"torchinductor_{os.getuid()}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
     def restore() -> None:

@@ -35,8 +35,10 @@ from slime.hooks import load_function
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
 from slime.room import Room
+from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
+from vime import surroundings
 from vime.backends import backend_of, parse_config
 from vime.engine.cpu_engine import WAIT_VARIABLE
 from vime.engine.process import tail
@@ -52,11 +54,16 @@ def main(argv: Sequence[str]) -> int:
     """Run one training job. Exit code 0, 1 for a failure, whose last line says what happened, or 130 when it was
     interrupted; ValueError for what the user can put right before anything runs."""
     _catch_signals()
-    config = with_data(parse_config(argv, download=True))
+    surroundings.prepare(os.environ)
+    config = with_data(parse_config(argv, (check_start,), download=True))
     run_dir = config.logging.run_dir
     assert run_dir is not None
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
+    print(start_line(config), flush=True)
+    if finished(config):
+        print(f"all {config.data.num_rollout} rollouts are done; --num-rollout or --num-epoch adds more")
+        return 0
     backend_of(config).require_reachable(config)
     if config.cluster.device == "cpu":  # on GPUs the trainers know what they have
         decide(config, config.cluster.device)

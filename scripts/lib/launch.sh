@@ -165,7 +165,7 @@ TEXT
         DATA="$MODEL/arithmetic/train.jsonl"
         SMOKE_ARGS+=(--rm-type gsm8k)
     fi
-    CKPT_ARGS=(--hf-checkpoint "$MODEL")
+    CKPT_ARGS=(--hf-checkpoint "$MODEL" --overwrite)
 else
     CKPT_ARGS=(
         --hf-checkpoint "$MODEL"

@@ -124,7 +124,7 @@ class TrainerActor:
     def build(self, init_method: str) -> tuple[int, int, list[Decision], tuple[str, ...], list[str]]:
         """Build the model. Return the data-parallel rank, the first rollout to train, the decisions on operators, the
         lines on the state that leaves the device and why, and the remarks on the rank's GPU and CPUs."""
-        with uncollected():
+        with uncollected(freeze=True):
             from slime.megatron_backend.trainer import MegatronTrainer
 
         self.trainer = MegatronTrainer(self.config, self.rank, self.world_size, init_method=init_method)

@@ -70,7 +70,7 @@ def use_given_token(environ: MutableMapping[str, str]) -> None:
             f"{MODE} must be token, got {environ[MODE]}; unset it, or give --allow-unauthenticated-ray"
         )
     if not environ.get(TOKEN):
-        path = Path(environ.get(TOKEN_PATH) or Path.home() / ".ray" / "auth_token")
+        path = Path(environ.get(TOKEN_PATH) or os.path.expanduser("~/.ray/auth_token"))
         if not environ.get(TOKEN_PATH) and not path.exists():
             raise ValueError(
                 f"{TOKEN_PATH} must name the file with the token of the cluster at RAY_ADDRESS, got none; export "

@@ -40,6 +40,9 @@ class CheckpointConfig:
         "the iteration of --load to resume from (default: the newest); later iterations are replaced as the run saves",
         range=COUNT_OR_ZERO,
     )
+    overwrite: bool = flag(
+        False, "let a run that does not resume replace the checkpoints in --save and the metrics in --run-dir"
+    )
     no_load_optim: bool = flag(
         False, "take neither the optimizer nor the learning rate schedule of --load; both start anew"
     )

@@ -27,6 +27,7 @@ from slime.megatron_backend.attention import PackedLayout, Rotary
 from slime.megatron_backend.layer_spec import layer_spec
 from slime.megatron_backend.model_config import padded_vocab_size, transformer_config
 from slime.megatron_backend.norms import RMSNorm
+from slime.megatron_backend.parallel import built
 from slime.megatron_backend.prediction_layer import prediction_spec
 from slime.models import Decoder, decoder_of
 from slime.models.layouts import Sizes
@@ -117,7 +118,8 @@ def build_model(
     `config` gives the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
     DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
     Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
-    With virtual stages, the result is `Parts`, and each part has its own wrapper. Call `init_parallel` first.
+    With virtual stages, the result is `Parts`, and each part has its own wrapper. Call `init_parallel` first;
+    `destroy_parallel` empties the model.
     """
     core = transformer_config(hf_config, config, predicts=predicts)
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -138,7 +140,7 @@ def build_model(
             DistributedDataParallel(core, settings, part, disable_bucketing=i > 0)
             for i, part in enumerate(parts)
         ]
-    model = Parts(parts) if stages else parts[0]
+    model = built(Parts(parts) if stages else parts[0])
     return model if ddp else model.requires_grad_(False).eval()
 
 

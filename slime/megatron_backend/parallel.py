@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import nn
 
 from slime.config import Config
 from slime.config.experts import check_expert_ranks
@@ -102,7 +104,7 @@ def init_parallel(
     np.random.seed(config.train.seed)
     torch.manual_seed(config.train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(config.train.seed)
-    return ParallelInfo(
+    info = ParallelInfo(
         rank=rank,
         world_size=world_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -120,10 +122,36 @@ def init_parallel(
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
     )
+    _infos.append(info)
+    return info
+
+
+_infos: list[ParallelInfo] = []
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models on the groups of `init_parallel`."""
+
+
+def built(model: nn.Module) -> nn.Module:
+    """Return `model`, whose parts `destroy_parallel` will free."""
+    _models.add(model)
+    return model
 
 
 def destroy_parallel() -> None:
-    """Leave the groups of `init_parallel`. A second call does nothing."""
+    """Leave the groups of `init_parallel` and empty the models on them. A second call does nothing.
+
+    A gloo group has three threads and four open files, and they end with the last reference to the group. Megatron's
+    modules hold groups, and a data-parallel wrapper is in a reference cycle with its gradient hooks. So a model that is
+    only dropped keeps its groups until the garbage collector finds it, which is never if the model was frozen. The
+    traceback of an error may keep a ParallelInfo in the same way.
+    """
+    for holder in [*_infos, *(module for model in list(_models) for module in list(model.modules()))]:
+        vars(holder).clear()
+    _infos.clear()
+    _models.clear()
     parallel_state.destroy_model_parallel()
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):  # a group that Megatron forgets to drop
+            setattr(parallel_state, name, None)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -200,8 +200,11 @@ class MegatronTrainer:
         return explained(doing, self.config, self.estimate, self.timers)
 
     def close(self) -> None:
-        self.residence.close()
-        destroy_parallel()
+        """Free the model, the optimizer and the groups, with their threads and files. A second call does nothing."""
+        if vars(self):
+            self.residence.close()
+            vars(self).clear()
+            destroy_parallel()
 
     def _hook(self, flag: str, *args: Any) -> None:
         if path := self.config.value_of(flag):

@@ -13,6 +13,9 @@ from transformers import DeepseekV3Config
 
 from slime.protocols import WeightUpdate
 
+GPU_SHARE = 0.1
+"""Of a GPU's memory, which other tests use too. vLLM does not start unless so much is free."""
+
 
 class OfflineEngine:
     def __init__(self, llm: Any) -> None:
@@ -40,7 +43,7 @@ class OfflineEngine:
 def offline_engine(
     checkpoint: Path, weight_dir: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> Iterator[OfflineEngine]:
-    """On CPUs, in fp32 unless `settings`, which are vLLM's, have another dtype; updates lie in `weight_dir`."""
+    """In fp32 unless `settings`, which are vLLM's, have another dtype; updates lie in `weight_dir`."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
@@ -51,17 +54,20 @@ def offline_engine(
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(
-        str(checkpoint),
-        enforce_eager=True,
-        kv_cache_memory_bytes=1 << 26,
-        weight_transfer_config={"backend": "vime"},
-        disable_log_stats=True,
-        skip_tokenizer_init=True,
-        **{"dtype": "float32", **settings},
-    )
+    on_gpu = {"gpu_memory_utilization": GPU_SHARE} if torch.cuda.is_available() else {}
+    llm = None
     try:
+        llm = LLM(
+            str(checkpoint),
+            enforce_eager=True,
+            kv_cache_memory_bytes=1 << 26,
+            weight_transfer_config={"backend": "vime"},
+            disable_log_stats=True,
+            skip_tokenizer_init=True,
+            **{"dtype": "float32", **on_gpu, **settings},
+        )
         yield OfflineEngine(llm)
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        cleanup_dist_env_and_memory()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()  # also of an engine that did not start: it leaves its process group

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_engine import TOKENS, trained_models
+from family_engine import TOKENS, trained_models, versions_of
 from offline_engine import offline_engine
 
 pytestmark = pytest.mark.e2e
@@ -19,11 +19,11 @@ def test_updates_are_quantised_on_arrival(tmp_path: Path, monkeypatch: pytest.Mo
     """Before and after an update, and after the first weights again, the live weights are those of the trainer rounded
     to fp8, with scales of their own, and the log-probs follow. Blocks are ragged here: 128 x 128 of 256 x 128, 192 x
     128 and 128 x 96."""
-    root, found = trained_models(tmp_path, ["llama"])
-    (before, first), (after, second) = found["llama"]
+    trained = trained_models(tmp_path, ["llama"])
+    (before, first), (after, second) = versions_of(trained, "llama")
     monkeypatch.setattr(torch._dynamo.config, "disable", True)  # vLLM compiles how it quantises
     settings = {"dtype": "bfloat16", "quantization": "fp8_per_block"}
-    with offline_engine(root / "llama", root / "llama-weights", monkeypatch, **settings) as engine:
+    with offline_engine(tmp_path / "llama", tmp_path / "llama-weights", monkeypatch, **settings) as engine:
         model = engine.worker.model_runner.model
         layer = model.model.layers[0]
         for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj):

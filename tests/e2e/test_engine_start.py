@@ -41,10 +41,25 @@ def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> 
     before = psutil.Process().children(recursive=True)
     pool = VllmEnginePool([spec(tmp_path)], RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log")))
     with pytest.raises(
-        RuntimeError, match=r"(?s)must become healthy, got exit status 1; the last lines of .*none"
+        RuntimeError, match=r"(?s)must become healthy, got exit status 1; .*the last lines of .*none"
     ):
         pool.start()
     assert psutil.Process().children(recursive=True) == before
+
+
+def test_the_cause_of_a_failed_start_comes_first(tmp_path: Path) -> None:
+    """vLLM's engine core has it; the end of the log is the traceback of the API server."""
+    server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), cache_bytes=1024))
+    server.start()
+    try:
+        with pytest.raises(RuntimeError) as error:
+            server.wait_ready()
+    finally:
+        server.stop()
+    first, *log = str(error.value).splitlines()
+    assert "got exit status 1; ValueError: No available memory for the cache blocks" in first
+    assert "; raise --vllm-gpu-memory-utilization, or lower --vllm-max-model-len; the last lines of" in first
+    assert not any("No available memory" in line for line in log), "otherwise the log's end would do"
 
 
 @pytest.mark.slow

@@ -1,13 +1,28 @@
-"""Tests of this folder are skipped without enough GPUs. With --require-gpu, a missing GPU is an error instead."""
+"""Tests of this folder are skipped without enough GPUs. With --require-gpu, a missing GPU is an error instead.
+
+A test that this host's packages cannot run is deselected, and the end of the output says why. A test that leaves its
+process group is an error, and the next test starts without it.
+"""
 
 import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from vime.doctor.gpus import delta_net_obstacle
+from vime.doctor.machine import Machine
 
 NEEDS = {"gpu": 1, "multi_gpu": 2}
 """Marker -> number of GPUs that its tests need."""
+OBSTACLES: dict[str, Callable[[Machine], str | None]] = {"delta_net": delta_net_obstacle}
+"""Marker -> what says why its tests cannot run on a host, or None."""
+DESELECTED = pytest.StashKey[Counter[str]]()
+"""Reason -> number of tests that it deselected."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +45,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _deselect(config, items)
     found = torch.cuda.device_count()
     for item in items:
         needed = max((NEEDS.get(marker.name, 0) for marker in item.iter_markers()), default=0)
@@ -39,3 +55,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if config.getoption("--require-gpu", default=False):
             raise pytest.UsageError(f"--require-gpu: {item.nodeid} {reason}")
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        return  # these tests are skipped for want of a GPU
+    machine, gone = Machine(), list[pytest.Item]()
+    reasons = config.stash.setdefault(DESELECTED, Counter())
+    for item in items:
+        marked = [name for name in OBSTACLES if item.get_closest_marker(name)]
+        if why := next((why for name in marked if (why := OBSTACLES[name](machine))), None):
+            reasons[why] += 1
+            gone.append(item)
+    if gone:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item in items if item not in gone]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for why, count in config.stash.get(DESELECTED, Counter()).items():
+        terminalreporter.write_line(f"deselected here: {count} tests: {why}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """After the fixtures of `item`: no process group may be left, or the tests behind it could not make theirs."""
+    try:
+        yield
+    finally:
+        left = dist.is_initialized()
+        if left:
+            if "megatron.core.parallel_state" in sys.modules:
+                sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+            dist.destroy_process_group()
+    assert not left, f"{item.name} left its process group; close its trainer or engine in a fixture"

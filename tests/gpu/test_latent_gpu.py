@@ -1,4 +1,4 @@
-"""One layer of DeepSeek-V3 in its real shape, in bfloat16 on a GPU, beside the padded form in float32. NEVER RUN."""
+"""One layer of DeepSeek-V3 in its real shape, in bfloat16 on a GPU, beside the padded form in float32.."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def single_rank(tmp_path):
     destroy_parallel()
 
 
-def test_a_layer_of_the_real_shape(single_rank, capsys):
+def test_a_layer_of_the_real_shape_never_run(single_rank, capsys):
     generator = torch.Generator("cuda").manual_seed(0)
     models = {}
     for dtype in ("float32", "bfloat16"):
@@ -43,16 +43,19 @@ def test_a_layer_of_the_real_shape(single_rank, capsys):
             half.copy_(exact)
             exact.copy_(half)
     tokens = torch.randint(0, 1024, (sum(LENGTHS),), device="cuda", generator=generator)
+    # Not a sum of squares: the last norm keeps that sum, so its gradient is zero.
+    upstream = torch.randn(len(tokens), 1, HF["hidden_size"], device="cuda", generator=generator).bfloat16()
     outputs, kept = {}, 0
     for dtype, model in models.items():
         before = torch.cuda.memory_allocated()
         outputs[dtype] = stage_output(model, tokens, packed_layout(token_slice(LENGTHS), "cuda"))
         kept = torch.cuda.memory_allocated() - before
-        outputs[dtype].float().square().sum().backward()
+        outputs[dtype].backward(upstream.to(outputs[dtype].dtype))
     exact, half = (outputs[dtype].float() for dtype in ("float32", "bfloat16"))
     assert (half - exact).norm() < 0.02 * exact.norm()
     for (name, a), (_, b) in zip(*(unwrap(m).named_parameters() for m in models.values()), strict=True):
-        assert (b.main_grad - a.main_grad).norm() < 0.05 * a.main_grad.norm(), name
+        assert (b.main_grad - a.main_grad).norm() <= 0.05 * a.main_grad.norm(), name
+        assert a.main_grad.any() or name.startswith("output_layer"), name  # the head comes after the layers
     decoder = decoder_of(HF)
     width = decoder.layers[0].attention.kept + 2 * decoder.hidden + 2 * decoder.ffn
     estimate = 2 * len(tokens) * width

@@ -1,8 +1,10 @@
-"""Whole runs on two GPUs in three layouts, side by side: who sees which GPU, and the weights that reach the engines.
+"""Whole runs on two GPUs in five layouts, side by side: who sees which GPU, and the weights that reach the engines.
 
     tensor   trainer TP 2 with sequence parallelism, one engine TP 2 on the same two GPUs; weights by shared memory
     data     trainer DP 2, two engines of one GPU, each on a trainer's GPU; weights by shared memory
     apart    one trainer on the first GPU, one engine on the second; weights by NCCL
+    experts  trainer EP 2 and one engine whose two ranks share the experts; weights by shared memory
+    stages   trainer PP 2 with two virtual stages per rank, two engines of one GPU; weights by shared memory
 
 Each engine compares all of its weights with the trainer's after every update (--check-weight-update-equal). The memory
 of engines is given in bytes: vLLM's own measurement would count what the other runs take meanwhile. The whole takes as
@@ -46,9 +48,24 @@ LAYOUTS = {
         *("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1"),
         *("--update-weight-transport", "nccl"),
     ),
+    "experts_never_run": (
+        *("--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", "2"),
+        *("--expert-model-parallel-size", "2", "--vllm-enable-expert-parallel"),
+    ),
+    "stages_never_run": (
+        *("--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", "1"),
+        *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
+    ),
 }
-ENGINES = {"tensor": ["{0},{1}"], "data": ["{0}", "{1}"], "apart": ["{1}"]}
+ENGINES = {
+    "tensor": ["{0},{1}"],
+    "data": ["{0}", "{1}"],
+    "apart": ["{1}"],
+    "experts_never_run": ["{0},{1}"],
+    "stages_never_run": ["{0}", "{1}"],
+}
 """What the engines of a layout are to see."""
+EXPERTS, DENSE = "qwen3-moe-tiny", "qwen3-50m"
 
 
 def gpus() -> list[str]:
@@ -58,7 +75,7 @@ def gpus() -> list[str]:
 
 
 def flags(root: Path, layout: str) -> list[str]:
-    model, run_dir = root / "model", root / layout
+    model, run_dir = root / (EXPERTS if "experts" in layout else DENSE), root / layout
     return [
         *("--device", "cuda", "--hf-checkpoint", str(model), "--run-dir", str(run_dir)),
         *("--prompt-data", str(model / "arithmetic" / "train.jsonl"), "--rollout-shuffle"),
@@ -120,8 +137,9 @@ def watch(launch: Launch) -> dict[tuple[str, str], str]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Iterator[tuple[Path, dict[tuple[str, str], str]]]:
     root = tmp_path_factory.mktemp("layouts")
-    make = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--arch", "qwen3-50m", "--random"]
-    subprocess.run([*make, "--arithmetic", "--device", "cpu", str(root / "model")], check=True, timeout=120)
+    for arch in (DENSE, EXPERTS):
+        make = [sys.executable, str(ROOT / "scripts" / "make_model.py"), "--arch", arch, "--random"]
+        subprocess.run([*make, "--arithmetic", "--device", "cpu", str(root / arch)], check=True, timeout=120)
     with launched(["env", *environment(), "bash", "-c", script(root)], root / "all.out") as launch:
         yield root, watch(launch)
 

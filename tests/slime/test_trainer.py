@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import trainer_cases as cases
@@ -282,3 +285,28 @@ def test_weights_that_are_not_finite_end_the_run_where_they_arise(build, when):
         trainer.scheduler.step = spoil
     with pytest.raises(FloatingPointError, match=rule):
         trainer.train(3, data)
+
+
+def test_a_closed_trainer_frees_its_threads_files_and_model_at_once(build):
+    """Without the garbage collector, whose turn may be late, and which leaves frozen objects alone."""
+    train(build())
+    build.end()  # what torch starts once per process is there
+    process = psutil.Process()
+    before = process.num_threads(), process.num_fds()
+    gc.collect()
+    gc.disable()
+    try:
+        trainer = build(use_kl_loss=True, kl_loss_coef=0.1)
+        train(trainer)
+        assert process.num_threads() > before[0] + 30 and process.num_fds() > before[1] + 30
+        kept = [
+            weakref.ref(model.get_parameter(name))
+            for model in (trainer.model, trainer.ref_model)
+            for name, _ in [next(model.named_parameters())]
+        ]
+        trainer.close()
+        assert (process.num_threads(), process.num_fds()) == before
+        assert [parameter() for parameter in kept] == [None, None]
+        trainer.close()
+    finally:
+        gc.enable()

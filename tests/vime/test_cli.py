@@ -1,5 +1,6 @@
 """The command line: exit codes, one-line errors, stock scripts, the plan's arithmetic."""
 
+import gc
 import json
 import re
 import runpy
@@ -375,3 +376,15 @@ def test_plan_of_experts(tmp_path):
     assert re.search(r"expert optimizer +40\.50 GiB +29 G x 12 B / EP 8 / ETP 1 / 1 shards\n", text)
     assert "--moe-grouped-gemm has no effect: experts of a layer are always computed together" in text
     assert "on the pipeline's ranks" not in text
+
+
+def test_only_a_process_of_its_own_keeps_its_modules_from_the_collector(monkeypatch):
+    before = gc.get_freeze_count()
+    assert main(["flags", "rollout-batch-size"]) == 0
+    assert gc.get_freeze_count() == before and gc.isenabled()
+    monkeypatch.setattr(sys, "argv", ["vime", "flags", "rollout-batch-size"])
+    try:
+        assert main() == 0
+        assert gc.get_freeze_count() > before + 10_000 and gc.isenabled()
+    finally:
+        gc.unfreeze()

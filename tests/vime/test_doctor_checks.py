@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from architectures import ARCHITECTURES
 
 from slime.cluster.ray_token import make_token_file
 from vime.doctor import gpus, host, network, packages
@@ -102,6 +103,41 @@ def test_each_gpu(row: str, status: str, words: str):
 
 def test_a_driver_without_gpus():
     assert only(gpus.check_gpus(gpu_machine(), CUDA)).status == "problem"
+
+
+PUBLISHED = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3": "qwen3-4b"}
+DELTA = {"fla-core": "0.6.0", "triton": "3.6.0"}
+
+
+@pytest.mark.parametrize(
+    "installed, capability, checkpoint, status, words",
+    [
+        (
+            DELTA,
+            "9.0",
+            None,
+            "warning",
+            "fla-core refuses Triton 3.6.0 on Hopper GPUs (from 3.4.0, below 3.7.1)",
+        ),
+        (DELTA, "9.0", "qwen3_next", "problem", "refuses Triton 3.6.0"),
+        (DELTA, "10.0", "qwen3_next", "ok", "fla-core 0.6.0"),
+        (DELTA | {"triton": "3.7.1"}, "9.0", "qwen3_next", "ok", "fla-core 0.6.0"),
+        (DELTA | {"triton": "3.3.1"}, "9.0", "qwen3_next", "ok", "fla-core 0.6.0"),
+        ({"triton": "3.8.0"}, "9.0", "qwen3_next", "problem", "trained: fla-core is not installed"),
+        (DELTA, "9.0", "qwen3", None, ""),
+    ],
+)
+def test_gated_delta_nets(tmp_path: Path, installed, capability, checkpoint, status, words):
+    there = gpu_machine(gpu(capability=capability), installed=installed.get)
+    wanted = CUDA
+    if checkpoint is not None:
+        fields = ARCHITECTURES[PUBLISHED[checkpoint]].config_fields() | {"model_type": checkpoint}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        wanted = replace(CUDA, hf_checkpoint=tmp_path)
+    findings = gpus.check_delta_nets(there, wanted)
+    assert [f.status for f in findings] == ([status] if status else [])
+    assert all(words in f.found for f in findings)
+    assert not gpus.check_delta_nets(there, replace(wanted, device="cpu"))
 
 
 def torch_answers(text: str, code: int = 0) -> Machine:

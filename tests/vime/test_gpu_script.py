@@ -29,7 +29,7 @@ after() { # the word behind OPTION, the last one wins
 }
 words=("$@")
 case "$*" in
-    *device_count*) echo "$GPUS" ;;
+    *device_count*) echo "$GPUS ${GIB:-140}" ;;
     "-m pytest "*)
         echo "asked $*"
         [[ -z "${SECONDS_OF_TESTS:-}" ]] || exec sleep "$SECONDS_OF_TESTS"
@@ -43,6 +43,7 @@ case "$*" in
     -) ;;
     "-m vime train "*)
         event "train starts"
+        echo "asked $*" >"$EVENTS.train"
         until_there "$(after --run-dir)/alone_from"
         event "train ends"
         exit "${TRAIN_ENDS:-0}" ;;
@@ -140,6 +141,22 @@ def test_the_parts_overlap_and_are_measured_alone(environment, gpus, last):
     assert "other benchmarks/gpu_numbers.py" in said
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_gpu_of_80_gib_runs_the_4b_after_the_tests_and_in_less_memory(environment, gpus):
+    said = run({**environment, "PARTS": "tests smoke", "GIB": "79"}, gpus)
+    happened = Path(environment["EVENTS"]).read_text().splitlines()
+    assert set(happened[:-2]) == {"tested"} and happened[-2:] == ["train starts", "train ends"]
+    flags = (Path(environment["EVENTS"] + ".train")).read_text()
+    assert "--max-tokens-per-gpu 8192 " in flags and "--recompute-granularity full " in flags
+    assert ("--offload-train" in flags) == (gpus == 1)
+    assert "GPUs of 79 GiB: the 4B runs after the tests with --max-tokens-per-gpu 8192" in said
+
+
+def test_a_gpu_that_is_too_small_for_the_4b_is_an_error(environment):
+    said = run({**environment, "PARTS": "smoke", "GIB": "47"}, 1, status=2)
+    assert "a GPU must have 78 GiB or more for the 4B, got 47 GiB" in said
+
+
 def test_one_gpu_has_no_room_for_two_engines(environment):
     run({**environment, "PARTS": ALL}, 1)
     happened = Path(environment["EVENTS"]).read_text().splitlines()
@@ -167,8 +184,8 @@ def test_an_interrupt_ends_all_tests(environment, number):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
     )
     script, end = psutil.Process(started.pid), time.monotonic() + 30
-    while len(children := sleeping(script, "300")) < 4:
-        assert time.monotonic() < end, "four groups should run"
+    while len(children := sleeping(script, "300")) < 6:
+        assert time.monotonic() < end, "six groups should run"
         time.sleep(0.1)
     os.killpg(started.pid, number)
     assert started.wait(30) == 128 + number

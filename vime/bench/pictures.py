@@ -1,4 +1,7 @@
-"""The two pictures of a report, in the look of `vime plot`: differences, and where the time of a step goes."""
+"""The pictures of a report, in the look of `vime plot`. Owns two: differences, and where the time of a step goes.
+
+The others are of vime.bench.curves.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from vime.bench import curves
 from vime.bench.compare import Pair
 from vime.bench.record import BASELINE, RL_KERNEL, SIDES, Record, Repeat
 from vime.bench.statistics import LEVEL, Difference
 from vime.bench.verdicts import Comparison, number, verdict
 from vime.plot import COLOURS, PART_COLOURS, dress, save
 from vime.run_metrics import Run, Series, step_times
-
-WIDTH = 7.5  # inches
 
 
 def draw_pictures(
@@ -27,7 +29,12 @@ def draw_pictures(
     interval = f"with {100 * LEVEL:.0f} % intervals" if len(pairs) > 2 else "of too few runs for intervals"
     figures = {
         "differences": (f"Differences {interval}", differences(found)),
+        "mean_step_time": ("Mean step time", curves.mean_step_time(record, pairs)),
+        "step_time": ("Step time over steps", curves.step_time(record, pairs)),
         "time_breakdown": ("Where the time of a step goes", breakdown(record, pairs)),
+        "peak_memory": ("Peak memory", curves.peak_memory(record, pairs)),
+        "raw_reward": ("Raw reward", curves.raw_reward(record, pairs)),
+        "logprob_diff": ("Log-prob difference of trainer and engine", curves.logprob_diff(record, pairs)),
     }
     written, notes = {}, []
     for name, (caption, figure) in figures.items():
@@ -37,11 +44,6 @@ def draw_pictures(
         figure.axes[0].set_title(caption, loc="left", fontsize=11, fontweight="bold")
         written[caption] = save(figure, out / f"{prefix}-{name}.png")
     return written, notes
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.subplots()
 
 
 def _say(figure: Figure, text: str) -> None:
@@ -54,7 +56,7 @@ def differences(found: Sequence[Comparison]) -> Figure | str:
     shown = [(c, c.difference) for c in found if c.difference is not None and c.difference.relative]
     if not shown:
         return "no time, speed or memory was recorded by both sides"
-    figure, axes = _figure(1.5 + 0.3 * len(shown))
+    figure, axes = curves.plain_figure(1.5 + 0.3 * len(shown))
     left, right = _span([d for _, d in shown])
     axes.axvline(0, color="#8C8C8C", linewidth=1)
     for row, (c, d) in enumerate(shown):
@@ -126,7 +128,7 @@ def breakdown(record: Record, pairs: Sequence[Pair]) -> Figure | str:
     parts = {side: _mean_parts(record, [pair[i] for pair in pairs]) for i, side in enumerate(SIDES)}
     if untimed := [side for side in SIDES if parts[side] is None]:
         return f"the parts of a step were not recorded by {' and '.join(untimed)}"
-    figure, axes = _figure(3.0)
+    figure, axes = curves.plain_figure(3.0)
     left = np.zeros(len(SIDES))
     handles = []
     for part, colour in PART_COLOURS.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class Repeat:
     `order`: its place among all runs of the benchmark as they started, from 0. `steps`: {metric: value} a step, the
     warm-up first; a metric that a step did not report is not in it. `config`: what the run was resolved to.
     `fallbacks`: {operator: calls that ran no kernel}, all steps together. `finished`: every step asked for is there.
+    `evaluations`: {rollouts that were trained on before: {evaluation set: mean reward}}, of runs that evaluate.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -80,6 +81,7 @@ class Repeat:
     config: dict[str, Any]
     environment: dict[str, Any]
     fallbacks: dict[str, int]
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

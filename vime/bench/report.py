@@ -1,4 +1,4 @@
-"""`vime bench report DIR [DIR ...] [--out DIR]`: bench.json -> report.md with two pictures. Owns the report's text.
+"""`vime bench report DIR [DIR ...] [--out DIR]`: bench.json -> report.md with pictures. Owns the report's text.
 
 Operators, modules and full steps have a section each: what an operator gains is not what a step gains. Runs that differ
 in more than the switch are an error (vime.bench.compare), before anything is written.
@@ -22,6 +22,7 @@ from vime.bench.compare import EXCEPTED, Pair, cautions, flatten, in_order, pair
 from vime.bench.pictures import draw_pictures
 from vime.bench.record import BASELINE, METRICS, OPERATORS_FILE, PASS_TIME, RL_KERNEL, SIDES, Record, flags_of
 from vime.bench.statistics import LEVEL, MIN_PAIRS, Difference, Summary
+from vime.bench.tables import evaluation_lines, percentile_lines
 from vime.bench.verdicts import (
     WHOLE_OF,
     Comparison,
@@ -143,6 +144,8 @@ def record_lines(
     recorded = {c.metric.name for c in found}
     if absent := [metric_of(name).label for name in METRICS if name not in {*recorded, PASS_TIME}]:
         yield from ("", f"Recorded by neither side: {'; '.join(absent)}.")
+    yield from percentile_lines(record, pairs, found)
+    yield from evaluation_lines(pairs)
 
 
 def _facts(record: Record, pairs: Sequence[Pair]) -> Iterator[tuple[str, str]]:

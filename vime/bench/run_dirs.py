@@ -18,6 +18,7 @@ from slime.tracking.trackers import METRICS_FILE, RESERVED, read_metric_lines
 from vime.bench.planning import UNFINISHED, Plan, Planned, switch_of
 from vime.bench.record import SIDES, Record, Repeat, flags_of, read_json
 from vime.engine.process import tail
+from vime.run_metrics import is_score
 
 COUNTERS = ("rollout/step", "train/step")
 FALLBACKS = ("rl_kernel/", "/fallbacks")
@@ -81,6 +82,17 @@ def _over_optimizer_steps(parts: Sequence[Mapping[str, float]]) -> dict[str, flo
     return {name: max(v) if name.endswith("_max") else math.fsum(v) / len(v) for name, v in gathered.items()}
 
 
+def read_evaluations(run_dir: Path) -> dict[str, dict[str, float]]:
+    """Rollouts trained on before an evaluation, as text -> {evaluation set: mean reward}. No step's time holds one."""
+    path, found = run_dir / METRICS_FILE, dict[str, dict[str, float]]()
+    for _, line in read_metric_lines(path.read_text(errors="replace"), path) if path.is_file() else []:
+        scores = {name.removeprefix("eval/"): line[name] for name in filter(is_score, line)}
+        if line["step_key"] == "eval/step" and scores:
+            known = {name: value for name, value in scores.items() if value is not None}
+            found.setdefault(str(line["step"]), {}).update(known)
+    return found
+
+
 def read_saved(path: Path) -> dict[str, Any]:
     """The object in a file that a run writes, {} when it is not there yet. ValueError when it is no JSON."""
     found: dict[str, Any] = read_json(path, "move the run's directory away") if path.is_file() else {}
@@ -127,6 +139,7 @@ def read_repeat(run: Planned, order: int, root: Path) -> Repeat:
         config=read_saved(run.run_dir / "config.json"),
         environment=_without_prefix(read_saved(run.run_dir / ENVIRONMENT_FILE)),
         fallbacks={operator: calls for operator, calls in fallbacks.items() if calls},
+        evaluations=read_evaluations(run.run_dir),
     )
 
 

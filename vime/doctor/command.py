@@ -26,6 +26,7 @@ CHECKS: tuple[Check, ...] = (
     gpus.check_gpus,
     gpus.check_torch_cuda,
     gpus.check_peer_access,
+    gpus.check_delta_nets,
     host.check_cores,
     host.check_numa,
     host.check_memory,

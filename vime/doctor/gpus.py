@@ -8,11 +8,18 @@ from __future__ import annotations
 import json
 import re
 
+from packaging.version import Version
+
+from slime.hf_config import read_hf_config
+from slime.models import decoder_of
 from vime.doctor.finding import GIB, MIB, Finding, Wanted, judge, ok, problem, size, warning
 from vime.doctor.machine import Machine, split_csv, words
 
 QUERY = "index,name,memory.total,memory.used,compute_cap,ecc.errors.uncorrected.volatile.total"
 LEAST_CAPABILITY = 8.0  # rl_kernel/dispatch.py
+# slime/megatron_backend/gated_delta_net.py. On Hopper, the backward of fla-core 0.6 is an error with these versions of
+# Triton, whose gradients are wrong there (fla.ops.common.chunk_o).
+DELTA_NET_KERNELS, HOPPER, REFUSED_TRITON = "fla-core", "9.", (Version("3.4.0"), Version("3.7.1"))
 IDLE_MEMORY = GIB
 
 # Runs in a separate process. A version number does not show whether torch finds the GPUs.
@@ -132,3 +139,35 @@ def check_peer_access(machine: Machine, wanted: Wanted) -> list[Finding]:
         f"no peer access: {words(closed)}; data goes through host memory (IOMMU, ACS or a virtual machine)"
     )
     return [judge("peer access", found, remedy, fails=False, poor=bool(closed) or not pairs)]
+
+
+def delta_net_obstacle(machine: Machine) -> str | None:
+    """Why a trainer on this machine's GPUs cannot train gated delta net layers, or None."""
+    reasons = []
+    if machine.installed(DELTA_NET_KERNELS) is None:
+        reasons.append(f"{DELTA_NET_KERNELS} is not installed")
+    triton, (first, fixed) = machine.installed("triton"), REFUSED_TRITON
+    hopper = any(row[4].startswith(HOPPER) for row in gpu_rows(machine))
+    if hopper and triton is not None and first <= Version(triton) < fixed:
+        reasons.append(
+            f"{DELTA_NET_KERNELS} refuses Triton {triton} on Hopper GPUs (from {first}, below {fixed})"
+        )
+    return f"gated delta net layers cannot be trained: {' and '.join(reasons)}" if reasons else None
+
+
+def check_delta_nets(machine: Machine, wanted: Wanted) -> list[Finding]:
+    """A problem if the checkpoint has such layers. Without a checkpoint, a warning."""
+    if wanted.device != "cuda":
+        return []
+    if wanted.hf_checkpoint is not None and not decoder_of(read_hf_config(wanted.hf_checkpoint)).stateful:
+        return []
+    why = delta_net_obstacle(machine)
+    if why is None:
+        return [ok("gated delta nets", f"{DELTA_NET_KERNELS} {machine.installed(DELTA_NET_KERNELS)}")]
+    remedy = (
+        f"for Qwen3-Next and Qwen3.5: pip install {DELTA_NET_KERNELS}, and on Hopper a torch with Triton "
+        f"{REFUSED_TRITON[1]} or newer; other models do not need it"
+    )
+    return [
+        judge("gated delta nets", why, remedy, fails=wanted.hf_checkpoint is not None, poor=True),
+    ]

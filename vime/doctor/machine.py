@@ -132,7 +132,7 @@ class Machine:
         return [point.name for point in entry_points(group=group)]
 
     def home(self) -> Path:
-        return Path(self.environ.get("HOME") or Path.home())
+        return Path(self.environ.get("HOME") or os.path.expanduser("~"))
 
     def has_driver(self) -> bool:
         """Whether this machine has an NVIDIA driver: its kernel module, or nvidia-smi (as in a container)."""

@@ -24,12 +24,15 @@ from urllib.parse import urlsplit
 import vime
 from slime.cluster.guard import descendants, is_stopped, processes
 from vime.engine.control import answers
+from vime.engine.log_cause import cause_of
 from vime.engine.middleware import KEY_VARIABLE
+from vime.surroundings import SAFE_PATH, without_proxies
 
 TAIL_LINES = 30
 FREE_PORTS = range(20000, 32768)
 """Above the ports of Ray's workers, and below those that Linux gives to sockets by itself (ip_local_port_range)."""
 _GRACE_S = 10.0
+_SEARCHED_BYTES = 8 << 20
 
 
 def hold_port(host: str) -> socket.socket:
@@ -114,9 +117,10 @@ class SupervisedProcess:
         Path(log_path).parent.mkdir(parents=True, exist_ok=True)
         supervised = [sys.executable, "-m", "vime.engine.supervise", str(grace_s), *command]
         with open(log_path, "ab") as log:
+            self._log_begins = log.tell()
             self._process = subprocess.Popen(
                 supervised,
-                env=dict(env),
+                env={**env, **SAFE_PATH},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -149,6 +153,13 @@ class SupervisedProcess:
     def tail_log(self, lines: int = TAIL_LINES) -> str:
         """The last lines of the log."""
         return tail(self.log_path, lines)
+
+    def cause(self) -> str | None:
+        """Why it failed, from what it has logged; see vime.engine.log_cause."""
+        with contextlib.suppress(OSError), open(self.log_path, "rb") as file:
+            file.seek(self._log_begins)
+            return cause_of(file.read(_SEARCHED_BYTES).decode(errors="replace"))
+        return None
 
     def stop(self) -> None:
         """End it and all its children: SIGTERM, after the grace SIGKILL. Returns when nothing is left; repeatable."""
@@ -187,7 +198,8 @@ def wait_ready(
 
 
 def _log_lines(process: SupervisedProcess) -> str:
-    return f"the last lines of {process.log_path}:\n{process.tail_log()}"
+    cause = process.cause()
+    return f"{cause + '; ' if cause else ''}the last lines of {process.log_path}:\n{process.tail_log()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,10 +251,10 @@ class Server(Generic[S]):
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
-        """This process's own, with the key and the way to this package."""
+        """This process's own without proxies, with the key and the way to this package."""
         root = str(Path(vime.__file__).parents[1])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        return {**os.environ, "PYTHONPATH": path, KEY_VARIABLE: self.spec.run_key}
+        return {**without_proxies(os.environ), "PYTHONPATH": path, KEY_VARIABLE: self.spec.run_key}
 
     def choose_port(self) -> None:
         """Hold a free port for it, if it has none yet. Others may learn the address before it listens."""

@@ -1,0 +1,156 @@
+"""The cases of against_trl.py, and their settings under the names of each side.
+
+Both sides have the same model, prompts, reward, batch sizes, optimizer settings, precision and recomputation. On a GPU,
+both engines may use the same part of the card's memory, and a micro-batch has about as many tokens on either side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OURS, TRL, TRL_SLEEP = "ours", "trl", "trl-sleep"
+"""The sides. `trl-sleep`: TRL with vllm_enable_sleep_mode. Its engine frees its memory while the trainer works, as ours
+always does; without it, TRL saves the time to put the engine to sleep."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison. `steps`: optimizer steps per rollout. `max_tokens`: of a response. `data`: see `DATA`.
+
+    `micro_tokens` is the size of our packed micro-batches, and `micro_samples` that of TRL's padded ones (None: all
+    samples of an optimizer step). `engine_gib`: GPU memory of the engine. `flags`: more flags of our side.
+    """
+
+    model: str
+    data: str
+    prompts: int
+    answers: int
+    max_tokens: int
+    steps: int = 1
+    lr: float = 2e-4
+    device: str = "cpu"
+    micro_tokens: int = 4096
+    micro_samples: int | None = None
+    engine_gib: float = 0.0
+    context: int = 0
+    recompute: bool = False
+    flags: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Of one rollout."""
+        return self.prompts * self.answers
+
+
+SMOLLM2, QWEN3 = "smollm2-135m", "qwen3-4b"
+CASES = {
+    "short": Case("tiny/warm", "tiny", prompts=64, answers=16, max_tokens=5, steps=4),
+    "long": Case("tiny/base", "tiny", prompts=64, answers=16, max_tokens=64, steps=4),
+    "wide": Case("wide", "tiny", prompts=8, answers=8, max_tokens=128),
+    "smollm2": Case(SMOLLM2, "gsm8k", prompts=8, answers=4, max_tokens=64, lr=1e-6),
+    "smollm2-gpu": Case(
+        *(SMOLLM2, "gsm8k"),
+        **{"prompts": 64, "answers": 8, "max_tokens": 256, "lr": 1e-6, "device": "cuda"},
+        **{"micro_tokens": 16384, "micro_samples": 32, "engine_gib": 12.0, "context": 1024},
+    ),
+    # The gradients are zero between two steps. So they leave the GPU without a copy.
+    "qwen3-4b-gpu": Case(
+        *(QWEN3, "arithmetic"),
+        **{"prompts": 16, "answers": 8, "max_tokens": 512, "lr": 1e-6, "device": "cuda"},
+        **{
+            "micro_tokens": 16896,
+            "micro_samples": 32,
+            "engine_gib": 24.0,
+            "context": 1024,
+            "recompute": True,
+        },
+        flags=("--offload-train", "--offload-train-parts", "gradients"),
+    ),
+}
+"""The tiny model warmed up, with responses of about 4 tokens; the same model untrained, 57 tokens; 48 M parameters;
+SmolLM2-135M; and on a GPU SmolLM2-135M and a random Qwen3-4B."""
+
+DATA = {"tiny": ("prompt", "label"), "arithmetic": ("prompt", "label"), "gsm8k": ("question", "answer")}
+"""Prompts of a case -> the columns of prompt and label in their file."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The files of one run. `gpu_gib`: memory of the card, 0 without one."""
+
+    model: Path
+    prompts: Path
+    run_dir: Path
+    gpu_gib: float = 0.0
+
+    def engine_share(self, case: Case) -> float:
+        """The part of the card's memory that the engine may use."""
+        return round(case.engine_gib / self.gpu_gib, 4)
+
+
+def our_command(case: Case, place: Place, rollouts: int, seed: int) -> list[str]:
+    """`vime train` with the flags of scripts/run-tiny-grpo.sh, without checkpoints, evaluations and shuffling."""
+    prompt, label = DATA[case.data]
+    return [
+        *("--colocate", "--hf-checkpoint", str(place.model), "--prompt-data", str(place.prompts)),
+        *("--input-key", prompt, "--label-key", label, "--apply-chat-template", "--rm-type", "gsm8k"),
+        *("--num-rollout", str(rollouts), "--rollout-batch-size", str(case.prompts)),
+        *(
+            "--n-samples-per-prompt",
+            str(case.answers),
+            "--global-batch-size",
+            str(case.samples // case.steps),
+        ),
+        *("--rollout-max-response-len", str(case.max_tokens), "--rollout-temperature", "1"),
+        *("--advantage-estimator", "grpo", "--eps-clip", "0.2", "--eps-clip-high", "0.28"),
+        *("--lr", str(case.lr), "--adam-beta2", "0.95", "--weight-decay", "0"),
+        *("--actor-num-gpus-per-node", "1", "--use-dynamic-batch-size"),
+        *("--max-tokens-per-gpu", str(case.micro_tokens)),
+        *(
+            "--balance-data",
+            "--seed",
+            str(seed),
+            "--rollout-seed",
+            str(seed),
+            "--run-dir",
+            str(place.run_dir),
+        ),
+        *(our_gpu_flags(case, place) if case.device == "cuda" else ("--fp32",)),
+    ]
+
+
+def our_gpu_flags(case: Case, place: Place) -> list[str]:
+    """bfloat16 parameters with float32 main weights, gradients and Adam state, and flash attention."""
+    recompute = [
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "uniform",
+        "--recompute-num-layers",
+        "1",
+    ]
+    return [
+        *("--device", "cuda", "--num-gpus-per-node", "1", "--bf16", "--accumulate-allreduce-grads-in-fp32"),
+        *("--attention-softmax-in-fp32", "--attention-backend", "flash"),
+        *("--vllm-gpu-memory-utilization", str(place.engine_share(case))),
+        *("--vllm-max-model-len", str(case.context)),
+        *(recompute if case.recompute else ()),
+        *case.flags,
+    ]
+
+
+def trl_job(case: Case, place: Place, rollouts: int, seed: int, sleep: bool) -> dict[str, Any]:
+    """The fields of trl_side.Job."""
+    prompt, label = DATA[case.data]
+    cuda = case.device == "cuda"
+    return {
+        **{"device": case.device, "model": str(place.model), "prompts": str(place.prompts)},
+        **{"prompt_key": prompt, "label_key": label, "out": str(place.run_dir / "result.json")},
+        **{"run_dir": str(place.run_dir), "rollouts": rollouts, "seed": seed},
+        **{"prompts_per_rollout": case.prompts, "answers": case.answers, "max_tokens": case.max_tokens},
+        **{"steps": case.steps, "lr": case.lr, "recompute": case.recompute, "context": case.context},
+        **{"micro_samples": case.micro_samples or case.samples // case.steps},
+        **{"engine_share": place.engine_share(case) if cuda else 0.0, "sleep": sleep},
+    }

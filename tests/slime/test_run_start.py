@@ -1,0 +1,98 @@
+"""A run says where it starts, and replaces results of an earlier run only if it is told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_cases import good_argv
+
+from slime.config import Config, parse_args
+from slime.run_start import check_start, finished, start_line
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    return [*good_argv(tmp_path), "--run-dir", str(tmp_path / "run")]
+
+
+def folder(path: Path, *iterations: int, record: str | None = None) -> str:
+    """A folder with complete checkpoints, as far as names go."""
+    for iteration in iterations:
+        (path / f"iter_{iteration:07d}").mkdir(parents=True)
+        (path / f"iter_{iteration:07d}" / "metadata.json").touch()
+    path.mkdir(exist_ok=True)
+    if record is not None:
+        (path / "latest_checkpointed_iteration.txt").write_text(record)
+    return str(path)
+
+
+def config(argv: list[str], *more: str) -> Config:
+    return parse_args([*argv, *more], rules=(check_start,))
+
+
+def refused(argv: list[str], *more: str) -> str:
+    with pytest.raises(ValueError) as error:
+        config(argv, *more)
+    return str(error.value)
+
+
+def test_a_new_run(argv, tmp_path):
+    new = config(argv, "--save", str(tmp_path / "out"))
+    assert start_line(new) == f"new run with weights from {new.rollout.hf_checkpoint}"
+    assert not finished(new)
+
+
+def test_a_run_that_resumes(argv, tmp_path):
+    out = folder(tmp_path / "out", 3, 7, record="7")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    resumed = config(argv, "--load", out, "--save", out, "--num-rollout", "9")
+    assert start_line(resumed) == f"resumes after rollout 7 of {out}"
+    assert not finished(resumed)
+    assert finished(config(argv, "--load", out, "--save", out, "--num-rollout", "8"))
+    earlier = config(argv, "--load", out, "--save", out, "--ckpt-step", "3")
+    assert start_line(earlier) == f"resumes after rollout 3 of {out}"
+    again = config(argv, "--load", out, "--save", out, "--start-rollout-id", "0")
+    assert "from --start-rollout-id 0: a second start would do them again" in start_line(again)
+
+
+def test_a_mistyped_load_does_not_replace_checkpoints(argv, tmp_path):
+    out = folder(tmp_path / "out", 1, 2, 3, 4, 5, record="5")
+    typed = ("--load", str(tmp_path / "uot"), "--save", out)
+    assert refused(argv, *typed) == (
+        f"--save must be a folder without checkpoints for a run that does not resume them, got {out} with iterations "
+        f"..., 2, 3, 4, 5; resume with --load {out}, name another folder, or give --overwrite"
+    )
+    assert not finished(config(argv, *typed, "--overwrite"))
+
+
+def test_another_runs_checkpoints_are_not_replaced_by_one_that_resumes(argv, tmp_path):
+    load, save = folder(tmp_path / "a", 5, record="5"), folder(tmp_path / "b", 2, record="2")
+    assert f"got {save} with iteration 2; resume" in refused(argv, "--load", load, "--save", save)
+
+
+def test_metrics_of_another_run_are_not_replaced(argv, tmp_path):
+    (tmp_path / "run").mkdir()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.touch()
+    config(argv)
+    metrics.write_text("{}\n")
+    assert refused(argv) == (
+        f"--run-dir must be a folder without metrics for a new run, got {metrics}; resume with --load (and "
+        "--ckpt-step), name another folder, or give --overwrite"
+    )
+    config(argv, "--overwrite")
+    out = str(tmp_path / "out")  # a queued command that was killed before its first checkpoint
+    queued = config(argv, "--load", out, "--save", out)
+    assert start_line(queued).endswith(f"; --load {out} has no checkpoint yet")
+
+
+def test_checkpoints_without_their_record_are_not_passed_over(argv, tmp_path):
+    out = folder(tmp_path / "out", 4, 9)
+    assert refused(argv, "--load", out, "--save", out, "--overwrite") == (
+        "--load must have a latest_checkpointed_iteration.txt that says which checkpoint is the newest, got "
+        f"{out} with iterations 4, 9 and none; take one with --ckpt-step 9"
+    )
+    chosen = config(argv, "--load", out, "--save", out, "--ckpt-step", "9")
+    assert start_line(chosen) == f"resumes after rollout 9 of {out}"
