@@ -7,6 +7,8 @@ import string
 from collections import Counter
 from typing import Any
 
+from slime.rollout.rewards.text import without_special_text
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _ALL_OR_NOTHING = {"yes", "no", "noanswer"}
@@ -40,4 +42,4 @@ def f1_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
     """The F1 in [0, 1]. ValueError if the label has no word."""
     if label is None or not normalize_answer(str(label)):
         raise ValueError(f"label must hold a word for --rm-type f1, got {label!r}; check --label-key")
-    return f1_score(response, label)[0]
+    return f1_score(without_special_text(response), label)[0]
