@@ -10,8 +10,7 @@ from typing import Any
 
 from slime.rollout.rewards.math_equal import same_answer
 from slime.rollout.rewards.notation import tidy
-from slime.rollout.rewards.numeric import canonical_number
-from slime.rollout.rewards.quantity import quantity
+from slime.rollout.rewards.quantity import decimal_text, quantity
 from slime.rollout.rewards.text import expected_answer, extract_answer, without_special_text
 
 NO_ANSWER = "[INVALID]"
@@ -35,11 +34,9 @@ def normalize_final_answer(text: str) -> str:
     """
     plain = tidy(_bare(text)).rpartition("=")[2].strip()
     found = quantity(plain)
-    if found is not None and found.form in ("whole", "decimal") and found.base == 10 and not found.percent:
-        value = found.value
-        text = str(value.numerator) if value.denominator == 1 else re.split(r"[A-Za-z\\ ]", plain.removeprefix("\\dollar "))[0]
-        return canonical_number(text) or "".join(plain.split())
-    return "".join(_TEXT_COMMAND.sub(r"\1", plain).split())
+    if found is not None and found.form in ("whole", "decimal") and found.base == 10:
+        return decimal_text(found.value) or "".join(plain.split())
+    return "".join(_TEXT_COMMAND.sub(r"\1", plain).replace("\\cdot ", "*").split())
 
 
 def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:

@@ -24,10 +24,19 @@ _GOES_ON = re.compile(
     r"\s+(?:because|since|as|and|but|is|which|by|for|with|due|not|rather|while|given|so|or|from|based|where|in|on|at|"
     r"over|that|was|here|instead)\b"
 )
-_CLAUSE = re.compile(r"[.;!?](?=\s|$)|\n\s*\n|,?\s(?=but\b|while\b|although\b|though\b|it's\b|it is\b|however\b)", re.IGNORECASE)
-_NOUN = r"(?:(?<![a-z])(?:answer|option|choice|solution|response|selection)(?:\s+(?:here|choice|letter|to (?:this|the) question))?|答案)"
+_CLAUSE = re.compile(
+    r"[.;!?](?=\s|$)|\n\s*\n|,?\s(?=but\b|while\b|although\b|though\b|it's\b|it is\b|however\b)",
+    re.IGNORECASE,
+)
+_NOUN = (
+    r"(?:(?<![a-z])(?:answer|option|choice|solution|response|selection)"
+    r"(?:\s+(?:here|choice|letter|to (?:this|the) question))?|答案)"
+)
 _IS = r"(?:\bis|\bare|'s|\b(?:must|should|would|has to|will) be|:|=|：|是|为|->|→|[-–—](?=\s))"
-_FILLER = r"(?:[\s*_\"'`:)\]}]|\b(?:therefore|thus|clearly|then|indeed|still|actually|definitely|the|option|choice|answer|correct|right|letter)\b)*"
+_FILLER = (
+    r"(?:[\s*_\"'`:)\]}]|\b(?:therefore|thus|clearly|then|indeed|still|actually|definitely|the|option|choice|answer"
+    r"|correct|right|letter)\b)*"
+)
 # What states the letter after it as the answer.
 _BEFORE = re.compile(
     rf"(?:{_NOUN}[\s*_\"'`)\]}}]*{_IS}{_FILLER}"
@@ -58,8 +67,12 @@ _DOUBT = re.compile(
     r"\b(?:might|may|could|tempt\w*|people|students?|some|one|initially|first|if|whether|thought|suppose|were|mistake)\b",
     re.IGNORECASE,
 )
-_SECOND = re.compile(rf"{_CLOSING}\s*(?:/|or\b|and\b|,)\s*(?:option\s+|choice\s+|maybe\s+|possibly\s+)?{_OPENING}([A-Z])(?![A-Za-z'])")
-_BOX_DRESS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathit|textit|mbox)|(?i:option|choice|answer)(?![a-z])|[{}()\[\].:\s$*]")
+_SECOND = re.compile(
+    rf"{_CLOSING}\s*(?:/|or\b|and\b|,)\s*(?:option\s+|choice\s+|maybe\s+|possibly\s+)?{_OPENING}([A-Z])(?![A-Za-z'])"
+)
+_BOX_DRESS = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf|mathit|textit|mbox)|(?i:option|choice|answer)(?![a-z])|[{}()\[\].:\s$*]"
+)
 
 
 def _words(text: Any) -> str:
@@ -69,9 +82,9 @@ def _words(text: Any) -> str:
 def chosen_letter(response: str, valid_letters: Collection[str]) -> str | None:
     """The letter that the response gives after its thinking, or None.
 
-    Searched in this order: a boxed letter, the last stated letter ("the answer is (C)"), the last letter alone on a line,
-    the last letter that is mentioned. A letter that the response denies ("not C", "C is wrong") does not count, and a
-    response that states two ("A or B") states none.
+    Searched in this order: a boxed letter, the last stated letter ("the answer is (C)"), the last letter alone on a
+    line, the last letter that is mentioned. A letter that the response denies ("not C", "C is wrong") does not count,
+    and a response that states two ("A or B") states none.
     """
     text = unicodedata.normalize("NFKC", after_thinking(without_special_text(response))).replace("’", "'")
     boxed = _BOX_DRESS.sub("", extract_answer(text) or "").upper()
@@ -90,7 +103,7 @@ def chosen_letter(response: str, valid_letters: Collection[str]) -> str | None:
 
 
 def _kind(match: re.Match[str], text: str) -> str | None:
-    """How the response gives this letter: "stated", on a "line" of its own, or "mentioned"; None if it is denied or a word."""
+    """How the response gives this letter: "stated", alone on a "line", or "mentioned". None if denied, or a word."""
     letter, after = match[1], text[match.end() : match.end() + 80]
     if _TAKEN_BACK.match(after):
         return None
@@ -132,7 +145,7 @@ def _correct_letter(label: Any, metadata: dict[str, Any], options: dict[str, str
     given = metadata.get("correct_letter")
     if isinstance(given, str) and given.strip().upper() in options:
         return given.strip().upper()
-    if isinstance(label, int | float) and label in range(len(options)):
+    if isinstance(label, int | float) and not isinstance(label, bool) and label in range(len(options)):
         return list(options)[int(label)]
     text = str(label if label is not None else metadata.get("correct_answer", ""))
     letter = text.strip("(). ").upper()
@@ -164,6 +177,24 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
     said = f" {_words(after_thinking(response))} "
     wrong = [_words(choice) for choice in options.values() if choice and _words(choice) != right]
     return float(bool(right) and f" {right} " in said and not any(f" {choice} " in said for choice in wrong))
+
+
+def check_label(label: Any, metadata: dict[str, Any]) -> None:
+    """ValueError unless the label or the metadata gives the right choice."""
+    options = _options(metadata)
+    given = label if label is not None else metadata.get("correct_answer")
+    known = metadata.get("choices") or metadata.get("valid_letters")
+    usable = (
+        isinstance(given, str | int | float)
+        and not isinstance(given, bool)
+        and given == given
+        and _words(given)
+    )
+    if _correct_letter(label, metadata, options) is None and (known or not usable):
+        raise ValueError(
+            f"label must name the right choice (a letter, its index, or its text), got {label!r:.80} for "
+            f"{list(options)}; check --label-key, or set correct_letter in the metadata"
+        )
 
 
 def gpqa_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:

@@ -56,7 +56,9 @@ def _first(text: str) -> Fraction | None:
 def _last(text: str) -> Fraction | None:
     lines = [tidy(_bold_off(line)) for line in text.splitlines()]
     for line in reversed(lines):
-        line = _LAST_WORD.sub(lambda m: " " if unit_of(f"\\text{{{m[1]}}}") and _is_unit(m[1]) else m[0], line)
+        line = _LAST_WORD.sub(
+            lambda m: " " if unit_of(f"\\text{{{m[1]}}}") and _is_unit(m[1]) else m[0], line
+        )
         runs = [run for run in _RUN.finditer(line) if not re.search(r"[\w\\^_/]$", line[: run.start()])]
         glued = [run for run in _RUN.finditer(line) if re.search(r"[\^_/]\s*\{?$", line[: run.start()])]
         if glued and (not runs or glued[-1].start() >= runs[-1].start()):

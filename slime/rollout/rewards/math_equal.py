@@ -13,7 +13,7 @@ import re
 
 from slime.rollout.rewards.math_processes import MathChecker
 from slime.rollout.rewards.notation import FUNCTIONS, tidy
-from slime.rollout.rewards.quantity import TOLERANCE, Quantity, quantity, unit_of
+from slime.rollout.rewards.quantity import LONGEST, TOLERANCE, Quantity, quantity, unit_of
 
 _MOST_PARTS = 64
 """A longer list is compared as text: a set needs the square of its length in comparisons."""
@@ -24,14 +24,20 @@ _COLOR = re.compile(r"\\(?:text)?color\{[^{}]*\}|\\(?:boxed|fbox|ensuremath|unde
 _ARTICLE = re.compile(r"^(?:an?|the)\s+(?=\S{2})", re.IGNORECASE)
 _OPENING, _CLOSING = "([{", ")]}"
 _BRACKETS = {"()", "[]", "(]", "[)", "{}", "<>"}
-_RELATION = re.compile(r"\\(?:le|ge|ne|in|equiv|to|approx|mid|pmod|bmod|mod|sim|subset|subseteq)(?![A-Za-z])|[=<>:]")
+_RELATION = re.compile(
+    r"\\(?:le|ge|ne|in|equiv|to|approx|mid|pmod|bmod|mod|sim|subset|subseteq)(?![A-Za-z])|[=<>:]"
+)
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
 _NAME = re.compile(r"\\?[A-Za-z]+'?(?:_(?:\w|\{[^{}]*\}))?(?:\s*\([A-Za-z, ]*\))?|\\text\{[^{}]*\}")
 _SEPARATOR = re.compile(r"[,;]|\\text\{\s*(?:and|or|,\s*and|,\s*or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
 _NEIGHBOURS = re.compile(r"[0-9.]\s+[0-9]|[0-9]\s*\\text\{[^{}]*\}\s*[0-9]")
-_LAST_UNIT = re.compile(r"(.+?)\s*((?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?|\\degree\s*[CF]?|\\%)+)", re.DOTALL)
+_LAST_UNIT = re.compile(
+    r"(.+?)\s*((?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?|\\degree\s*[CF]?|\\%)+)", re.DOTALL
+)
 _MIXED = re.compile(r"(?<![0-9.}])([0-9]+)\s*(\\frac\{([0-9]+)\}\{([0-9]+)\})")
-_DECORATED = re.compile(r"\\(?:over(?:line|rightarrow|leftrightarrow)|bar|vec|hat|widehat|tilde|dot)\s*\{?\s*[A-Za-z]+\s*\}?'*")
+_DECORATED = re.compile(
+    r"\\(?:over(?:line|rightarrow|leftrightarrow)|bar|vec|hat|widehat|tilde|dot)\s*\{?\s*[A-Za-z]+\s*\}?'*"
+)
 _TRANSPOSED = re.compile(r"\^\s*\{?\s*(T|\\top|\\dagger|\\cdot|\\prime)\s*\}?(?![A-Za-z])")
 _UNKNOWN = re.compile(r"(?<![\\A-Za-z{_])(?:I(?![A-Za-z])|[A-Za-z]'+|[A-Z]{2,}|[A-Za-z]{3,})(?![A-Za-z])")
 """What the reader takes for i, or multiplies, or whose prime it drops."""
@@ -61,13 +67,18 @@ def _undressed(text: str) -> str:
 
 
 def _same(answer: str, gold: str) -> bool:
-    if "".join(answer.split()) == "".join(gold.split()) and (" " not in answer or _spaced(answer) == _spaced(gold)):
+    if "".join(answer.split()) == "".join(gold.split()) and (
+        " " not in answer or _spaced(answer) == _spaced(gold)
+    ):
         return True
     texts = [_WORD.sub(r" \1 ", text).strip(" .").split() for text in (answer, gold)]
     if texts[0] == texts[1] or (
-        re.search(r"(?<![\\A-Za-z])[A-Za-z]{3}", gold) and str(texts[0]).casefold() == str(texts[1]).casefold()
+        re.search(r"(?<![\\A-Za-z])[A-Za-z]{3}", gold)
+        and str(texts[0]).casefold() == str(texts[1]).casefold()
     ):
         return True
+    if max(len(answer), len(gold)) > LONGEST:
+        return False
     words = _words(answer), _words(gold)
     if None not in words:
         return words[0] == words[1] or "".join(words[0] or ()) == "".join(words[1] or ())
@@ -262,7 +273,12 @@ def _same_expression(answer: str, gold: str) -> bool:
         return _same_quantity(*numbers)
     for number, other in (numbers, numbers[::-1]):
         text = gold if number is numbers[0] else answer
-        if number is not None and other is None and number.form == "whole" and _COMPUTED.search(text.replace(" ", "")):
+        if (
+            number is not None
+            and other is None
+            and number.form == "whole"
+            and _COMPUTED.search(text.replace(" ", ""))
+        ):
             return False
     if any(number is not None and number.base != 10 for number in numbers):
         return False
@@ -288,7 +304,9 @@ def expression(text: str) -> str:
     text = _TRANSPOSED.sub(lambda m: f"^{{{_symbol(m[1])}}}", text)
     text = _UNKNOWN.sub(lambda m: _symbol(m[0]), text)
     text = re.sub(r"([0-9])[eE]([-+]?[0-9]+)(?![0-9.])", r"\1\\times 10^{\2}", text)
-    text = re.sub(r"(?<=[0-9)])\s*(?=\()|(?<=\))\s*(?=[0-9])", r"\\cdot ", text)  # the reader adds 2 and 3 in 2(3)
+    text = re.sub(
+        r"(?<=[0-9)])\s*(?=\()|(?<=\))\s*(?=[0-9])", r"\\cdot ", text
+    )  # the reader adds 2 and 3 in 2(3)
     return re.sub(r"([0-9]*)\.([0-9]+)", _exact, text)
 
 

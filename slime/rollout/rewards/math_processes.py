@@ -38,7 +38,8 @@ class MathChecker:
         self._idle: list[_Worker] = []
 
     def equal(self, gold: str, answer: str, *, decimal: bool = False) -> bool:
-        """SymPy's result; `decimal`: equal to a relative 1e-6. False, with a warning, if it exceeds a limit or ends its process twice.
+        """SymPy's result; `decimal`: equal to a relative 1e-6. False, with a warning, if it exceeds a limit or ends its
+        process twice.
 
         RuntimeError if the child cannot start (math-verify is not installed).
         """

@@ -9,8 +9,45 @@ import re
 import unicodedata
 
 FUNCTIONS = frozenset(
-    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc log ln lg exp max min "
-    "gcd lcm det sgn sup inf lim dim ker arg deg floor ceil sqrt mod".split()
+    [
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "sinh",
+        "cosh",
+        "tanh",
+        "coth",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arccot",
+        "arcsec",
+        "arccsc",
+        "log",
+        "ln",
+        "lg",
+        "exp",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+        "det",
+        "sgn",
+        "sup",
+        "inf",
+        "lim",
+        "dim",
+        "ker",
+        "arg",
+        "deg",
+        "floor",
+        "ceil",
+        "sqrt",
+        "mod",
+    ]
 )
 _GREEK = {
     chr(code): "\\" + unicodedata.name(chr(code)).split()[-1].lower().replace("lamda", "lambda") + " "
@@ -32,7 +69,14 @@ _CHARACTERS = {
     **{"∞": "\\infty ", "√": "\\sqrt ", "±": "\\pm ", "∓": "\\mp ", "≈": "\\approx ", "∅": "\\emptyset "},
     **{"≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≡": "\\equiv ", "∈": "\\in ", "∪": "\\cup ", "∩": "\\cap "},
     **{"→": "\\to ", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℚ": "\\mathbb{Q}"},
-    **{"∠": "\\angle ", "△": "\\triangle ", "∆": "\\Delta ", "∖": "\\setminus ", "Ω": "\\Omega ", "Δ": "\\Delta "},
+    **{
+        "∠": "\\angle ",
+        "△": "\\triangle ",
+        "∆": "\\Delta ",
+        "∖": "\\setminus ",
+        "Ω": "\\Omega ",
+        "Δ": "\\Delta ",
+    },
     **{"，": ",", "、": ",", "：": ":", "；": ";", "％": "\\% ", "\u200b": "", "\ufeff": "", "\u2060": ""},
 }
 _RAISED = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁱⁿ]+")
@@ -60,14 +104,31 @@ _NAMES = {
     **dict.fromkeys(("geq", "geqslant", "geqq"), "ge"),
     **dict.fromkeys(("lt",), "<"),
     **dict.fromkeys(("gt",), ">"),
-    **{"neq": "ne", "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "ast": "cdot", "div": "/", "colon": ":"},
-    **{"imath": "i", "rightarrow": "to", "backslash": "setminus", "lbrack": "[", "rbrack": "]", "pounds": "£"},
+    **{
+        "neq": "ne",
+        "varnothing": "emptyset",
+        "lbrace": "{",
+        "rbrace": "}",
+        "ast": "cdot",
+        "div": "/",
+        "colon": ":",
+    },
+    **{
+        "imath": "i",
+        "rightarrow": "to",
+        "backslash": "setminus",
+        "lbrack": "[",
+        "rbrack": "]",
+        "pounds": "£",
+    },
     **{"varepsilon": "epsilon", "varphi": "phi", "vartheta": "theta", "cdotp": "cdot", "dagger": "dagger"},
 }
 _PLAIN_SYMBOLS = {"<", ">", "/", ":", "i", "[", "]", "£"}
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\(?:degree|textdegree)s?(?![A-Za-z])\s*")
-_BARE_NAME = re.compile(r"(?<![\\A-Za-z])(pi|infinity|oo|" + "|".join(sorted(FUNCTIONS - {"inf"})) + r")(?![A-Za-z])")
+_BARE_NAME = re.compile(
+    r"(?<![\\A-Za-z])(pi|infinity|oo|" + "|".join(sorted(FUNCTIONS - {"inf"})) + r")(?![A-Za-z])"
+)
 _POWER = re.compile(r"\^\s*(?:\(([^()]*)\)|([-+]?[0-9]+(?:\.[0-9]+)?(?:/[0-9]+)?))")
 _ROOT = re.compile(r"\\sqrt\s*(?:\(((?:[^()]|\([^()]*\))*)\)|([0-9]+(?:\.[0-9]+)?|[A-Za-z]))")
 _GROUPS = re.compile(
@@ -87,7 +148,9 @@ def tidy(text: str) -> str:
     text = re.sub(r"(?<!\\)%", r"\\%", _DEGREE.sub(r"\\degree ", text))
     text = _texts(_FONT.sub(r"\\mathrm{\1}", text))
     text = re.sub(r"\*\*|(?<!\\)\*", lambda m: "^" if m[0] == "**" else "\\cdot ", text)
-    text = _BARE_NAME.sub(lambda m: {"oo": "\\infty "}.get(m[1], "\\infty " if m[1] == "infinity" else f"\\{m[1]} "), text)
+    text = _BARE_NAME.sub(
+        lambda m: {"oo": "\\infty "}.get(m[1], "\\infty " if m[1] == "infinity" else f"\\{m[1]} "), text
+    )
     text = _OVER.sub(r"\\frac{\1}{\2}", text)
     text = _fractions(_POWER.sub(_braced, _ROOT.sub(_rooted, text)))
     text = _separators(re.sub(r"(?<!\d)_\s*([0-9]+)", r"_{\1}", text))
@@ -125,7 +188,7 @@ def _renamed(command: re.Match[str]) -> str:
 
 
 def _texts(text: str) -> str:
-    """`\\text{...}` for words and units in any font; a single letter in a font is the letter, function names commands."""
+    """`\\text{...}` for words and units in any font. A single letter in a font is the letter; sin is `\\sin`."""
     for _ in range(4):  # fonts in fonts
         if (new := _TEXT.sub(_text, text)) == text:
             break
@@ -140,7 +203,9 @@ def _text(match: re.Match[str]) -> str:
         return f" {inner} "
     if word in FUNCTIONS and not command.startswith(("text", "mbox", "hbox")):
         return f"\\{word} "
-    letter = len(word) == 1 and (word in "ie" and inner == word or not command.startswith(("text", "mbox", "mathrm")))
+    letter = len(word) == 1 and (
+        (word in "ie" and inner == word) or not command.startswith(("text", "mbox", "mathrm"))
+    )
     return f" {word} " if letter else "\x00{" + inner + "}"
 
 
@@ -173,7 +238,7 @@ def _fractions(text: str) -> str:
             else:
                 arguments.append(text[end : end + 1])
             end = close + 1
-        parts.append("\\frac{%s}{%s}" % tuple(arguments))
+        parts.append("\\frac{{{}}}{{{}}}".format(*tuple(arguments)))
     return "".join([*parts, text[end:]])
 
 

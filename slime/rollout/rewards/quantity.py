@@ -15,16 +15,37 @@ from slime.rollout.rewards.notation import FUNCTIONS
 
 Form = Literal["whole", "decimal", "fraction", "mixed", "power"]
 
-_LONGEST_EXPONENT = 5000
+LONGEST = 2000
+"""Characters of an answer that is read as mathematics. A longer one equals only the same text."""
+_LONGEST_EXPONENT = 1000
 """10 to a higher power than this is no quantity, as its digits would fill the memory."""
 TOLERANCE = Fraction(1, 10**6) * Fraction(1000001, 1000000)
 """Relative, of a decimal that stands for a value with more digits: 0.333333 for 1/3."""
 
 _MAGNITUDES = {
-    **{"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12},
-    **{"k": 10**3, "mn": 10**6, "mio": 10**6, "bn": 10**9, "quadrillion": 10**15, "lakh": 10**5, "crore": 10**7},
+    **{
+        "dozen": 12,
+        "hundred": 100,
+        "thousand": 10**3,
+        "million": 10**6,
+        "billion": 10**9,
+        "trillion": 10**12,
+    },
+    **{
+        "k": 10**3,
+        "mn": 10**6,
+        "mio": 10**6,
+        "bn": 10**9,
+        "quadrillion": 10**15,
+        "lakh": 10**5,
+        "crore": 10**7,
+    },
 }
-_CURRENCIES = {"\\dollar": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee", "USD": "dollar", "US\\dollar": "dollar", "EUR": "euro", "GBP": "pound", "\\euro": "euro"}  # fmt: skip
+_CURRENCIES = {
+    **dict.fromkeys(("\\dollar", "US\\dollar", "USD"), "dollar"),
+    **dict.fromkeys(("€", "EUR", "\\euro"), "euro"),
+    **{"£": "pound", "GBP": "pound", "¥": "yen", "₹": "rupee"},
+}
 
 
 def _units() -> dict[str, tuple[str, Fraction]]:
@@ -64,29 +85,98 @@ def _units() -> dict[str, tuple[str, Fraction]]:
 
 UNITS = _units()
 _PLURALS = {"inches": "inch", "feet": "foot", "centuries": "century", "hertz": "hertz"}
-_NO_UNIT = FUNCTIONS | set(
-    "or and to than not no least most more less about between from of minus plus times over divided by negative choose "
-    "squared cubed factorial half halves third thirds fourth fourths quarter quarters fifth fifths sixth sixths tenth tenths "
-    "hundredth hundredths thousandth thousandths percent base pi infinity mod modulo is are e i x y z n".split()
-) | set(_MAGNITUDES) - {"k"}
+_NO_UNIT = (
+    FUNCTIONS
+    | {
+        "or",
+        "and",
+        "to",
+        "than",
+        "not",
+        "no",
+        "least",
+        "most",
+        "more",
+        "less",
+        "about",
+        "between",
+        "from",
+        "of",
+        "minus",
+        "plus",
+        "times",
+        "over",
+        "divided",
+        "by",
+        "negative",
+        "choose",
+        "squared",
+        "cubed",
+        "factorial",
+        "half",
+        "halves",
+        "third",
+        "thirds",
+        "fourth",
+        "fourths",
+        "quarter",
+        "quarters",
+        "fifth",
+        "fifths",
+        "sixth",
+        "sixths",
+        "tenth",
+        "tenths",
+        "hundredth",
+        "hundredths",
+        "thousandth",
+        "thousandths",
+        "percent",
+        "base",
+        "pi",
+        "infinity",
+        "mod",
+        "modulo",
+        "is",
+        "are",
+        "e",
+        "i",
+        "x",
+        "y",
+        "z",
+        "n",
+    }
+    | set(_MAGNITUDES) - {"k"}
+)
 _ALLOWED = {"per", "square", "cubic", "sq", "cu", "of", "a", "an", "each", "the", "in"}
 
 _DIGITS = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?")
-_POWER = re.compile(rf"({_DIGITS})\s*\\(?:times|cdot)\s*10\s*\^\s*\{{?\s*([-+]?[0-9]+)\s*\}}?|10\s*\^\s*\{{\s*([-+]?[0-9]+)\s*\}}")
+_POWER = re.compile(
+    rf"({_DIGITS})\s*\\(?:times|cdot)\s*10\s*\^\s*\{{?\s*([-+]?[0-9]+)\s*\}}?|10\s*\^\s*\{{\s*([-+]?[0-9]+)\s*\}}"
+)
 _LITERAL = re.compile(rf"({_DIGITS})(?:[eE]([-+]?[0-9]+))?")
-_FRACTION = re.compile(r"\\frac\{\s*([-+]?[0-9]+)\s*\}\{\s*([-+]?[0-9]+)\s*\}|\(?([0-9]+)\)?\s*/\s*\(?([0-9]+)\)?")
+_FRACTION = re.compile(r"\\frac\{\s*([-+]?[0-9]+)\s*\}\{\s*([-+]?[0-9]+)\s*\}|([0-9]+)\s*/\s*([0-9]+)")
 _MIXED = re.compile(r"([0-9]+)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|\s([0-9]+)\s*/\s*([0-9]+))")
-_BASE = re.compile(r"\(?((?:\\text\{)?[0-9A-Fa-f]+\}?)\)?\s*_\s*\{?\s*\(?(?:\\text\{)?\s*(?:base\s+)?([0-9]+|[a-z]+)\}?\)?\s*\}?")
-_BASE_WORDS = re.compile(r"([0-9A-Fa-f]+)\s*\(?(?:\\text\{)?\s*\(?\s*(?:in )?base[- ]\}?\s*([0-9]+|[a-z]+)\s*\)?\}?\)?")
-_BASE_NAMES = dict(zip("two three four five six seven eight nine ten eleven twelve".split(), range(2, 13), strict=True)) | {"sixteen": 16}  # fmt: skip
+_BASE = re.compile(
+    r"\(?((?:\\text\{)?[0-9A-Fa-f]+\}?)\)?\s*_\s*\{?\s*\(?(?:\\text\{)?\s*(?:base\s+)?([0-9]+|[a-z]+)\}?\)?\s*\}?"
+)
+_BASE_WORDS = re.compile(
+    r"([0-9A-Fa-f]+)\s*\(?(?:\\text\{)?\s*\(?\s*(?:in )?base[- ]\}?\s*([0-9]+|[a-z]+)\s*\)?\}?\)?"
+)
+_BASE_NAMES = {
+    name: number
+    for number, name in enumerate(
+        ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"], start=2
+    )
+} | {"sixteen": 16}
 _NUMBER = re.compile("|".join(f"(?:{p.pattern})" for p in (_REPEATING, _MIXED, _POWER, _FRACTION, _LITERAL)))
 _UNIT_WORD = re.compile(r"[A-Za-zµμ¢]+\.?")
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """An exact value, the form in which it is written, and its unit: (what it measures, power) of known units, or words."""
+    """An exact value, the form in which it is written, and its unit: what it measures with its power, or words."""
 
     value: Fraction
     form: Form
@@ -100,7 +190,7 @@ class Quantity:
 
 def quantity(text: str) -> Quantity | None:
     """The quantity that a text in the spelling of `notation.tidy` is, or None."""
-    text = re.sub(r"^\\approx\s*", "", text.strip())
+    text = text.strip()
     for pattern in (_BASE, _BASE_WORDS):
         if (match := pattern.fullmatch(text)) is not None:
             return _of_base(match[1], match[2])
@@ -113,7 +203,7 @@ def quantity(text: str) -> Quantity | None:
         currency = currency or name
         sign = -sign if text[0] == "-" else sign
         text = text[len(name) or 1 :].lstrip()
-    if len(text) > 4000:
+    if len(text) > LONGEST:
         return None
     text = text[1:-1].strip() if re.fullmatch(r"\{[^{}]*\}|\([^(),]*\)", text) else text
     match = _NUMBER.match(text)
@@ -221,9 +311,14 @@ def unit_of(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
             step = side * (int(power) if power else 1) * twice
             powers[entry[0]] = powers.get(entry[0], 0) + step
             size, twice = size * entry[1] ** step, 1
-        elif not apart or len(name) < 3 and not in_text and name.lower() not in _ALLOWED:
-            return None
-        elif name.lower() in _NO_UNIT and name.lower() not in _ALLOWED or (power and name.lower() not in ("unit", "units")):
+        elif (
+            not apart
+            or (len(name) < 3 and not in_text and name.lower() not in _ALLOWED)
+            or (
+                (name.lower() in _NO_UNIT and name.lower() not in _ALLOWED)
+                or (power and name.lower() not in ("unit", "units"))
+            )
+        ):
             return None
         else:
             known, twice = False, 1
@@ -239,3 +334,15 @@ def _entry(name: str) -> tuple[str, Fraction] | None:
         if form in UNITS and (len(form) > 1 or form == name):
             return UNITS[form]
     return None
+
+
+def decimal_text(value: Fraction) -> str | None:
+    """The shortest text of a value with finitely many digits, such as "-0.5"; None for 1/3, or for very many digits."""
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > 4000:
+        return None
+    places = next((n for n in range(1200) if (value * 10**n).denominator == 1), None)
+    if places is None:
+        return None
+    digits = str(abs(int(value * 10**places))).rjust(places + 1, "0")
+    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
+    return "-" + text if value < 0 else text
