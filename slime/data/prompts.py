@@ -221,8 +221,10 @@ def _check(
             try:
                 check_label(prompt.label, prompt.metadata)
             except ValueError as error:
-                column = "" if columns.label_key is None else f"column {columns.label_key!r}: "
-                raise ValueError(f"{where}: {column}{error}") from error
+                raise ValueError(
+                    f"{where}: column {columns.label_key!r} must hold a label that the reward can use, got "
+                    f"{prompt.label!r:.80} ({error}); fix the line"
+                ) from error
         text = prompt.text
         rows.append(first + number)
         sizes.append(len(text if isinstance(text, str) else json.dumps(text)))

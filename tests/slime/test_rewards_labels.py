@@ -61,7 +61,9 @@ def test_the_reward_of_the_row_decides(tmp_path):
     rows = [{"prompt": "a", "label": "1/2", "metadata": {"rm_type": "math"}}, {"prompt": "a", "label": "2"}]
     assert len(load(tmp_path / "d.jsonl", rows, "gsm8k")) == 2
     rows[1]["metadata"] = {"rm_type": "boxed_gpqa"}
-    with pytest.raises(ValueError, match=r"d\.jsonl:2: column 'label': label must name the right choice"):
+    with pytest.raises(
+        ValueError, match=r"d\.jsonl:2: column 'label' must .*label must name the right choice"
+    ):
         load(
             tmp_path / "d.jsonl",
             [rows[0], {**rows[1], "label": "zz", "metadata": {"rm_type": "gpqa", "choices": ["a", "b"]}}],
@@ -92,7 +94,7 @@ def test_the_data_source_checks_and_remembers_per_reward(tmp_path):
 
     assert len(source(rm_type="math")) == 1
     with pytest.raises(
-        ValueError, match=r"d\.jsonl:1: column 'label': label must hold a number, and only one"
+        ValueError, match=r"d\.jsonl:1: column 'label' must .*label must hold a number, and only one"
     ):
         source(rm_type="gsm8k")
 
@@ -109,4 +111,5 @@ def test_byte_order_mark_and_unused_columns(tmp_path):
     pq.write_table(
         pa.table({"prompt": ["a"], "label": ["1"], "unused": unused}), path := tmp_path / "m.parquet"
     )
-    assert [(p.text, p.label) for p in load_prompts(str(path), COLUMNS)] == [("a", "1")]
+    with pytest.raises(ValueError, match=r"m\.parquet: column 'unused' must not hold a map, got map"):
+        load_prompts(str(path), COLUMNS)

@@ -85,7 +85,7 @@ def label_number(label: Any) -> Fraction:
     """The number of a label. ValueError if the label is not exactly one number, with or without a unit."""
     text = expected_answer(label)
     found = quantity(tidy(text))
-    if found is None or found.base != 10 or found.form not in ("whole", "decimal"):
+    if found is None or found.base != 10 or found.form not in ("whole", "decimal", "power"):
         raise ValueError(
             f"label must hold a number, and only one, for --rm-type gsm8k, got {label!r:.80}; write it in digits, as "
             "18 or as a solution that ends in #### 18, or choose --rm-type math"

@@ -19,8 +19,9 @@ _MOST_PARTS = 64
 """A longer list is compared as text: a set needs the square of its length in comparisons."""
 
 _WORD = re.compile(r"\\text\{([^{}]*)\}")
-_LETTERS = re.compile(r"[^\W\d_]+(?:[\s\-'./&]+[^\W\d_]+)*[.!]?")
+_LETTERS = re.compile(r"[^\W\d_]+(?:[\s\-'./&]+[^\W\d_]+)*\.?")
 _COLOR = re.compile(r"\\(?:text)?color\{[^{}]*\}|\\(?:boxed|fbox|ensuremath|underline)\s*(?=\{)")
+_NOON = re.compile(r"(?<![A-Za-z])([ap])\.\s?m(?![A-Za-z])\.?", re.IGNORECASE)
 _ARTICLE = re.compile(r"^(?:an?|the)\s+(?=\S{2})", re.IGNORECASE)
 _OPENING, _CLOSING = "([{", ")]}"
 _BRACKETS = {"()", "[]", "(]", "[)", "{}", "<>"}
@@ -60,7 +61,9 @@ def same_answer(answer: str, gold: str) -> bool:
 
 def _undressed(text: str) -> str:
     """Without colours, boxes, and an outer pair of braces or of parentheses around one entry."""
-    text = _COLOR.sub("", text).strip()
+    text = _NOON.sub(r"\1m", _COLOR.sub("", text).strip())
+    if (inner := _WORD.fullmatch(text)) is not None:
+        text = inner[1].strip()
     while text[:1] + text[-1:] in ("{}", "()") and _outer(text) and not split(text[1:-1], _SEPARATOR)[1:]:
         text = text[1:-1].strip()
     return text
@@ -102,9 +105,11 @@ def _words(text: str) -> tuple[str, ...] | None:
     """The words of a text that is only words, in small letters, or None."""
     if "\\" in text:
         text = _WORD.sub(r" \1 ", text)
-    text = _ARTICLE.sub("", text.strip(" ()[]\"'.!"))
+    text = _ARTICLE.sub("", text.strip(' ()[]".'))
     text = text.replace("\\&", "&").replace("\\ ", " ")
-    if not _LETTERS.fullmatch(text) or text in FUNCTIONS:
+    if len(text) > 3:
+        text = text.rstrip("!")
+    if not _LETTERS.fullmatch(text) or text in FUNCTIONS or len(split(text, _SEPARATOR)) > 1:
         return None
     return tuple(re.findall(r"[^\W\d_]+", text.casefold()))
 
@@ -241,7 +246,7 @@ def _same_relation(answer: str, gold: str) -> bool | None:
     if len(sides) == 1 or len(wanted) == 1:
         long, single = (sides, gold) if len(wanted) == 1 else (wanted, answer)
         computed = len(wanted) == 1 and not any(re.search("[A-Za-z]", side) for side in long[:-1:2])
-        if set(long[1::2]) <= {"=", "\\in", "\\approx"} and (_NAME.fullmatch(long[0]) or computed):
+        if set(long[1::2]) <= {"=", "\\in"} and (_NAME.fullmatch(long[0]) or computed):
             last = _undressed(long[-1])
             return _same(last, single) if len(wanted) == 1 else _same(single, last)
         return None if set(long[1::2]) <= {"<", ">", "\\le", "\\ge"} and _outer(single) else False

@@ -35,9 +35,10 @@ def _close(first: Any, second: Any, tolerance: float) -> bool | None:
     """Whether two numbers are equal to a relative tolerance; None for what is no finite number."""
     import sympy
 
-    values = [
-        sympy.N(value.doit(), _DIGITS) for value in (first, second)
-    ]  # log(8, 3) loses its base without doit
+    first, second = first.doit(), second.doit()  # without doit, log(8, 3) loses its base
+    if first.is_Rational and second.is_Rational and tolerance == _SAME:
+        return bool(first == second)
+    values = [sympy.N(value, _DIGITS) for value in (first, second)]
     if any(value.free_symbols or not value.is_number or value.is_finite is False for value in values):
         return None
     if any(value.has(sympy.nan, sympy.zoo) for value in values):

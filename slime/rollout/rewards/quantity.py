@@ -61,8 +61,10 @@ def _units() -> dict[str, tuple[str, Fraction]]:
         "volume": "L l liter litre 1; mL ml milliliter millilitre 1/1000; gal gallon 3.785411784",
         "angle": "degree deg 1",
         "radian": "rad radian 1",
-        "dollar": "dollar buck usd 1; cent ¢ 1/100",
-        "euro": "euro eur 1",
+        "dollar": "dollar buck usd $ 1; cent ¢ 1/100",
+        "euro": "euro eur € 1",
+        "pound": "£ gbp 1",
+        "yen": "¥ yen 1",
         "temperature": "celsius 1",
         "fahrenheit": "fahrenheit 1",
         "kelvin": "K kelvin 1",
@@ -73,6 +75,8 @@ def _units() -> dict[str, tuple[str, Fraction]]:
         "current": "A amp ampere 1; mA milliamp milliampere 1/1000",
         "pressure": "Pa pascal 1; kPa kilopascal 1000; atm atmosphere 101325",
         "frequency": "Hz hertz 1; kHz kilohertz 1000; MHz megahertz 1000000",
+        "morning": "am 1",
+        "afternoon": "pm 1",
         "amount": "mol mole 1; mmol millimole 1/1000",
     }
     units = {}
@@ -171,7 +175,7 @@ _BASE_NAMES = {
     )
 } | {"sixteen": 16}
 _NUMBER = re.compile("|".join(f"(?:{p.pattern})" for p in (_REPEATING, _MIXED, _POWER, _FRACTION, _LITERAL)))
-_UNIT_WORD = re.compile(r"[A-Za-zµμ¢]+\.?")
+_UNIT_WORD = re.compile(r"[A-Za-zµμ]+\.?|[$¢€£¥]")
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ def _number(text: str) -> tuple[Fraction, Form, tuple[int, int]] | None:
         sign = -1 if (top < 0) != (bottom < 0) else 1
         return Fraction(top, bottom), "fraction", (sign * abs(top), abs(bottom))
     match = _LITERAL.fullmatch(text)
-    return None if match is None else _scaled(match[1], match[2] or "0", None)
+    return None if match is None else _scaled(match[1], match[2] or "0", "power" if match[2] else None)
 
 
 def _scaled(digits: str, exponent: str, form: Form | None) -> tuple[Fraction, Form, tuple[int, int]] | None:
@@ -273,7 +277,7 @@ def _with_unit(
     if re.fullmatch(r"\s*(?:\\%|(?:\\text\{)?\s*(?:percent|per cent|pct)\.?\s*\}?)", rest):
         return Quantity(value, form, parts, percent=True)
     if not rest.strip():
-        kind = (_CURRENCIES[currency], "1") if currency else ()
+        kind = (f"{_CURRENCIES[currency]}^1",) if currency else ()
         return Quantity(value, form, parts, unit=kind)
     found = unit_of(rest)
     if found is None:
@@ -289,11 +293,16 @@ def unit_of(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
     """
     if text.strip() in ("\\degree", "\\degree C", "\\degree F", "\\degree \\text{C}", "\\degree \\text{F}"):
         name = {"C": "temperature", "F": "fahrenheit"}.get(text.strip().rstrip("}")[-1], "angle")
-        return (name, "1"), Fraction(1), True
+        return (f"{name}^1",), Fraction(1), True
     in_text = "\\text{" in text or "/" in text
     apart = in_text or text != text.lstrip()
     text = text.strip()
-    plain = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace("\\cdot", " ").replace("\\degree", "degree")
+    plain = (
+        re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text)
+        .replace("\\cdot", " ")
+        .replace("\\degree", "degree")
+        .replace("\\dollar", "$")
+    )
     plain = re.sub(r"\s*\^\s*\{?\s*(-?[0-9]+)\s*\}?", r"^\1 ", plain)
     plain = re.sub(r"[()\-,]", " ", plain.replace("^-", "^~")).replace("^~", "^-")
     powers: dict[str, int] = {}
@@ -305,7 +314,7 @@ def unit_of(text: str) -> tuple[tuple[str, ...], Fraction, bool] | None:
             side = -1
         elif name in ("square", "sq", "cubic", "cu"):
             twice = 3 if name.startswith("cu") else 2
-        elif not _UNIT_WORD.fullmatch(word) or (len(name) < 2 and not in_text and name != "¢"):
+        elif not _UNIT_WORD.fullmatch(word) or (len(name) < 2 and not in_text and name.isalpha()):
             return None
         elif (entry := _entry(name)) is not None:
             step = side * (int(power) if power else 1) * twice
