@@ -149,14 +149,13 @@ def load_prompts(
     rows = sizes = np.empty(0, np.uint32)
     template = tokenizer if columns.apply_chat_template else None
     if part:
-        check = functools.partial(
-            _check,
-            first=part.start,
-            source=source,
-            columns=columns,
-            tokenizer=template,
-            check_label=check_label,
-        )
+        known: dict[str, Any] = {
+            "first": part.start,
+            "source": source,
+            "columns": columns,
+            "tokenizer": template,
+        }
+        check = functools.partial(_check, **known, check_label=check_label)
         key = _key(table, columns, template, None, f"{part.start}:{part.stop} {check_label}")
         checked = _mapped(table.select(part), check, ("row", "size"), key, processes=True)
         rows, sizes = _column_of(checked, "row"), _column_of(checked, "size")

@@ -10,6 +10,7 @@ import atexit
 import functools
 import os
 import re
+from fractions import Fraction
 
 from slime.rollout.rewards.math_processes import MathChecker
 from slime.rollout.rewards.notation import FUNCTIONS, tidy
@@ -89,7 +90,7 @@ def _same(answer: str, gold: str) -> bool:
         return False
     numbers = quantity(answer), quantity(gold)
     if numbers[0] is not None and numbers[1] is not None:
-        return _same_quantity(*numbers)
+        return _same_quantity(numbers[0], numbers[1])
     for compare in (_same_branches, _same_entries, _same_relation):
         if (verdict := compare(answer, gold)) is not None:
             return verdict
@@ -140,8 +141,8 @@ def _same_quantity(answer: Quantity, gold: Quantity) -> bool:
     return first == second or ("decimal" in forms and not set(forms) <= set(_PLAIN) and _close(first, second))
 
 
-def _close(first: object, second: object) -> bool:
-    return abs(first - second) <= TOLERANCE * max(abs(first), abs(second))  # type: ignore[operator,call-overload,no-any-return]
+def _close(first: Fraction, second: Fraction) -> bool:
+    return abs(first - second) <= TOLERANCE * max(abs(first), abs(second))
 
 
 def _outer(text: str) -> str:
@@ -206,16 +207,15 @@ def _same_branches(answer: str, gold: str) -> bool | None:
 
 def _same_entries(answer: str, gold: str) -> bool | None:
     """Pairs, intervals and vectors entry by entry, in brackets of the same kind; sets and lists in any order."""
-    lists = _entries(answer), _entries(gold)
-    if lists[0] is None and lists[1] is None:
-        return None
-    if lists[0] is None or lists[1] is None:
-        only = lists[0] or lists[1]
-        assert only is not None
+    first, second = _entries(answer), _entries(gold)
+    if first is None or second is None:
+        only = first or second
+        if only is None:
+            return None
         if only[0] in ("{}", "") and len(only[1]) == 1:
-            return _same(only[1][0], gold) if lists[0] else _same(answer, only[1][0])
+            return _same(only[1][0], gold) if first else _same(answer, only[1][0])
         return None if _RELATION.search(answer + gold) and only[0] else False
-    (kind, answers), (wanted, golds) = lists
+    (kind, answers), (wanted, golds) = first, second
     unordered = {"{}", ""}
     if kind != wanted and not {kind, wanted} <= unordered:
         return False
@@ -275,7 +275,7 @@ def _same_expression(answer: str, gold: str) -> bool:
         return False
     numbers = quantity(answer), quantity(gold)
     if (unit or wanted) and numbers[0] is not None and numbers[1] is not None:
-        return _same_quantity(*numbers)
+        return _same_quantity(numbers[0], numbers[1])
     for number, other in (numbers, numbers[::-1]):
         text = gold if number is numbers[0] else answer
         if (

@@ -68,7 +68,7 @@ def compare(gold: Any, answer: Any, decimal: bool) -> bool:
 
     if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
         pairs = zip(gold.flat(), answer.flat(), strict=True) if gold.shape == answer.shape else None
-        return pairs is not None and all(compare(*pair, decimal) for pair in pairs)
+        return pairs is not None and all(compare(g, a, decimal) for g, a in pairs)
     if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
         imaginary = {name: sympy.I for name in gold.free_symbols | answer.free_symbols if str(name) == "i"}
         gold, answer = gold.subs(imaginary), answer.subs(imaginary)
@@ -96,7 +96,8 @@ def main(cpu_limit_s: int) -> None:
         gold, answer, decimal = json.loads(line)
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_limit_s)
         try:
-            equal = compare(*(latex2sympy(text, conversion_config=how) for text in (gold, answer)), decimal)
+            read = [latex2sympy(text, conversion_config=how) for text in (gold, answer)]
+            equal = compare(read[0], read[1], decimal)
         except Exception:  # border: readers and SymPy raise any error for text that is no mathematics
             equal = False
         print(int(equal), file=replies, flush=True)

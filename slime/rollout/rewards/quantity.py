@@ -223,6 +223,8 @@ def quantity(text: str) -> Quantity | None:
 def _of_base(digits: str, base: str) -> Quantity | None:
     number = int(base) if base.isdigit() else _BASE_NAMES.get(base, 0)
     digits = digits.removeprefix("\\text{").removesuffix("}")
+    if number < 2 or not (number == 16 or re.search("[0-9]", digits)):  # a_12 is a symbol
+        return None
     try:
         return Quantity(Fraction(int(digits, number)), "whole", base=number)
     except ValueError:  # digits that the base does not have
@@ -277,8 +279,7 @@ def _with_unit(
     if re.fullmatch(r"\s*(?:\\%|(?:\\text\{)?\s*(?:percent|per cent|pct)\.?\s*\}?)", rest):
         return Quantity(value, form, parts, percent=True)
     if not rest.strip():
-        kind = (f"{_CURRENCIES[currency]}^1",) if currency else ()
-        return Quantity(value, form, parts, unit=kind)
+        return Quantity(value, form, parts, unit=(f"{_CURRENCIES[currency]}^1",) if currency else ())
     found = unit_of(rest)
     if found is None:
         return None

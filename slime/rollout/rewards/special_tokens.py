@@ -76,6 +76,6 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
         found = {number: str(token) for number, token in added.items() if token.special}
         found |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         found = {number: text for number, text in found.items() if text not in _READ_BY_REWARDS}
-        tokenizer._slime_special_tokens = found  # type: ignore[attr-defined]
+        tokenizer._slime_special_tokens = found
     remembered: dict[int, str] = found
     return remembered

@@ -71,8 +71,8 @@ def _number_text(number: numbers.Real) -> str:
     """The shortest text of a number, in digits: 0.00001 for 1e-05."""
     if not math.isfinite(number):
         raise ValueError(f"label must be a finite number, got {number!r}; check --label-key")
-    if float(number) == int(number):
-        return str(int(number))
+    if isinstance(number, int) or float(number).is_integer():
+        return str(number if isinstance(number, int) else int(float(number)))
     return format(Decimal(repr(float(number))), "f")
 
 
