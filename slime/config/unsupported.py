@@ -142,6 +142,7 @@ _BARE = {
     "ckpt_fully_parallel_load": "checkpoints are always loaded in parallel",
     "ckpt_fully_parallel_save": "checkpoints are always saved in parallel",
     "use_mcore_models": "models are always megatron-core models",
+    "no_async_tensor_model_parallel_allreduce": "no megatron-core that the trainer runs on reads it",
     "moe_grouped_gemm": "experts of a layer are always computed together, in torch's grouped products (one by one in "
     "float32 and on GPUs of other compute capabilities than 9 and 10)",
     "moe_permute_fusion": "plain PyTorch sorts the tokens, with the same result; the fused form needs Transformer "

@@ -57,7 +57,7 @@ class Source:
             if self.suffix == ".csv" and not list(stored.values())[-1]:
                 _check_fields(self.files)  # pandas fills a line that is too short with empty fields
             return stored
-        text = stored["text"]
+        text = stored["text"].removeprefix("\ufeff")
         if not text.strip():
             return None
         try:
@@ -190,6 +190,7 @@ def _build(source: Source, folder: Path) -> Dataset:
             "keep_default_na": False,
         }
     elif source.suffix == ".parquet":
+        _check_types(source.files)
         options = {
             "batch_size": 10_000
         }  # the builder's own is the first row group's, and fails for one without rows
@@ -206,6 +207,20 @@ def _build(source: Source, folder: Path) -> Dataset:
         return Dataset.from_dict({name: [] for name in builder.info.features or ()})
     table: Dataset = builder.as_dataset("train")
     return table
+
+
+def _check_types(files: tuple[Path, ...]) -> None:
+    """ValueError for a column of a type that a table of `datasets` cannot hold."""
+    import pyarrow
+    import pyarrow.parquet
+
+    for file in files:
+        for field in pyarrow.parquet.read_schema(file):
+            if "map<" in str(field.type):
+                raise ValueError(
+                    f"{file}: column {field.name!r} must not hold a map, got {field.type}; write it as a struct or as "
+                    "JSON text"
+                )
 
 
 def _from_hub(source: Source) -> Dataset:
@@ -253,7 +268,7 @@ def _entries(
     """The entries of a .json file as JSON texts."""
     path = [file for file in files if file.stat().st_size][numbers[0]]
     try:
-        rows = json.loads(batch["text"][0])
+        rows = json.loads(batch["text"][0].removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}:{error.lineno}: file must be JSON ({error}); fix it, or name it .jsonl"

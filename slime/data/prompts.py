@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LabelCheck = Callable[[Any, dict[str, Any]], None]
+"""(label, metadata) -> ValueError for a label that the reward of its row cannot use."""
+
 _ROWS_AT_A_TIME = 1024
 _ROWS_PER_PROCESS = 100_000
 """A check of more rows is shared by several processes."""
 _TEMPLATE_BYTES = 4096
 """More than a chat template adds to a prompt."""
-_VERSION = 1
+_VERSION = 2
 """Of the checks: a new number makes every file be checked again."""
 
 
@@ -124,6 +127,7 @@ def load_prompts(
     flag: str = "--prompt-data",
     limit_flag: str = "--rollout-max-prompt-len",
     context: Context | None = None,
+    check_label: LabelCheck | None = None,
 ) -> Prompts:
     """All prompts of a file, a folder or a hub dataset (`slime.data.files.find_source`).
 
@@ -131,8 +135,9 @@ def load_prompts(
     string becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
     `metadata["tools"]`. Prompts with more than `max_prompt_len` tokens are left out with a warning.
 
-    ValueError with file and line for a missing column or a wrong type. ValueError if no prompt remains, or if a prompt
-    leaves no room in `context`. No engine of the model accepts such a prompt.
+    ValueError with file and line for a missing column, a wrong type, or a label that `check_label` refuses. Its
+    text is part of what is remembered, so it must name all that it depends on. ValueError if no prompt remains, or if a
+    prompt leaves no room in `context`. No engine of the model accepts such a prompt.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(
@@ -144,10 +149,14 @@ def load_prompts(
     rows = sizes = np.empty(0, np.uint32)
     template = tokenizer if columns.apply_chat_template else None
     if part:
-        check = functools.partial(
-            _check, first=part.start, source=source, columns=columns, tokenizer=template
-        )
-        key = _key(table, columns, template, None, f"{part.start}:{part.stop}")
+        known: dict[str, Any] = {
+            "first": part.start,
+            "source": source,
+            "columns": columns,
+            "tokenizer": template,
+        }
+        check = functools.partial(_check, **known, check_label=check_label)
+        key = _key(table, columns, template, None, f"{part.start}:{part.stop} {check_label}")
         checked = _mapped(table.select(part), check, ("row", "size"), key, processes=True)
         rows, sizes = _column_of(checked, "row"), _column_of(checked, "size")
     if not len(rows):
@@ -197,6 +206,7 @@ def _check(
     source: Source,
     columns: Columns,
     tokenizer: PreTrainedTokenizerBase | None,
+    check_label: LabelCheck | None,
 ) -> dict[str, list[int]]:
     """Row and size in characters of each prompt. ValueError with the place of the first wrong row."""
     rows, sizes = [], []
@@ -205,7 +215,16 @@ def _check(
         row = source.row(dict(zip(batch, values, strict=True)), where)
         if row is None:
             continue
-        text = to_prompt(row, where, columns, tokenizer).text
+        prompt = to_prompt(row, where, columns, tokenizer)
+        if check_label is not None:
+            try:
+                check_label(prompt.label, prompt.metadata)
+            except ValueError as error:
+                raise ValueError(
+                    f"{where}: column {columns.label_key!r} must hold a label that the reward can use, got "
+                    f"{prompt.label!r:.80} ({error}); fix the line"
+                ) from error
+        text = prompt.text
         rows.append(first + number)
         sizes.append(len(text if isinstance(text, str) else json.dumps(text)))
     return {"row": rows, "size": sizes}

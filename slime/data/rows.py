@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ def to_prompt(
             f"{where}: column {columns.input_key!r} must be a string or a list of messages, "
             f"got {type(text).__name__}; check --input-key"
         )
-    label = None if columns.label_key is None else _column(row, columns.label_key, "--label-key", where)
+    label = None if columns.label_key is None else _label(row, columns.label_key, where)
     metadata = _parsed(
         row.get(columns.metadata_key) or {}, dict, columns.metadata_key, "--metadata-key", where
     )
@@ -81,6 +82,17 @@ def _column(row: dict[str, Any], key: str, flag: str, where: Place) -> Any:
             f"{where}: column {key!r} {problem}, got columns {sorted(map(str, row))}; set {flag}"
         )
     return value
+
+
+def _label(row: dict[str, Any], key: str, where: Place) -> Any:
+    label = _column(row, key, "--label-key", where)
+    if (isinstance(label, str) and not label.strip()) or (
+        isinstance(label, float) and not math.isfinite(label)
+    ):
+        raise ValueError(
+            f"{where}: column {key!r} must hold a label, got {label!r}; fix the line, or set --label-key"
+        )
+    return label
 
 
 def _message(entry: Any, key: str, where: Place) -> dict[str, Any]:

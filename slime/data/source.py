@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import loss_of
-from slime.data.prompts import Context, load_prompts
+from slime.data.prompts import Context, LabelCheck, load_prompts
 from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
 from slime.hf_config import read_hf_config
@@ -42,7 +42,9 @@ class PromptDataSource:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.buffer: list[SampleGroup] = []
-        self.prompts: Sequence[Prompt] = [] if args.disable_rollout_global_dataset else _load(args)
+        self.prompts: Sequence[Prompt] = []
+        if not args.disable_rollout_global_dataset:
+            self.prompts = _load(args, self.label_check(args))
         self.epoch = 0
         self.position = 0
         self.next_group_index = 0
@@ -51,6 +53,10 @@ class PromptDataSource:
         self._buffer_filter = _fifo
         if args.buffer_filter_path:
             self._buffer_filter = load_function(args.buffer_filter_path, flag="--buffer-filter-path")
+
+    def label_check(self, args: Any) -> LabelCheck | None:
+        """What raises ValueError for a wrong label while the file is read. A subclass knows the rewards."""
+        return None
 
     def __len__(self) -> int:
         """Number of prompts of one epoch."""
@@ -209,7 +215,7 @@ class PromptDataSource:
         return order
 
 
-def _load(args: Any) -> Sequence[Prompt]:
+def _load(args: Any, check_label: LabelCheck | None) -> Sequence[Prompt]:
     if not args.prompt_data:
         raise ValueError(
             "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
@@ -242,6 +248,7 @@ def _load(args: Any) -> Sequence[Prompt]:
         tokenizer=tokenizer() if args.apply_chat_template or limit is not None else None,
         max_prompt_len=limit,
         context=context,
+        check_label=check_label,
     )
 
 

@@ -283,7 +283,7 @@ def _saved_step(state: dict[Any, Any]) -> float:
 def _load_distributed(optimizer: DistributedOptimizer, tensors: dict[str, Any], step: float) -> None:
     """`DistributedOptimizer.load_state_dict` in two parts, because of torch's step count per parameter.
 
-    megatron-core 0.16 looks for this count among the tensors of the reshardable format. That format has no count,
+    megatron-core looks for this count among the tensors of the reshardable format. That format has no count,
     because Megatron's own fused optimizers count per group. megatron-core also gives all parameters one shared tensor
     as their count.
     """

@@ -28,11 +28,15 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from slime.checkpoint_dir import COMPLETE, existing
 from slime.checkpoint_files import FileSum, SummedFile, advice, damage, read_sums, write_sums
+from slime.megatron_versions import common_records
 from slime.room import Room, require_room
 
 logger = logging.getLogger(__name__)
 
-_FILES = (COMPLETE, "common.pt", ".metadata")
+COMMON_FILE = "common.pt"
+"""The records without tensors of our checkpoints."""
+
+_FILES = (COMPLETE, COMMON_FILE, ".metadata")
 
 
 class _SummingFiles(FileSystem):
@@ -67,6 +71,9 @@ class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatro
         self._flag, self._files = flag, _SummingFiles(flag)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        common = common_records(sharded_state_dict)
+        if common is not None and dist.get_rank() == 0:
+            torch.save(common, Path(checkpoint_dir) / COMMON_FILE)
         shards = defaultdict(list)
         for item in nested_values(sharded_state_dict):
             if is_main_replica(item.replica_id):
@@ -146,7 +153,7 @@ def unreadable(path: Path, reader: dcp.FileSystemReader, files: tuple[str, ...])
         for file in (path / name for name in files):
             if file.name == COMPLETE:
                 json.loads(file.read_text())
-            elif file.name == "common.pt":
+            elif file.name == COMMON_FILE:
                 torch.load(file, map_location="cpu", weights_only=True)  # ok: runs no code
         ends: dict[str, int] = {}
         for stored in reader.read_metadata().storage_data.values():

@@ -132,7 +132,7 @@ class RouterLogits(torch.autograd.Function):
 
 
 class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
-    """Megatron's router without two parts that megatron-core 0.16 cannot run here. Its product calls a function of
+    """Megatron's router without two parts that megatron-core cannot run here. Its product calls a function of
     Transformer Engine, which may not be installed. Its count of tokens per expert, which only an update of the bias
     needs, is compiled at the first token."""
 

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from slime.megatron_backend.model import HiddenGPTModel
+from slime.megatron_versions import stored_name
 from slime.models import family_for
 from slime.models.layouts import Row
 
@@ -53,7 +54,7 @@ def parameters(
                 lambda m: f"{m[1]}{int(m[2]) + family.first_prediction(inner.hf_config)}", name
             )
         name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + experts_before}", name)
-        yield parameter, *family.find(name)
+        yield parameter, *family.find(stored_name(name))
 
 
 def with_all_experts(

@@ -53,14 +53,14 @@ class Predictions:
         total = torch.zeros((), device=output.device)
         for depth, layer in enumerate(inner.mtp.layers, 1):
             ahead = look_ahead(batch, part, depth)
-            state, _, _ = layer(
+            state = layer(
                 input_ids=ahead.tokens.to(output.device)[None],
                 position_ids=None,
                 hidden_states=state,
                 attention_mask=None,
                 packed_seq_params=layout,
                 embedding=inner.embedding,
-            )
+            )[0]
             hidden = hidden_of(inner, state)
             hidden = take(hidden, Rows.of(ahead.rows.to(output.device), len(hidden)))
             of_response = ahead.of_response.to(output.device)

@@ -10,7 +10,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, checkpoint
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from slime.megatron_backend.layer_spec import layer_spec
 from slime.megatron_backend.norms import RMSNorm
+from slime.megatron_versions import prediction_inputs, prediction_parts
 from slime.models import Decoder
 
 
@@ -32,11 +32,13 @@ class PredictionLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megat
         embedding: Callable[..., Tensor],
         hidden_states: Tensor,
         **_: Any,
-    ) -> tuple[Tensor, None, Tensor, Tensor]:
-        return input_ids, None, embedding(input_ids=input_ids, position_ids=None).detach(), hidden_states
+    ) -> tuple[Any, ...]:
+        embedded = embedding(input_ids=input_ids, position_ids=None).detach()
+        return prediction_inputs(input_ids, embedded, hidden_states)
 
-    def _checkpointed_forward(self, forward: Callable[..., Tensor], **given: Any) -> Tensor:
-        """Megatron's own hands the layout over as a tensor."""
+    def _checkpointed_forward(self, *_: Any, **given: Any) -> Tensor:
+        """Megatron's own hands the layout over as a tensor, or recomputes with one --recompute-method alone."""
+        forward = self._proj_and_transformer_layer
         tensors = given.pop("hidden_states"), given.pop("decoder_input")
         output: Tensor = checkpoint(
             partial(forward, **given), self.config.distribute_saved_activations, *tensors
@@ -50,11 +52,11 @@ def prediction_spec(core: TransformerConfig, decoder: Decoder) -> MultiTokenPred
         layer_specs=[
             ModuleSpec(
                 module=PredictionLayer,
-                submodules=MultiTokenPredictionLayerSubmodules(
+                submodules=prediction_parts(
+                    layer_spec(core, decoder, layer),
                     enorm=RMSNorm,
                     hnorm=RMSNorm,
                     eh_proj=ColumnParallelLinear,
-                    transformer_layer=layer_spec(core, decoder, layer),
                     layer_norm=RMSNorm,
                 ),
             )

@@ -37,8 +37,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from slime.checkpoint_dir import COMPLETE
-from slime.megatron_backend.checkpoint_io import unreadable
+from slime.megatron_backend.checkpoint_io import COMMON_FILE, unreadable
 from slime.megatron_backend.model import HiddenGPTModel, unwrapped
+from slime.megatron_versions import COMMON
 
 PLAIN_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -182,10 +183,15 @@ def shards(inner: HiddenGPTModel) -> list[ShardedTensor]:
 
 def is_foreign(path: Path) -> bool:
     """Whether slime or Megatron saved the iteration `path`. False too if that cannot be seen."""
+    file = path / COMMON_FILE
     try:
-        if torch.serialization.get_unsafe_globals_in_checkpoint(path / "common.pt"):
+        if not file.exists():  # ours always have it
+            return any(
+                name.startswith(COMMON) for name in MetadataReader(path).read_metadata().state_dict_metadata
+            )
+        if torch.serialization.get_unsafe_globals_in_checkpoint(file):
             return True  # Megatron saves its argparse.Namespace
-        saved = torch.load(path / "common.pt", map_location="cpu", weights_only=True)  # ok: no code is loaded
+        saved = torch.load(file, map_location="cpu", weights_only=True)  # ok: no code is loaded
         return "shape" not in saved
     except Exception:  # border: damaged files raise any error
         return False  # the reader of our own checkpoints names the file

@@ -1,5 +1,5 @@
 """Transformer Engine's layers: `--transformer-impl transformer_engine`. NEVER RUN: written from the sources of
-megatron-core 0.16 and of Transformer Engine, because no test machine has Transformer Engine.
+megatron-core and of Transformer Engine, because no test machine has Transformer Engine.
 
 Names and shapes of parameters stay the same, so weight tables, export and the head stay the same too. Megatron's own
 spec for Transformer Engine fuses each norm into the next product and renames both. Here, norms and products are
@@ -18,6 +18,8 @@ from typing import Any
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -95,8 +97,8 @@ def block_spec(
     attention.core_attention = attention_class()
     if core.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = te.TENorm
-    mlp = modules.mlp.submodules
-    mlp.linear_fc1, mlp.linear_fc2 = te.TEColumnParallelLinear, te.TERowParallelLinear
+    products = MLPSubmodules(linear_fc1=te.TEColumnParallelLinear, linear_fc2=te.TERowParallelLinear)
+    modules.mlp = ModuleSpec(MLP, submodules=products)
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(core, virtual), layer_norm=te.TENorm
     )

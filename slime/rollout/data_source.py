@@ -1,5 +1,18 @@
-"""Import path of existing slime scripts and subclasses: see slime.data.source."""
+"""The default --data-source-path: the prompts of slime.data.source, with labels that the run's reward can use."""
 
-from slime.data.source import PromptDataSource as RolloutDataSourceWithBuffer
+from __future__ import annotations
+
+from typing import Any
+
+from slime.algo.losses import loss_of
+from slime.data.source import PromptDataSource
+from slime.rollout.rewards.labels import LabelCheck, label_check
 
 __all__ = ["RolloutDataSourceWithBuffer"]
+
+
+class RolloutDataSourceWithBuffer(PromptDataSource):
+    """Import path of existing slime scripts and subclasses."""
+
+    def label_check(self, args: Any) -> LabelCheck | None:
+        return label_check(args, args.label_key) if loss_of(args).rewarded else None

@@ -22,6 +22,7 @@ from slime.hf_config import read_hf_config
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.generate import generate_and_rm_group, run_together
 from slime.rollout.metrics import eval_reward_args
+from slime.rollout.rewards.labels import LabelCheck, label_check
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.types import Prompt, Sample, SampleGroup
 
@@ -162,8 +163,17 @@ def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, Se
             flag="--eval-prompt-data",
             limit_flag="--eval-max-prompt-len",
             context=Context(longest, lambda: state.tokenizer) if longest else None,
+            check_label=eval_label_check(state.args, config),
         )
     return [(config, state.eval_prompts[config.name]) for config in configs]
+
+
+def eval_label_check(args: Any, config: EvalDatasetConfig) -> LabelCheck | None:
+    """The check of a dataset's labels, for the reward that scores them."""
+    reward = config.rm_type or config.metadata_overrides.get("rm_type")
+    if config.custom_rm_path or (config.custom_generate_function_path and config.label_key is None):
+        return None
+    return label_check(args, config.label_key, reward)
 
 
 async def eval_rollout(state: GenerateState, rollout_id: int) -> RolloutFnEvalOutput:

@@ -20,6 +20,8 @@ import pytest
 import yaml
 from house_tree import ROOT, files
 from kuberay import SCHEMAS
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 DOCKERFILE = ROOT / "docker/Dockerfile"
 MANIFESTS = [path for path in files(".yaml") if path.parts[:2] == ("docker", "k8s")]
@@ -84,31 +86,29 @@ def test_the_version_of_the_image_is_the_packages() -> None:
     assert set(re.findall(r"^ARG VERSION=(.+)$", DOCKERFILE.read_text(), re.MULTILINE)) == {packaged}
 
 
-def requirements(name: str) -> list[tuple[str, str]]:
+def requirements(name: str, python: str) -> dict[str, SpecifierSet]:
+    """Package -> its versions, for a Python."""
     lines = (ROOT / "requirements" / name).read_text().splitlines()
-    matches = [
-        re.match(r"([A-Za-z0-9-]+)(?:\[[\w,]+\])?(\S*)", line)
-        for line in lines
-        if line and not line.startswith("#")
-    ]
-    return [(match[1], match[2]) for match in matches if match]
+    listed = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    here = {"python_version": python}
+    return {r.name: r.specifier for r in listed if r.marker is None or r.marker.evaluate(here)}
 
 
 @pytest.mark.parametrize("name", lock.LOCKS)
 def test_a_lock_file_fits_its_requirements(name: str) -> None:
     """scripts/lock.py --check asks the index too; this needs no network."""
-    from packaging.specifiers import SpecifierSet
-
-    pins = lock.read(lock.FOLDER / f"{name}.txt")
-    wanted = [pair for file in lock.LOCKS[name].requirements for pair in requirements(file)]
-    for package, versions in wanted:
-        if package not in lock.LOCKS[name].without:
-            assert pins[package][0] in SpecifierSet(versions), f"{package}: run python scripts/lock.py"
+    pins, locked = lock.read(lock.FOLDER / f"{name}.txt"), lock.LOCKS[name]
+    for python in locked.pythons:
+        wanted = {p: v for file in locked.requirements for p, v in requirements(file, python).items()}
+        wanted = {package: versions for package, versions in wanted.items() if package not in locked.without}
+        marked = f' ; python_version == "{python}"'
+        here = {k.removesuffix(marked): v for k, (v, _) in pins.items() if ";" not in k or k.endswith(marked)}
+        for package, versions in wanted.items():
+            assert here[package] in versions, f"{package}: run python scripts/lock.py"
+        assert not locked.options or here.keys() == wanted.keys()  # of files that are complete
     assert all(re.fullmatch("[0-9a-f]{64}", value) for _, hashes in pins.values() for value in hashes)
     assert all(hashes for _, hashes in pins.values())
     assert (lock.FOLDER / f"{name}.txt").read_text() == lock.text(name, pins)
-    if lock.LOCKS[name].options:  # of files that are complete
-        assert len(pins) == len(wanted) - len(set(lock.LOCKS[name].without) & {p for p, _ in wanted})
 
 
 def test_a_lock_file_that_is_out_of_date_is_found() -> None:

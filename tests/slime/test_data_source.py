@@ -31,7 +31,7 @@ def prompts_of(groups) -> list[str]:
 
 def test_groups_are_numbered_copies(data):
     source = source_of(data, n_samples_per_prompt=3)
-    assert RolloutDataSourceWithBuffer is PromptDataSource and len(source) == 4
+    assert issubclass(RolloutDataSourceWithBuffer, PromptDataSource) and len(source) == 4
     groups = source.get_samples(2)
     assert prompts_of(groups) == ["p0", "p1"]
     assert [[s.index for s in group] for group in groups] == [[0, 1, 2], [3, 4, 5]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ from slime.rollout.rewards.dapo import compute_score, normalize_final_answer
 from slime.rollout.rewards.f1 import f1_score, normalize_answer
 from slime.rollout.rewards.gpqa import chosen_letter, compute_gpqa_reward
 from slime.rollout.rewards.gsm8k import final_number
-from slime.rollout.rewards.numeric import canonical_number, last_number
+from slime.rollout.rewards.notation import tidy
+from slime.rollout.rewards.quantity import decimal_text, quantity
 from slime.rollout.rewards.text import expected_answer, extract_answer
 from slime.types import Sample
 
@@ -63,23 +65,20 @@ def test_extract_answer(text, answer):
         (r"50\%", "50"),
         (r"\$3", "3"),
         ("1{,}000", "1000"),
+        ("1/2", "0.5"),
+        ("1e-05", "0.00001"),
+        ("1e16", "1" + "0" * 16),
         ("9" * 40, "9" * 40),
-        ("1,00", None),
-        ("1/2", None),
+        ("3 4", None),
+        ("12:30", None),
+        ("2^3", None),
         ("", None),
         (".", None),
     ],
 )
-def test_canonical_number(text, number):
-    assert canonical_number(text) == number
-
-
-def test_last_number():
-    assert last_number("10-5") == "5"
-    assert last_number("it is -5") == "-5"
-    assert last_number("costs $1,234.50.") == "1234.5"
-    assert last_number("1,2,3") == "3"
-    assert last_number("none") is None
+def test_number_text(text, number):
+    found = quantity(tidy(text))
+    assert (None if found is None else decimal_text(found.value)) == number
 
 
 def test_expected_answer_of_each_label_form():
@@ -152,11 +151,11 @@ def test_dapo_normalisation(text, normal):
     ],
 )
 def test_gsm8k_final_number(response, number):
-    assert final_number(response) == number
+    assert final_number(response) == (None if number is None else Fraction(number))
 
 
 def test_gsm8k_label_without_a_number():
-    with pytest.raises(ValueError, match=r"sample 7 of group 2: label must hold a number .* got 'many'"):
+    with pytest.raises(ValueError, match=r"sample 7 of group 2: label must hold a number, .* got 'many'"):
         reward("gsm8k", "18", "many")
 
 

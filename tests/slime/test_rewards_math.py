@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.rollout.rewards import async_rm, math_equal
-from slime.rollout.rewards.math_equal import MathChecker, same_answer
+from slime.rollout.rewards import async_rm, math_equal, math_processes
+from slime.rollout.rewards.math_equal import same_answer
+from slime.rollout.rewards.math_processes import MathChecker
 from slime.types import Sample
 
 TOWER = "9^{9^{9^{9}}}"
@@ -81,7 +82,7 @@ def test_different(answer, gold):
 
 
 def test_plain_numbers_and_equal_text_need_no_process(monkeypatch):
-    monkeypatch.setattr(math_equal, "_ask", lambda gold, answer: pytest.fail("asked math-verify"))
+    monkeypatch.setattr(math_equal, "_ask", lambda *_: pytest.fail("asked math-verify"))
     assert same_answer("18", "18") and same_answer("18.0", "$18") and same_answer("1,000", "1000")
     assert same_answer(r"\frac{1}{2}", r" \frac{1}{2} ")
     assert not same_answer("18", "19") and not same_answer("9" * 5000, "8" * 5000)
@@ -164,6 +165,6 @@ def test_worker_killed_from_outside_does_not_cost_a_right_answer():
 
 
 def test_worker_that_cannot_start_says_so(monkeypatch):
-    monkeypatch.setattr(math_equal.sys, "executable", "/bin/false")
+    monkeypatch.setattr(math_processes.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"did not start \(exit code 1, .* is math-verify installed"):
         MathChecker(workers=1).equal("1/2", "0.5")

@@ -11,14 +11,22 @@ import torch
 from config_cases import HF_CONFIG, good_argv
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
+from megatron_cases import make_config, packed_logits, sequences, tiny_checkpoint
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slime.config import parse_args
 from slime.data.token_slice import token_slice
+from slime.megatron_backend import transformer_engine
 from slime.megatron_backend.attention import PackedAttention, Rotary, packed_layout
+from slime.megatron_backend.model import build_model
+from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.norms import RMSNorm
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.transformer_engine import block_spec, packed_attention
+from slime.megatron_backend.weights import load_hf
 from slime.models import decoder_of
 
 FLAG = ("--transformer-impl", "transformer_engine")
@@ -64,6 +72,29 @@ def test_rows_get_what_our_own_attention_gives_them():
     upstream = torch.randn(rows, 32)
     (want,), (got,) = (torch.autograd.grad(out, mixed, upstream) for out in (ours, theirs))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2"])
+def test_its_layers_stand_where_local_layers_stand(kind, tmp_path, monkeypatch):
+    """With local modules in the place of theirs, the model has the same parameters and the same bits."""
+    theirs = transformer_engine.te
+    monkeypatch.setattr(theirs, "HAVE_TE", True)
+    local = {"TENorm": RMSNorm, "TEColumnParallelLinear": ColumnParallelLinear}
+    for name, module in {**local, "TERowParallelLinear": RowParallelLinear}.items():
+        monkeypatch.setattr(theirs, name, module)
+    monkeypatch.setattr(transformer_engine, "attention_class", lambda: PackedAttention)
+    tiny_checkpoint(tmp_path / kind, kind)
+    init_parallel(0, 1, make_config(), init_method=f"file://{tmp_path}/store", local_rank=0)
+    try:
+        made = []
+        for overrides in ({}, {"transformer_impl": "transformer_engine"}):
+            model = build_model(load_hf_config(tmp_path / kind), make_config(overrides=overrides), ddp=False)
+            load_hf(model, tmp_path / kind)
+            made.append(model)
+        assert torch.equal(*(packed_logits(model, sequences(0)) for model in made))
+        assert made[0].state_dict().keys() == made[1].state_dict().keys()
+    finally:
+        destroy_parallel()
 
 
 @pytest.mark.skipif(HAVE_TE, reason="Transformer Engine is installed")

@@ -179,8 +179,26 @@ def test_versions_against_the_tested_ones():
     assert (found["torch"].status, found["vllm"].status) == ("ok", "ok")
     assert found["ray"].status == "warning" and "ray>=2.50" in found["ray"].remedy
     assert found["megatron-core"].status == "problem" and ".[cpu]" in found["megatron-core"].remedy
+    assert found["megatron-core"].found == "megatron-core is not installed"
     assert found["triton"].status == "warning"
     assert versions({}, "cuda", listed)["triton"].status == "problem"
+
+
+@pytest.mark.parametrize(
+    "version, status, said",
+    [
+        ("0.16.1", "ok", "megatron-core 0.16.1, run on CPUs and GPUs"),  # whatever Python this is
+        ("0.19.2", "ok", "megatron-core 0.19.2, run on CPUs"),
+        ("0.18.1", "warning", "megatron-core 0.18.1 is between 0.16 and 0.19 and was never run here"),
+        ("0.20.0", "warning", "megatron-core 0.20.0 is newer than 0.19 and was never run here"),
+        ("0.15.3", "problem", "megatron-core must be 0.16 or newer, got 0.15.3"),
+    ],
+)
+def test_which_megatron_core_runs(version: str, status: str, said: str):
+    listed = ['megatron-core==0.16.1; python_version < "3.12"', "torch==2.13.0"]
+    finding = versions({"megatron-core": version}, "cpu", listed)["megatron-core"]
+    assert finding.status == status and finding.found.startswith(said)
+    assert (status == "ok") == (".[cpu]" not in (finding.remedy or ""))
 
 
 def test_the_requirements_of_this_checkout_name_the_stack():

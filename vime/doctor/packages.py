@@ -7,6 +7,7 @@ import sys
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from slime import megatron_versions
 from vime.doctor.finding import Finding, Wanted, judge, ok, problem, warning
 from vime.doctor.machine import Machine, words
 
@@ -69,6 +70,9 @@ def check_versions(machine: Machine, wanted: Wanted) -> list[Finding]:
             remedy = f"install it: {install}"
             findings.append(judge(package, f"{package} is not installed", remedy, fails=needed, poor=True))
             continue
+        if package == "megatron-core":  # two versions are tested, each for its Python
+            findings.append(judge_megatron(version, install))
+            continue
         requirement = tested.get(canonicalize_name(name))
         if requirement is None or requirement.specifier.contains(version, prereleases=True):
             findings.append(ok(package, f"{name} {version}"))
@@ -81,6 +85,20 @@ def check_versions(machine: Machine, wanted: Wanted) -> list[Finding]:
                 )
             )
     return findings
+
+
+def judge_megatron(version: str, install: str) -> Finding:
+    """Which megatron-core runs, and whether the trainer has run on it."""
+    name = "megatron-core"
+    try:
+        remark = megatron_versions.check(version)
+    except ValueError as error:
+        return problem(name, str(error).partition("; ")[0], f"install it again: {install}")
+    if remark is not None:
+        return warning(
+            name, remark, f"the tested versions are {' and '.join(megatron_versions.RUN)}; {install}"
+        )
+    return ok(name, f"{name} {version}, run {megatron_versions.RUN[version]}")
 
 
 def check_torchvision(machine: Machine, wanted: Wanted) -> list[Finding]:

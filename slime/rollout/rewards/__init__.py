@@ -24,7 +24,8 @@ from slime.rollout.rewards.gsm8k import gsm8k_reward
 from slime.rollout.rewards.math_boxed import math_reward
 from slime.rollout.rewards.random_uniform import random_reward
 from slime.rollout.rewards.remote import remote_reward
-from slime.rollout.rewards.text import extract_answer
+from slime.rollout.rewards.special_tokens import answer_text
+from slime.rollout.rewards.text import extract_answer, without_special_text
 from slime.rollout.user_code import is_cancelled, slow_is_logged
 from slime.types import Sample
 
@@ -72,11 +73,16 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Reward:
             return _checked(args, await SAMPLE_REWARDS[name](args, sample))
         if name not in REWARD_NAMES:
             raise ValueError(_unknown_type(name, flag))
-        response, base = sample.response, name.removeprefix("boxed_")
-        if base != name:
-            answer = extract_answer(response)
-            response = "" if answer is None else _ANSWER_FORM.get(base, "{}").format(" ".join(answer.split()))
-        return _checked(args, await asyncio.to_thread(REWARDS[base], response, sample.label, metadata))
+        return _checked(args, await asyncio.to_thread(_rule_based, args, sample, name, metadata))
+
+
+def _rule_based(args: Any, sample: Sample, name: str, metadata: dict[str, Any]) -> Reward:
+    """The reward `name` of the response without the tokenizer's special tokens."""
+    response, base = answer_text(args, sample), name.removeprefix("boxed_")
+    if base != name:
+        answer = extract_answer(without_special_text(response))
+        response = "" if answer is None else _ANSWER_FORM.get(base, "{}").format(" ".join(answer.split()))
+    return REWARDS[base](response, sample.label, metadata)
 
 
 async def batched_async_rm(args: Any, samples: list[Sample], **kwargs: Any) -> list[Reward]:

@@ -7,6 +7,8 @@ import string
 from collections import Counter
 from typing import Any
 
+from slime.rollout.rewards.text import without_special_text
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _ALL_OR_NOTHING = {"yes", "no", "noanswer"}
@@ -36,8 +38,14 @@ def f1_score(prediction: str | None, ground_truth: Any) -> tuple[float, float, f
     return 2 * common / (len(said_words) + len(gold_words)), precision, recall
 
 
+def check_label(label: Any, metadata: dict[str, Any]) -> None:
+    """ValueError if the label has no word."""
+    usable = isinstance(label, str | int | float) and not isinstance(label, bool) and label == label
+    if not usable or not normalize_answer(str(label)):
+        raise ValueError(f"label must hold a word for --rm-type f1, got {label!r:.80}; check --label-key")
+
+
 def f1_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
     """The F1 in [0, 1]. ValueError if the label has no word."""
-    if label is None or not normalize_answer(str(label)):
-        raise ValueError(f"label must hold a word for --rm-type f1, got {label!r}; check --label-key")
-    return f1_score(response, label)[0]
+    check_label(label, metadata)
+    return f1_score(without_special_text(response), label)[0]

@@ -8,24 +8,71 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections.abc import Collection
 from typing import Any
 
-from slime.rollout.rewards.text import after_thinking, extract_answer
+from slime.rollout.rewards.text import after_thinking, extract_answer, without_special_text
 
-_OPEN = r"[\s*_:(\[$\"']*"
-# Phrases that state a letter as the answer, most explicit first. The last match of a phrase counts.
-_STATED = [
-    re.compile(
-        rf"(?i:answer|option|choice|choose|select|pick)(?i:{_OPEN}(?:is|would be|must be|option|choice))*"
-        rf"{_OPEN}([A-Z])(?![A-Za-z'])"
-    ),
-    re.compile(r"(?<![A-Za-z])([A-Z])[)\]*.\s]*(?i:is)\s+(?i:the\s+)?(?i:correct|right|best)"),
-    re.compile(r"^[ \t*_(\[$]*([A-Z])[)\]*_$.:]*[ \t]*$", re.MULTILINE),
-]
-# Last resort: a single capital letter. "A" before a word is the article, and "I" the pronoun.
-_ALONE = re.compile(r"(?<![A-Za-z'])(?![AI]\s+[a-z])([A-Z])(?![A-Za-z'])")
-_BOX_DRESS = re.compile(r"\\(?:text|textbf|mathrm|mathbf)|[{}().\s$]")
+# What may stand around a letter: brackets, emphasis, quotes, math mode, a text command.
+_OPENING = r"(?:[\s*_(\[{$\"'`]|\\\(|\\(?:text|textbf|mathrm|mathbf|boxed)\{)*"
+_CLOSING = r"(?:[)\]}*_$\"'`]|\\\))*"
+_LETTER = re.compile(r"(?<![A-Za-z0-9'\\^])([A-Za-z])(?![A-Za-z0-9'^])")
+_SMALL = re.compile(rf"[)\]]|{_CLOSING}[.,;:!?]*\s*(?:$|\n)|{_CLOSING}[.,;:!?]")
+# "A" before a word is the article and "I" the pronoun, unless the sentence goes on after the letter.
+_GOES_ON = re.compile(
+    r"\s+(?:because|since|as|and|but|is|which|by|for|with|due|not|rather|while|given|so|or|from|based|where|in|on|at|"
+    r"over|that|was|here|instead)\b"
+)
+_CLAUSE = re.compile(
+    r"[.;!?](?=\s|$)|\n\s*\n|,?\s(?=but\b|while\b|although\b|though\b|it's\b|it is\b|however\b)",
+    re.IGNORECASE,
+)
+_NOUN = (
+    r"(?:(?<![a-z])(?:answer|option|choice|solution|response|selection)"
+    r"(?:\s+(?:here|choice|letter|to (?:this|the) question))?|答案)"
+)
+_IS = r"(?:\bis|\bare|'s|\b(?:must|should|would|has to|will) be|:|=|：|是|为|->|→|[-–—](?=\s))"
+_FILLER = (
+    r"(?:[\s*_\"'`:)\]}]|\b(?:therefore|thus|clearly|then|indeed|still|actually|definitely|the|option|choice|answer"
+    r"|correct|right|letter)\b)*"
+)
+# What states the letter after it as the answer.
+_BEFORE = re.compile(
+    rf"(?:{_NOUN}[\s*_\"'`)\]}}]*{_IS}{_FILLER}"
+    rf"|\b(?:correct|right|best|true)(?:\s+(?:one|letter))?[\s*_]*{_IS}{_FILLER}"
+    rf"|\b(?:choose|chose|select|pick|go with|going with|conclude|settle on|answer with|mark)\b[\s:]*{_FILLER}"
+    rf"|\b(?:it|this|that)(?:'s|\s+is|\s+must be|\s+has to be|\s+should be)\b{_FILLER}"
+    rf"|\b(?:but|correction|actually|rather|instead|no|wait|sorry|therefore|hence|so|thus)\b[,:;\s—–-]+{_FILLER}"
+    rf"){_OPENING}$",
+    re.IGNORECASE,
+)
+_AFTER = re.compile(
+    rf"{_CLOSING}[.\s]*(?:is|seems|looks|must be)\s+(?:thus\s+|therefore\s+|clearly\s+|indeed\s+)?"
+    r"(?:the\s+|my\s+)?(?:final\s+)?(?:correct|right|best|answer|true)(?!\s+only if)",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(
+    r"\b(?:not|never|cannot|neither|nor|without|eliminate|exclude|reject|avoid|rule out|rules out|ruling out|instead of"
+    r"|rather than|unlike|except|excluding)\b|n't\b",
+    re.IGNORECASE,
+)
+_TAKEN_BACK = re.compile(
+    rf"{_CLOSING}\s*(?:,?\s*but (?:that|this|it)(?:'s| is| was| would be) |(?:is|was|would be|seems|:)\s+)?"
+    r"(?:also |clearly |definitely )?(?:not\b|wrong|incorrect|false|ruled out|eliminated|excluded|out\b|fails?\b|cannot"
+    r"|(?:is|was|ca|does|wo|would)n't\b)",
+    re.IGNORECASE,
+)
+_DOUBT = re.compile(
+    r"\b(?:might|may|could|tempt\w*|people|students?|some|one|initially|first|if|whether|thought|suppose|were|mistake)\b",
+    re.IGNORECASE,
+)
+_SECOND = re.compile(
+    rf"{_CLOSING}\s*(?:/|or\b|and\b|,)\s*(?:option\s+|choice\s+|maybe\s+|possibly\s+)?{_OPENING}([A-Z])(?![A-Za-z'])"
+)
+_BOX_DRESS = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf|mathit|textit|mbox)|(?i:option|choice|answer)(?![a-z])|[{}()\[\].:\s$*]"
+)
 
 
 def _words(text: Any) -> str:
@@ -35,18 +82,46 @@ def _words(text: Any) -> str:
 def chosen_letter(response: str, valid_letters: Collection[str]) -> str | None:
     """The letter that the response gives after its thinking, or None.
 
-    Searched in this order: a boxed letter, a stated letter ("the answer is (C)"), a letter alone on a line, the
-    last single letter.
+    Searched in this order: a boxed letter, the last stated letter ("the answer is (C)"), the last letter alone on a
+    line, the last letter that is mentioned. A letter that the response denies ("not C", "C is wrong") does not count,
+    and a response that states two ("A or B") states none.
     """
-    text = after_thinking(response)
-    boxed = _BOX_DRESS.sub("", extract_answer(text) or "")
-    if boxed in valid_letters:
+    text = unicodedata.normalize("NFKC", after_thinking(without_special_text(response))).replace("’", "'")
+    boxed = _BOX_DRESS.sub("", extract_answer(text) or "").upper()
+    if boxed and boxed in valid_letters:
         return boxed
-    for pattern in (*_STATED, _ALONE):
-        letters: list[str] = [letter for letter in pattern.findall(text) if letter in valid_letters]
-        if letters:
-            return letters[-1]
+    found: dict[str, tuple[int, str]] = {}
+    for match in _LETTER.finditer(text):
+        if match[1].upper() in valid_letters and (kind := _kind(match, text)):
+            found[kind] = match.end(), match[1].upper()
+    for kind in ("stated", "line", "mentioned"):
+        if kind in found:
+            place, letter = found[kind]
+            other = _SECOND.match(text, place) if kind == "stated" else None
+            return None if other and other[1] in valid_letters and other[1] != letter else letter
     return None
+
+
+def _kind(match: re.Match[str], text: str) -> str | None:
+    """How the response gives this letter: "stated", alone on a "line", or "mentioned". None if denied, or a word."""
+    letter, after = match[1], text[match.end() : match.end() + 80]
+    if _TAKEN_BACK.match(after):
+        return None
+    if letter in "AaI" and re.match(r"\s+['a-z]", after) and not _GOES_ON.match(after):
+        return None
+    before = text[max(0, match.start() - 200) : match.start()]
+    clause = _CLAUSE.split(before)[-1]
+    cue = _BEFORE.search(before)
+    if _DENIED.search(clause):
+        return None
+    line = text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0].strip(" \t>*_()[]{}$.:\"'`")
+    if letter.islower() and not _SMALL.match(after):
+        return None
+    if (cue or _AFTER.match(after)) and not _DOUBT.search(clause):
+        return "stated"
+    if line == letter and (letter.isupper() or _SMALL.match(after)):
+        return "line"
+    return "mentioned" if letter.isupper() else None
 
 
 def _options(metadata: dict[str, Any]) -> dict[str, str]:
@@ -70,7 +145,7 @@ def _correct_letter(label: Any, metadata: dict[str, Any], options: dict[str, str
     given = metadata.get("correct_letter")
     if isinstance(given, str) and given.strip().upper() in options:
         return given.strip().upper()
-    if isinstance(label, int | float) and label in range(len(options)):
+    if isinstance(label, int | float) and not isinstance(label, bool) and label in range(len(options)):
         return list(options)[int(label)]
     text = str(label if label is not None else metadata.get("correct_answer", ""))
     letter = text.strip("(). ").upper()
@@ -102,6 +177,24 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
     said = f" {_words(after_thinking(response))} "
     wrong = [_words(choice) for choice in options.values() if choice and _words(choice) != right]
     return float(bool(right) and f" {right} " in said and not any(f" {choice} " in said for choice in wrong))
+
+
+def check_label(label: Any, metadata: dict[str, Any]) -> None:
+    """ValueError unless the label or the metadata gives the right choice."""
+    options = _options(metadata)
+    given = label if label is not None else metadata.get("correct_answer")
+    known = metadata.get("choices") or metadata.get("valid_letters")
+    usable = (
+        isinstance(given, str | int | float)
+        and not isinstance(given, bool)
+        and given == given
+        and _words(given)
+    )
+    if _correct_letter(label, metadata, options) is None and (known or not usable):
+        raise ValueError(
+            f"label must name the right choice (a letter, its index, or its text), got {label!r:.80} for "
+            f"{list(options)}; check --label-key, or set correct_letter in the metadata"
+        )
 
 
 def gpqa_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:

@@ -3,35 +3,100 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Any
 
-from slime.rollout.rewards.numeric import NUMBER, canonical_number, last_number
-from slime.rollout.rewards.text import expected_answer, extract_answer
+from slime.rollout.rewards.notation import tidy
+from slime.rollout.rewards.quantity import quantity, unit_of
+from slime.rollout.rewards.text import expected_answer, extract_answer, without_special_text
 
 # The number must follow the marker directly: "#### Step 2" is a Markdown heading, not an answer.
-_MARKED = re.compile(rf"####[ \t*]*({NUMBER.pattern})")
+_MARKED = re.compile(r"####[ \t*]*(?=(?:\\(?:boxed|text|frac|[({$])|[-+−–$€£¥₹({.\s])*[0-9½¼¾⅐-⅞])([^\n]+)")
+_TAIL_CHARS = 2000
+"""Only the end of a long response is searched for its last number."""
+# A run that a number is part of: 3/4, 3 1/2, 2^3, 12:30, 52_8. A minus after a digit is a subtraction.
+_DIGITS = r"(?:\.?[0-9][0-9.]*)"
+_RUN = re.compile(
+    rf"(?:(?<![\w)\]}}.])-\s*)?(?:(?:\\dollar|[€£¥₹])\s*-?)?(?:{_DIGITS}|\\frac\{{-?[0-9]+\}}\{{[0-9]+\}})"
+    rf"(?:[eE][-+]?[0-9]+(?![\w.])|\s*(?:[/:^_!]|\\frac|\\times\s*10\^)\s*\{{?-?{_DIGITS}?\}}?(?:\{{-?[0-9]+\}})*|\s+(?={_DIGITS}\s*/){_DIGITS})*"
+)
+_LAST_WORD = re.compile(r"([A-Za-z]+|\\text\{[^{}]*\})\s*\^\s*\{?-?[0-9]\}?")
 
 
-def final_number(response: str) -> str | None:
-    """The final number of `response` in canonical form, or None.
+def final_number(response: str) -> Fraction | None:
+    """The final number of `response`, or None.
 
-    It is the number after the last "####". Without such a number, it is the last number in the last box; without a
-    box, the last number in the text. Thousands separators, `$` and `%` are dropped.
+    It is the number after the last "####". Without such a number, it is the number of the last box; without a box, the
+    last number in the text. Thousands separators, units, `$` and `%` are dropped. A fraction has its value, and 2^3 or
+    12:30 is no number.
     """
-    text = response.replace("\\$", "$").replace("{,}", ",")
+    text = without_special_text(response)
     marked = _MARKED.findall(text)
     if marked:
-        return canonical_number(marked[-1])
+        whole = _value(marked[-1])
+        return whole if whole is not None else _first(marked[-1])
     boxed = extract_answer(text)
-    return last_number(boxed if boxed is not None else text)
+    if boxed is not None:
+        return _value(boxed)
+    return _last(text[-_TAIL_CHARS:])
+
+
+def _value(text: str) -> Fraction | None:
+    """The value of a text that is one number, after the last "="."""
+    found = quantity(tidy(text.strip(" \t*_`")).rpartition("=")[2])
+    return None if found is None or found.base != 10 else found.value
+
+
+def _first(text: str) -> Fraction | None:
+    """The number at the start of the text after "####"."""
+    run = _RUN.match(tidy(text.strip(" \t*_`")))
+    return None if run is None else _value(run[0].rstrip(".,"))
+
+
+def _last(text: str) -> Fraction | None:
+    lines = [tidy(_bold_off(line)) for line in text.splitlines()]
+    for line in reversed(lines):
+        line = _LAST_WORD.sub(
+            lambda m: " " if unit_of(f"\\text{{{m[1]}}}") and _is_unit(m[1]) else m[0], line
+        )
+        runs = [run for run in _RUN.finditer(line) if not re.search(r"[\w\\^_/]$", line[: run.start()])]
+        glued = [run for run in _RUN.finditer(line) if re.search(r"[\^_/]\s*\{?$", line[: run.start()])]
+        if glued and (not runs or glued[-1].start() >= runs[-1].start()):
+            return None
+        if runs:
+            run, rest = runs[-1], line[runs[-1].end() :]
+            scale = re.match(r"\s*(?:\\text\{)?\s*(\w+)", rest)
+            magnitude = quantity(f"1 {scale[1]}") if scale else None
+            value = _value(run[0].rstrip(".,:!"))
+            return value if value is None or magnitude is None or magnitude.unit else value * magnitude.value
+    return None
+
+
+def _bold_off(line: str) -> str:
+    return line.replace("**", " ").replace("__", " ")
+
+
+def _is_unit(word: str) -> bool:
+    found = unit_of(word if word.startswith("\\") else f"\\text{{{word}}}")
+    return found is not None and found[2] and (len(word) > 1 or word.startswith("\\"))
+
+
+def label_number(label: Any) -> Fraction:
+    """The number of a label. ValueError if the label is not exactly one number, with or without a unit."""
+    text = expected_answer(label)
+    found = quantity(tidy(text))
+    if found is None or found.base != 10 or found.form not in ("whole", "decimal", "power"):
+        raise ValueError(
+            f"label must hold a number, and only one, for --rm-type gsm8k, got {label!r:.80}; write it in digits, as "
+            "18 or as a solution that ends in #### 18, or choose --rm-type math"
+        )
+    return found.value
 
 
 def gsm8k_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
     """1.0 if response and label have the same final number, else 0.0.
 
-    `label` is a number or a solution that ends in "#### 18". ValueError if the label has no number.
+    `label` is a number or a solution that ends in "#### 18". ValueError if the label is not one number.
     """
-    gold = last_number(expected_answer(label))
-    if gold is None:
-        raise ValueError(f"label must hold a number for --rm-type gsm8k, got {label!r}; check --label-key")
+    gold = label_number(label)
     return float(final_number(response) == gold)

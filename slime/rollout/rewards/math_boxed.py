@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.rollout.rewards.math_equal import same_answer
-from slime.rollout.rewards.text import expected_answer, extract_answer
+from slime.rollout.rewards.text import expected_answer, extract_answer, without_special_text
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
@@ -15,7 +15,7 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     ValueError if the label has no answer. Blocks as `same_answer` does.
     """
     gold = expected_answer(ground_truth)
-    answer = extract_answer(solution_str)
+    answer = extract_answer(without_special_text(solution_str))
     return answer is not None and same_answer(answer, gold)
 
 

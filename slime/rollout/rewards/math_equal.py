@@ -1,101 +1,332 @@
-"""Whether two mathematical answers are equal. Owns the processes that run math-verify, and their limits.
+"""Whether two mathematical answers are equal. Owns the order of the comparisons and the form that an answer must have.
 
-math-verify's own timeouts use SIGALRM. They fail outside the main thread and have no effect inside a long
-big-integer operation. So each comparison runs in a child process with limits on CPU time and memory, and no
-answer can hang the run. If a comparison exceeds a limit, the answers count as different, with a warning.
+Words compare as words and numbers as exact values. Lists, pairs, sets and equations compare part by part. Only what is
+left, an expression, goes to SymPy (math_processes), which multiplies letters and has a tolerance of its own.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
-import json
-import logging
 import os
 import re
-import select
-import signal
-import subprocess
-import sys
-import threading
-import time
-from pathlib import Path
+from fractions import Fraction
 
-from slime.rollout.rewards.numeric import canonical_number
+from slime.rollout.rewards.math_processes import MathChecker
+from slime.rollout.rewards.notation import FUNCTIONS, tidy
+from slime.rollout.rewards.quantity import LONGEST, TOLERANCE, Quantity, quantity, unit_of
 
-logger = logging.getLogger(__name__)
+_MOST_PARTS = 64
+"""A longer list is compared as text: a set needs the square of its length in comparisons."""
 
-_START_TIMEOUT_S = 120.0
-
-_TEXT = re.compile(r"\\text\{(.*)\}", re.DOTALL)
-_BRACKETS = {"()", "[]", "(]", "[)"}
-_SHORT_FRACTION = re.compile(r"frac([0-9])([0-9])")
-_DRESS = re.compile(
-    r"\\text\{[^{}]*\}(?:\^\{?[0-9]\}?)?|\s|\\[!,;: ]|\$|\\(?:left|right)(?![a-z])|\^\{?\\circ\}?"
+_WORD = re.compile(r"\\text\{([^{}]*)\}")
+_LETTERS = re.compile(r"[^\W\d_]+(?:[\s\-'./&]+[^\W\d_]+)*\.?")
+_COLOR = re.compile(r"\\(?:text)?color\{[^{}]*\}|\\(?:boxed|fbox|ensuremath|underline)\s*(?=\{)")
+_NOON = re.compile(r"(?<![A-Za-z])([ap])\.\s?m(?![A-Za-z])\.?", re.IGNORECASE)
+_ARTICLE = re.compile(r"^(?:an?|the)\s+(?=\S{2})", re.IGNORECASE)
+_OPENING, _CLOSING = "([{", ")]}"
+_BRACKETS = {"()", "[]", "(]", "[)", "{}", "<>"}
+_RELATION = re.compile(
+    r"\\(?:le|ge|ne|in|equiv|to|approx|mid|pmod|bmod|mod|sim|subset|subseteq)(?![A-Za-z])|[=<>:]"
 )
-_FRACTION = re.compile(r"[-+]?(?:\\frac\{([-+]?[0-9]+)\}\{([-+]?[0-9]+)\}|([0-9]+)/([0-9]+))")
-_WHOLE = re.compile(r"^[-+]?[0-9]{1,3}(?:(?:,|\{,\})?[0-9]{3})*(?:\.0*)?$|^[-+]?[0-9]+(?:\.0*)?$")
+_FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le", "=": "=", "\\ne": "\\ne"}
+_NAME = re.compile(r"\\?[A-Za-z]+'?(?:_(?:\w|\{[^{}]*\}))?(?:\s*\([A-Za-z, ]*\))?|\\text\{[^{}]*\}")
+_SEPARATOR = re.compile(r"[,;]|\\text\{\s*(?:and|or|,\s*and|,\s*or)\s*\}|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")
+_NEIGHBOURS = re.compile(r"[0-9.]\s+[0-9]|[0-9]\s*\\text\{[^{}]*\}\s*[0-9]")
+_LAST_UNIT = re.compile(
+    r"(.+?)\s*((?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?[0-9]\}?)?|\\degree\s*[CF]?|\\%)+)", re.DOTALL
+)
+_MIXED = re.compile(r"(?<![0-9.}])([0-9]+)\s*(\\frac\{([0-9]+)\}\{([0-9]+)\})")
+_DECORATED = re.compile(
+    r"\\(?:over(?:line|rightarrow|leftrightarrow)|bar|vec|hat|widehat|tilde|dot)\s*\{?\s*[A-Za-z]+\s*\}?'*"
+)
+_TRANSPOSED = re.compile(r"\^\s*\{?\s*(T|\\top|\\dagger|\\cdot|\\prime)\s*\}?(?![A-Za-z])")
+_UNKNOWN = re.compile(r"(?<![\\A-Za-z{_])(?:I(?![A-Za-z])|[A-Za-z]'+|[A-Z]{2,}|[A-Za-z]{3,})(?![A-Za-z])")
+"""What the reader takes for i, or multiplies, or whose prime it drops."""
+_PLAIN = ("whole", "decimal")
 _COMPUTED = re.compile(r"\\(?:frac|sqrt|cdot|times|binom)|[0-9)}][-+*/^!]")
 
 
 def same_answer(answer: str, gold: str) -> bool:
-    """Whether `answer` equals `gold` as mathematics. Compares text, then plain numbers, then with math-verify.
+    """Whether `answer` equals `gold` as mathematics, in the form that `gold` has.
 
-    Any thread may call this. It blocks up to the worker's limits, so do not call it on the event loop. Integers
-    are compared exactly, other numbers to 6 decimals (math-verify). Deterministic, because the limit is CPU
-    time, not wall time.
+    Any thread may call this. It blocks up to the limits of `math_processes`, so do not call it on the event loop.
+    Numbers are compared exactly, and a decimal with an expression to a relative 1e-6. Deterministic, because the
+    limit is CPU time, not wall time.
     """
-    answer, gold = answer.strip(), gold.strip()
-    if not answer or not gold:
+    if not answer.strip() or not gold.strip():
         return False
-    if _unwrapped(answer) == _unwrapped(gold):
-        return True
-    numbers = canonical_number(answer), canonical_number(gold)
-    if None not in numbers:
-        if numbers[0] == numbers[1]:
-            return True
-        if "." not in answer + gold and "%" not in answer + gold:
-            return False
-    return not _of_another_form(answer, gold) and _ask(gold, answer)
+    first, second = (_undressed(tidy(text)) for text in (answer, gold))
+    return bool(first and second) and _same(first, second)
 
 
-def _unwrapped(text: str) -> str:
-    """The text without `\\text{}` around all of it."""
-    while (inner := _TEXT.fullmatch(text)) is not None:
+def _undressed(text: str) -> str:
+    """Without colours, boxes, and an outer pair of braces or of parentheses around one entry."""
+    text = _NOON.sub(r"\1m", _COLOR.sub("", text).strip())
+    if (inner := _WORD.fullmatch(text)) is not None:
         text = inner[1].strip()
+    while text[:1] + text[-1:] in ("{}", "()") and _outer(text) and not split(text[1:-1], _SEPARATOR)[1:]:
+        text = text[1:-1].strip()
     return text
 
 
-def _of_another_form(answer: str, gold: str) -> bool:
-    """Whether the answer does not have the form that the label asks for, which slime's graders refuse too: brackets of
-    another kind, a fraction that is not the label's, or something to compute for a whole number (or the reverse)."""
-    answer, gold = _bare(answer), _bare(gold)
-    if "," in gold and gold[:1] + gold[-1:] in _BRACKETS and gold[:1] + gold[-1:] != answer[:1] + answer[-1:]:
+def _same(answer: str, gold: str) -> bool:
+    if "".join(answer.split()) == "".join(gold.split()) and (
+        " " not in answer or _spaced(answer) == _spaced(gold)
+    ):
         return True
-    parts = _FRACTION.fullmatch(answer), _FRACTION.fullmatch(gold)
-    if parts[0] and parts[1]:
-        return _parts(parts[0]) != _parts(parts[1])
-    whole = _WHOLE.search(answer) is not None, _WHOLE.search(gold) is not None
-    computed = _COMPUTED.search(answer) is not None, _COMPUTED.search(gold) is not None
-    return (whole[1] and computed[0]) or (whole[0] and computed[1])
+    texts = [_WORD.sub(r" \1 ", text).strip(" .").split() for text in (answer, gold)]
+    if texts[0] == texts[1] or (
+        re.search(r"(?<![\\A-Za-z])[A-Za-z]{3}", gold)
+        and str(texts[0]).casefold() == str(texts[1]).casefold()
+    ):
+        return True
+    if max(len(answer), len(gold)) > LONGEST:
+        return False
+    words = _words(answer), _words(gold)
+    if None not in words:
+        return words[0] == words[1] or "".join(words[0] or ()) == "".join(words[1] or ())
+    if any(words) and max(len(word) for each in words for word in each or ()) > 2:
+        return False
+    numbers = quantity(answer), quantity(gold)
+    if numbers[0] is not None and numbers[1] is not None:
+        return _same_quantity(numbers[0], numbers[1])
+    for compare in (_same_branches, _same_entries, _same_relation):
+        if (verdict := compare(answer, gold)) is not None:
+            return verdict
+    return _same_expression(answer, gold)
 
 
-def _bare(text: str) -> str:
-    """The text without white space, math mode, units, degrees and sizes of brackets, with fractions in one form."""
-    text = _DRESS.sub("", text).replace("dfrac", "frac").replace("tfrac", "frac")
-    return _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)
+def _spaced(text: str) -> str:
+    """Without the spaces that do not stand between two numbers or two words."""
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
 
 
-def _parts(fraction: re.Match[str]) -> tuple[bool, int, int]:
-    """(negative, numerator, denominator)."""
-    top, bottom = (abs(int(part)) for part in fraction.groups() if part is not None)
-    return fraction[0].count("-") % 2 == 1, top, bottom
+def _words(text: str) -> tuple[str, ...] | None:
+    """The words of a text that is only words, in small letters, or None."""
+    if "\\" in text:
+        text = _WORD.sub(r" \1 ", text)
+    text = _ARTICLE.sub("", text.strip(' ()[]".'))
+    text = text.replace("\\&", "&").replace("\\ ", " ")
+    if len(text) > 3:
+        text = text.rstrip("!")
+    if not _LETTERS.fullmatch(text) or text in FUNCTIONS or len(split(text, _SEPARATOR)) > 1:
+        return None
+    return tuple(re.findall(r"[^\W\d_]+", text.casefold()))
+
+
+def _same_quantity(answer: Quantity, gold: Quantity) -> bool:
+    """Exact values of the same base and unit. Two fractions must be written with the same numbers, and a whole number
+    as one. A decimal may be a fraction's first six digits."""
+    if answer.base != gold.base:
+        return False
+    first, second = answer.value, gold.value
+    if answer.unit and gold.unit:
+        if answer.known and gold.known:
+            if answer.unit != gold.unit:
+                return False
+            first, second = first * answer.size, second * gold.size
+        elif not set(answer.unit) & set(gold.unit):
+            return False
+    elif (answer.unit or gold.unit) and (answer.percent or gold.percent):
+        return False
+    if answer.percent != gold.percent:
+        percent, other = (first, second) if answer.percent else (second, first)
+        return other in (percent, percent / 100)
+    forms = answer.form, gold.form
+    if forms == ("fraction", "fraction") and answer.parts != gold.parts:
+        return False
+    if "whole" in forms and forms[0] != forms[1] and "decimal" not in forms:
+        return False
+    return first == second or ("decimal" in forms and not set(forms) <= set(_PLAIN) and _close(first, second))
+
+
+def _close(first: Fraction, second: Fraction) -> bool:
+    return abs(first - second) <= TOLERANCE * max(abs(first), abs(second))
+
+
+def _outer(text: str) -> str:
+    """The kind of the brackets around all of `text`, such as "(]" or "{}" for a set, or ""."""
+    for opening, closing in (("\\{", "\\}"), ("\\langle", "\\rangle")):
+        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening + closing):
+            return "{}" if opening == "\\{" else "<>"
+    if text[:1] not in _OPENING or text[-1:] not in _CLOSING or len(text) < 2:
+        return ""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if depth == 0 and place < len(text) - 1:
+            return ""
+    return text[0] + text[-1]
+
+
+def split(text: str, separator: re.Pattern[str]) -> list[str]:
+    """Parts of `text`, with the separators between them, at the separators outside brackets and commands."""
+    parts, depth, start = [], 0, 0
+    places = {match.start(): match for match in separator.finditer(text)}
+    place = 0
+    while place < len(text):
+        depth += (text[place] in _OPENING) - (text[place] in _CLOSING)
+        match = places.get(place)
+        if match is not None and depth == 0:
+            parts += [text[start:place].strip(), match[0].strip()]
+            start = place = match.end()
+        else:
+            place += 1
+    return [*parts, text[start:].strip()]
+
+
+def _entries(text: str) -> tuple[str, list[str]] | None:
+    """(kind of brackets, entries) of a pair, interval, set or list, or None."""
+    kind = _outer(text)
+    inner = text
+    if kind:
+        width = {"{}": (2, 2), "<>": (7, 7)}.get(kind, (1, 1)) if text.startswith("\\") else (1, 1)
+        inner = text[width[0] : -width[1]]
+        if kind == "{}" and not text.startswith("\\"):
+            kind = ""
+    parts = split(inner.strip(), _SEPARATOR)
+    if len(parts) == 1 and (kind != "{}"):
+        return None
+    return kind, [part for part in parts[::2] if part]
+
+
+def _same_branches(answer: str, gold: str) -> bool | None:
+    """Unions, in any order, and the two values of a plus-minus sign."""
+    for command in ("\\cup", "\\lor", "\\vee"):
+        if command in answer or command in gold:
+            pattern = re.compile(re.escape(command) + "(?![A-Za-z])")
+            parts = [split(text, pattern)[::2] for text in (answer, gold)]
+            return _matched(*parts) if len(parts[0]) > 1 and len(parts[1]) > 1 else None
+    if "\\pm" in answer or "\\pm" in gold:
+        both = [[text.replace("\\pm", sign).replace("\\mp", other) for sign, other in ("+-", "-+")] if "\\pm" in text
+                else (_entries(text) or ("", [text]))[1] for text in (answer, gold)]  # fmt: skip
+        return _matched(*[[part.strip().removeprefix("+").strip() for part in parts] for parts in both])
+    return None
+
+
+def _same_entries(answer: str, gold: str) -> bool | None:
+    """Pairs, intervals and vectors entry by entry, in brackets of the same kind; sets and lists in any order."""
+    first, second = _entries(answer), _entries(gold)
+    if first is None or second is None:
+        only = first or second
+        if only is None:
+            return None
+        if only[0] in ("{}", "") and len(only[1]) == 1:
+            return _same(only[1][0], gold) if first else _same(answer, only[1][0])
+        return None if _RELATION.search(answer + gold) and only[0] else False
+    (kind, answers), (wanted, golds) = first, second
+    unordered = {"{}", ""}
+    if kind != wanted and not {kind, wanted} <= unordered:
+        return False
+    if len(answers) != len(golds) or not answers or len(answers) > _MOST_PARTS:
+        return False
+    # A list of words may be an order ("B, C, A"). A list of numbers is the solutions of an equation.
+    if kind in unordered and (kind == wanted == "{}" or not all(_words(entry) for entry in golds)):
+        return _matched(answers, golds)
+    return all(_same(_undressed(a), _undressed(g)) for a, g in zip(answers, golds, strict=True))
+
+
+def _matched(answers: list[str], golds: list[str]) -> bool:
+    """Whether each answer equals another gold."""
+    left = [_undressed(gold) for gold in golds]
+    for answer in answers:
+        found = next((gold for gold in left if _same(_undressed(answer), gold)), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return not left
+
+
+def _same_relation(answer: str, gold: str) -> bool | None:
+    """Equations and inequalities side by side. `x=5` and `x \\in A` stand for 5 and A."""
+    sides, wanted = split(answer, _RELATION), split(gold, _RELATION)
+    if len(sides) == 1 and len(wanted) == 1:
+        return None
+    if len(sides) == 1 or len(wanted) == 1:
+        long, single = (sides, gold) if len(wanted) == 1 else (wanted, answer)
+        computed = len(wanted) == 1 and not any(re.search("[A-Za-z]", side) for side in long[:-1:2])
+        if set(long[1::2]) <= {"=", "\\in"} and (_NAME.fullmatch(long[0]) or computed):
+            last = _undressed(long[-1])
+            return _same(last, single) if len(wanted) == 1 else _same(single, last)
+        return None if set(long[1::2]) <= {"<", ">", "\\le", "\\ge"} and _outer(single) else False
+    if len(sides) == len(wanted):
+        signs = sides[1::2], wanted[1::2]
+        flipped = [_FLIPPED.get(sign) for sign in signs[0]][::-1]
+        for order, own in ((sides[::2], signs[0]), (sides[::-2], flipped)):
+            if own == signs[1] and all(
+                _same(_undressed(a), _undressed(g)) for a, g in zip(order, wanted[::2], strict=True)
+            ):
+                return True
+    if {*sides[1::2], *wanted[1::2]} <= {"=", "<", ">", "\\le", "\\ge", "\\ne"}:
+        alike = len(sides) == len(wanted) == 3 and sides[:2] == wanted[:2]
+        if alike and _NAME.fullmatch(sides[0]):
+            return False  # the values were compared above
+        return _ask(expression(gold), expression(answer), False)
+    return False
+
+
+def _same_expression(answer: str, gold: str) -> bool:
+    """What is no list, relation or number: the same unit, the same form, and equal for SymPy."""
+    (answer, unit), (gold, wanted) = _unit_split(answer), _unit_split(gold)
+    if unit and wanted and unit != wanted:
+        return False
+    if _NEIGHBOURS.search(answer) or _NEIGHBOURS.search(gold):
+        return False
+    numbers = quantity(answer), quantity(gold)
+    if (unit or wanted) and numbers[0] is not None and numbers[1] is not None:
+        return _same_quantity(numbers[0], numbers[1])
+    for number, other in (numbers, numbers[::-1]):
+        text = gold if number is numbers[0] else answer
+        if (
+            number is not None
+            and other is None
+            and number.form == "whole"
+            and _COMPUTED.search(text.replace(" ", ""))
+        ):
+            return False
+    if any(number is not None and number.base != 10 for number in numbers):
+        return False
+    decimals = any(number is not None and number.form == "decimal" for number in numbers)
+    return _ask(expression(gold), expression(answer), decimals)
+
+
+def _unit_split(text: str) -> tuple[str, tuple[str, ...]]:
+    match = _LAST_UNIT.fullmatch(text)
+    if match is None or (match[2] == "\\degree" and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)):
+        return text, ()
+    found = unit_of(match[2]) if match[2] != "\\%" else None
+    return (text, ()) if found is None else (match[1].strip(), found[0])
+
+
+def expression(text: str) -> str:
+    """`text` for SymPy's reader: exact fractions for decimals, and a symbol of its own for each word and prime, which
+    the reader would multiply or drop."""
+    text = _MIXED.sub(lambda m: f"({m[1]}+{m[2]})" if int(m[3]) < int(m[4]) else m[0], text)
+    text = re.sub(r"([0-9.]+)\s*\\degree(?![A-Za-z])\s*", r"(\1\\cdot\\frac{\\pi}{180})", text)
+    text = _DECORATED.sub(lambda m: _symbol(m[0]), text)
+    text = re.sub(r"\\text\{([^{}]*)\}", lambda m: _symbol(m[1]), text)
+    text = _TRANSPOSED.sub(lambda m: f"^{{{_symbol(m[1])}}}", text)
+    text = _UNKNOWN.sub(lambda m: _symbol(m[0]), text)
+    text = re.sub(r"([0-9])[eE]([-+]?[0-9]+)(?![0-9.])", r"\1\\times 10^{\2}", text)
+    text = re.sub(
+        r"(?<=[0-9)])\s*(?=\()|(?<=\))\s*(?=[0-9])", r"\\cdot ", text
+    )  # the reader adds 2 and 3 in 2(3)
+    return re.sub(r"([0-9]*)\.([0-9]+)", _exact, text)
+
+
+def _symbol(word: str) -> str:
+    code = "".join(f"{ord(character):04d}" for character in " ".join(word.split()))
+    return f" w_{{{code}}} "
+
+
+def _exact(match: re.Match[str]) -> str:
+    return f"\\frac{{{int(match[1] + match[2])}}}{{{10 ** len(match[2])}}}"
 
 
 @functools.lru_cache(maxsize=4096)  # the samples of a group often give the same wrong answers
-def _ask(gold: str, answer: str) -> bool:
-    return _checker().equal(gold, answer)
+def _ask(gold: str, answer: str, decimal: bool) -> bool:
+    return _checker().equal(gold, answer, decimal=decimal)
 
 
 @functools.cache
@@ -103,121 +334,3 @@ def _checker() -> MathChecker:
     checker = MathChecker(workers=max(2, min(16, (os.cpu_count() or 1) // 4)))
     atexit.register(checker.close)
     return checker
-
-
-class MathChecker:
-    """At most `workers` child processes. Each starts when it is first needed and compares one pair at a time.
-
-    A comparison ends after `cpu_limit_s` (whole seconds) of the child's CPU time. `wall_limit_s` covers a
-    machine so loaded that the child gets no CPU. Thread-safe.
-    """
-
-    def __init__(self, workers: int, cpu_limit_s: int = 5, wall_limit_s: float = 60.0) -> None:
-        self.cpu_limit_s = cpu_limit_s
-        self.wall_limit_s = wall_limit_s
-        self._slots = threading.BoundedSemaphore(workers)
-        self._idle: list[_Worker] = []
-
-    def equal(self, gold: str, answer: str) -> bool:
-        """math-verify's result. False, with a warning, if it exceeds a limit or ends its process twice.
-
-        RuntimeError if the child cannot start (math-verify is not installed).
-        """
-        with self._slots:
-            for attempt in (1, 2):
-                worker = self._take()
-                verdict = worker.ask(gold, answer, self.wall_limit_s)
-                if verdict is not None:
-                    self._idle.append(worker)
-                    return verdict
-                reason = worker.cause_of_death()
-                # Try again if the answer may not have caused the child's end (an out-of-memory kill).
-                if attempt == 2 or worker.hit_limit:
-                    break
-        logger.warning("answer %.80r counts as different from %.80r: the comparison %s", answer, gold, reason)
-        return False
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().reap()
-
-    def _take(self) -> _Worker:
-        while self._idle:
-            worker = self._idle.pop()  # the worker that was used last
-            if worker.process.poll() is None:
-                return worker
-            worker.reap()
-        return _Worker(self.cpu_limit_s)
-
-
-class _Worker:
-    """One child process and its pipes."""
-
-    def __init__(self, cpu_limit_s: int) -> None:
-        # -P keeps this folder off the child's sys.path. In a new session, the child gets no Ctrl-C of a terminal.
-        command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py")), str(cpu_limit_s)]
-        self._cpu_limit_s = cpu_limit_s
-        self._timed_out = False
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._requests, self._replies = self.process.stdin, self.process.stdout
-        if self._read_line(_START_TIMEOUT_S) != b"ready":
-            self.reap()
-            raise RuntimeError(
-                "the process that compares mathematical answers did not start (exit code "
-                f"{self.process.returncode}, its error is printed above); is math-verify installed?"
-            )
-
-    def ask(self, gold: str, answer: str, wall_limit_s: float) -> bool | None:
-        """math-verify's result, or None if the child ended without one."""
-        try:
-            self._requests.write(json.dumps({"gold": gold, "answer": answer}).encode() + b"\n")
-            self._requests.flush()
-        except BrokenPipeError:
-            reply = b""
-        else:
-            reply = self._read_line(wall_limit_s)
-        if reply:
-            return reply == b"1"
-        self.reap()
-        return None
-
-    @property
-    def hit_limit(self) -> bool:
-        return self._timed_out or self.process.returncode == -signal.SIGXCPU
-
-    def cause_of_death(self) -> str:
-        if self._timed_out:
-            return "got too little CPU time on this machine to end"
-        if self.hit_limit:
-            return f"takes more than {self._cpu_limit_s} s of CPU time"
-        return f"ended its process with exit code {self.process.returncode}"
-
-    def reap(self) -> None:
-        """End the child by closing its input, so that its exit code shows the cause."""
-        with contextlib.suppress(BrokenPipeError):
-            self._requests.close()
-        try:
-            self.process.wait(0 if self._timed_out else 2)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self._replies.close()
-
-    def _read_line(self, timeout_s: float) -> bytes:
-        """One line without its newline, or b"" if the child has ended or is silent for `timeout_s` seconds."""
-        end_s = time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(self._replies, select.POLLIN)
-        line = b""
-        while not line.endswith(b"\n"):
-            if not poller.poll(max(0.0, end_s - time.monotonic()) * 1000):
-                self._timed_out = True
-                return b""
-            chunk = os.read(self._replies.fileno(), 4096)
-            if not chunk:
-                return b""
-            line += chunk
-        return line.strip()

@@ -1,10 +1,10 @@
-"""Child process of math_equal.py: compares two answers per line of standard input.
+"""Child process of math_processes.py: compares two expressions per line of standard input.
 
 Started by its path. Imports nothing from slime. Protocol: prints "ready" once, then one line "1" or "0" for each
-JSON line {"gold": str, "answer": str}. The kernel enforces the limits, because SymPy can spend hours inside one
+JSON line [gold, answer, decimal]. The kernel enforces the limits, because SymPy can spend hours inside one
 big-integer operation, where no Python signal handler runs. CPU time above the limit ends the process (SIGXCPU),
-and memory above the limit raises MemoryError. Answers are read as LaTeX only, because math-verify's reader of
-plain expressions calls `eval`.
+and memory above the limit raises MemoryError. Expressions are read as LaTeX only, because math-verify's reader of
+plain expressions calls `eval`. Values are compared here with a relative tolerance, as that of math-verify is absolute.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ import os
 import resource
 import sys
 import time
+from typing import Any
 
 _MEMORY_LIMIT_BYTES = 2 << 30
+_DIGITS = 60
+_SAME = 1e-30
+"""Relative, of two exact values at `_DIGITS` digits."""
+_SAME_DECIMAL = 1.000001e-6
+"""Relative, of a decimal and the value that it stands for."""
 
 
 def _limit(kind: int, value: int) -> None:
@@ -25,27 +31,75 @@ def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
+def _close(first: Any, second: Any, tolerance: float) -> bool | None:
+    """Whether two numbers are equal to a relative tolerance; None for what is no finite number."""
+    import sympy
+
+    first, second = first.doit(), second.doit()  # without doit, log(8, 3) loses its base
+    if first.is_Rational and second.is_Rational and tolerance == _SAME:
+        return bool(first == second)
+    values = [sympy.N(value, _DIGITS) for value in (first, second)]
+    if any(value.free_symbols or not value.is_number or value.is_finite is False for value in values):
+        return None
+    if any(value.has(sympy.nan, sympy.zoo) for value in values):
+        return None
+    sizes = [abs(value) for value in values]
+    return bool(abs(values[0] - values[1]) <= tolerance * max(sizes))
+
+
+def _numeric(gold: Any, answer: Any, decimal: bool) -> bool | None:
+    """The verdict of the values: final without symbols, and otherwise False if they differ at some point."""
+    import sympy
+
+    names = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    if not names:
+        return _close(gold, answer, _SAME_DECIMAL if decimal else _SAME)
+    for step in (3, 5):
+        point = {name: sympy.Rational(7 * i + step, 11 + step) for i, name in enumerate(names)}
+        if _close(gold.subs(point), answer.subs(point), _SAME) is False:
+            return False
+    return None
+
+
+def compare(gold: Any, answer: Any, decimal: bool) -> bool:
+    """Whether two objects of SymPy are equal."""
+    import sympy
+    from math_verify import verify
+
+    if isinstance(gold, sympy.MatrixBase) and isinstance(answer, sympy.MatrixBase):
+        pairs = zip(gold.flat(), answer.flat(), strict=True) if gold.shape == answer.shape else None
+        return pairs is not None and all(compare(g, a, decimal) for g, a in pairs)
+    if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
+        imaginary = {name: sympy.I for name in gold.free_symbols | answer.free_symbols if str(name) == "i"}
+        gold, answer = gold.subs(imaginary), answer.subs(imaginary)
+        try:
+            verdict = _numeric(gold, answer, decimal)
+        except (TypeError, ValueError, AttributeError, ArithmeticError):  # a sum or limit that has no value
+            verdict = None
+        if verdict is not None:
+            return verdict
+    return bool(verify(gold, answer, timeout_seconds=None))  # ok: bounded by RLIMIT_CPU
+
+
 def main(cpu_limit_s: int) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output that a library prints must not reach the protocol
-    from math_verify import LatexExtractionConfig, parse, verify
+    import math_verify  # noqa: F401  its import takes a second, before "ready"
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
     logging.disable(logging.CRITICAL)
     _limit(resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
-    how = [LatexExtractionConfig(boxed_match_priority=0)]
-
-    def read(answer: str) -> list[object]:
-        boxed = f"\\boxed{{{answer}}}"
-        forms: list[object] = parse(boxed, how, parsing_timeout=None)  # ok: bounded by RLIMIT_CPU
-        return forms
-
+    how = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
-        task = json.loads(line)
+        gold, answer, decimal = json.loads(line)
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_limit_s)
-        gold, answer = read(task["gold"]), read(task["answer"])
-        equal = verify(gold, answer, timeout_seconds=None)  # ok: bounded by RLIMIT_CPU
+        try:
+            read = [latex2sympy(text, conversion_config=how) for text in (gold, answer)]
+            equal = compare(read[0], read[1], decimal)
+        except Exception:  # border: readers and SymPy raise any error for text that is no mathematics
+            equal = False
         print(int(equal), file=replies, flush=True)
 
 

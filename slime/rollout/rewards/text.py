@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import re
+from decimal import Decimal
 from typing import Any
 
 _BRACE_OR_ESCAPE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _UNBRACED = re.compile(r"[^\s${}]+(?:\{[^\s$]*\})*")
+_KEYWORDS = (
+    r"eos|bos|eot|eom|eod|sos|pad|unk|sep|cls|mask|sop|eop|end|start|begin|turn|stop|return|special|reserved|unused"
+    r"|extra_id|token|endoftext|im_end|end_of_\w+|gmask|smask|inst"
+)
+_NAME = rf"(?:[\w▁:.-]*(?:{_KEYWORDS})(?![A-Za-z])[\w▁:.-]*|(?:{_KEYWORDS})[\w▁:.-]*)"
+_SPECIAL = (
+    r"<\|[^<>|]*\|>|<｜[^<>｜]*｜>|<\|[\w▁]+>|<[\w▁]+\|>|\[\|[^\[\]|]*\|\]"
+    rf"|</?s>|<\[?/?{_NAME}\]?>|\[/?{_NAME}\]"
+    r"|[\[\]][a-z!]*~[a-z!~]*[\[\]]"  # MiniMax
+)
+_SPECIAL_INSIDE = re.compile(r"<\|[\w▁]+\|>|<｜[\w▁]+｜>")
+_SPECIAL_LAST = re.compile(rf"(?:\s*(?:{_SPECIAL}))+\s*\Z|\A\s*(?:(?:{_SPECIAL})\s*)+", re.IGNORECASE)
 
 
 def after_thinking(text: str) -> str:
@@ -39,12 +54,32 @@ def extract_answer(text: str) -> str | None:
 def expected_answer(label: Any) -> str:
     """The answer in a label: its boxed part, the part after GSM8K's `####`, or the whole label.
 
-    ValueError if the label has no answer, because its reward could never be above 0.
+    A number is written without an exponent. ValueError if the label has no answer, because its reward could never be
+    above 0.
     """
-    if not isinstance(label, str | int | float) or isinstance(label, bool):
-        raise ValueError(f"label must be text or a number, got {label!r}; check --label-key")
-    text = str(label)
-    answer = extract_answer(text) if _BOX.search(text) else text.rpartition("####")[2].strip()
-    if not answer:
-        raise ValueError(f"label must hold an answer, got {label!r}; check --label-key")
+    if isinstance(label, numbers.Real) and not isinstance(label, bool):
+        return _number_text(label)
+    if not isinstance(label, str):
+        raise ValueError(f"label must be text or a number, got {label!r:.80}; check --label-key")
+    answer = extract_answer(label) if _BOX.search(label) else label.rpartition("####")[2].strip()
+    if not answer or answer.lower() == "nan":
+        raise ValueError(f"label must hold an answer, got {label!r:.80}; check --label-key")
     return answer
+
+
+def _number_text(number: numbers.Real) -> str:
+    """The shortest text of a number, in digits: 0.00001 for 1e-05."""
+    if not math.isfinite(number):
+        raise ValueError(f"label must be a finite number, got {number!r}; check --label-key")
+    if isinstance(number, int) or float(number).is_integer():
+        return str(number if isinstance(number, int) else int(float(number)))
+    return format(Decimal(repr(float(number))), "f")
+
+
+def without_special_text(text: str) -> str:
+    """`text` without what looks like special tokens at its ends, and without `<|...|>` inside.
+
+    For a text whose tokenizer is unknown. `async_rm` removes the tokens by their ids before, whatever their spelling.
+    """
+    text = _SPECIAL_INSIDE.sub("\n", _SPECIAL_LAST.sub("", text))
+    return _SPECIAL_LAST.sub("", text)

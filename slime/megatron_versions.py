@@ -1,0 +1,100 @@
+"""Everything that differs between the versions of megatron-core that the trainer may run on, and how it is bridged. No
+other file of this project asks for a version. Light to import: functions that need megatron-core load it.
+
+0.16.1 is the newest version for Python 3.11. 0.19.2 needs Python 3.12. The trainer's tests run on both. Versions
+between them are taken as one of the two; a version below 0.16 is an error, and one above 0.19 is noted (`check`).
+
+what                                0.16.1                   0.19.2                       here
+----------------------------------- ------------------------ ---------------------------- --------------------------
+decoder layer of a layer of         transformer_layer        mtp_model_layer (since       `prediction_parts`,
+multi-token prediction                                       0.17); checkpoints keep the  `stored_name`
+                                                             older name
+what such a layer makes of tokens   tokens, positions,       with a padding mask between  `prediction_inputs`
+                                    embedding, state         them (since 0.18)
+what such a layer returns           three values             four; the first is the same  the first is read
+recomputation of such a layer       gets the function to run calls its own method         `PredictionLayer` calls
+                                                                                          that method in both
+records without tensors of a        common.pt                an object among the          `common_records`: we write
+checkpoint                                                   tensors; common.pt is read,  common.pt with both, so
+                                                             too                          checkpoints fit both
+such records of Megatron's own      common.pt                the object                   both are read
+checkpoints
+modules of a layer are built by     build_module             a call with more arguments   ModuleSpec, or a class with
+                                                                                          **unused, fit both
+MLP in Megatron's layer spec        ModuleSpec               partial                      our own, or a ModuleSpec
+hook for the output                 none                     output_processor             `_postprocess`, in both
+fields of the configs               with three that nothing  with 80 others               flags come from the
+                                    reads                                                 installed one's fields
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib import metadata
+from typing import Any
+
+LEAST, LAST = (0, 16), (0, 19)
+"""The known range, by the first two numbers."""
+RUN = {"0.16.1": "on CPUs and GPUs", "0.19.2": "on CPUs"}
+"""The versions of requirements/cpu.txt and gpu.txt, and where the trainer has run on each."""
+
+COMMON = "common_state"
+"""The key of the records without tensors in a checkpoint of 0.19."""
+
+
+def installed() -> str | None:
+    """The version of megatron-core here, None without it. Does not import it."""
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check(version: str) -> str | None:
+    """ValueError for a version that is too old, a remark on one that was never run, else None."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < LEAST:
+        raise ValueError(
+            f"megatron-core must be {_text(LEAST)} or newer, got {version}; install one of requirements/gpu.txt, or of "
+            "scripts/setup.sh on a machine without a GPU"
+        )
+    if version in RUN:
+        return None
+    place = "newer than" if numbers > LAST else f"between {_text(LEAST)} and"
+    run = " and ".join(f"{known} {where}" for known, where in RUN.items())
+    return f"megatron-core {version} is {place} {_text(LAST)} and was never run here; run were {run}"
+
+
+def _text(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def prediction_parts(layer: Any, **parts: Any) -> Any:
+    """The submodules of a layer of multi-token prediction. `layer` is the spec of its decoder layer."""
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionLayerSubmodules as Submodules,
+    )
+
+    newer = hasattr(Submodules, "mtp_model_layer")
+    return Submodules(**parts, **{"mtp_model_layer" if newer else "transformer_layer": layer})
+
+
+def prediction_inputs(tokens: Any, embedded: Any, state: Any) -> tuple[Any, ...]:
+    """What `MultiTokenPredictionLayer._get_embeddings` returns, without positions and padding mask."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    newer = "padding_mask" in inspect.signature(MultiTokenPredictionLayer._get_embeddings).parameters
+    return (tokens, None, *((None,) if newer else ()), embedded, state)
+
+
+def stored_name(name: str) -> str:
+    """The name in checkpoints and weight tables of a parameter of the live model."""
+    return name.replace(".mtp_model_layer.", ".transformer_layer.")
+
+
+def common_records(state: dict[str, Any]) -> Any:
+    """The records without tensors, taken out of the state that a save strategy gets. None if megatron-core has saved
+    them itself."""
+    item = state.pop(COMMON, None)
+    return None if item is None else item.data

@@ -1,0 +1,54 @@
+"""Labels of the built-in rewards, checked while a prompt file is read.
+
+A label that no response can match is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.rewards.f1 import check_label as f1_label
+from slime.rollout.rewards.gpqa import check_label as gpqa_label
+from slime.rollout.rewards.gsm8k import label_number
+from slime.rollout.rewards.text import expected_answer
+
+_CHECKS: dict[str, Callable[[Any, dict[str, Any]], object]] = {
+    "math": lambda label, metadata: expected_answer(label),
+    "deepscaler": lambda label, metadata: expected_answer(label),
+    "dapo": lambda label, metadata: expected_answer(label),
+    "gsm8k": lambda label, metadata: label_number(label),
+    "gpqa": gpqa_label,
+    "f1": f1_label,
+}
+
+
+@dataclass(frozen=True)
+class LabelCheck:
+    """ValueError for a label that the reward of its row cannot use. `rm_type`: the reward of rows without their own.
+
+    `always`: the row's own `metadata["rm_type"]` does not count, as for a dataset of --eval-config with a reward.
+    """
+
+    rm_type: str | None
+    always: bool = False
+
+    def __call__(self, label: Any, metadata: dict[str, Any]) -> None:
+        own = None if self.always else metadata.get("rm_type")
+        check = _CHECKS.get(str(own or self.rm_type).removeprefix("boxed_"))
+        if check is not None:
+            check(label, metadata)
+
+
+def label_check(args: Any, label_key: str | None, rm_type: str | None = None) -> LabelCheck | None:
+    """The check of the labels of column `label_key`; `rm_type` is the reward of an evaluation dataset.
+
+    None if a function of the user scores the samples. Without a label column, a function that makes or changes samples
+    may set their labels, so nothing is checked then.
+    """
+    if getattr(args, "custom_rm_path", None):
+        return None
+    hooks = ("custom_generate_function_path", "rollout_sample_hook_path")
+    if label_key is None and any(getattr(args, name, None) for name in hooks):
+        return None
+    return LabelCheck(rm_type or getattr(args, "rm_type", None), always=rm_type is not None)

@@ -1,0 +1,81 @@
+"""The response as built-in rewards read it: without the tokenizer's special tokens, whatever their spelling."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+from slime.types import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_READ_BY_REWARDS = ("<think>", "</think>")
+"""Kept where a tokenizer counts them among its special tokens."""
+
+
+def answer_text(args: Any, sample: Sample) -> str:
+    """The response without special tokens, and with a line break for each one inside. `sample` does not change.
+
+    The token ids decide: a text that only looks like a special token stays. If `sample.response` is not the text of the
+    ids, because a hook has written it, the tokens are removed by their texts.
+    """
+    state = getattr(args, "rollout_state", None)
+    tokenizer: PreTrainedTokenizerBase | None = getattr(state, "tokenizer", None)
+    if tokenizer is None or not sample.response:
+        return sample.response
+    special = _special_tokens(tokenizer)
+    ids = sample.tokens[-sample.response_length :] if sample.response_length else []
+    if ids and sample.response.strip() == _decoded(tokenizer, ids).strip():
+        ended = ids[-1] in (getattr(args, "rollout_stop_token_ids", None) or ())
+        return _without(tokenizer, ids[:-1] if ended else ids, special)
+    kept = [token for token in ids if token not in special]
+    if kept and sample.response.strip() == _decoded(tokenizer, kept).strip():
+        return sample.response  # --rollout-skip-special-tokens
+    return _without_texts(sample.response, frozenset(special.values()))
+
+
+def _without(tokenizer: PreTrainedTokenizerBase, ids: list[int], special: dict[int, str]) -> str:
+    runs: list[list[int]] = [[]]
+    for token in ids:
+        if token not in special:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return "\n".join(_decoded(tokenizer, run) for run in runs if run)
+
+
+def _without_texts(text: str, special: frozenset[str]) -> str:
+    pattern = _pattern(special)
+    return text if pattern is None else pattern.sub("\n", text).strip("\n")
+
+
+@functools.lru_cache(maxsize=8)
+def _pattern(special: frozenset[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(filter(None, special), key=len, reverse=True)
+    return re.compile("(?:" + "|".join(map(re.escape, longest_first)) + ")+") if longest_first else None
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(
+        tokenizer.decode(
+            ids,
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+    )
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Id -> text of the special tokens. Remembered per tokenizer."""
+    found = getattr(tokenizer, "_slime_special_tokens", None)
+    if found is None:
+        added = tokenizer.added_tokens_decoder
+        found = {number: str(token) for number, token in added.items() if token.special}
+        found |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        found = {number: text for number, text in found.items() if text not in _READ_BY_REWARDS}
+        tokenizer._slime_special_tokens = found
+    remembered: dict[int, str] = found
+    return remembered
