@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "requirements" / "locks"
 
 Pins = dict[str, tuple[str, set[str]]]
-"""Package -> version and SHA-256 hashes. A package whose version depends on Python has an entry for each Python, with the
-marker of that Python behind its name."""
+"""Package -> version and SHA-256 hashes. A package whose version depends on Python has an entry for each Python, with
+the marker of that Python behind its name."""
 
 
 @dataclass(frozen=True)
