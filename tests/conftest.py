@@ -89,8 +89,10 @@ def held() -> dict[str, int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left() -> Iterator[None]:
-    """A test file must end with the threads, open files and child processes with which it began, but for SLACK. On a GPU
-    this is not checked: CUDA and NCCL have threads for the life of a process."""
+    """A test file must end with the threads, open files and child processes with which it began, but for SLACK.
+
+    Not checked where a GPU is: CUDA and NCCL have threads for the life of a process.
+    """
     before, end = held(), None
     yield
     if not INTERPRET:
