@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -178,3 +179,24 @@ def test_a_class_of_a_model_renames_tensors():
     mapper = WeightsMapper(orig_to_new_prefix={"old.": "new.", "dropped.": None})
     names = ["old.weight", "weight", "dropped.weight"]
     assert [vllm_versions.mapped_name(mapper, name) for name in names] == ["new.weight", "weight", None]
+
+
+def test_the_cuda_build_makes_its_flags_without_a_gpu():
+    """vLLM keeps the flags that it made, so this is a process of its own. vLLM alone fails there."""
+    code = """if True:
+        from vllm import platforms
+        from vllm.platforms.interface import UnspecifiedPlatform
+        platforms._current_platform = UnspecifiedPlatform()
+        from vllm.config import DeviceConfig
+        try:
+            DeviceConfig()
+        except RuntimeError as error:
+            print(error)
+        from vime.engine.flags import vllm_parser
+        print(any("--tensor-parallel-size" in action.option_strings for action in vllm_parser()._actions))
+        print(platforms.current_platform.is_unspecified())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    failure, *rest = done.stdout.splitlines()[-3:]
+    assert "Failed to infer device type" in failure
+    assert rest == ["True", "True"]

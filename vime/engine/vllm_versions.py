@@ -56,7 +56,8 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,13 +113,29 @@ def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """vLLM's server flags added to `parser`, a FlexibleArgumentParser. ImportError without vLLM."""
     for module in _PARSER_MODULES:
         try:
-            made: FlexibleArgumentParser = import_module(module).make_arg_parser(parser)
+            with _a_platform():
+                made: FlexibleArgumentParser = import_module(module).make_arg_parser(parser)
             return made
         except ModuleNotFoundError as error:
             # Only a place of vLLM that is not there yet, or no more, is no fault of the installation.
             if not str(error.name).startswith("vllm.entrypoints"):
                 raise
     raise ImportError(f"vLLM's server flags must be in one of {', '.join(_PARSER_MODULES)}")
+
+
+@contextmanager
+def _a_platform() -> Iterator[None]:
+    """vLLM's CUDA build has no platform where no GPU is, as in `vime plan` on a login node. It makes no flags without
+    a platform, so the CPU's takes its place meanwhile."""
+    platforms: Any = import_module("vllm.platforms")
+    if not platforms.current_platform.is_unspecified():
+        yield
+        return
+    platforms.current_platform = import_module("vllm.platforms.cpu").CpuPlatform()
+    try:
+        yield
+    finally:
+        del platforms.current_platform  # back to what vLLM found itself
 
 
 def refusals() -> tuple[type[Exception], ...]:
