@@ -22,7 +22,7 @@ def _boolean(value: Any) -> bool:
 
 
 def _whole(least: int) -> Check:
-    return lambda value: isinstance(value, Integral) and not _boolean(value) and value >= least
+    return lambda value: isinstance(value, Integral) and not _boolean(value) and int(value) >= least
 
 
 def _list_of(check: Check) -> Check:
