@@ -91,7 +91,7 @@ if [[ "$DEVICE" == cpu && -z "$LOCK" ]]; then
     mapfile -t versions < <(sed -n 's/^megatron-core==\([0-9.]*\);.*/\1/p' requirements/cpu.txt)
     for version in "${versions[@]}"; do
         [[ "$version" != "$own" ]] || continue
-        install --no-deps --only-binary=:all: --python-version=3.12 --upgrade --target="$VENV/megatron-core-$version" \
+        install --no-deps --only-binary=:all: --ignore-requires-python --upgrade --target="$VENV/megatron-core-$version" \
             "megatron-core==$version"
     done
 fi

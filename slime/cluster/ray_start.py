@@ -7,6 +7,8 @@ import functools
 import logging
 import os
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +24,8 @@ from slime.cluster import ray_token
 from slime.cluster.guard import descendants, processes
 
 logger = logging.getLogger(__name__)
+
+LISTEN_S = 3.0
 
 
 def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = None) -> None:
@@ -41,6 +45,8 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     joined = os.environ.get("RAY_ADDRESS")
+    if joined:
+        require_listening(joined)
     if not joined:
         ray_token.use_own_token(os.environ)
     elif not allow_unauthenticated:
@@ -70,6 +76,29 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
                 )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def require_listening(address: str) -> None:
+    """ValueError if nothing accepts a connection at HOST:PORT within LISTEN_S. Ray itself would try for 50 s, and would
+    not name the variable. Other forms of an address are Ray's to resolve."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    end = time.monotonic() + LISTEN_S
+    while True:
+        try:
+            socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=max(0.1, end - time.monotonic())
+            ).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise ValueError(
+                    f"RAY_ADDRESS must be the address of a running Ray cluster, got {address}, where nothing answered "
+                    f"within {LISTEN_S:g} s ({error}); start it with scripts/ray-cluster.sh, or unset RAY_ADDRESS to "
+                    "use this machine alone"
+                ) from error
+        time.sleep(0.2)
 
 
 @contextlib.contextmanager

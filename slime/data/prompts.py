@@ -149,13 +149,7 @@ def load_prompts(
     rows = sizes = np.empty(0, np.uint32)
     template = tokenizer if columns.apply_chat_template else None
     if part:
-        known: dict[str, Any] = {
-            "first": part.start,
-            "source": source,
-            "columns": columns,
-            "tokenizer": template,
-        }
-        check = functools.partial(_check, **known, check_label=check_label)
+        check = functools.partial(_check, part.start, source, columns, template, check_label)
         key = _key(table, columns, template, None, f"{part.start}:{part.stop} {check_label}")
         checked = _mapped(table.select(part), check, ("row", "size"), key, processes=True)
         rows, sizes = _column_of(checked, "row"), _column_of(checked, "size")
@@ -200,13 +194,13 @@ def _not_empty(batch: dict[str, list[str]], numbers: list[int]) -> dict[str, lis
 
 
 def _check(
-    batch: dict[str, list[Any]],
-    numbers: list[int],
     first: int,
     source: Source,
     columns: Columns,
     tokenizer: PreTrainedTokenizerBase | None,
     check_label: LabelCheck | None,
+    batch: dict[str, list[Any]],
+    numbers: list[int],
 ) -> dict[str, list[int]]:
     """Row and size in characters of each prompt. ValueError with the place of the first wrong row."""
     rows, sizes = [], []

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 ENGINE = (
     *("--vllm-gpu-memory-utilization", "0.1", "--vllm-kv-cache-memory-bytes", str(1 << 30)),
-    *("--vllm-max-model-len", "1024", "--vllm-enforce-eager"),
+    *("--vllm-max-model-len", "512", "--vllm-enforce-eager"),
 )
 
 

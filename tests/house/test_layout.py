@@ -35,6 +35,23 @@ HEAVY = {
 }
 
 
+TOP_LEVEL = """
+    .ci .dockerignore .gitignore .pre-commit-config.yaml CHANGELOG.md CONTRIBUTING.md LICENSE MANIFEST.in README.md
+    benchmarks docker docs examples mkdocs.yml pyproject.toml requirements rl_kernel scripts setup.py slime tests
+    train.py train_async.py vime
+"""
+LARGEST_FILE_KIB = 400
+
+
+def test_only_known_things_stand_at_the_top_level():
+    """A data file once came into the repository with an unfinished commit."""
+    found = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = [name for name in found.stdout.split("\0") if name and (ROOT / name).exists()]
+    assert {name.partition("/")[0] for name in tracked} == set(TOP_LEVEL.split())
+    large = {name for name in tracked if (ROOT / name).stat().st_size > LARGEST_FILE_KIB << 10}
+    assert not large
+
+
 def exceptions() -> set[str]:
     lines = (ROOT / "tests/house/exceptions.txt").read_text().splitlines()
     return {line.split()[0] for line in lines if line.strip() and not line.startswith("#")}

@@ -1,8 +1,10 @@
-"""Ray on a machine that is too busy for the 30 s that Ray waits for its first processes."""
+"""Joining and starting Ray: an address where nothing listens, and a machine that is too busy for Ray's 30 s."""
 
 from __future__ import annotations
 
 import os
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,21 @@ def test_ray_that_does_not_answer_in_time_is_started_again(monkeypatch):
         assert len(servers) == 1, "those of the first start have ended"
     finally:
         ray.shutdown()
+
+
+def test_an_address_where_nothing_listens_is_named_within_seconds(monkeypatch):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound and not listening: no other process gets the port
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=f"RAY_ADDRESS must be .* got {address}, where nothing answered"):
+            ray_start.connect()
+        assert time.monotonic() - began < 2 * ray_start.LISTEN_S
+
+
+def test_an_address_where_a_server_listens_is_accepted_and_other_forms_are_left_to_ray():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ray_start.require_listening(f"127.0.0.1:{server.getsockname()[1]}")
+    for form in ("auto", "local", "ray://head"):
+        ray_start.require_listening(form)

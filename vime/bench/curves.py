@@ -30,8 +30,9 @@ def sides_of(pairs: Sequence[Pair]) -> dict[str, list[Repeat]]:
 
 def counted(record: Record, repeats: Sequence[Repeat], name: str) -> Array:
     """What all repeats of a side reported of a metric, step by step; times and speeds without the warm-up."""
-    values = np.concatenate([values_of(repeat, name, record.warm_up) for repeat in repeats])
-    return values[np.isfinite(values)]
+    values: Array = np.concatenate([values_of(repeat, name, record.warm_up) for repeat in repeats])
+    finite: Array = values[np.isfinite(values)]
+    return finite
 
 
 def mean_step_time(record: Record, pairs: Sequence[Pair]) -> Figure | str:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from slime.protocols import FinishReason, GenerateResult
+from slime.rollout.sampling import checked
 from vime.engine import routed_experts
 from vime.engine.group_wire import NAMES, SAMPLES, Frames, SampleAnswer, Samples
 from vime.engine.router_client import RouterClient, Transient, require_finite, require_ok
@@ -143,10 +144,7 @@ def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswe
 def request_fields(sampling_params: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the samples of a request share, and what one sample has of its own, under vLLM's names. For a parameter that
     is None, the engine uses its neutral default."""
-    unknown = sampling_params.keys() - NAMES.keys()
-    if unknown:
-        raise ValueError(f"sampling parameters must be among {sorted(NAMES)}, got {sorted(unknown)}")
-    given = {NAMES[name]: value for name, value in sampling_params.items() if value is not None}
+    given = {NAMES[name]: value for name, value in checked(sampling_params).items()}
     own = {"seed": seed} | {name: given.pop(name) for name in _OWN if name in given}
     return {"include_stop_str_in_output": True, **given}, own
 

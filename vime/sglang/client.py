@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from slime.protocols import FinishReason, GenerateResult
+from slime.rollout.sampling import checked
 from vime.engine.middleware import CHECKPOINT_VERSION
 from vime.engine.router_client import RouterClient, Transient, require_finite, require_ok
 
@@ -116,7 +117,7 @@ def request_params(sampling_params: dict[str, Any]) -> dict[str, Any]:
     """`sampling_params` of a request. For a parameter that is None, the engine uses its neutral default."""
     if unknown := sampling_params.keys() - PARAMETERS - {_DROPPED}:
         raise ValueError(f"sampling parameters must be among {sorted(PARAMETERS)}, got {sorted(unknown)}")
-    given = {name: v for name, v in sampling_params.items() if v is not None and name != _DROPPED}
+    given = {name: value for name, value in checked(sampling_params).items() if name != _DROPPED}
     if "max_new_tokens" not in given:
         raise ValueError(
             "max_new_tokens must be given, got none; SGLang would stop after 128 tokens: set --rollout-max-response-len"

@@ -1,0 +1,89 @@
+"""Types and ranges of sampling parameters. Checked before a request leaves: a value of a wrong type can end an engine's
+input thread, and all its requests then wait for ever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+Check = Callable[[Any], bool]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, Real) and not _boolean(value) and math.isfinite(value)
+
+
+def _boolean(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+def _whole(least: int) -> Check:
+    return lambda value: isinstance(value, Integral) and not _boolean(value) and int(value) >= least
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list | tuple) and all(map(check, value))
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+RULES: dict[str, tuple[str, Check]] = {
+    "temperature": ("be a number from 0", lambda v: _number(v) and v >= 0),
+    "top_p": ("be a number above 0 and at most 1", lambda v: _number(v) and 0 < v <= 1),
+    "top_k": ("be -1, 0 or a whole number from 1", _whole(-1)),
+    "min_p": ("be a number from 0 to 1", lambda v: _number(v) and 0 <= v <= 1),
+    "max_new_tokens": ("be a whole number from 1", _whole(1)),
+    "min_new_tokens": ("be a whole number from 0", _whole(0)),
+    "stop": ("be a text or a list of texts", lambda v: _text(v) or _list_of(_text)(v)),
+    "stop_token_ids": ("be a list of token ids", _list_of(_whole(0))),
+    "skip_special_tokens": ("be True or False", _boolean),
+    "spaces_between_special_tokens": ("be True or False", _boolean),
+    "no_stop_trim": ("be True or False", _boolean),
+    "ignore_eos": ("be True or False", _boolean),
+    "repetition_penalty": ("be a number above 0", lambda v: _number(v) and v > 0),
+    "presence_penalty": ("be a number from -2 to 2", lambda v: _number(v) and -2 <= v <= 2),
+    "frequency_penalty": ("be a number from -2 to 2", lambda v: _number(v) and -2 <= v <= 2),
+    "logit_bias": (
+        "be a dict of token ids and numbers",
+        lambda v: (
+            isinstance(v, Mapping) and all(str(key).isdigit() and _number(bias) for key, bias in v.items())
+        ),
+    ),
+}
+"""slime's and SGLang's name -> (what its value must be, whether a value is that). None stands for the default."""
+
+
+def checked(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    """`sampling_params` without those that are None, with whole numbers and booleans as Python's own.
+
+    ValueError for an unknown name, a wrong type or a value out of range.
+    """
+    if unknown := sampling_params.keys() - RULES.keys():
+        raise ValueError(f"sampling parameters must be among {sorted(RULES)}, got {sorted(unknown)}")
+    found = {}
+    for name, value in sampling_params.items():
+        if value is None:
+            continue
+        rule, fits = RULES[name]
+        if not fits(value):
+            raise ValueError(
+                f"the sampling parameter {name} must {rule}, got {value!r} ({type(value).__name__}); check what the "
+                "generate function or --eval-config sets"
+            )
+        found[name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of NumPy as Python's own, which requests are written with."""
+    if _boolean(value):
+        return bool(value)
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
