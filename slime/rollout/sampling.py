@@ -65,7 +65,9 @@ def checked(sampling_params: Mapping[str, Any]) -> dict[str, Any]:
     ValueError for an unknown name, a wrong type or a value out of range.
     """
     if unknown := sampling_params.keys() - RULES.keys():
-        raise ValueError(f"sampling parameters must be among {sorted(RULES)}, got {sorted(unknown)}")
+        raise ValueError(
+            f"sampling parameters must be among {sorted(RULES)}, got {sorted(unknown)}; leave others out"
+        )
     found = {}
     for name, value in sampling_params.items():
         if value is None:
