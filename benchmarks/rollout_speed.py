@@ -115,7 +115,7 @@ def write_prompts(path: Path, args: argparse.Namespace) -> None:
     length = len(tokenizer.encode(texts[0], add_special_tokens=False))
     if length != args.prompt_tokens:
         raise ValueError(f"--model must have a tokenizer with a token a digit, got {length} for {texts[0]}")
-    path.write_text("".join(json.dumps({"prompt": text, "label": ""}) + "\n" for text in texts))
+    path.write_text("".join(json.dumps({"prompt": text, "label": "0"}) + "\n" for text in texts))
 
 
 def configure(args: argparse.Namespace, flags: list[str], folder: Path) -> Config:

@@ -31,7 +31,7 @@ if INTERPRET:
 SLACK = {"threads": 20, "open files": 30, "child processes": 4}
 """What a test file may leave behind: a first use of torch, Ray or multiprocessing starts things that stay. One trainer
 has 48 threads and 64 files."""
-GONE_S = 10
+GONE_S = 60
 """Seconds in which threads and processes that were told to end must have ended."""
 
 # Tables of the tests' prompt files, for this process and those that it starts. `datasets` reads this at import.

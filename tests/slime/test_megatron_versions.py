@@ -151,7 +151,8 @@ def test_all_names_are_in_both_versions(other):
     """What slime imports, the attributes and keywords it uses, and the methods it replaces."""
     here = megatron_names.look()
     there = json.loads(run(other, "tests/slime/megatron_names.py"))
-    assert (here["version"], there["version"]) == (installed(), OTHER)
+    # In a git checkout, newer versions add the commit of the current folder.
+    assert [found["version"].partition("+")[0] for found in (here, there)] == [installed(), OTHER]
     assert here["problems"] == there["problems"] == []
     assert here["checked"] == there["checked"] > 250
     assert here["replaced"] == there["replaced"]

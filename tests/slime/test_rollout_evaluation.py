@@ -143,7 +143,7 @@ def test_two_datasets_in_one_pass(tmp_path):
 
 def test_evaluation_has_its_own_context_limit(tmp_path):
     path = write_lines(
-        tmp_path / "d.jsonl", [{"prompt": "q len=7 :", "label": ""}, {"prompt": "x" * 30, "label": ""}]
+        tmp_path / "d.jsonl", [{"prompt": "q len=7 :", "label": "0"}, {"prompt": "x" * 30, "label": "0"}]
     )
     args, state = evaluated(
         tmp_path,

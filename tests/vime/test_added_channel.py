@@ -35,6 +35,11 @@ class AddedServer(DoubleServer):
     def command(self) -> list[str]:
         return [*super().command(), "added_channel"]
 
+    def environment(self) -> dict[str, str]:
+        """Servers start without their script's folder on the path."""
+        env = super().environment()
+        return {**env, "PYTHONPATH": os.pathsep.join([env["PYTHONPATH"], str(HERE)])}
+
 
 class Trainer:
     """Publishes through the added channel."""

@@ -214,7 +214,7 @@ def test_every_example_and_preset_has_flags_that_a_run_takes(path, tmp_path, cap
     own = tmp_path / "own"
     arch = next((name for name in ARCHITECTURES if path.stem.startswith(name)), "qwen3-tiny")
     make_model(["--arch", arch, "--no-weights", str(own)])
-    columns = '{"prompt": "a", "label": "b", "question": "a", "answer": "b"}\n'
+    columns = '{"prompt": "a", "label": "3", "question": "a", "answer": "3"}\n'
     (tmp_path / "data.jsonl").write_text(columns * 2)
     presets = yaml.safe_load(path.read_text()).get("presets", {})
     for preset in [None, *presets]:
