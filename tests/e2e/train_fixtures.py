@@ -33,7 +33,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SAMPLES = 8, 4
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _SCORED: Counter[tuple[int, int]] = Counter()
 """Number of samples per weight version and group that striking_reward has scored. One process computes all rewards."""
 _SCORING = threading.Lock()
@@ -166,11 +166,10 @@ class Launch:
     """A started command: its output, and every process that it starts.
 
     Ray's workers rename themselves and outlive a killed parent, so neither command lines nor process groups find them
-    all. The test process is therefore the reaper of orphans: every remaining process becomes its descendant.
+    all. The test process is therefore the reaper of orphans (see `launched`): what remains becomes its descendant.
     """
 
     def __init__(self, command: list[str], output: Path) -> None:
-        become_reaper()
         # If a script starts the tests in the background, they ignore Ctrl-C, and their child processes would too.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._before = {process.pid for process in psutil.Process().children(recursive=True)}
@@ -266,11 +265,13 @@ class Launch:
 
 @contextlib.contextmanager
 def launched(command: list[str], output: Path) -> Iterator[Launch]:
-    launch = Launch(command, output)
-    try:
-        yield launch
-    finally:
-        launch.clean_up()
+    """A started command. It is killed at the end, with all that it started."""
+    with reaper_of_orphans():
+        launch = Launch(command, output)
+        try:
+            yield launch
+        finally:
+            launch.clean_up()
 
 
 LISTENING = (
@@ -312,9 +313,16 @@ def run(command: list[str], output: Path, *, timeout_s: float = 240) -> str:
         return launch.output
 
 
-def become_reaper() -> None:
-    """Make orphaned descendants of this process its children."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+@contextlib.contextmanager
+def reaper_of_orphans() -> Iterator[None]:
+    """Orphans among this process's descendants become its children, and not those of process 1."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value)
 
 
 def rows(run_dir: Path, key: str) -> dict[int, dict[str, float]]:
