@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slime.config.fields import FlagSpec, specs_of, spelled
-from slime.config.listing import flags_without_effect, unsupported_flags
+from slime.config.fields import FlagSpec, spelled
 from slime.config.schema import SECTIONS
+from slime.rules.flags import section_flags
+from slime.rules.listing import flags_without_effect, unsupported_flags
 from vime.backends import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,7 +144,7 @@ def lines() -> Iterator[str]:
         source = Path(inspect.getfile(cls)).relative_to(ROOT)
         yield f"\n## {TITLES[section]}\n\nOwner: `{source}`.\n"
         yield "| Flag | Type | Default | Meaning |\n| --- | --- | --- | --- |"
-        specs = dict(specs_of(cls))
+        specs = dict(section_flags(cls))
         if section == "engine":
             specs["rollout_backend"] = replace(specs["rollout_backend"], choices=tuple(BACKENDS))
             specs |= {name: spec for backend in BACKENDS.values() for name, spec in backend.specs.items()}

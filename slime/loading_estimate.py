@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from slime.algo.needs import needs_reference
 from slime.config import Config
-from slime.config.experts import expert_tensor_parallel
 from slime.hf_config import MAPPED_BYTES
 from slime.memory_estimate import BYTES, Item, amount, count, rank_params
 from slime.model_shape import Shape
@@ -21,7 +21,7 @@ def loading(c: Config, hf: dict[str, Any]) -> Iterator[Item]:
     Nothing is read for a quantised checkpoint here: its tensors are read whole, and their size depends on the files.
     """
     shape, stored = Shape.of(hf), stored_bytes(c, hf)
-    models = 2 if c.needs_reference else 1
+    models = 2 if needs_reference(c) else 1
     twice = ", for the reference too" if models > 1 else ""
     kinds = list(rank_params(c, shape))
     if not hf.get("quantization_config"):
@@ -51,7 +51,7 @@ def largest_slice(c: Config, shape: Shape, *, whole: bool) -> tuple[float, str]:
     """Elements of the largest part of a tensor that a rank reads at once, and its arithmetic. `whole`: tensors are not
     cut."""
     tp = 1 if whole else c.megatron.tensor_model_parallel_size
-    etp = 1 if whole else expert_tensor_parallel(c)
+    etp = 1 if whole else c.megatron.expert_tensor_parallel
     found = [(shape.vocab, tp), (shape.ffn, tp), (shape.shared_ffn, tp), (shape.expert_ffn, etp)]
     rows, ranks = max(found, key=lambda pair: pair[0] / pair[1])
     return rows * shape.hidden / ranks, f"{count(rows * shape.hidden)}{f' / {ranks}' if ranks > 1 else ''}"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from slime.config import Config
-from slime.config.cluster import PARTS
+from slime.config.sections.cluster import PARTS
 from slime.memory_estimate import BYTES, GIB, Estimate, Item, amount, count
 from slime.model_shape import Params, Shape
 from slime.operators import loss_head

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.algo.losses import loss_of
+from slime.algo.needs import needs_reference
 from slime.config import Config
-from slime.config.experts import expert_tensor_parallel
 from slime.config.problems import given
 from slime.model_shape import Params, Shape
 from slime.models import Layer
 from slime.operators import NATIVE, loss_head
-from slime.stages import micro_batch_group
+from slime.stages import micro_batch_group, stages_of
 from slime.weight_sync.registry import CHANNELS
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -80,7 +80,7 @@ def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
     for kind, params, share, ranks, shards in kinds:
         how = f"{share} x {main + 8} B{ranks} / {shards} shards"
         yield Item(f"{kind}optimizer", params * (main + 8) / shards, how, "optimizer")
-    if c.needs_reference:
+    if needs_reference(c):
         for kind, params, share, ranks, _ in rank_params(c, shape, predicts=False):
             yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
     if CHANNELS[given(c.weight_update.update_weight_transport)].buckets and c.num_engines:
@@ -125,14 +125,14 @@ def expert_copies(c: Config, shape: Shape) -> float:
     """Number of (token, expert) pairs that a rank computes per token of its micro-batch, if the tokens spread evenly.
     If experts are not split, a rank sends its own part of the tokens to experts, as sequence parallelism split them.
     """
-    return shape.topk * expert_tensor_parallel(c) / c.megatron.tensor_model_parallel_size
+    return shape.topk * c.megatron.expert_tensor_parallel / c.megatron.tensor_model_parallel_size
 
 
 def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
     """Elements at the peak of the backward of a layer's experts. The peak is either the gradients of the tokens'
     copies (their weighted halves are in float32), or fewer of these gradients and the stacked weights of the first
     product or their gradient."""
-    copies, etp = expert_copies(c, shape), expert_tensor_parallel(c)
+    copies, etp = expert_copies(c, shape), c.megatron.expert_tensor_parallel
     width, split = (
         shape.expert_ffn / etp,
         c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
@@ -153,7 +153,7 @@ def rank_params(
     tp, ep, etp = (
         c.megatron.tensor_model_parallel_size,
         c.megatron.expert_model_parallel_size,
-        expert_tensor_parallel(c),
+        c.megatron.expert_tensor_parallel,
     )
     replicas = c.data_parallel_size * c.megatron.context_parallel_size
     whole = f" / TP {tp} (+ {count(params.whole)} of routers)" if params.whole else f" / TP {tp}"
@@ -167,7 +167,7 @@ def rank_params(
 
 def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
     """The layers of each pipeline rank, those of all its virtual stages."""
-    stages = c.megatron.stages(shape.layers)
+    stages = stages_of(c.megatron, shape.layers)
     return [tuple(shape.kinds[i] for i in stages.layers(rank)) for rank in range(stages.ranks)]
 
 
@@ -180,7 +180,7 @@ def stage_params(c: Config, shape: Shape, predicts: bool) -> tuple[Params, str]:
         return (whole + shape.predicting, "") if predicts else (whole, "")
     tp, experts = (
         c.megatron.tensor_model_parallel_size,
-        c.megatron.expert_model_parallel_size * expert_tensor_parallel(c),
+        c.megatron.expert_model_parallel_size * c.megatron.expert_tensor_parallel,
     )
     sizes = [shape.params_of(layers, int(i in (0, len(stages) - 1))) for i, layers in enumerate(stages)]
     if predicts:
@@ -193,7 +193,7 @@ def stage_params(c: Config, shape: Shape, predicts: bool) -> tuple[Params, str]:
 def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
     """For the pipeline rank that keeps the most: the number of (micro-batch, layer) pairs whose activations it keeps,
     and the mean over its layers of `width`, the elements per token that a layer keeps."""
-    stages = c.megatron.stages(shape.layers)
+    stages = stages_of(c.megatron, shape.layers)
     group = micro_batch_group(c.megatron, shape.layers)
     found = [(0.0, 0.0)]
     for rank, layers in enumerate(stage_layers(c, shape)):
@@ -248,7 +248,7 @@ def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float
     if (
         c.off_policy.use_rollout_routing_replay
     ):  # int16, of all layers on every stage (slime.data.routed_experts)
-        stages, group = c.megatron.stages(shape.layers), micro_batch_group(c.megatron, shape.layers)
+        stages, group = stages_of(c.megatron, shape.layers), micro_batch_group(c.megatron, shape.layers)
         ids = tokens * shape.layers * shape.topk * 2 * stages.micro_batches(0, group)
         kept = Item(
             "activations and experts' ids", kept.bytes + ids, f"{how} + {amount(ids)} of experts' ids"
@@ -273,7 +273,7 @@ def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
     if kind.sparse:
         shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
         norms = 4 if keeps_outputs else 3
-        expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / expert_tensor_parallel(c)
+        expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / c.megatron.expert_tensor_parallel
         return (norms + post) * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
     norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
     return (norms + post) * shape.hidden / split + attention + mlp * shape.ffn / tp

@@ -16,7 +16,8 @@ from rl_kernel.mode import settings
 from rl_kernel.telemetry import set_timing
 from slime.algo.estimators import estimator_of
 from slime.algo.losses import loss_of
-from slime.config.kernels import OPERATORS
+from slime.algo.needs import needs_reference
+from slime.config.sections.kernels import OPERATORS
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -164,7 +165,7 @@ def called(config: Config) -> set[str]:
     found |= {loss_head(config)[0].name, "rotary"}
     if config.megatron.overrides.get("transformer_impl", "local") == "local":
         found.add("swiglu")  # with Transformer Engine, Megatron's own activation runs instead
-    if needs_old_log_probs(config) or config.needs_reference:
+    if needs_old_log_probs(config) or needs_reference(config):
         found.add(pass_head(config).name)
     advantages = loss.rewarded and not (
         config.algorithm.disable_compute_advantages_and_returns

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from slime.config.backend import BackendFlags
-from slime.config.listing import Row
-from slime.config.schema import Config
 from slime.types import SampleGroup
-
-if TYPE_CHECKING:
-    from slime.cluster.placement import Placement
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -149,34 +143,6 @@ class NoEngines:
     def check_health(self) -> None: ...
 
     def stop(self) -> None: ...
-
-
-class RolloutBackend(BackendFlags, Protocol):
-    """An inference engine that generates rollouts: all that this project asks of it, as one object.
-
-    `BackendFlags` are its flags and what becomes of them. The engines themselves are an `EnginePool`.
-    """
-
-    def remarks(self, config: Config) -> Iterable[str]:
-        """Notes for the user. ValueError for an installation that cannot work."""
-        ...
-
-    def rows(self) -> Iterable[Row]:
-        """The flags of its engine and its router, for `vime flags`."""
-        ...
-
-    def command_lines(self, config: Config) -> Iterable[str]:
-        """The options that its servers will get, for `vime plan`."""
-        ...
-
-    def require_reachable(self, config: Config) -> None:
-        """Before a run starts anything: ValueError, within 15 s, for an engine or a router started apart that does not
-        answer or cannot be used, and for engines that cannot run on this machine."""
-        ...
-
-    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
-        """The engines, not started yet. `source`: the trainer, where there is one."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The rollout backends, one line each, and the configuration of a command line with the flags of one of them.
 
-`--rollout-backend` names a backend. What it implements is `slime.protocols.RolloutBackend`.
+`--rollout-backend` names a backend. What it implements is `slime.rollout_backend.RolloutBackend`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 
-from slime.config import Config, FlagGroup, parse_args
-from slime.config.listing import Row, own_rows
-from slime.config.parser import check_flags
-from slime.config.validate import Rule
-from slime.protocols import RolloutBackend
+from slime.config import Config, FlagGroup
+from slime.rollout_backend import RolloutBackend
+from slime.rules import parse_args
+from slime.rules.listing import Row, own_rows
+from slime.rules.parser import check_flags
+from slime.rules.validate import Rule
 from vime.engine.backend import VllmBackend
 from vime.sglang.backend import SglangBackend
 from vime.switch import from_environment

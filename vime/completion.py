@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slime.config.fields import spelled
-from slime.config.schema import own_flags
+from slime.rules.flags import own_flags
 from vime.commands import COMMANDS
 
 SHELLS = ("bash", "zsh")

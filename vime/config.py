@@ -15,7 +15,7 @@ import yaml
 
 from slime.config import Config
 from slime.config.config_file import FlagGroup, YamlLoader, split_argv, with_config_files, yaml_group
-from slime.config.schema import own_flags
+from slime.rules.flags import own_flags
 from vime.backends import check_each, parse_config
 
 ARRAY = "VIME_FLAGS"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slime.config.fields import nearest
-from slime.config.listing import Row, megatron_rows
+from slime.rules.listing import Row, megatron_rows
 from vime.backends import BACKENDS, public_rows
 
 _WIDTH, _FLAG_WIDTH = 110, 42

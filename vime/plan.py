@@ -15,7 +15,6 @@ from typing import Any
 from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.config_file import split_argv, with_config_files
-from slime.config.experts import expert_tensor_parallel
 from slime.hardware import HARDWARE
 from slime.hf_config import read_hf_config
 from slime.loading_estimate import loading
@@ -24,7 +23,7 @@ from slime.memory_estimate import GIB, Item, amount, count, estimate
 from slime.model_shape import Shape
 from slime.operators import decide, headline
 from slime.run_start import check_start, start_line
-from slime.stages import micro_batch_group
+from slime.stages import micro_batch_group, stages_of
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_of, parse_config
 from vime.engine.memory import engine_memory, engine_verdict
@@ -54,7 +53,7 @@ def topology(c: Config) -> Iterator[str]:
         shared = c.megatron.expert_model_parallel_size
         usual = ("tensor parallel", "data parallel")
         ways = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name in usual)
-        split = expert_tensor_parallel(c)
+        split = c.megatron.expert_tensor_parallel
         apart = f", each split over {split}" if shared > 1 and split > 1 else ""
         yield (
             f"trainer   {plural(c.cluster.actor_num_nodes, 'node')} x {c.cluster.actor_num_gpus_per_node} = "
@@ -92,7 +91,7 @@ def topology(c: Config) -> Iterator[str]:
 def pipeline(c: Config) -> Iterator[str]:
     """The layers of each pipeline rank, for more than one rank."""
     layers = Shape.of(hf_config_of(c)).layers
-    stages = c.megatron.stages(layers)
+    stages = stages_of(c.megatron, layers)
     if stages.ranks == 1:
         return
     of_ranks = [f"{len(stages.layers(rank))}" for rank in range(stages.ranks)]

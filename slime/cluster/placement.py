@@ -32,7 +32,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import UNKNOWN, GpuFacts, read_gpu_facts
 from slime.config import Config
-from slime.config.cluster import engine_tensor_parallel
 from slime.config.problems import given
 
 CORES_PER_CPU_DEVICE = 0.5
@@ -168,7 +167,7 @@ def place(config: Config) -> Placement:
             )
             _require_one_domain(
                 "--rollout-num-gpus-per-engine",
-                engine_tensor_parallel(config),
+                config.engine_tensor_parallel,
                 domains[first : first + engine_devices],
             )
     except BaseException:

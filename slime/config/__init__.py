@@ -1,10 +1,7 @@
-"""Configuration: frozen sections of flags, parsed, resolved and validated once."""
+"""Configuration on the ground floor: frozen sections of flags, and the files and words that give them values. It knows
+no feature: rules are in `slime.rules`."""
 
-from slime.config.backend import BackendFlags, FlagOwner
 from slime.config.config_file import FlagGroup
-from slime.config.parser import parse_args
-from slime.config.resolve import resolve
 from slime.config.schema import Config
-from slime.config.validate import validate
 
-__all__ = ["BackendFlags", "Config", "FlagGroup", "FlagOwner", "parse_args", "resolve", "validate"]
+__all__ = ["Config", "FlagGroup"]

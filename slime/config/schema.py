@@ -11,26 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime.algo.estimators import estimator_of
-from slime.algo.losses import loss_of
-from slime.config.algorithm import AlgorithmConfig
-from slime.config.checkpoint import CheckpointConfig
-from slime.config.cluster import ClusterConfig
-from slime.config.data import DataConfig
-from slime.config.debug import DebugConfig
-from slime.config.engine import EngineConfig
-from slime.config.evaluation import EvaluationConfig
-from slime.config.fault_tolerance import FaultToleranceConfig
 from slime.config.fields import FlagSpec, specs_of
-from slime.config.kernels import KernelsConfig
-from slime.config.logging import LoggingConfig
-from slime.config.megatron import MegatronConfig
-from slime.config.off_policy import OffPolicyConfig
-from slime.config.reward import RewardConfig
-from slime.config.rollout import RolloutConfig
-from slime.config.train import TrainConfig
+from slime.config.sections.algorithm import AlgorithmConfig
+from slime.config.sections.checkpoint import CheckpointConfig
+from slime.config.sections.cluster import ClusterConfig
+from slime.config.sections.data import DataConfig
+from slime.config.sections.debug import DebugConfig
+from slime.config.sections.engine import EngineConfig
+from slime.config.sections.evaluation import EvaluationConfig
+from slime.config.sections.fault_tolerance import FaultToleranceConfig
+from slime.config.sections.kernels import KernelsConfig
+from slime.config.sections.logging import LoggingConfig
+from slime.config.sections.megatron import MegatronConfig
+from slime.config.sections.off_policy import OffPolicyConfig
+from slime.config.sections.reward import RewardConfig
+from slime.config.sections.rollout import RolloutConfig
+from slime.config.sections.train import TrainConfig
+from slime.config.sections.weight_update import WeightUpdateConfig
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
-from slime.config.weight_update import WeightUpdateConfig
 
 SECTIONS: dict[str, type] = {
     "cluster": ClusterConfig,
@@ -64,8 +62,8 @@ NEGATED = {
 """Name in `args` that existing hooks read -> the --disable-* flag of the opposite meaning."""
 
 
-def own_flags() -> dict[str, FlagSpec]:
-    """Field name -> spec, for every flag that a section declares."""
+def declared_flags() -> dict[str, FlagSpec]:
+    """Field name -> spec, for every flag that a section declares. `slime.rules.flags` adds the values of registries."""
     return {name: spec for cls in SECTIONS.values() for name, spec in specs_of(cls).items()}
 
 
@@ -131,12 +129,11 @@ class Config:
         return -(-self.cluster.rollout_num_gpus_per_engine // self.cluster.num_gpus_per_node)
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether a reference model is loaded and its log-probs are computed. Supervised training needs none."""
-        if not loss_of(self.algorithm).rewarded:
-            return False
-        estimator = estimator_of(self.algorithm)
-        return estimator.needs_reference or self.algorithm.use_kl_loss or self.algorithm.kl_coef != 0
+    def engine_tensor_parallel(self) -> int:
+        """Tensor-parallel size of an engine: its GPUs divided by its pipeline stages and data-parallel copies."""
+        facts = self.engine.engine_facts
+        other = facts.pipeline_parallel_size * facts.data_parallel_size
+        return self.cluster.rollout_num_gpus_per_engine // other or 1
 
     @property
     def total_steps(self) -> int:
@@ -198,7 +195,7 @@ class Config:
     def save_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` as JSON in one atomic step, with secrets masked. (`config.save` is --save.)"""
         data = self.to_dict()
-        for name, spec in own_flags().items():
+        for name, spec in declared_flags().items():
             if spec.secret and data[SECTION_OF[name]][name] is not None:
                 data[SECTION_OF[name]][name] = "***"
         temporary = Path(f"{path}.{os.getpid()}.tmp")

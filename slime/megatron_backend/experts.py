@@ -34,16 +34,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from slime.config import Config
-from slime.config.experts import (
-    check_expert_layout,
-    check_expert_settings,
-    check_expert_width,
-    expert_tensor_parallel,
-)
 from slime.config.fields import spelled
 from slime.megatron_backend.activations import Gated
 from slime.megatron_backend.grouped_product import GroupedProduct, expert_ends
 from slime.models import Decoder, Experts
+from slime.rules.experts import check_expert_layout, check_expert_settings, check_expert_width
 
 _FREE = {"moe_token_dispatcher_type", "moe_router_load_balancing_type"}
 """Settings of `expert_fields` that a flag may change."""
@@ -75,7 +70,7 @@ def expert_fields(decoder: Decoder, config: Config, overrides: dict[str, Any]) -
         "moe_router_dtype": "fp32",
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": config.megatron.expert_model_parallel_size,
-        "expert_tensor_parallel_size": expert_tensor_parallel(config),
+        "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel,
         "moe_shared_expert_intermediate_size": experts.shared or None,
         "moe_shared_expert_gate": experts.shared_gate,
         **_router_fields(experts),

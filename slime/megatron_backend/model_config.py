@@ -10,11 +10,11 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import silu
 
 from slime.config import Config
-from slime.config.heads import check_heads
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.experts import expert_fields
 from slime.models import decoder_of
-from slime.stages import micro_batch_group
+from slime.rules.heads import check_heads
+from slime.stages import micro_batch_group, stages_of
 
 
 def load_hf_config(checkpoint_dir: str | Path) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def transformer_config(
 
 def _pipeline_fields(config: Config, layers: int, predictions: int) -> dict[str, Any]:
     """Fields of the pipeline's stages. Megatron gets the same list of layers that plan and estimate compute with."""
-    stages = config.megatron.stages(layers)
+    stages = stages_of(config.megatron, layers)
     if stages.ranks == 1:
         return {}
     fields = {

@@ -77,7 +77,7 @@ class ProjectionNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int) -> None:
         super().__init__()
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        assert heads % ranks == 0  # slime.config.heads
+        assert heads % ranks == 0  # slime.rules.heads
         self.eps, self.width = eps, heads * hidden_size
         self.weight = nn.Parameter(torch.ones(self.width // ranks))
         weight: Any = self.weight  # the marks are Megatron's

@@ -19,8 +19,8 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import nn
 
 from slime.config import Config
-from slime.config.experts import check_expert_ranks
 from slime.megatron_backend.cpu_device import install_cpu_redirect
+from slime.rules.experts import check_expert_ranks
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ from torch import Tensor
 from slime import operators
 from slime.algo.importance import sequence_mean
 from slime.algo.losses import loss_of
+from slime.algo.needs import needs_reference
 from slime.algo.ppo import compute_advantages_and_returns
 from slime.checkpoint_dir import resumed_iteration, start_directory, start_iteration
 from slime.config import Config
-from slime.config.cluster import PARTS
-from slime.config.debug import profiled_steps
+from slime.config.sections.cluster import PARTS
+from slime.config.sections.debug import profiled_steps
 from slime.data import columns
 from slime.data.packing import MicroBatch, pack, shares_prompts
 from slime.divergence import DivergedError
@@ -94,7 +95,7 @@ class MegatronTrainer:
             if config.data.start_rollout_id is None:
                 self.start_rollout_id = extra["rollout_id"] + 1
         self.ref_model = None
-        if config.needs_reference:
+        if needs_reference(config):
             self.ref_model = build_model(self.hf_config, config, ddp=False)
             reference = config.checkpoint.ref_load or config.rollout.hf_checkpoint
             load_weights(self.ref_model, reference, config.checkpoint.ref_ckpt_step)

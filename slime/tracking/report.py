@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from slime.config import Config
-from slime.config.debug import profiled_steps
 from slime.config.problems import given
+from slime.config.sections.debug import profiled_steps
 from slime.protocols import RolloutBatch, TrainResult
 from slime.tracking.console import StepLine, progress
 from slime.tracking.memory import resident_peak_gib

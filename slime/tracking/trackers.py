@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime.config import Config
-from slime.config.packages import is_installed
 from slime.config.problems import given
 from slime.room import Room
+from slime.rules.packages import is_installed
 from slime.tracking.environment import mask_secrets
 from slime.tracking.metrics import STEP_KEYS, StepKey, as_floats
 

@@ -22,7 +22,7 @@ from slime.protocols import WeightUpdate
 from slime.weight_sync.buckets import fill, grouped, room_for, views
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
 from slime.weight_sync.group import GivenUp, Group, GroupInfo, found, give_up, is_given_up
-from slime.weight_sync.registry import ENGINE_VARIABLE
+from slime.weight_sync.variables import ENGINE_VARIABLE
 
 logger = logging.getLogger(__name__)
 

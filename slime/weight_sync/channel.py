@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from slime.protocols import WeightUpdate
-from slime.weight_sync.registry import ENGINE_VARIABLE, WEIGHT_DIR_VARIABLE
+from slime.weight_sync.variables import ENGINE_VARIABLE, WEIGHT_DIR_VARIABLE
 
 Export = Callable[[], Iterable[tuple[str, Tensor]]]
 """All weights by HF name; each call starts from the first one. Collective over trainer ranks."""

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from slime.protocols import WeightUpdate
 from slime.room import Room, require_room
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
-from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
+from slime.weight_sync.variables import WEIGHT_DIR_VARIABLE
 
 FILE = "model.safetensors"
 

@@ -13,11 +13,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from slime.weight_sync.channel import WeightChannel
 
-ENGINE_VARIABLE = "VIME_ENGINE"
-"""Environment variable of an engine: the name of its server, which changes with each start."""
-WEIGHT_DIR_VARIABLE = "VIME_WEIGHT_DIR"
-"""Environment variable of an engine: the only directory that it reads files of weights from."""
-
 
 @dataclass(frozen=True)
 class Channel:

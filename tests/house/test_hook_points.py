@@ -17,9 +17,9 @@ import pytest
 from house_tree import ROOT, files, parse
 
 import rl_kernel
-from slime.config.listing import unsupported_flags
 from slime.config.megatron_flags import HISTORICAL, core_flags
-from slime.config.schema import own_flags
+from slime.rules.flags import own_flags
+from slime.rules.listing import unsupported_flags
 from vime.backends import BACKENDS
 from vime.switch import FLAG_OF
 
@@ -202,7 +202,7 @@ def test_every_call_of_rl_kernel_is_a_row_and_every_row_a_call() -> None:
 
 
 def test_every_function_flag_is_a_row() -> None:
-    """A flag that ends in -path names a function (slime/config/validate.py loads each), but for the YAML file's."""
+    """A flag that ends in -path names a function (slime/rules/validate.py loads each), but for the YAML file's."""
     hooks = {name for name in own_flags() if name.endswith("_path")} - {"custom_config_path"}
     told = [name for row in matrix(HOOKS) for name in flags(row["operator"])]
     assert sorted(told) == sorted(hooks)

@@ -6,8 +6,8 @@ from typing import Any
 
 from architectures import ARCHITECTURES
 
-from slime.config.resolve import resolve
 from slime.config.schema import Config
+from slime.rules.resolve import resolve
 from vime.engine.backend import engine_facts
 
 QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}

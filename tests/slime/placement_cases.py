@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.config import Config
-from slime.config.engine import EngineFacts
+from slime.config.sections.engine import EngineFacts
 
 
 def placement_config(device: str, **flags: Any) -> Config:

@@ -6,7 +6,7 @@ import pytest
 from config_cases import good_argv, write_model
 
 from slime.checkpoint_dir import resumed_iteration, start_directory, start_iteration
-from slime.config import parse_args
+from slime.rules import parse_args
 
 
 @pytest.fixture

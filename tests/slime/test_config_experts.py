@@ -9,9 +9,9 @@ import pytest
 from config_cases import HF_CONFIG, good_argv, write_model
 
 from slime.config.megatron_flags import layer_pattern
-from slime.config.model_args import check_model_args
-from slime.config.parser import parse_args
 from slime.models import decoder_of
+from slime.rules.model_args import check_model_args
+from slime.rules.parser import parse_args
 
 MOE = {
     "model_type": "qwen3_moe",

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.config import parse_args
 from slime.config.config_file import expand_config
+from slime.rules import parse_args
 
 
 @pytest.fixture

@@ -7,11 +7,11 @@ import pytest
 import torch
 from config_cases import HF_CONFIG, good_argv
 
-from slime.config import parse_args
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_config_classes, core_flags
-from slime.config.model_args import READERS, check_model_args
-from slime.config.schema import own_flags
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED
+from slime.rules import parse_args
+from slime.rules.flags import own_flags
+from slime.rules.model_args import READERS, check_model_args
 from vime.backends import BACKENDS
 
 

@@ -3,7 +3,7 @@
 import pytest
 from config_cases import good_argv
 
-from slime.config.parser import parse_args
+from slime.rules.parser import parse_args
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from config_cases import good_argv
 from test_config_validate import without
 
-from slime.config import parse_args
+from slime.rules import parse_args
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import sys
 import pytest
 from config_cases import good_argv
 
-from slime.config import Config, parse_args
-from slime.config.packages import package_notes
+from slime.config import Config
+from slime.rules import parse_args
+from slime.rules.packages import package_notes
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.config import Config, parse_args, resolve
+from slime.config import Config
 from slime.config.config_file import split_argv
 from slime.config.schema import SECTION_OF, SECTIONS
+from slime.rules import parse_args, resolve
 from vime.backends import BACKENDS
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.config import parse_args
 from slime.config.fields import flag, specs_of
 from slime.config.ranges import COUNT, DECAY, TOP_K
+from slime.rules import parse_args
 
 REFUSED = [
     ("--lr nan", "--lr must be a finite number, got nan"),

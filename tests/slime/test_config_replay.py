@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv, write_model
 
-from slime.config.parser import parse_args
+from slime.rules.parser import parse_args
 from vime.backends import parse_config
 from vime.engine.flags import engine_settings
 

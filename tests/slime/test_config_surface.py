@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from slime.config.schema import own_flags
+from slime.rules.flags import own_flags
 from vime.backends import public_rows
 
 ROOT = Path(__file__).parents[2]

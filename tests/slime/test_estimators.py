@@ -18,10 +18,11 @@ from slime import operators
 from slime.algo.advantage import compute_advantages
 from slime.algo.estimators import CLIPPED, ESTIMATORS, Estimator, Surrogate, same_for_all_tokens
 from slime.algo.losses import LOSSES, Loss
+from slime.algo.needs import needs_reference
 from slime.algo.policy_loss import TokenColumns, policy_loss
-from slime.config.algorithm import check_algorithm, check_group_size
 from slime.data.columns import COLUMNS, Column
 from slime.data.train_data import post_process_rewards
+from slime.rules.algorithm import check_algorithm, check_group_size
 
 NEW = "margin_weighted"
 
@@ -95,7 +96,7 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     check_algorithm(config)
     assert "group_advantage" in operators.called(config) and "grpo_loss" not in operators.called(config)
     assert operators.loss_head(config) == (operators.ONE_PASS, "")
-    assert not config.needs_reference
+    assert not needs_reference(config)
     one = make_config(root, advantage_estimator=NEW, global_batch_size=4, n_samples_per_prompt=1)
     with pytest.raises(ValueError, match=f"must be above 1 with --advantage-estimator {NEW}, got 1"):
         check_group_size(one)
@@ -109,7 +110,7 @@ def test_everything_else_reads_the_record(root, record, monkeypatch):
     monkeypatch.setitem(ESTIMATORS, NEW, changed)
     once = make_config(root, advantage_estimator=NEW, num_steps_per_rollout=1)
     assert operators.loss_head(once)[1] == f"--advantage-estimator {NEW} looks at whole sequences"
-    assert operators.needs_old_log_probs(once) and once.needs_reference
+    assert operators.needs_old_log_probs(once) and needs_reference(once)
     assert "group_advantage" not in operators.called(once)
     check_group_size(one)
     assert post_process_rewards(args, four())[1] == [1.0, 0.0, 3.0, 5.0]

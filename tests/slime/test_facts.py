@@ -9,13 +9,13 @@ import pytest
 import torch
 from rollout_double import EngineDouble, make_args, make_state, make_tokenizer, write_lines
 
-from slime.config.resolve import resolve
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.debug_data import load_with_facts
 from slime.rollout.facts import COLUMN, first_difference, mask_checksum, sample_facts, token_checksum
 from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager
+from slime.rules.resolve import resolve
 from slime.types import Sample
 
 RUN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "sampling": {}, "dtype": "float32", "tokenizer": "ab"}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.config import parse_args
 from slime.hardware import HARDWARE, of_device
+from slime.rules import parse_args
 
 
 @pytest.fixture

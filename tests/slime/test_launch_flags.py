@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from config_cases import HF_CONFIG, good_argv, write_model
 
-from slime.config import parse_args
-from slime.config.megatron_rules import SAME_RESULT
-from slime.config.model_args import UNSAID, check_model_args, model_arg_notes
 from slime.models import FAMILIES, Family
 from slime.models.reading import read_decoder
+from slime.rules import parse_args
+from slime.rules.megatron import SAME_RESULT
+from slime.rules.model_args import UNSAID, check_model_args, model_arg_notes
 
 ORIGINAL = {"original_max_position_embeddings": 4096}
 LATENT = {

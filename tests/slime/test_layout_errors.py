@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from config_cases import HF_CONFIG, good_argv
 
-from slime.config.parser import parse_args
 from slime.models import decoder_of
+from slime.rules.parser import parse_args
 
 ROUTED = {
     "n_routed_experts": 8,

@@ -28,12 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from slime.config.config_file import split_argv
 from slime.config.megatron_flags import MODEL_ARGS
-from slime.config.model_args import check_model_args
-from slime.config.validate import largest_token_id
 from slime.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.megatron_backend.model_config import check_hf_config
 from slime.model_shape import Shape
 from slime.models import decoder_of, family_for
+from slime.rules.model_args import check_model_args
+from slime.rules.validate import largest_token_id
 
 ROOT = Path(__file__).resolve().parents[2]
 # Elements of all tensors of the published checkpoints, a tied head counted once. The last two were computed here.

@@ -6,11 +6,11 @@ import pytest
 import torch
 from rollout_double import EngineDouble, make_tokenizer, write_lines
 
-from slime.config.resolve import resolve
 from slime.data.packing import sample_flops
 from slime.data.train_data import convert_samples_to_train_data
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.manager import RolloutManager
+from slime.rules.resolve import resolve
 from slime.types import Sample
 
 LOGGED: list[tuple] = []

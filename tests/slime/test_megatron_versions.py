@@ -22,8 +22,8 @@ from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
 from slime import megatron_versions
-from slime.config import parse_args
 from slime.megatron_versions import LAST, LEAST, RUN, check, installed
+from slime.rules import parse_args
 
 ROOT = Path(__file__).parents[2]
 OTHER = next((version for version in RUN if version != installed()), "")

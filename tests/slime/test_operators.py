@@ -9,7 +9,7 @@ from rl_kernel.contract import contract_id
 from rl_kernel.dispatch import Choice, Refused
 from rl_kernel.telemetry import record
 from slime import operators
-from slime.config import parse_args
+from slime.rules import parse_args
 
 ALL = "linear_logp,linear_token_loss,logp,ratio_kl,grpo_loss,swiglu,rotary,group_advantage"
 

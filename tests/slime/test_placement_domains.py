@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from slime.cluster.domains import arrange, blocks_of, first_straddling, split_domains
 from slime.cluster.gpu_facts import GpuFacts, parse, read_gpu_facts
 from slime.cluster.placement import VISIBLE_VARIABLE, Gpu, _ordered, place
-from slime.config import parse_args
+from slime.rules import parse_args
 
 RACK_A, RACK_B = "a1000000-0000-0000-0000-000000000001.0", "b1000000-0000-0000-0000-000000000001.0"
 

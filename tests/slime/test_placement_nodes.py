@@ -11,7 +11,7 @@ from ray.cluster_utils import Cluster
 
 from slime.cluster.placement import VISIBLE_VARIABLE, place
 from slime.config import Config
-from slime.config.engine import EngineFacts
+from slime.config.sections.engine import EngineFacts
 
 QUIET = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
 

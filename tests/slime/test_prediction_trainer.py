@@ -13,8 +13,6 @@ from rank_processes import on_ranks
 from safetensors.torch import load_file
 from trainer_cases import exported, make_config, make_samples, rank_data
 
-from slime.config.model_args import check_model_args
-from slime.config.prediction import check_prediction
 from slime.hf_config import read_hf_config
 from slime.megatron_backend.export import export_checkpoint
 from slime.megatron_backend.model import unwrapped
@@ -23,6 +21,8 @@ from slime.megatron_backend.torch_dist_save import save_torch_dist
 from slime.megatron_backend.trainer import MegatronTrainer
 from slime.memory_estimate import rank_params
 from slime.model_shape import Shape
+from slime.rules.model_args import check_model_args
+from slime.rules.prediction import check_prediction
 
 KINDS: dict[str, dict[str, Any]] = {
     "mimo": {"num_nextn_predict_layers": 2},

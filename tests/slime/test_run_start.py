@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.config import Config, parse_args
+from slime.config import Config
+from slime.rules import parse_args
 from slime.run_start import check_start, finished, start_line
 
 

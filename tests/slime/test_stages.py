@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slime.config.megatron import MegatronConfig
-from slime.stages import Stages, check_stages, expand, micro_batch_group
+from slime.config.sections.megatron import MegatronConfig
+from slime.stages import Stages, check_stages, expand, micro_batch_group, stages_of
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
@@ -42,7 +42,7 @@ def section(ranks: int, **flags: Any) -> MegatronConfig:
     ],
 )
 def test_layers_of_stages(ranks: int, flags: dict[str, Any], layers: int, counts: list[list[int]]) -> None:
-    stages = section(ranks, **flags).stages(layers)
+    stages = stages_of(section(ranks, **flags), layers)
     assert [list(of_virtual) for of_virtual in stages.counts] == counts
     assert sorted(i for rank in range(ranks) for i in stages.layers(rank)) == list(range(layers))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.config.megatron import MegatronConfig
+from slime.config.sections.megatron import MegatronConfig
 from slime.data.packing import Schedule
 from slime.data.train_data import (
     convert_samples_to_train_data,

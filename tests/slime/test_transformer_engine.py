@@ -17,7 +17,6 @@ from megatron_cases import make_config, packed_logits, sequences, tiny_checkpoin
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from slime.config import parse_args
 from slime.data.token_slice import token_slice
 from slime.megatron_backend import transformer_engine
 from slime.megatron_backend.attention import PackedAttention, Rotary, packed_layout
@@ -28,6 +27,7 @@ from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.megatron_backend.transformer_engine import block_spec, packed_attention
 from slime.megatron_backend.weights import load_hf
 from slime.models import decoder_of
+from slime.rules import parse_args
 
 FLAG = ("--transformer-impl", "transformer_engine")
 

@@ -110,7 +110,7 @@ CHANNELS["second"] = Channel(
     "added_channel:SecondFiles", help="through files of another name", plan="second files in {weight_dir}"
 )
 from slime.config import resolve
-from slime.config.schema import own_flags
+from slime.rules.flags import own_flags
 from vime.plan import transport
 spec = own_flags()["update_weight_transport"]
 assert spec.choices == ("disk", "ipc", "nccl", "second"), spec.choices

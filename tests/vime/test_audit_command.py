@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from slime.config.resolve import resolve
 from slime.megatron_backend.replay import replay_log_probs
 from slime.rollout.debug_data import save_debug_rollout_data
 from slime.rollout.facts import run_facts
+from slime.rules.resolve import resolve
 from slime.types import Sample
 from vime.audit.command import DECODE, PREFILL, TRAINING, pairs_of, trainer_layouts
 from vime.audit.prefill import response_log_probs

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from architectures import ARCHITECTURES
 
-from slime.config.schema import own_flags
 from slime.model_shape import Shape
+from slime.rules.flags import own_flags
 from vime.backends import BACKENDS, parse_config
 from vime.cli import main
 from vime.commands import COMMANDS

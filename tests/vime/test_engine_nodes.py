@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 from slime.cluster.placement import VISIBLE_VARIABLE, place
 from slime.config import Config
-from slime.config.engine import EngineFacts
+from slime.config.sections.engine import EngineFacts
 from vime.engine.nodes_server import NodesServer
 from vime.engine.pool import VllmEnginePool
 from vime.engine.ray_server import Seat, make_servers

@@ -29,7 +29,7 @@ import yaml
 
 from slime.config.config_file import YamlLoader, split_argv, yaml_group
 from slime.config.fields import nearest, spelled
-from slime.config.schema import own_flags
+from slime.rules.flags import own_flags
 from vime.bench.record import SIDES, Switch
 from vime.switch import SAME
 

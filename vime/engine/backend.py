@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
-from slime.config.engine import EngineFacts
 from slime.config.fields import FlagSpec
-from slime.config.listing import Row
+from slime.config.sections.engine import EngineFacts
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
+from slime.rules.listing import Row
 from vime.engine import apart, flags, fp8
 from vime.engine.server import EngineServer, EngineSpec, option, pair_up
 from vime.engine.sglang_flags import PREFIX, targets, translate_sglang
@@ -101,7 +101,7 @@ def check_concurrency(config: Config) -> None:
 
 
 class VllmBackend:
-    """A `slime.protocols.RolloutBackend`."""
+    """A `slime.rollout_backend.RolloutBackend`."""
 
     name = "vllm"
     specs = {spec.name: spec for spec in (CONCURRENCY, INVARIANT, ROUTER_IP, ROUTER_PORT)}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
-from slime.weight_sync.registry import ENGINE_VARIABLE
+from slime.weight_sync.variables import ENGINE_VARIABLE
 from vime.engine.control import PauseMode
 from vime.engine.server import EngineSpec
 

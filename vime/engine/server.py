@@ -17,7 +17,7 @@ from typing import Literal
 
 from slime.cluster.numa import children_on, choose_cpus
 from slime.cluster.rendezvous import LOOPBACK_ONLY
-from slime.weight_sync.registry import WEIGHT_DIR_VARIABLE
+from slime.weight_sync.variables import WEIGHT_DIR_VARIABLE
 from vime.engine import cpu_engine, routed_experts, shared_gpu
 from vime.engine.plugin import BACKEND, SUPERVISED_VARIABLE
 from vime.engine.process import Server, ServerSpec

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from slime.config.cluster import ClusterConfig
 from slime.config.config_file import FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
+from slime.config.sections.cluster import ClusterConfig
 from slime.hardware import HARDWARE
 from vime.engine import sglang_config
 from vime.engine.sglang_tables import ANY, ENGINE_DECIDES, MAPPED, REFUSED, RENAMED

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slime.config import Config, FlagGroup
-from slime.config.engine import EngineFacts
-from slime.config.listing import Row
+from slime.config.sections.engine import EngineFacts
 from slime.protocols import WeightSource
+from slime.rules.listing import Row
 from vime.engine import apart
 from vime.engine.flags import check_engine_heads, engine_dtype, engine_settings, rows_of
 from vime.engine.server import pair_up
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SglangBackend:
-    """A `slime.protocols.RolloutBackend`."""
+    """A `slime.rollout_backend.RolloutBackend`."""
 
     name = "sglang"
     specs = {spec.name: spec for spec in (flags.CONCURRENCY, flags.ROUTER_PORT)}

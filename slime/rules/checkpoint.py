@@ -1,12 +1,11 @@
-"""Flags of the checkpoint section: what a run loads at its start and saves later."""
+"""Rules of the directories that a run reads at its start, and notes on what is read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from slime.algo.needs import needs_reference
 from slime.checkpoint_dir import (
     COMPLETE,
     HF_INDEX,
@@ -21,47 +20,8 @@ from slime.checkpoint_dir import (
     start_directory,
 )
 from slime.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
-from slime.config.fields import flag
 from slime.config.problems import given
-from slime.config.ranges import COUNT, COUNT_OR_ZERO
-
-if TYPE_CHECKING:
-    from slime.config.schema import Config
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """Directories are Megatron distributed checkpoints, unless the help text names another kind. --load and --ref-load
-    also take what slime or Megatron saved or converted, and Hugging Face directories."""
-
-    load: str | None = flag(None, "folder of checkpoints to resume from; if it holds none, a new run starts")
-    ckpt_step: int | None = flag(
-        None,
-        "the iteration of --load to resume from (default: the newest); later iterations are replaced as the run saves",
-        range=COUNT_OR_ZERO,
-    )
-    overwrite: bool = flag(
-        False, "let a run that does not resume replace the checkpoints in --save and the metrics in --run-dir"
-    )
-    no_load_optim: bool = flag(
-        False, "take neither the optimizer nor the learning rate schedule of --load; both start anew"
-    )
-    no_load_rng: bool = flag(False, "do not take the random generators of --load")
-    finetune: bool = flag(False, "take only the weights of --load; a new run starts from rollout 0")
-    save: str | None = flag(None, "folder for checkpoints")
-    save_interval: int | None = flag(
-        None, "number of rollouts between two checkpoints; the last rollout is always saved", range=COUNT
-    )
-    no_save_optim: bool = flag(
-        False, "do not save the optimizer; such a checkpoint cannot be resumed exactly"
-    )
-    save_hf: str | None = flag(
-        None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
-    )
-    ref_load: str | None = flag(None, "weights of the reference model (default: --hf-checkpoint)")
-    ref_ckpt_step: int | None = flag(
-        None, "the iteration of --ref-load to take (default: the newest)", range=COUNT_OR_ZERO
-    )
+from slime.config.schema import Config
 
 
 def check_directories(c: Config) -> None:
@@ -104,7 +64,7 @@ def check_directories(c: Config) -> None:
 def reads_reference(c: Config) -> bool:
     """Whether the trainer reads --ref-load: for the reference model, or as the first weights of a new run."""
     resumes = resumed_iteration(c) is not None
-    return c.needs_reference or (not resumes and start_directory(c) == c.checkpoint.ref_load)
+    return needs_reference(c) or (not resumes and start_directory(c) == c.checkpoint.ref_load)
 
 
 def _resumes(c: Config) -> bool:

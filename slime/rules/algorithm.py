@@ -1,17 +1,11 @@
-"""Flags of the algorithm section, and their rules: advantages, policy loss, KL and entropy."""
+"""Rules of advantages, policy loss, KL and the size of a group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from slime.algo.estimators import ESTIMATORS, estimator_of
-from slime.algo.losses import LOSSES, loss_of
-from slime.config.fields import flag, spelled
-from slime.config.ranges import BOUND, COEFFICIENT, COUNT, UNIT
-
-if TYPE_CHECKING:
-    from slime.config.schema import Config
+from slime.algo.estimators import estimator_of
+from slime.algo.losses import loss_of
+from slime.config.fields import spelled
+from slime.config.schema import Config
 
 GROUP_MAKERS = (
     "custom_generate_function_path",
@@ -19,55 +13,6 @@ GROUP_MAKERS = (
     "data_source_path",
     "load_debug_rollout_data",
 )
-
-
-@dataclass(frozen=True)
-class AlgorithmConfig:
-    """The objective. Formulas are in slime/algo and rl_kernel."""
-
-    advantage_estimator: str = flag("grpo", "how advantages are computed", choices=ESTIMATORS)
-    loss_type: str = flag("policy_loss", "training loss", choices=LOSSES)
-    custom_loss_function_path: str | None = flag(
-        None, "fn(args, batch, logits, sum_of_sample_mean), for custom_loss"
-    )
-    custom_advantage_function_path: str | None = flag(None, "fn(args, rollout_data), in place")
-    custom_pg_loss_reducer_function_path: str | None = flag(
-        None, "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> callable"
-    )
-    eps_clip: float = flag(0.2, "lower clip range: the ratio is clipped at 1 - this", range=BOUND)
-    eps_clip_high: float | None = flag(
-        None, "upper clip range: the ratio is clipped at 1 + this (default: --eps-clip)", range=BOUND
-    )
-    eps_clip_c: float | None = flag(
-        None, "dual clip for negative advantages: upper bound of the ratio, above 1", range=BOUND
-    )
-    kl_coef: float = flag(0.0, "weight of the KL penalty in the reward", range=COEFFICIENT)
-    use_kl_loss: bool = flag(False, "report the KL to the reference model and add it to the loss")
-    kl_loss_coef: float = flag(0.0, "weight of the KL in the loss", range=COEFFICIENT)
-    kl_loss_type: str = flag("k1", "KL estimator", choices=("k1", "k2", "k3", "low_var_kl"))
-    use_unbiased_kl: bool = flag(False, "multiply the KL estimate by exp(log_probs - old_log_probs)")
-    ref_update_interval: int | None = flag(
-        None, "number of rollouts between two copies of the policy into the reference model", range=COUNT
-    )
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus", range=COEFFICIENT)
-    gamma: float = flag(1.0, "discount factor", range=UNIT)
-    normalize_advantages: bool = flag(False, "whiten the advantages over all data parallel ranks")
-    disable_grpo_std_normalization: bool = flag(
-        False, "do not divide the advantages of a group by their standard deviation"
-    )
-    disable_rewards_normalization: bool = flag(
-        False, "use the rewards as advantages, without normalization in the group"
-    )
-    calculate_per_token_loss: bool = flag(False, "average the loss over all tokens instead of over samples")
-    disable_compute_advantages_and_returns: bool = flag(
-        False, "compute no advantages (for supervised training and custom losses)"
-    )
-    enable_mtp_training: bool = flag(
-        False, "train the model's layers of multi-token prediction, which engines draft with"
-    )
-    mtp_loss_scaling_factor: float = flag(
-        0.2, "weight of the loss of --enable-mtp-training", range=COEFFICIENT
-    )
 
 
 def check_algorithm(c: Config) -> None:

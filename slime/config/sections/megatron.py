@@ -15,7 +15,6 @@ from typing import Any
 
 from slime.config.fields import flag
 from slime.config.ranges import BOUND, COUNT, COUNT_OR_ZERO, DECAY, RATE, SMALL
-from slime.stages import Stages, stages_of
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,19 @@ class MegatronConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
     model_args: dict[str, Any] = field(default_factory=dict)
 
-    def stages(self, num_layers: int) -> Stages:
-        """Which layers each pipeline stage of a model with `num_layers` has. ValueError if they cannot be divided."""
-        return stages_of(self, num_layers)
+    @property
+    def expert_tensor_parallel(self) -> int:
+        """Number of ranks that split one expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def experts_apart(self) -> bool:
+        """Whether experts lie on the ranks in another way than the other weights. Then megatron-core sums their
+        gradients over other ranks, and gives them an optimizer of their own."""
+        return (
+            self.expert_model_parallel_size > 1
+            or self.expert_tensor_parallel != self.tensor_model_parallel_size
+        )
 
     def core_overrides(self, config_class: type) -> dict[str, Any]:
         """The `overrides` that are fields of `config_class` (a megatron-core dataclass), in the types of that class.

@@ -11,18 +11,19 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from slime.config.backend import BackendFlags, NoBackend
 from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
 from slime.config.custom_config import custom_entries, settings_note
-from slime.config.engine import DEFAULT_BACKEND
 from slime.config.fields import nearest, spelled
 from slime.config.megatron_flags import HISTORICAL, MANAGED, MODEL_ARGS, core_flags
 from slime.config.problems import Problems
-from slime.config.resolve import resolve
-from slime.config.schema import Config, own_flags
+from slime.config.schema import Config
+from slime.config.sections.engine import DEFAULT_BACKEND
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
-from slime.config.validate import Rule, checkpoint_notes, validate
 from slime.hub import local_checkpoint
+from slime.rules.backend import BackendFlags, NoBackend
+from slime.rules.flags import own_flags
+from slime.rules.resolve import resolve
+from slime.rules.validate import Rule, checkpoint_notes, validate
 
 NO_BACKENDS: Mapping[str, BackendFlags] = MappingProxyType({})
 Translator = Callable[[list[FlagGroup]], tuple[list[FlagGroup], list[str]]]

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from slime import megatron_versions
 from slime.algo.losses import loss_of
-from slime.config.algorithm import compares_alone, makes_groups
-from slime.config.checkpoint import remarks as read_remarks
-from slime.config.kernels import OPERATORS
-from slime.config.megatron_rules import never_run, same_result
-from slime.config.packages import package_notes
 from slime.config.schema import SECTIONS, Config
+from slime.config.sections.kernels import OPERATORS
 from slime.hardware import HARDWARE
+from slime.rules.algorithm import compares_alone, makes_groups
+from slime.rules.checkpoint import remarks as read_remarks
+from slime.rules.megatron import never_run, same_result
+from slime.rules.packages import package_notes
 from slime.weight_sync.registry import CHANNELS, default_channel
 
 FALLBACKS = {

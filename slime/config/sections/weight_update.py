@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from slime.config.fields import flag
 from slime.config.ranges import BYTES, COUNT
-from slime.weight_sync.registry import CHANNELS
 
 
 @dataclass(frozen=True)
@@ -15,12 +14,11 @@ class WeightUpdateConfig:
 
     update_weight_transport: str | None = flag(
         None,
-        f"how weights go to the engines. {'; '.join(f'{n}: {channel.help}' for n, channel in CHANNELS.items())}",
-        choices=sorted(CHANNELS),
+        "how weights go to the engines",
     )
     update_weight_buffer_size: int = flag(
         512 * 2**20,
-        f"size in bytes of a bucket of weights, for {' and '.join(n for n in CHANNELS if CHANNELS[n].buckets)}",
+        "size in bytes of a bucket of weights, for the channels that send buckets",
         range=BYTES,
     )
     update_weights_interval: int = flag(

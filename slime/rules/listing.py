@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime.config.backend import BackendFlags
-from slime.config.fields import FlagSpec, specs_of, spelled
+from slime.config.fields import FlagSpec, spelled
 from slime.config.megatron_flags import HISTORICAL, MODEL_ARGS, core_config_classes, core_flags
-from slime.config.parser import NO_BACKENDS
-from slime.config.schema import SECTIONS, own_flags
+from slime.config.schema import SECTIONS
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, Unsupported
+from slime.rules.backend import BackendFlags
+from slime.rules.flags import own_flags, section_flags
+from slime.rules.parser import NO_BACKENDS
 
 Row = dict[str, Any]
 
@@ -33,7 +34,7 @@ def row(
 def own_rows(backends: Mapping[str, BackendFlags] = NO_BACKENDS) -> Iterator[Row]:
     """The flags that this project acts on, then those it accepts at their default or without effect."""
     for section, cls in SECTIONS.items():
-        for name, spec in specs_of(cls).items():
+        for name, spec in section_flags(cls).items():
             choices = backends if name == "rollout_backend" else spec.choices
             yield row(spelled(name), f"slime.config.{section}", spec.default, spec.help, choices)
         if section == "engine":

@@ -10,26 +10,27 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.config.algorithm import check_algorithm, check_group_size, check_kl
-from slime.config.checkpoint import check_directories
-from slime.config.cluster import check_domains, check_hardware, check_offload
-from slime.config.debug import check_profile_steps
-from slime.config.experts import check_expert_flags
 from slime.config.fields import spelled
-from slime.config.heads import check_heads
-from slime.config.kernels import check_kernels
-from slime.config.megatron_rules import check_local_layers, check_optimizer_dtypes, check_warm_up
-from slime.config.model_args import check_model_args, model_arg_notes
-from slime.config.off_policy import check_off_policy, check_replayed_model, check_routing_replay
-from slime.config.packages import check_packages
-from slime.config.prediction import check_prediction
 from slime.config.problems import Problems, given
-from slime.config.resolve import FALLBACKS
-from slime.config.schema import Config, own_flags
+from slime.config.schema import Config
 from slime.data.files import find_source
 from slime.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.hooks import load_function
 from slime.models import Decoder, decoder_of
+from slime.rules.algorithm import check_algorithm, check_group_size, check_kl
+from slime.rules.checkpoint import check_directories
+from slime.rules.cluster import check_domains, check_hardware, check_offload
+from slime.rules.debug import check_profile_steps
+from slime.rules.experts import check_expert_flags
+from slime.rules.flags import own_flags
+from slime.rules.heads import check_heads
+from slime.rules.kernels import check_kernels
+from slime.rules.megatron import check_local_layers, check_optimizer_dtypes, check_warm_up
+from slime.rules.model_args import check_model_args, model_arg_notes
+from slime.rules.off_policy import check_off_policy, check_replayed_model, check_routing_replay
+from slime.rules.packages import check_packages
+from slime.rules.prediction import check_prediction
+from slime.rules.resolve import FALLBACKS
 from slime.stages import check_stages, micro_batch_group
 from slime.weight_sync.registry import CHANNELS
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from slime.config.config_file import FlagGroup
 from slime.config.fields import FlagSpec
 from slime.config.unsupported import Unsupported
-from slime.config.validate import Rule
+from slime.rules.validate import Rule
 
 
 class FlagOwner(Protocol):

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from slime.config.fields import flag
 from slime.config.ranges import FRACTION
-
-if TYPE_CHECKING:
-    from slime.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -45,19 +41,3 @@ def profiled_steps(text: str | None) -> range:
             f"--profile-steps must be A:B with whole numbers 0 <= A < B, got {text}; 2:4 traces rollouts 2 and 3"
         )
     return range(int(match[1]), int(match[2]))
-
-
-def check_profile_steps(c: Config) -> None:
-    """The range of --profile-steps must contain a training step of the run."""
-    steps = profiled_steps(c.debug.profile_steps)
-    if steps and c.debug.debug_rollout_only:
-        raise ValueError(
-            f"--profile-steps must not be combined with --debug-rollout-only, got {c.debug.profile_steps}; "
-            "it traces training"
-        )
-    if steps and c.data.num_rollout is not None and steps.start >= c.data.num_rollout:
-        raise ValueError(
-            f"--profile-steps must begin below --num-rollout, got {c.debug.profile_steps} and "
-            f"{c.data.num_rollout}; rollouts "
-            "count from 0"
-        )

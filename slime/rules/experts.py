@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.fields import spelled
 from slime.config.problems import Problems
 from slime.models import Decoder
+from slime.stages import stages_of
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -122,24 +123,10 @@ def _division(whole: int, parts: int) -> str:
     return f": {whole} / {parts} = {whole / parts:.3f}" if parts else ""
 
 
-def expert_tensor_parallel(c: Config) -> int:
-    """Number of ranks that split one expert."""
-    return c.megatron.expert_tensor_parallel_size or c.megatron.tensor_model_parallel_size
-
-
-def experts_apart(c: Config) -> bool:
-    """Whether experts lie on the ranks in another way than the other weights. Then megatron-core sums their gradients
-    over other ranks, and gives them an optimizer of their own."""
-    return (
-        c.megatron.expert_model_parallel_size > 1
-        or expert_tensor_parallel(c) != c.megatron.tensor_model_parallel_size
-    )
-
-
 def check_expert_width(c: Config, decoder: Decoder) -> None:
     """ValueError if the experts' rows do not start at multiples of 16 bytes. torch's grouped product needs that on
     every device."""
-    etp = expert_tensor_parallel(c)
+    etp = c.megatron.expert_tensor_parallel
     assert decoder.experts is not None
     step, width = 4 if c.megatron.params_dtype == "float32" else 8, decoder.experts.width
     if decoder.hidden % step:
@@ -159,9 +146,9 @@ def check_expert_width(c: Config, decoder: Decoder) -> None:
 
 def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
     """ValueError if a pipeline rank lacks experts where they have their own optimizer: megatron-core cannot save it."""
-    stages = c.megatron.stages(len(sparse))
+    stages = stages_of(c.megatron, len(sparse))
     for rank in range(stages.ranks):
-        if experts_apart(c) and not any(sparse[i] for i in stages.layers(rank)):
+        if c.megatron.experts_apart and not any(sparse[i] for i in stages.layers(rank)):
             raise ValueError(
                 "each pipeline stage must have a layer with experts with --expert-model-parallel-size above 1 or an "
                 f"--expert-tensor-parallel-size of its own, got none on stage {rank} of {stages.ranks}; take fewer "
@@ -172,8 +159,8 @@ def check_expert_stages(c: Config, sparse: Sequence[bool]) -> None:
 def check_expert_ranks(c: Config, world_size: int) -> None:
     """ValueError if the number of trainer ranks is not a multiple of the ranks that share a layer's experts."""
     ep, pp = c.megatron.expert_model_parallel_size, c.megatron.pipeline_model_parallel_size
-    etp = expert_tensor_parallel(c)
-    if ep < 1 or (experts_apart(c) and world_size % (etp * ep * pp)):
+    etp = c.megatron.expert_tensor_parallel
+    if ep < 1 or (c.megatron.experts_apart and world_size % (etp * ep * pp)):
         raise ValueError(
             "--expert-model-parallel-size times ETP * PP must divide the number of trainer ranks, got "
             f"{ep} * {etp} * {pp} for {world_size}{_division(world_size, ep * etp * pp)}; change one of the sizes"

@@ -1,0 +1,43 @@
+"""Flags of the checkpoint section: what a run loads at its start and saves later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config.fields import flag
+from slime.config.ranges import COUNT, COUNT_OR_ZERO
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Directories are Megatron distributed checkpoints, unless the help text names another kind. --load and --ref-load
+    also take what slime or Megatron saved or converted, and Hugging Face directories."""
+
+    load: str | None = flag(None, "folder of checkpoints to resume from; if it holds none, a new run starts")
+    ckpt_step: int | None = flag(
+        None,
+        "the iteration of --load to resume from (default: the newest); later iterations are replaced as the run saves",
+        range=COUNT_OR_ZERO,
+    )
+    overwrite: bool = flag(
+        False, "let a run that does not resume replace the checkpoints in --save and the metrics in --run-dir"
+    )
+    no_load_optim: bool = flag(
+        False, "take neither the optimizer nor the learning rate schedule of --load; both start anew"
+    )
+    no_load_rng: bool = flag(False, "do not take the random generators of --load")
+    finetune: bool = flag(False, "take only the weights of --load; a new run starts from rollout 0")
+    save: str | None = flag(None, "folder for checkpoints")
+    save_interval: int | None = flag(
+        None, "number of rollouts between two checkpoints; the last rollout is always saved", range=COUNT
+    )
+    no_save_optim: bool = flag(
+        False, "do not save the optimizer; such a checkpoint cannot be resumed exactly"
+    )
+    save_hf: str | None = flag(
+        None, "folder for Hugging Face checkpoints in addition; {rollout_id} in its name is replaced"
+    )
+    ref_load: str | None = flag(None, "weights of the reference model (default: --hf-checkpoint)")
+    ref_ckpt_step: int | None = flag(
+        None, "the iteration of --ref-load to take (default: the newest)", range=COUNT_OR_ZERO
+    )

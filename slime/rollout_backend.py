@@ -1,0 +1,42 @@
+"""What this project asks of an inference engine, as one object. Its implementations are packages of vime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from slime.config import Config
+from slime.protocols import EnginePool, WeightSource
+from slime.rules import BackendFlags
+from slime.rules.listing import Row
+
+if TYPE_CHECKING:
+    from slime.cluster.placement import Placement
+
+
+class RolloutBackend(BackendFlags, Protocol):
+    """An inference engine that generates rollouts: all that this project asks of it, as one object.
+
+    `BackendFlags` are its flags and what becomes of them. The engines themselves are an `EnginePool`.
+    """
+
+    def remarks(self, config: Config) -> Iterable[str]:
+        """Notes for the user. ValueError for an installation that cannot work."""
+        ...
+
+    def rows(self) -> Iterable[Row]:
+        """The flags of its engine and its router, for `vime flags`."""
+        ...
+
+    def command_lines(self, config: Config) -> Iterable[str]:
+        """The options that its servers will get, for `vime plan`."""
+        ...
+
+    def require_reachable(self, config: Config) -> None:
+        """Before a run starts anything: ValueError, within 15 s, for an engine or a router started apart that does not
+        answer or cannot be used, and for engines that cannot run on this machine."""
+        ...
+
+    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
+        """The engines, not started yet. `source`: the trainer, where there is one."""
+        ...

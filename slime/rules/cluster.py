@@ -1,0 +1,88 @@
+"""Rules of devices, nodes, NVLink domains and offload."""
+
+from __future__ import annotations
+
+from slime.config.problems import given
+from slime.config.schema import Config
+from slime.hardware import HARDWARE
+
+_FIX = "lower it, or set --nvlink-domain-size to what NVLink connects"
+
+
+def check_hardware(c: Config) -> None:
+    """--gpu needs --device cuda, and a node must have room for its trainer ranks."""
+    if c.cluster.gpu is None:
+        return
+    if c.cluster.device != "cuda":
+        raise ValueError(
+            f"--gpu must go with --device cuda, got --gpu {c.cluster.gpu} and --device {c.cluster.device}; "
+            "leave out one"
+        )
+    if c.cluster.actor_num_gpus_per_node > c.cluster.num_gpus_per_node:
+        raise ValueError(
+            f"--actor-num-gpus-per-node must be at most --num-gpus-per-node with --gpu {c.cluster.gpu}, got "
+            f"{c.cluster.actor_num_gpus_per_node} and {c.cluster.num_gpus_per_node}; use more nodes (--actor-num-nodes)"
+        )
+
+
+def check_domains(c: Config) -> None:
+    """If the size of an NVLink domain is known, every tensor-parallel group must fit inside one domain."""
+    if c.cluster.device != "cuda" or not (
+        size := c.cluster.nvlink_domain_size or (c.cluster.gpu and HARDWARE[c.cluster.gpu].nvlink_domain)
+    ):
+        return
+    trainers = (
+        0 if c.debug.debug_rollout_only else c.cluster.actor_num_nodes * c.cluster.actor_num_gpus_per_node
+    )
+    engines = 0 if c.debug.debug_train_only else given(c.cluster.rollout_num_gpus)
+    devices = max(trainers, engines) if c.cluster.colocate else trainers + engines
+    groups = {}
+    if trainers:
+        groups["--tensor-model-parallel-size"] = c.megatron.tensor_model_parallel_size
+    if engines:
+        groups["the tensor-parallel size of an engine (--rollout-num-gpus-per-engine)"] = (
+            c.engine_tensor_parallel
+        )
+    for name, group in groups.items():
+        if group > size:
+            raise ValueError(
+                f"{name} must be at most the GPUs of an NVLink domain, got {group} and {size}; {_FIX}"
+            )
+        if devices > size and size % group:
+            raise ValueError(
+                f"{name} must divide the GPUs of an NVLink domain where a run needs several, got {group} and {size} = "
+                f"{size // group} x {group} + {size % group} with {devices} GPUs; {_FIX}"
+            )
+
+
+def check_offload(c: Config) -> None:
+    """Offload needs --colocate: only processes that share devices can make room for each other."""
+    asked = {
+        "--offload": c.cluster.offload,
+        "--offload-train": c.cluster.offload_train,
+        "--offload-rollout": c.cluster.offload_rollout,
+    }
+    given = [name for name, value in asked.items() if value]
+    if given and not c.cluster.colocate:
+        raise ValueError(
+            f"{given[0]} must come with --colocate, got it without; trainer and engines have devices of their own"
+        )
+    if c.cluster.colocate and c.cluster.offload_rollout is False:
+        raise ValueError(
+            "--no-offload-rollout must be left out with --colocate, got it; engines sleep while the trainer works"
+        )
+    if c.cluster.offload and c.cluster.offload_train is False:
+        raise ValueError("--offload must not stand beside --no-offload-train; leave one out")
+    if c.cluster.offload_train_parts is not None and (
+        not c.cluster.offload_train_parts or c.cluster.offload_train is False
+    ):
+        got = "no part" if not c.cluster.offload_train_parts else "--no-offload-train"
+        raise ValueError(
+            f"--offload-train-parts must name parts that may leave the device, got {got}; leave the flag out"
+        )
+    if c.cluster.offload_train_parts and not c.cluster.colocate:
+        raise ValueError("--offload-train-parts must come with --colocate, got it without; leave it out")
+    if c.cluster.colocate and c.cluster.offload_train and c.megatron.overrides.get("nccl_ub"):
+        raise ValueError(
+            "--offload-train must not be combined with --nccl-ub, whose buffers are registered with NCCL; leave one out"
+        )

@@ -1,0 +1,45 @@
+"""The flags of all sections, with the choices that registries add: an estimator or a channel is one line in its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+
+from slime.algo.estimators import ESTIMATORS
+from slime.algo.losses import LOSSES
+from slime.config.fields import FlagSpec, specs_of
+from slime.config.schema import SECTIONS
+from slime.hardware import HARDWARE
+from slime.weight_sync.registry import CHANNELS
+
+CHOICES: dict[str, Iterable[str]] = {
+    "advantage_estimator": ESTIMATORS,
+    "gpu": HARDWARE,
+    "loss_type": LOSSES,
+    "update_weight_transport": sorted(CHANNELS),
+}
+"""Field name -> its values, where they are the names of a registry."""
+
+_HELP = {
+    "update_weight_transport": "; ".join(f"{name}: {channel.help}" for name, channel in CHANNELS.items()),
+    "update_weight_buffer_size": " and ".join(name for name in CHANNELS if CHANNELS[name].buckets),
+}
+"""Field name -> the end of its help, from a registry."""
+
+
+@functools.cache
+def section_flags(section: type) -> dict[str, FlagSpec]:
+    """Field name -> spec, for the flags of a section."""
+    return {name: _completed(spec) for name, spec in specs_of(section).items()}
+
+
+def own_flags() -> dict[str, FlagSpec]:
+    """Field name -> spec, for every flag that a section declares."""
+    return {name: spec for section in SECTIONS.values() for name, spec in section_flags(section).items()}
+
+
+def _completed(spec: FlagSpec) -> FlagSpec:
+    choices = tuple(CHOICES[spec.name]) if spec.name in CHOICES else spec.choices
+    help = f"{spec.help}: {_HELP[spec.name]}" if spec.name in _HELP else spec.help
+    return replace(spec, choices=choices, help=help)
