@@ -12,7 +12,7 @@ from aiohttp import web
 from rollout_double import make_args, make_state, write_lines
 
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
-from slime.rollout.evaluation import resolve_eval_datasets
+from slime.rollout.eval_datasets import resolve_eval_datasets
 from slime.rollout.generate import request_seed
 from slime.rollout.metrics import (
     ends_in_repetition,
@@ -82,7 +82,7 @@ def test_eval_config_by_name_and_the_plug_in_path(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("datasets: [{name: a, path: x, temprature: 1}]", r"known settings, got \['temprature'\]"),
+        ("datasets: [{name: a, path: x, temprature: 1}]", r"known settings, got 'temprature'; did you mean temperature"),
         ("datasets: [{name: a}]", "every dataset a name and a path, got {'name': 'a'}"),
         ("datasets: [{name: a, path: x}, {name: a, path: y}]", r"different names, got \['a'\]"),
         ("sets: []", "--eval-config must hold a `datasets` entry"),
