@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from slime.config import Config
 from slime.config.data import DataConfig
 from slime.data.prompts import Prompts
 from slime.data.source import load_training_prompts
-from slime.data.tokenizer import load_tokenizer
+from slime.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from slime.hooks import load_function
 from slime.rollout.data_source import training_label_check
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
@@ -43,27 +44,34 @@ def with_data(config: Config) -> Config:
 def prompts(c: Config) -> Iterator[str]:
     """The prompt files as a run reads them, so that what `vime train` refuses is an error here."""
     args = c.namespace()
-    if (
-        not c.data.disable_rollout_global_dataset
-        and not c.debug.load_debug_rollout_data
-        and c.data.prompt_data
-    ):
-        batch = c.data.rollout_batch_size
-        assert batch is not None
-        if c.data.data_source_path == DataConfig.data_source_path:
-            found = load_training_prompts(args, training_label_check(args), most_bytes=PLANNED_BYTES)
-            number, part = len(found) + found.unread, _part_of(found)
-        else:
-            source = load_function(c.data.data_source_path, flag="--data-source-path")(args)
-            number, part = len(source), ""
-        yield f"{c.data.prompt_data}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch{part}"
-        if c.data.num_rollout is None:
-            yield f"--num-epoch {c.data.num_epoch} = {_rollouts(c, number)} rollouts"
+    if bare := tokenizer_fingerprint(args.hf_checkpoint) is None:
+        # A plan needs config.json only. Without a tokenizer, nothing is rendered or counted.
+        args.apply_chat_template, args.hf_checkpoint = False, None
+        args.rollout_max_prompt_len = args.rollout_max_context_len = None
+    if c.data.prompt_data and not (c.data.disable_rollout_global_dataset or c.debug.load_debug_rollout_data):
+        yield from _training(c, args)
     for data, found in _evaluation(args, most_bytes=PLANNED_BYTES):
         number = plural(len(found) + found.unread, "prompt")
         yield (
             f"evaluation {data.name}: {number} x {data.n_samples_per_eval_prompt} responses{_part_of(found)}"
         )
+    if bare:
+        yield (
+            f"chat template and prompt lengths are not checked: {c.rollout.hf_checkpoint} has no tokenizer here"
+        )
+
+
+def _training(c: Config, args: Any) -> Iterator[str]:
+    batch, part = c.data.rollout_batch_size, ""
+    assert batch is not None
+    if c.data.data_source_path == DataConfig.data_source_path:
+        found = load_training_prompts(args, training_label_check(args), most_bytes=PLANNED_BYTES)
+        number, part = len(found) + found.unread, _part_of(found)
+    else:
+        number = len(load_function(c.data.data_source_path, flag="--data-source-path")(c.namespace()))
+    yield f"{c.data.prompt_data}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch{part}"
+    if c.data.num_rollout is None:
+        yield f"--num-epoch {c.data.num_epoch} = {_rollouts(c, number)} rollouts"
 
 
 def _part_of(found: Prompts) -> str:
@@ -91,4 +99,8 @@ def _evaluation(args: Any, most_bytes: int | None = None) -> Iterator[tuple[Eval
         return load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
 
     for data in resolve_eval_datasets(args):
+        if args.hf_checkpoint is None:
+            data = dataclasses.replace(
+                data, apply_chat_template=False, max_prompt_len=None, max_context_len=None
+            )
         yield data, read_eval_prompts(args, data, tokenizer, most_bytes=most_bytes)

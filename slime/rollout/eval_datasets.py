@@ -273,7 +273,7 @@ def read_eval_prompts(
         max_prompt_len=limit,
         flag="--eval-prompt-data" if args.eval_config is None else "--eval-config",
         limit_flag="--eval-max-prompt-len",
-        context=Context(longest, tokenizer),
+        context=Context(longest, tokenizer) if args.hf_checkpoint else None,
         check_label=eval_label_check(args, config),
         most_bytes=most_bytes,
     )

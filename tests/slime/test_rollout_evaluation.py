@@ -82,7 +82,10 @@ def test_eval_config_by_name_and_the_plug_in_path(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("datasets: [{name: a, path: x, temprature: 1}]", r"known settings, got 'temprature'; did you mean temperature"),
+        (
+            "datasets: [{name: a, path: x, temprature: 1}]",
+            r"known settings, got 'temprature'; did you mean temperature",
+        ),
         ("datasets: [{name: a}]", "every dataset a name and a path, got {'name': 'a'}"),
         ("datasets: [{name: a, path: x}, {name: a, path: y}]", r"different names, got \['a'\]"),
         ("sets: []", "--eval-config must hold a `datasets` entry"),
