@@ -103,13 +103,15 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ValueError("too many brackets inside each other") from error
+        raise ValueError("too many brackets inside each other; nest fewer") from error
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             code = f"\\u{ord(error.object[error.start]):04x}"
-            raise ValueError(f"{code} is half of a surrogate pair, so the text is not Unicode") from error
+            raise ValueError(
+                f"{code} is half of a surrogate pair, so the text is not Unicode; write the whole character"
+            ) from error
     return value
 
 
