@@ -269,7 +269,7 @@ def _intervals(c: Config) -> None:
         problems.add(f"--eval-prompt-data must be given with --eval-interval {e.eval_interval}, got none")
     if c.data.num_rollout == 0 and e.eval_interval is None:
         problems.add(
-            "--num-rollout must be 1 or more without --eval-interval, got 0; with it, 0 evaluates once and ends"
+            "--num-rollout must be 1 or more without --eval-interval, got 0; with it, 0 evaluates once"
         )
     pairs = e.eval_prompt_data or []
     if len(pairs) % 2:

@@ -103,14 +103,16 @@ def parse_json(text: str) -> Any:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ValueError("too many brackets inside each other; nest fewer") from error
+        raise ValueError(
+            "JSON must nest less deeply, got too many brackets inside each other; nest fewer"
+        ) from error
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             code = f"\\u{ord(error.object[error.start]):04x}"
             raise ValueError(
-                f"{code} is half of a surrogate pair, so the text is not Unicode; write the whole character"
+                f"text must be Unicode, got {code}, which is half of a surrogate pair; write the whole character"
             ) from error
     return value
 

@@ -178,7 +178,14 @@ def load_prompts(
             _require_room(prompts, sizes, lists, context, limit_flag)
         return prompts
     assert tokenizer is not None
-    lengths = prompts.lengths(np.arange(len(rows)), tokenizer)
+    return _short(prompts, tokenizer, max_prompt_len, path, limit_flag)
+
+
+def _short(
+    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, max_prompt_len: int, path: str, limit_flag: str
+) -> Prompts:
+    """The prompts of at most `max_prompt_len` tokens. ValueError if there are none."""
+    lengths = prompts.lengths(np.arange(len(prompts)), tokenizer)
     kept = prompts.kept(lengths <= max_prompt_len)
     if len(kept) < len(prompts):
         logger.warning(

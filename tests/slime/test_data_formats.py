@@ -108,7 +108,7 @@ def test_text_parts_are_joined(tmp_path, name, columns):
 
 CONTENT = r"d\.jsonl:2: the content of every message of column 'prompt' must be a text"
 PART = r"d\.jsonl:2: every part of a message's content in column 'prompt' must be \{\"type\": \"text\""
-HALF = r"d\.jsonl:2: line must be JSON, got .*\\ud83d is half of a surrogate pair"
+HALF = r"d\.jsonl:2: line must be JSON, got .*\\ud83d, which is half of a surrogate pair"
 
 
 @pytest.mark.parametrize("columns", [Columns("prompt"), Columns("prompt", apply_chat_template=True)])
