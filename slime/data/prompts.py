@@ -105,8 +105,11 @@ class Prompts(Sequence[Prompt]):
         picked = self._table.select(range(int(rows[0]), int(rows[-1]) + 1) if whole else rows)
         count = functools.partial(
             _count,
-            **{"rows": rows, "source": self._source, "columns": self._columns},
-            **{"template": self._tokenizer, "tokenizer": tokenizer},
+            rows=rows,
+            source=self._source,
+            columns=self._columns,
+            template=self._tokenizer,
+            tokenizer=tokenizer,
         )
         key = _key(
             self._table, self._columns, self._tokenizer, tokenizer, hashlib.sha256(rows.data).hexdigest()

@@ -206,7 +206,7 @@ def _check_setting(where: str, key: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, kinds):
             problem = "be a number" if key in _REALS else "be a whole number"
         else:
-            problem = _NUMBERS[key].problem(value)
+            problem = _NUMBERS[key].problem(float(value) if key in _REALS else int(value))
     else:
         rule, fits = _OTHERS.get(key, ("be a text", _is_text))
         problem = None if fits(value) else rule
