@@ -203,10 +203,11 @@ def _check_setting(where: str, key: str, value: Any) -> None:
     problem = None
     if key in _NUMBERS:
         kinds: type | UnionType = int | float if key in _REALS else int
-        if isinstance(value, bool) or not isinstance(value, kinds):
+        right = isinstance(value, kinds) and not isinstance(value, bool)
+        if not right:
             problem = "be a number" if key in _REALS else "be a whole number"
         else:
-            problem = _NUMBERS[key].problem(float(value) if key in _REALS else int(value))
+            problem = _NUMBERS[key].problem(value)
     else:
         rule, fits = _OTHERS.get(key, ("be a text", _is_text))
         problem = None if fits(value) else rule
