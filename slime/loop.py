@@ -46,10 +46,31 @@ def run(
 
 
 def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter) -> None:
-    """--debug-rollout-only: rollouts and their metrics, no training."""
-    for rollout_id in range(config.data.start_rollout_id or 0, _rollouts(config)):
+    """--debug-rollout-only: rollouts, evaluations and their metrics, no training."""
+    start = config.data.start_rollout_id or 0
+    if evaluates_first(config, start):
+        evaluate(config, rollout, engines, report, start)
+    for rollout_id in range(start, _rollouts(config)):
         batch = wait(rollout.generate(rollout_id), engines.check_health)
         report.rollout(rollout_id, batch.metrics)
+        if due(config.evaluation.eval_interval, rollout_id + 1):
+            evaluate(config, rollout, engines, report, rollout_id + 1)
+
+
+def evaluate(
+    config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter, count: int
+) -> None:
+    """Evaluate the weights after `count` rollouts."""
+    report.evaluation(count, wait(rollout.evaluate(count), engines.check_health))
+
+
+def evaluates_first(config: Config, start: int) -> bool:
+    """Whether an evaluation precedes rollout `start`. --num-rollout 0 is that evaluation alone.
+    --skip-eval-before-train leaves out the one of the untrained model."""
+    if config.data.num_rollout == 0:
+        return config.evaluation.eval_interval is not None
+    wanted = start > 0 or not config.evaluation.skip_eval_before_train
+    return wanted and due(config.evaluation.eval_interval, start)
 
 
 @dataclass
@@ -113,14 +134,14 @@ class _Loop:
         self.report.saved(rollout_id)
 
     def evaluate_at_start(self, start: int) -> None:
-        """Evaluate before the first rollout; --skip-eval-before-train leaves out the one of the untrained model."""
-        if start > 0 or not self.config.evaluation.skip_eval_before_train:
-            self.evaluate(start)
+        """Evaluate before the first rollout."""
+        if evaluates_first(self.config, start):
+            evaluate(self.config, self.rollout, self.engines, self.report, start)
 
     def evaluate(self, count: int) -> None:
         """Evaluate after `count` rollouts, every --eval-interval rollouts."""
         if due(self.config.evaluation.eval_interval, count):
-            self.report.evaluation(count, self._wait(self.rollout.evaluate(count)))
+            evaluate(self.config, self.rollout, self.engines, self.report, count)
 
     def _wait(self, future: Future[T], tick: Callable[[], None] | None = None) -> T:
         return wait(future, self.engines.check_health, tick)

@@ -42,7 +42,7 @@ def finished(config: Config) -> bool:
     rollouts, first = config.data.num_rollout, config.data.start_rollout_id
     if (
         config.debug.debug_rollout_only
-        or rollouts is None
+        or not rollouts  # --num-rollout 0 evaluates the checkpoint
         or (iteration := resumed_iteration(config)) is None
     ):
         return False

@@ -95,6 +95,7 @@ class Sample:
     from. `weight_versions` are the versions of the weights that produced the response, oldest first.
     `rollout_routed_experts`: the experts that the engine used for each token except the last, an unsigned integer
     array [len(tokens) - 1, layers, experts per token]; only with --use-rollout-routing-replay.
+    `apply_chat_template_kwargs`: of the chat template that renders the prompt or has made it; None for a raw text.
     `columns`: other values per response token, by their names in `slime.data.columns`; None for a token without one.
     Existing slime hooks read and write these field names. An attribute that a hook adds is kept by `to_dict` and
     `from_dict`; its value must be plain to be saved.

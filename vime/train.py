@@ -31,9 +31,9 @@ from slime.cluster.guard import Guard
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.config import Config
 from slime.data.files import prompt_files
-from slime.hooks import load_function
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
+from slime.rollout.eval_datasets import check_evaluation
 from slime.room import Room
 from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
@@ -42,6 +42,7 @@ from vime import surroundings
 from vime.backends import backend_of, parse_config
 from vime.engine.cpu_engine import WAIT_VARIABLE
 from vime.engine.process import tail
+from vime.prompts import with_data
 from vime.room import require_room_to_run
 from vime.run_lock import lock_all
 from vime.temporary import keep_ray_logs, make_folder, use_folder
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     interrupted; ValueError for what the user can put right before anything runs."""
     _catch_signals()
     surroundings.prepare(os.environ)
-    config = with_data(parse_config(argv, (check_start,), download=True))
+    config = with_data(parse_config(argv, (check_evaluation, check_start), download=True))
     run_dir = config.logging.run_dir
     assert run_dir is not None
     for note in config.notes:
@@ -131,18 +132,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
     raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def with_data(config: Config) -> Config:
-    """Read the prompts once before anything starts: bad lines fail here, and --num-epoch becomes --num-rollout."""
-    if config.data.disable_rollout_global_dataset or config.debug.load_debug_rollout_data:
-        return config
-    source = load_function(config.data.data_source_path, flag="--data-source-path")(config.namespace())
-    if config.data.num_rollout is not None:
-        return config
-    epochs, batch = config.data.num_epoch, config.data.rollout_batch_size
-    assert epochs is not None and batch is not None
-    return config.with_values(num_rollout=epochs * len(source) // batch)
 
 
 def _inputs(config: Config) -> list[Path]:

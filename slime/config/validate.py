@@ -267,6 +267,8 @@ def _intervals(c: Config) -> None:
         )
     if e.eval_interval is not None and not e.eval_prompt_data and e.eval_config is None:
         problems.add(f"--eval-prompt-data must be given with --eval-interval {e.eval_interval}, got none")
+    if c.data.num_rollout == 0 and e.eval_interval is None:
+        problems.add("--num-rollout must be 1 or more without --eval-interval, got 0; give one of them")
     pairs = e.eval_prompt_data or []
     if len(pairs) % 2:
         problems.add(f"--eval-prompt-data must be pairs of name and path, got {' '.join(pairs)}")

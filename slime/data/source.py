@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import loss_of
-from slime.data.prompts import Context, LabelCheck, load_prompts
+from slime.data.prompts import Context, LabelCheck, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
 from slime.hf_config import read_hf_config
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _VERSION = 1
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+"""The --rollout-function-path whose prompts are conversations to train on."""
 
 
 class PromptDataSource:
@@ -44,7 +46,7 @@ class PromptDataSource:
         self.buffer: list[SampleGroup] = []
         self.prompts: Sequence[Prompt] = []
         if not args.disable_rollout_global_dataset:
-            self.prompts = _load(args, self.label_check(args))
+            self.prompts = load_training_prompts(args, self.label_check(args))
         self.epoch = 0
         self.position = 0
         self.next_group_index = 0
@@ -187,7 +189,7 @@ class PromptDataSource:
                 group_index=self.next_group_index,
                 index=self.next_index,
             )
-            if not isinstance(prompt.text, str):
+            if self.args.apply_chat_template or not isinstance(prompt.text, str):
                 sample.apply_chat_template_kwargs = dict(self.args.apply_chat_template_kwargs)
             group.append(sample)
             self.next_index += 1
@@ -215,14 +217,16 @@ class PromptDataSource:
         return order
 
 
-def _load(args: Any, check_label: LabelCheck | None) -> Sequence[Prompt]:
+def load_training_prompts(
+    args: Any, check_label: LabelCheck | None, *, most_bytes: int | None = None
+) -> Prompts:
+    """The prompts of --prompt-data with the columns, the template and the limits of a run's flags. `most_bytes`: see
+    `load_prompts`."""
     if not args.prompt_data:
         raise ValueError(
             "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
         )
-    limit = args.rollout_max_prompt_len
-    if limit is None and args.rollout_max_context_len is not None:
-        limit = args.rollout_max_context_len - 1  # a longer prompt leaves no room for a response token
+    limit = prompt_limit(args.rollout_max_prompt_len, args.rollout_max_context_len)
 
     @functools.cache
     def tokenizer() -> PreTrainedTokenizerBase:
@@ -232,7 +236,7 @@ def _load(args: Any, check_label: LabelCheck | None) -> Sequence[Prompt]:
     longest = (
         read_hf_config(args.hf_checkpoint).get("max_position_embeddings") if args.hf_checkpoint else None
     )
-    if longest and loss_of(args).rewarded:  # an engine continues the prompts
+    if args.hf_checkpoint and loss_of(args).rewarded:  # an engine continues the prompts
         context = Context(longest, tokenizer)
     columns = Columns(
         input_key=args.input_key,
@@ -249,6 +253,8 @@ def _load(args: Any, check_label: LabelCheck | None) -> Sequence[Prompt]:
         max_prompt_len=limit,
         context=context,
         check_label=check_label,
+        conversations=getattr(args, "rollout_function_path", None) == SFT_ROLLOUT,
+        most_bytes=most_bytes,
     )
 
 

@@ -15,4 +15,9 @@ class RolloutDataSourceWithBuffer(PromptDataSource):
     """Import path of existing slime scripts and subclasses."""
 
     def label_check(self, args: Any) -> LabelCheck | None:
-        return label_check(args, args.label_key) if loss_of(args).rewarded else None
+        return training_label_check(args)
+
+
+def training_label_check(args: Any) -> LabelCheck | None:
+    """The check of the labels of --prompt-data. None without rewards, as in SFT."""
+    return label_check(args, args.label_key) if loss_of(args).rewarded else None

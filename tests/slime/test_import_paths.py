@@ -10,7 +10,7 @@ import pytest
 from slime import hooks, http, loss_mask, types
 from slime.algo import ppo
 from slime.data import packing, prompts, source, tokenizer
-from slime.rollout import data_source, evaluation, generate, rewards, vllm_rollout
+from slime.rollout import data_source, eval_datasets, generate, rewards, vllm_rollout
 
 # module, name, the parameters a plug-in passes: a prefix of the signature, "=" marks those with a default
 PATHS = """
@@ -113,7 +113,7 @@ def test_what_a_plug_in_awaits_is_a_coroutine():
         ("slime.utils.ppo_utils.compute_policy_loss", ppo.compute_policy_loss),
         ("slime.utils.data.read_file", prompts.read_file),
         ("slime.utils.dp_schedule.build_dp_schedule", packing.build_dp_schedule),
-        ("slime.utils.eval_config.build_eval_dataset_configs", evaluation.build_eval_dataset_configs),
+        ("slime.utils.eval_config.build_eval_dataset_configs", eval_datasets.build_eval_dataset_configs),
         ("slime.rollout.data_source.RolloutDataSourceWithBuffer", data_source.RolloutDataSourceWithBuffer),
         ("slime.rollout.rm_hub.async_rm", rewards.async_rm),
         ("slime.rollout.sglang_rollout.generate", generate.generate),

@@ -108,7 +108,9 @@ def test_value_that_is_no_reward(module, bad):
         asyncio.run(async_rm(args("my_rewards.value", value=bad, reward_key="score"), samples()[1]))
 
 
-@pytest.mark.parametrize(("value", "reward"), [(True, 1.0), (numpy.float32(0.5), 0.5), (2, 2.0)])
+@pytest.mark.parametrize(
+    ("value", "reward"), [(True, 1.0), (numpy.True_, 1.0), (numpy.float32(0.5), 0.5), (2, 2.0)]
+)
 def test_numbers_become_floats(module, value, reward):
     result = asyncio.run(async_rm(args("my_rewards.value", value=value), samples()[1]))
     assert result == reward and type(result) is float

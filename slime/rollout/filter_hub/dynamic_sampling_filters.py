@@ -26,7 +26,7 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
     )
     if len(rewards) > 1 and centred.square().sum().div(len(rewards) - 1).sqrt() > 1e-6:
         return DynamicFilterOutput(keep=True)
-    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1) + 0.0}")
 
 
 def check_reward_nonzero_std_with_fallback(

@@ -15,6 +15,8 @@ import numbers
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from slime.hooks import load_function
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.deepscaler import deepscaler_reward
@@ -124,7 +126,7 @@ async def _call(border: str, function: Callable[..., Any], *arguments: Any, **kw
 def _checked(args: Any, reward: Any) -> Reward:
     """A finite number as float, or a dict with a finite `--reward-key` entry. No NaN reaches training."""
     value = reward.get(getattr(args, "reward_key", None), 0.0) if isinstance(reward, dict) else reward
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
         kind = type(value).__name__
         raise ValueError(f"a reward must be a finite number or a dict of them, got {value!r} of type {kind}")
     return reward if isinstance(reward, dict) else float(reward)

@@ -184,13 +184,10 @@ def check_label(label: Any, metadata: dict[str, Any]) -> None:
     options = _options(metadata)
     given = label if label is not None else metadata.get("correct_answer")
     known = metadata.get("choices") or metadata.get("valid_letters")
-    usable = (
-        isinstance(given, str | int | float)
-        and not isinstance(given, bool)
-        and given == given
-        and _words(given)
-    )
-    if _correct_letter(label, metadata, options) is None and (known or not usable):
+    named = isinstance(metadata.get("correct_letter"), str)
+    typed = isinstance(given, str | int | float) and not isinstance(given, bool) and given == given
+    usable = typed and _words(given)
+    if (_correct_letter(label, metadata, options) is None and (known or not usable)) or not (typed or named):
         raise ValueError(
             f"label must name the right choice (a letter, its index, or its text), got {label!r:.80} for "
             f"{list(options)}; check --label-key, or set correct_letter in the metadata"
