@@ -1,5 +1,4 @@
-"""What a run gives its processes of the user's environment: a user name, no proxy between them, and a path for imports
-without the current folder."""
+"""What a run gives its processes of the user's environment: a user name, and no proxy between them."""
 
 from __future__ import annotations
 
@@ -9,9 +8,6 @@ from collections.abc import Mapping, MutableMapping
 
 from slime.http import bypass_proxy
 
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Keeps the current folder off a child's import path. A file `random.py` there would replace Python's module, and code
-in a folder `vllm` there would run in the engine, with the run's key in its environment."""
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 

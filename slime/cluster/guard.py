@@ -27,7 +27,7 @@ class Guard:
     """Start it before anything else. Call `dismiss()` after the driver has stopped everything itself."""
 
     def __init__(self, directories: Sequence[str]) -> None:
-        command = [sys.executable, __file__, str(os.getpid()), *directories]
+        command = [sys.executable, "-P", __file__, str(os.getpid()), *directories]
         # In a new session, neither Ctrl-C nor a kill of the driver's process group reaches the guard.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 

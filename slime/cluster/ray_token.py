@@ -85,7 +85,7 @@ def require_authentication(gcs_address: str) -> None:
     """ValueError if the cluster accepts a client without a token. A process without a token tries to connect."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environ[MODE] = "disabled"
-    command = [sys.executable, "-c", _PROBE, gcs_address]
+    command = [sys.executable, "-P", "-c", _PROBE, gcs_address]
     probe = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
     )
