@@ -46,7 +46,7 @@ def latest(directory: str | Path) -> int | None:
     record = Path(directory) / LATEST
     if not record.is_file():
         return None
-    text = record.read_text().strip()
+    text = record.read_text(encoding="utf-8").strip()
     if text == RELEASE:
         return None
     if not text.isdigit():
@@ -66,7 +66,7 @@ def released(directory: str | Path) -> Path | None:
     ValueError if the directory says so, but the weights are missing or of another format.
     """
     record = Path(directory) / LATEST
-    if not record.is_file() or record.read_text().strip() != RELEASE:
+    if not record.is_file() or record.read_text(encoding="utf-8").strip() != RELEASE:
         return None
     path = record.with_name(RELEASE)
     if not (path / INDEX).is_file():
@@ -96,7 +96,7 @@ def holds_hf_weights(directory: str | Path) -> bool:
 def is_hf_directory(directory: str | Path) -> bool:
     """Whether the directory's config.json is a model's. A run directory has a config.json of another kind."""
     try:
-        content = json.loads((Path(directory) / "config.json").read_text())
+        content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and "model_type" in content

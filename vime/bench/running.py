@@ -117,7 +117,7 @@ def _run_all(plan: Plan, missing: Sequence[Planned], command: str) -> bool:
         print(f"{title}: {run.steps} steps, log {run.log}", flush=True)
         began = time.monotonic()
         status = _run(run.command, run.log, plan)
-        run.status.write_text(f"{status}\n")
+        run.status.write_text(f"{status}\n", encoding="utf-8")
         if status == 0 and is_whole(run, plan):
             print(f"{title}: done in {time.monotonic() - began:.1f} s", flush=True)
         else:
