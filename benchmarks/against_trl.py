@@ -102,7 +102,14 @@ class Comparison:
         place, rollouts = self.place(case, run_dir), self.arguments.rollouts
         paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         if side == OURS:
-            command = [sys.executable, "-m", "vime", "train", *our_command(case, place, rollouts, number)]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "vime",
+                "train",
+                *our_command(case, place, rollouts, number),
+            ]
         else:
             paths.insert(0, str(self.arguments.trl_env))
             job = trl_job(case, place, rollouts, number, side == TRL_SLEEP)

@@ -88,6 +88,24 @@ def _iteration(config: Config) -> int | None:
     return latest(config.checkpoint.load)
 
 
+def saves_where_it_loads(config: Config) -> bool:
+    """Whether a second start of the command resumes from what the first one has saved."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    return load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
+
+
+def first_rollout(config: Config, iteration: int) -> int:
+    """The first rollout of a run that resumes from checkpoint `iteration`.
+
+    --start-rollout-id is for the first start of a command. If the command resumes from what it has saved after that
+    rollout, the run goes on there: a queue would repeat the same rollouts for ever otherwise.
+    """
+    first = config.data.start_rollout_id
+    if first is None or (saves_where_it_loads(config) and iteration >= first):
+        return iteration + 1
+    return first
+
+
 def holds_hf_weights(directory: str | Path) -> bool:
     """Whether the directory has safetensors files to load: one file, or several files with their index."""
     return any((Path(directory) / name).is_file() for name in (HF_SINGLE, HF_INDEX))

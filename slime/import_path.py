@@ -14,6 +14,8 @@ from collections.abc import Mapping, MutableMapping
 VARIABLE = "PYTHONPATH"
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 """Keeps the current folder and the folder of the script off the path of a child and of what that starts."""
+UTF8 = {"PYTHONUTF8": "1"}
+"""A child reads text as UTF-8 under any locale, also where a library opens a file without an encoding."""
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -40,7 +42,7 @@ def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> 
 
 
 def of_workers(environ: Mapping[str, str]) -> list[str]:
-    """What goes first on the path of a worker on any host: these packages, unless they are installed, and PYTHONPATH."""
+    """What goes first on the path of a worker on any host: these packages if not installed, and PYTHONPATH."""
     installed = os.path.basename(ROOT) in ("site-packages", "dist-packages")
     return [*([] if installed else [ROOT]), *entries(environ)]
 

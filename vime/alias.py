@@ -37,7 +37,7 @@ class Alias:
             return None
         if importlib.util.find_spec(_real(name)) is None:
             return None
-        return ModuleSpec(name, self)
+        return ModuleSpec(name, self)  # type: ignore[arg-type]  # not of the abstract class, see above
 
     def create_module(self, spec: ModuleSpec) -> None:
         """The import system makes an empty module, which `exec_module` replaces."""

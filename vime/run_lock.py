@@ -68,8 +68,8 @@ def _lock_by_file(flag: str, path: Path, stack: ExitStack) -> None:
         ) from None
     stack.callback(lock.release)
     print(
-        f"note: {path} is on a file system without flock, so the lock of {flag} is the file {file}; a run that is killed "
-        "leaves it behind",
+        f"note: {path} is on a file system without flock, so the lock of {flag} is the file {file}; a run that is "
+        "killed leaves it behind",
         file=sys.stderr,
     )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import getpass
+import locale
 import os
 from collections.abc import Mapping, MutableMapping
 
@@ -25,6 +28,17 @@ def name_user(environ: MutableMapping[str, str]) -> None:
         getpass.getuser()
     except (KeyError, OSError):
         environ["LOGNAME"] = f"uid-{os.getuid()}"
+
+
+def use_utf8(environ: MutableMapping[str, str]) -> None:
+    """Text files are UTF-8, also those that libraries open without an encoding, here and in all children."""
+    if codecs.lookup(locale.getencoding()).name == "utf-8":
+        return
+    environ["PYTHONUTF8"] = "1"
+    for name in ("C.UTF-8", "C.utf8", "en_US.UTF-8"):
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, name)
+            return
 
 
 def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:

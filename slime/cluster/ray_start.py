@@ -23,7 +23,7 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from slime.cluster import ray_token
 from slime.cluster.guard import descendants, processes
-from slime.import_path import SAFE_PATH, of_workers
+from slime.import_path import SAFE_PATH, UTF8, of_workers
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,9 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
 
 
 class _Fixed(list[str]):
-    """What goes first on the import path of workers, the last one first. Ray would extend this list with the current folder and the folder
-    of the script. It is never empty in Ray's eyes, for Ray would replace it then."""
+    """What goes first on the import path of workers, the last one first.
+
+    Ray would extend this list with the current folder and the folder of the script, and replace an empty list."""
 
     def extend(self, more: Iterable[str]) -> None:
         """Nothing is added."""
@@ -142,8 +143,8 @@ def _own_processes() -> Iterator[None]:
 @contextlib.contextmanager
 def _safe_path() -> Iterator[None]:
     """For the processes of Ray and what these start. This process's own children may be the user's scripts."""
-    before = {name: os.environ.get(name) for name in SAFE_PATH}
-    os.environ.update(SAFE_PATH)
+    before = {name: os.environ.get(name) for name in SAFE_PATH | UTF8}
+    os.environ.update(SAFE_PATH | UTF8)
     try:
         yield
     finally:

@@ -71,8 +71,8 @@ def cache_locks() -> Iterator[None]:
     from datasets import builder
 
     before = builder.FileLock
-    builder.FileLock = CacheLock  # type: ignore[misc,assignment]
+    builder.FileLock = CacheLock
     try:
         yield
     finally:
-        builder.FileLock = before  # type: ignore[misc]
+        builder.FileLock = before

@@ -26,7 +26,8 @@ def look():
     import random, subprocess, sys
     import plug_in, vllm
     below = [sys.executable, "-c", "import sys; print(sys.path)"]
-    return [*sys.path, eval(subprocess.run(below, capture_output=True, text=True).stdout)], random.__file__, vllm.__file__
+    below = eval(subprocess.run(below, capture_output=True, text=True).stdout)
+    return [*sys.path, below], random.__file__, vllm.__file__
 
 path, random, vllm = ray.get(look.remote())
 below = path.pop()

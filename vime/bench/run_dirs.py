@@ -123,7 +123,8 @@ def how_it_ended(run: Planned) -> str:
     reached = f"after {steps} of {run.steps} steps"
     if not run.status.exists():
         return f"{run.name} was stopped {reached}"
-    return f"{run.name} ended with exit status {run.status.read_text(encoding='utf-8').strip()} {reached}: {tail(str(run.log), 1)}"
+    status = run.status.read_text(encoding="utf-8").strip()
+    return f"{run.name} ended with exit status {status} {reached}: {tail(str(run.log), 1)}"
 
 
 def read_repeat(run: Planned, order: int, root: Path) -> Repeat:

@@ -22,7 +22,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from slime.cluster.guard import descendants, is_stopped, processes
-from slime.import_path import ROOT, SAFE_PATH, entries
+from slime.import_path import ROOT, SAFE_PATH, UTF8, entries
 from vime.engine.control import answers
 from vime.engine.log_cause import cause_of
 from vime.engine.middleware import KEY_VARIABLE
@@ -97,7 +97,7 @@ def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM is Ctrl-C for this block: what it started ends in order."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -120,7 +120,7 @@ class SupervisedProcess:
             self._log_begins = log.tell()
             self._process = subprocess.Popen(
                 supervised,
-                env={**env, **SAFE_PATH},
+                env={**env, **SAFE_PATH, **UTF8},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
