@@ -36,6 +36,7 @@ from slime.room import Room
 from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
+from slime.waiting import said
 from vime import surroundings
 from vime.backends import backend_of, parse_config
 from vime.engine.cpu_engine import WAIT_VARIABLE
@@ -148,7 +149,9 @@ def run(config: Config, argv: Sequence[str]) -> None:
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
         logs = run_dir.resolve() / "logs"
         stack.push(functools.partial(_keep_ray_logs, temporary, logs / "ray"))
-        ray_start.connect(allow_unauthenticated=config.cluster.allow_unauthenticated_ray, temporary=temporary)
+        with said("starting or joining Ray"):
+            allow = config.cluster.allow_unauthenticated_ray
+            ray_start.connect(allow_unauthenticated=allow, temporary=temporary)
         catch_signals()  # Ray has put a handler of its own there, which ends the process
         watch = stack.enter_context(
             RayWatch(guard, lambda lost: print(_told(lost, logs), file=sys.stderr, flush=True))
@@ -161,7 +164,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if not config.debug.debug_rollout_only:
             trainer = actors.TrainerGroup(config, placed)
             watch.callback(trainer.stop)
-        pool, rollout = _start_engines(config, placed, watch, trainer)
+        with said("starting the trainer, the rollout manager and the engines"):
+            pool, rollout = _start_engines(config, placed, watch, trainer)
         if trainer is not None:
             print(f"operators: {headline(config)}")
             for decision in trainer.decisions:
