@@ -116,7 +116,7 @@ def messages_of(path: Path) -> list[Message]:
 
     The second rule finds messages that another function raises.
     """
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     constants = {
         node.targets[0].id: node.value.value
         for node in tree.body
@@ -172,7 +172,7 @@ def collected() -> dict[str, list[Message]]:
 
 def notes() -> dict[str, str]:
     """Constant text of a message -> handwritten cause and remedy."""
-    return yaml.safe_load((ROOT / NOTES).read_text())["remedies"]
+    return yaml.safe_load((ROOT / NOTES).read_text(encoding="utf-8"))["remedies"]
 
 
 def note_of(message: Message, written: dict[str, str]) -> str:
@@ -222,7 +222,7 @@ def cell(text: str, *, code: bool = False) -> str:
 def page() -> str:
     """The whole page."""
     written = notes()
-    lines = [yaml.safe_load((ROOT / NOTES).read_text())["introduction"].rstrip()]
+    lines = [yaml.safe_load((ROOT / NOTES).read_text(encoding="utf-8"))["introduction"].rstrip()]
     for section, messages in collected().items():
         lines += ["", f"## {section}", "", "| Message | Cause and remedy |", "| --- | --- |"]
         for message in sorted(messages, key=lambda m: m.text.lstrip(HOLE + " -'").lower()):
@@ -236,5 +236,5 @@ if __name__ == "__main__":
             f"{NOTES} must say what to do about each message that does not, got none for:\n"
             + "\n".join(missing)
         )
-    (ROOT / PAGE).write_text(page())
+    (ROOT / PAGE).write_text(page(), encoding="utf-8")
     print(PAGE)

@@ -21,7 +21,7 @@ from typing import TypeVar
 from slime.config import Config
 from slime.protocols import EnginePool, RolloutBatch, RolloutHandle, TrainerHandle, TrainResult
 from slime.tracking.report import Reporter
-from slime.waiting import wait
+from slime.waiting import said, wait
 
 T = TypeVar("T")
 
@@ -32,7 +32,8 @@ def run(
     """Train from the trainer's start rollout to `config.num_rollout`. Raises the first error of any part."""
     loop = _Loop(config, rollout, trainer, engines, report)
     start, timers = trainer.start_rollout_id, report.timers
-    engines.publish(start)
+    with said("sending the first weights to the engines"):
+        engines.publish(start)
     loop.evaluate_at_start(start)
     for rollout_id in range(start, _rollouts(config)):
         with timers.measure("step"):
@@ -114,7 +115,7 @@ class _Loop:
     def update_weights(self, rollout_id: int) -> None:
         """Publish the weights every --update-weights-interval rollouts."""
         if due(self.config.weight_update.update_weights_interval, rollout_id + 1):
-            with self.report.timers.measure("update_weights"):
+            with self.report.timers.measure("update_weights"), said("sending weights to the engines"):
                 self.engines.publish(rollout_id + 1)
 
     def save(self, rollout_id: int) -> None:
@@ -125,7 +126,7 @@ class _Loop:
         """
         if not saves_after(self.config, rollout_id):
             return
-        with self.report.timers.measure("save_model"):
+        with self.report.timers.measure("save_model"), said(f"saving the checkpoint of rollout {rollout_id}"):
             if self.config.cluster.colocate:
                 self.engines.sleep()
             self._wait(self.trainer.save(rollout_id))

@@ -40,7 +40,8 @@ class DataConfig:
     )
     start_rollout_id: int | None = flag(
         None,
-        "number of the first rollout (default: the one after the loaded checkpoint)",
+        "number of the first rollout (default: the one after the loaded checkpoint); a command that resumes "
+        "from its own --save continues after its newest checkpoint",
         range=COUNT_OR_ZERO,
     )
     rollout_batch_size: int | None = flag(None, "number of prompts per rollout", range=COUNT)

@@ -202,5 +202,5 @@ class Config:
             if spec.secret and data[SECTION_OF[name]][name] is not None:
                 data[SECTION_OF[name]][name] = "***"
         temporary = Path(f"{path}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(data, indent=2) + "\n")
+        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         temporary.replace(path)

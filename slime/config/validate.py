@@ -391,7 +391,7 @@ def largest_token_id(checkpoint: str) -> int | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--hf-checkpoint must hold a valid tokenizer.json, got {path}: {error}") from error
     vocabulary = content.get("model", {}).get("vocab", {})

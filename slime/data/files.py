@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.data.cache_lock import cache_locks
 from slime.room import Room
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def read_table(source: Source) -> Dataset:
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised
     folder = _cache_folder()
     try:
-        with Room(_CACHE, folder, "a copy of the prompts"):
+        with Room(_CACHE, folder, "a copy of the prompts"), cache_locks():
             table = _build(source, folder) if source.files else _from_hub(source)
             if source.suffix == ".json":
                 print_of = table._fingerprint[:40]

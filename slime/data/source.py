@@ -112,7 +112,7 @@ class PromptDataSource:
             if state.get(key) != now[key]:
                 raise ValueError(
                     f"{name} must be what {where} was written with ({state.get(key)}), got {now[key]}; "
-                    "restore it, or start the data anew with --start-rollout-id 0"
+                    "restore it, or start the data anew with --start-rollout-id 0 and another --save"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
@@ -153,7 +153,7 @@ class PromptDataSource:
         if not path.is_file():
             raise ValueError(
                 f"--load must hold the data position of rollout {rollout_id}, got no {path}; "
-                "resume another checkpoint, or start the data anew with --start-rollout-id 0"
+                "resume another checkpoint, or start the data anew with --start-rollout-id 0 and another --save"
             )
         self.load_state_dict(json.loads(path.read_text(encoding="utf-8")), where=str(path))
 
@@ -167,13 +167,13 @@ class PromptDataSource:
         except Exception as error:  # border: damaged files raise any error
             raise ValueError(
                 f"{path} must hold the data position that slime saved, got {type(error).__name__}: {error}; restore "
-                "it, or start the data anew with --start-rollout-id 0"
+                "it, or start the data anew with --start-rollout-id 0 and another --save"
             ) from error
         groups = saved.get("sample_group_index", index // self.args.n_samples_per_prompt)
         if not position <= len(self.prompts):
             raise ValueError(
                 f"--prompt-data must have at least the {position} prompts that {path} has seen, got "
-                f"{len(self.prompts)}; restore it, or start the data anew with --start-rollout-id 0"
+                f"{len(self.prompts)}; restore it, or start the data anew with --start-rollout-id 0 and another --save"
             )
         seen = {"epoch": epoch, "position": position, "next_group_index": groups, "next_index": index}
         return {**self.state_dict(), **seen, "buffer": []}

@@ -92,7 +92,7 @@ def _tokenizer_class(path: Path) -> Any:
     """AutoTokenizer, or the class that it would choose for a checkpoint whose tokenizer.json says everything: to import
     AutoTokenizer takes 2.5 s more, as it imports the code of all models."""
     try:
-        settings = json.loads((path / "tokenizer_config.json").read_text())
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         settings = {}
     generic = settings.get("tokenizer_class") in _GENERIC and "auto_map" not in settings

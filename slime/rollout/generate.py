@@ -20,7 +20,7 @@ from slime.rollout.facts import note_sampling
 from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
 from slime.rollout.state import GenerateState
-from slime.rollout.user_code import is_cancelled
+from slime.rollout.user_code import is_cancelled, remedy
 from slime.types import FINISH_STATUS, Sample, SampleGroup
 
 T = TypeVar("T")
@@ -260,5 +260,5 @@ def _blame(what: str, sample: Sample) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"{what} failed on sample {sample.index} of group {sample.group_index}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{remedy(error)}"
         ) from error

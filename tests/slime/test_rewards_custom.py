@@ -68,6 +68,19 @@ def test_plain_function_runs_off_the_event_loop(module):
     assert result["score"] == 0.5 and result["thread"] != threading.get_ident()
 
 
+def test_a_time_limit_by_signals_gets_an_error_with_the_remedy(module, tmp_path):
+    (tmp_path / "alarmed.py").write_text(
+        "import signal\n"
+        "def score(args, sample):\n"
+        "    signal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "    signal.alarm(5)\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"signal only works in main thread .*give --reward-deadline-s, or .*process"
+    ):
+        asyncio.run(async_rm(args("alarmed.score"), samples()[0]))
+
+
 def test_path_of_the_sample_comes_first(module):
     sample = samples()[2]
     sample.custom_rm_path = "my_rewards.length"

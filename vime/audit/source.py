@@ -44,7 +44,7 @@ def read_config(run_dir: Path) -> Config:
     path = run_dir / "config.json"
     if not path.is_file():
         raise ValueError(f"RUN_DIR must be a run directory of vime train, got no {path}; see --run-dir")
-    return Config.from_dict(json.loads(path.read_text()))
+    return Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:

@@ -28,7 +28,7 @@ from slime.rollout.rewards.random_uniform import random_reward
 from slime.rollout.rewards.remote import remote_reward
 from slime.rollout.rewards.special_tokens import answer_text
 from slime.rollout.rewards.text import extract_answer, without_special_text
-from slime.rollout.user_code import is_cancelled, slow_is_logged
+from slime.rollout.user_code import is_cancelled, remedy, slow_is_logged
 from slime.types import Sample
 
 Reward = float | dict[str, Any]
@@ -162,7 +162,7 @@ def _naming(sample: Sample, name: Any, of: str = "") -> Iterator[None]:
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         what = str(error) if kind is ValueError else f"{type(error).__name__}: {error}"
         where = f"{of}sample {sample.index} of group {sample.group_index}"
-        raise kind(f"reward {name} failed for {where}: {what}") from error
+        raise kind(f"reward {name} failed for {where}: {what}{remedy(error)}") from error
 
 
 def _unknown_type(name: Any, flag: str) -> str:
