@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import loss_of
+from slime.config.schema import Flags
 from slime.data.prompts import Context, LabelCheck, load_prompts
 from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
@@ -36,23 +37,24 @@ class PromptDataSource:
     Deterministic: epoch e visits the prompts in file order, or with --rollout-shuffle in the order
     `random.Random(rollout_seed + e).shuffle(range(len(prompts)))`. `Sample.index` and `Sample.group_index`
     count up over the whole run and never repeat. With --disable-rollout-global-dataset, the samples are empty and the
-    rollout function supplies its own prompts.
+    rollout function supplies its own prompts. Without --prompt-data it has only the groups that `add_samples` gave.
     """
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.buffer: list[SampleGroup] = []
         self.prompts: Sequence[Prompt] = []
-        if not args.disable_rollout_global_dataset:
+        flags = Flags(args)
+        if flags.prompt_data and not flags.disable_rollout_global_dataset:
             self.prompts = _load(args, self.label_check(args))
         self.epoch = 0
         self.position = 0
         self.next_group_index = 0
         self.next_index = 0
         self._order: tuple[int, Sequence[int]] | None = None
-        self._buffer_filter = _fifo
-        if args.buffer_filter_path:
-            self._buffer_filter = load_function(args.buffer_filter_path, flag="--buffer-filter-path")
+        self._buffer_filter = pop_first
+        if flags.buffer_filter_path:
+            self._buffer_filter = load_function(flags.buffer_filter_path, flag="--buffer-filter-path")
 
     def label_check(self, args: Any) -> LabelCheck | None:
         """What raises ValueError for a wrong label while the file is read. A subclass knows the rewards."""
@@ -195,8 +197,12 @@ class PromptDataSource:
         return group
 
     def _next_prompt(self) -> Prompt:
-        if not self.prompts:
+        if not self.prompts and Flags(self.args).disable_rollout_global_dataset:
             return Prompt(text="")
+        if not self.prompts:
+            raise ValueError(
+                "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
+            )
         if self.position == len(self.prompts):
             self.epoch += 1
             self.position = 0
@@ -216,10 +222,6 @@ class PromptDataSource:
 
 
 def _load(args: Any, check_label: LabelCheck | None) -> Sequence[Prompt]:
-    if not args.prompt_data:
-        raise ValueError(
-            "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
-        )
     limit = args.rollout_max_prompt_len
     if limit is None and args.rollout_max_context_len is not None:
         limit = args.rollout_max_context_len - 1  # a longer prompt leaves no room for a response token
@@ -252,7 +254,7 @@ def _load(args: Any, check_label: LabelCheck | None) -> Sequence[Prompt]:
     )
 
 
-def _fifo(
+def pop_first(
     args: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
 ) -> list[SampleGroup]:
     """The default --buffer-filter-path: returns the groups that have waited longest."""

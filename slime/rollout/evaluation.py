@@ -16,13 +16,17 @@ from typing import Any
 
 import yaml
 
+from slime.config.fields import nearest
+from slime.config.schema import Flags
 from slime.data.prompts import Context, load_prompts
 from slime.data.rows import Columns
 from slime.hf_config import read_hf_config
+from slime.rollout import generate
 from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.generate import generate_and_rm_group, run_together
+from slime.rollout.generate import run_together
 from slime.rollout.metrics import eval_reward_args
 from slime.rollout.rewards.labels import LabelCheck, label_check
+from slime.rollout.sampling import RULES
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.types import Prompt, Sample, SampleGroup
 
@@ -55,9 +59,16 @@ class EvalDatasetConfig:
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Other keys. Each is an attribute, for functions of the user; sampling parameters also go to the engine."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in (extra := vars(self).get("extra", {})):
+            return extra[name]
+        raise AttributeError(f"the evaluation dataset has no setting {name!r}")
 
 
-_SETTINGS = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig)) - {"name", "path"}
+_SETTINGS = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig)) - {"name", "path", "extra"}
 
 # Setting -> the flags that give its default, in order.
 _FALLBACKS = {
@@ -116,22 +127,28 @@ def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
 def build_eval_dataset_configs(
     args: Any, raw_config: list[dict[str, Any]], defaults: dict[str, Any]
 ) -> list[EvalDatasetConfig]:
-    """Resolve the settings of each entry. ValueError for unknown or missing settings and for duplicate names."""
-    configs = []
+    """Resolve the settings of each entry. An unknown key becomes an attribute of its record.
+
+    ValueError for a key that is spelled nearly as a setting, for missing settings and for duplicate names.
+    """
+    configs, flags = [], Flags(args)
     for entry in raw_config:
-        unknown = sorted((set(entry) | set(defaults)) - _SETTINGS - {"name", "path"})
-        if unknown:
+        others = (set(entry) | set(defaults)) - _SETTINGS - {"name", "path"}
+        if mistyped := sorted(
+            key for key in others if nearest(key, _SETTINGS | RULES.keys()) and key not in RULES
+        ):
             raise ValueError(
-                f"--eval-config must use known settings, got {unknown}; known: {sorted(_SETTINGS)}"
+                f"--eval-config must use known settings, got {mistyped}; known: {sorted(_SETTINGS)}"
             )
         if not entry.get("name") or not entry.get("path"):
             raise ValueError(f"--eval-config must give every dataset a name and a path, got {entry}")
         settings = {}
-        for setting, flags in _FALLBACKS.items():
-            values = [getattr(args, flag) for flag in flags]
+        for setting, names in _FALLBACKS.items():
+            values = [getattr(flags, name) for name in names]
             settings[setting] = next((value for value in values if value is not None), None)
         given = {k: v for k, v in {**defaults, **entry}.items() if v is not None}
-        configs.append(EvalDatasetConfig(**{**settings, **given}))
+        extra = {key: given.pop(key) for key in sorted(others & given.keys())}
+        configs.append(EvalDatasetConfig(**{**settings, **given}, extra=extra))
     names = [config.name for config in configs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"evaluation datasets must have different names, got {twice} more than once")
@@ -153,6 +170,10 @@ def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, Se
     for config in configs:
         if config.name in state.eval_prompts:
             continue
+        if unread := sorted(config.extra.keys() - RULES.keys()):
+            logger.warning(
+                "evaluation dataset %s: only your own functions read %s", config.name, ", ".join(unread)
+            )
         columns = Columns(**{f.name: getattr(config, f.name) for f in dataclasses.fields(Columns)})
         limits = [config.max_prompt_len, config.max_context_len and config.max_context_len - 1]
         state.eval_prompts[config.name] = load_prompts(
@@ -205,7 +226,7 @@ async def _eval_dataset(
     params = _sampling_params(state.args, config)
 
     async def one(group: SampleGroup) -> SampleGroup:
-        done = await generate_and_rm_group(
+        done = await generate.generate_and_rm_group(
             state.args, group, params, evaluation=True, rollout_id=rollout_id, stream=f"eval/{config.name}"
         )
         finished, wanted = state.progress
@@ -268,4 +289,4 @@ def _sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
         params["max_context_len"] = config.max_context_len
     if config.min_new_tokens is not None:
         params["min_new_tokens"] = config.min_new_tokens
-    return params
+    return params | {name: value for name, value in config.extra.items() if name in RULES}

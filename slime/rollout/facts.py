@@ -86,7 +86,7 @@ def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
         **run,
         **sample.metadata.get(SAMPLING_KEY, {}),
         "group_index": sample.group_index,
-        "weight_version": list(sample.weight_versions),
+        "weight_version": list(dict.fromkeys(sample.weight_versions)),
         "token_ids": token_checksum(sample.tokens),
         "mask": mask_checksum(mask),
     }

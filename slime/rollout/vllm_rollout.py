@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from slime.protocols import DataSource
-from slime.rollout import state
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.evaluation import eval_rollout
-from slime.rollout.generate import generate, generate_and_rm, generate_and_rm_group
+from slime.rollout.generate import GenerateState, generate, generate_and_rm, generate_and_rm_group
 from slime.rollout.rollout import generate_rollout_async
 
 __all__ = [
@@ -35,12 +34,6 @@ def generate_rollout(
     return own.run(generate_rollout_async(own, rollout_id, data_source))
 
 
-def GenerateState(args: Any) -> state.GenerateState:
-    """The run's own state: tokenizer, processor (None), semaphore, sampling_params, aborted, args. Whoever asks in the
-    rollout manager's process gets the same one, with any `args`. RuntimeError where no rollout runs."""
-    return state.of_process(args)
-
-
 async def abort(args: Any, rollout_id: int) -> list[Any]:
     """Make the running generations of this rollout end: each request returns the tokens that it has.
 
@@ -55,8 +48,9 @@ async def abort(args: Any, rollout_id: int) -> list[Any]:
 
 def get_model_url(args: Any, name: str, endpoint: str = "/generate") -> str:
     """The URL of `endpoint` for the model `name`: at the router that `args.model_routers` has for the name, or, where
-    the run serves one model, at `args.router_url`. ValueError for a name that none of several models has."""
+    the run serves one model, at the run's router. ValueError for a name that none of several models has."""
     routers: dict[str, str] = getattr(args, "model_routers", None) or {}
     if routers and name not in routers:
         raise ValueError(f"name must be one of {sorted(routers)}, got {name!r}; the run serves these models")
-    return f"{routers.get(name, args.router_url)}{endpoint}"
+    own = getattr(args, "router_url", None) or f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    return f"{routers.get(name, own)}{endpoint}"
