@@ -269,15 +269,13 @@ class Sample:
         """Status, weight version and counts from the `meta_info` of an engine's answer.
 
         Each answer adds its weight version. A finish reason other than stop, length and abort leaves the status as it
-        is. Without "finish_reason" the answer is not the end of a request, and nothing changes. Where `args` say that
-        SGLang does not speculate, the counts of speculation stay as they are.
+        is. Without "finish_reason" the answer is not the end of a request, and nothing changes. `args` is not read.
         """
         if meta_info.get("finish_reason") is None:
             return
         reason = meta_info["finish_reason"]
         kind = reason.get("type") if isinstance(reason, Mapping) else reason
-        if getattr(args, "sglang_speculative_algorithm", True):
-            self.spec_info.add(meta_info)
+        self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
         if (version := meta_info.get("weight_version")) is not None:
             self.weight_versions.append(int(version) if str(version).isdecimal() else version)

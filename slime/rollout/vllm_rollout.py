@@ -48,9 +48,8 @@ async def abort(args: Any, rollout_id: int) -> list[Any]:
 
 def get_model_url(args: Any, name: str, endpoint: str = "/generate") -> str:
     """The URL of `endpoint` for the model `name`: at the router that `args.model_routers` has for the name, or, where
-    the run serves one model, at the run's router. ValueError for a name that none of several models has."""
+    the run serves one model, at `args.router_url`. ValueError for a name that none of several models has."""
     routers: dict[str, str] = getattr(args, "model_routers", None) or {}
     if routers and name not in routers:
         raise ValueError(f"name must be one of {sorted(routers)}, got {name!r}; the run serves these models")
-    own = getattr(args, "router_url", None) or f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-    return f"{routers.get(name, own)}{endpoint}"
+    return f"{routers.get(name, args.router_url)}{endpoint}"
