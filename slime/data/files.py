@@ -125,15 +125,21 @@ def _present(value: Any) -> Any:
     return [_present(one) for one in value] if isinstance(value, list) else value
 
 
+def split_slice(spec: str) -> tuple[str, slice | None]:
+    """("data.jsonl", slice(a, b)) of "data.jsonl@[a:b]"; None for the slice of a name without one."""
+    match = _SLICE.match(spec)
+    if match is None:
+        return spec, None
+    return match["path"], slice(*(int(match[end]) if match[end] else None for end in ("start", "stop")))
+
+
 def find_source(spec: str, flag: str = "--prompt-data") -> Source:
     """The files or the hub dataset of `path`, `folder` or `name[:config[:split]]`, each with an optional `@[a:b]`.
 
     A text that looks like a path, or that exists, is never looked up on the hub. ValueError with `flag` for a missing
     file, for another file type, and for a folder without such files or with files of several types.
     """
-    match = _SLICE.match(spec)
-    name = match["path"] if match else spec
-    part = slice(*(int(match[end]) if match[end] else None for end in ("start", "stop"))) if match else None
+    name, part = split_slice(spec)
     path = Path(name)
     kinds = ", ".join(SUFFIXES)
     if path.is_dir():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import loss_of
+from slime.config.schema import Flags
 from slime.data.prompts import Context, LabelCheck, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
@@ -38,23 +39,24 @@ class PromptDataSource:
     Deterministic: epoch e visits the prompts in file order, or with --rollout-shuffle in the order
     `random.Random(rollout_seed + e).shuffle(range(len(prompts)))`. `Sample.index` and `Sample.group_index`
     count up over the whole run and never repeat. With --disable-rollout-global-dataset, the samples are empty and the
-    rollout function supplies its own prompts.
+    rollout function supplies its own prompts. Without --prompt-data it has only the groups that `add_samples` gave.
     """
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.buffer: list[SampleGroup] = []
         self.prompts: Sequence[Prompt] = []
-        if not args.disable_rollout_global_dataset:
+        flags = Flags(args)
+        if flags.prompt_data and not flags.disable_rollout_global_dataset:
             self.prompts = load_training_prompts(args, self.label_check(args))
         self.epoch = 0
         self.position = 0
         self.next_group_index = 0
         self.next_index = 0
         self._order: tuple[int, Sequence[int]] | None = None
-        self._buffer_filter = _fifo
-        if args.buffer_filter_path:
-            self._buffer_filter = load_function(args.buffer_filter_path, flag="--buffer-filter-path")
+        self._buffer_filter = pop_first
+        if flags.buffer_filter_path:
+            self._buffer_filter = load_function(flags.buffer_filter_path, flag="--buffer-filter-path")
 
     def label_check(self, args: Any) -> LabelCheck | None:
         """What raises ValueError for a wrong label while the file is read. A subclass knows the rewards."""
@@ -197,8 +199,12 @@ class PromptDataSource:
         return group
 
     def _next_prompt(self) -> Prompt:
-        if not self.prompts:
+        if not self.prompts and Flags(self.args).disable_rollout_global_dataset:
             return Prompt(text="")
+        if not self.prompts:
+            raise ValueError(
+                "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
+            )
         if self.position == len(self.prompts):
             self.epoch += 1
             self.position = 0
@@ -258,7 +264,7 @@ def load_training_prompts(
     )
 
 
-def _fifo(
+def pop_first(
     args: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
 ) -> list[SampleGroup]:
     """The default --buffer-filter-path: returns the groups that have waited longest."""

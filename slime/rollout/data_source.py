@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from slime.algo.losses import loss_of
-from slime.data.source import PromptDataSource
+from slime.data.source import PromptDataSource, pop_first
 from slime.rollout.rewards.labels import LabelCheck, label_check
 
-__all__ = ["RolloutDataSourceWithBuffer"]
+__all__ = ["RolloutDataSourceWithBuffer", "pop_first"]
 
 
 class RolloutDataSourceWithBuffer(PromptDataSource):

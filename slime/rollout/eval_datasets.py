@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from slime.config.fields import NEAR
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
+from slime.config.schema import Flags
 from slime.data.prompts import Context, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
 from slime.hf_config import read_hf_config
@@ -57,9 +59,16 @@ class EvalDatasetConfig:
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Other keys. Each is an attribute, for functions of the user; sampling parameters also go to the engine."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in (extra := vars(self).get("extra", {})):
+            return extra[name]
+        raise AttributeError(f"the evaluation dataset has no setting {name!r}")
 
 
-_SETTINGS = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig)) - {"name", "path"}
+_SETTINGS = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig)) - {"name", "path", "extra"}
 _NULLABLE = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig) if f.default is None) | {
     "tool_key"
 }
@@ -156,30 +165,31 @@ def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
 def build_eval_dataset_configs(
     args: Any, raw_config: list[dict[str, Any]], defaults: dict[str, Any]
 ) -> list[EvalDatasetConfig]:
-    """Resolve the settings of each entry. ValueError, with dataset and key, for unknown, missing and wrong settings,
-    and for duplicate names."""
+    """Resolve the settings of each entry. An unknown key becomes an attribute of its record. ValueError, with dataset
+    and key, for a key that is spelled nearly as a setting, for missing and wrong settings, and for duplicate names."""
     if not isinstance(raw_config, list) or not all(isinstance(e, dict) for e in (*raw_config, defaults)):
         raise ValueError(
             "--eval-config must hold `datasets` as a list or mapping of settings, and `defaults` as settings, got "
             f"{raw_config!r:.200} and {defaults!r:.80}; write `datasets: [{{name: NAME, path: FILE}}]`"
         )
-    configs = []
-    _require_known("defaults", defaults, _SETTINGS)
+    configs, flags = [], Flags(args)
+    _require_no_typing_error("defaults", defaults, _SETTINGS)
     for entry in raw_config:
         if not _is_text(entry.get("name")) or not _is_text(entry.get("path")):
             raise ValueError(
                 f"--eval-config must give every dataset a name and a path, got {entry}; write both as texts"
             )
         where = f"dataset {entry['name']!r}"
-        _require_known(where, entry, _SETTINGS | {"name", "path"})
+        _require_no_typing_error(where, entry, _SETTINGS | {"name", "path"})
         settings = {}
-        for setting, flags in _FALLBACKS.items():
-            values = [getattr(args, flag) for flag in flags]
+        for setting, names in _FALLBACKS.items():
+            values = [getattr(flags, name) for name in names]
             settings[setting] = next((value for value in values if value is not None), None)
         given = {k: v for k, v in {**defaults, **entry}.items() if v is not None or k in _NULLABLE}
-        for key, value in given.items():
+        extra = {key: given.pop(key) for key in sorted(given.keys() - _SETTINGS - {"name", "path"})}
+        for key, value in (given | extra).items():
             _check_setting(where, key, value)
-        config = EvalDatasetConfig(**{**settings, **given})
+        config = EvalDatasetConfig(**{**settings, **given}, extra=extra)
         _check_dataset(args, where, config)
         configs.append(config)
     names = [config.name for config in configs]
@@ -188,11 +198,12 @@ def build_eval_dataset_configs(
     return configs
 
 
-def _require_known(where: str, settings: dict[str, Any], known: frozenset[str]) -> None:
+def _require_no_typing_error(where: str, settings: dict[str, Any], known: frozenset[str]) -> None:
+    """Keys that are no settings are for the user's functions, but not one that is spelled nearly as a setting."""
     for key in settings:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+        near = difflib.get_close_matches(str(key), known | sampling.RULES.keys(), n=1, cutoff=NEAR)
+        if not isinstance(key, str) or (near and near[0] != key):
+            hint = f"did you mean {near[0]}?" if near else "write it as a text"
             raise ValueError(f"--eval-config: {where} must have known settings, got {key!r}; {hint}")
 
 
@@ -208,7 +219,10 @@ def _check_setting(where: str, key: str, value: Any) -> None:
             problem = "be a number" if key in _REALS else "be a whole number"
         else:
             problem = _NUMBERS[key].problem(value)
-    else:
+    elif key in sampling.RULES and key not in _SETTINGS:
+        rule, fits = sampling.RULES[key]
+        problem = None if fits(value) else rule
+    elif key in _SETTINGS or key in ("name", "path"):
         rule, fits = _OTHERS.get(key, ("be a text", _is_text))
         problem = None if fits(value) else rule
     if problem:

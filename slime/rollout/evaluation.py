@@ -7,10 +7,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from slime.rollout import generate
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
-from slime.rollout.generate import generate_and_rm_group, run_together
+from slime.rollout.generate import run_together
 from slime.rollout.metrics import eval_reward_args
+from slime.rollout.sampling import RULES
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.types import Prompt, Sample, SampleGroup
 
@@ -28,8 +30,13 @@ def load_eval_datasets(state: GenerateState) -> list[tuple[EvalDatasetConfig, Se
             "--eval-prompt-data or --eval-config must name a dataset for --eval-interval, got none"
         )
     for config in configs:
-        if config.name not in state.eval_prompts:
-            state.eval_prompts[config.name] = read_eval_prompts(state.args, config, lambda: state.tokenizer)
+        if config.name in state.eval_prompts:
+            continue
+        if unread := sorted(config.extra.keys() - RULES.keys()):
+            logger.warning(
+                "evaluation dataset %s: only your own functions read %s", config.name, ", ".join(unread)
+            )
+        state.eval_prompts[config.name] = read_eval_prompts(state.args, config, lambda: state.tokenizer)
     return [(config, state.eval_prompts[config.name]) for config in configs]
 
 
@@ -62,7 +69,7 @@ async def _eval_dataset(
     params = _sampling_params(state.args, config)
 
     async def one(group: SampleGroup) -> SampleGroup:
-        done = await generate_and_rm_group(
+        done = await generate.generate_and_rm_group(
             state.args, group, params, evaluation=True, rollout_id=rollout_id, stream=f"eval/{config.name}"
         )
         finished, wanted = state.progress
@@ -126,4 +133,4 @@ def _sampling_params(args: Any, config: EvalDatasetConfig) -> dict[str, Any]:
         params["max_context_len"] = config.max_context_len
     if config.min_new_tokens is not None:
         params["min_new_tokens"] = config.min_new_tokens
-    return params
+    return params | {name: value for name, value in config.extra.items() if name in RULES}

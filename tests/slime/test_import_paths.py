@@ -24,6 +24,12 @@ slime.utils.ppo_utils compute_policy_loss ppo_kl advantages eps_clip eps_clip_hi
 slime.utils.ppo_utils compute_cispo_loss ppo_kl log_probs advantages eps_clip eps_clip_high
 slime.utils.ppo_utils chunked_gae rewards values gamma lambd chunk_size=
 slime.utils.ppo_utils vanilla_gae rewards values gamma lambd
+slime.utils.ppo_utils chunked_discounted_returns rewards discount chunk_size=
+slime.utils.ppo_utils get_reinforce_plus_plus_returns rewards kl loss_masks response_lengths total_lengths kl_coef gamma
+slime.rollout.data_source pop_first args rollout_id buffer num_samples
+slime.rollout.filter_hub.base_types should_drop_dynamic_filter_output output remaining_batch_size target_data_size
+slime.rollout.sglang_rollout load_function path
+slime.rollout.sglang_rollout async_rm args sample
 slime.utils.ppo_utils calculate_log_probs_and_entropy logits tokens tp_group with_entropy= chunk_size=
 slime.utils.data read_file path
 slime.utils.data filter_long_prompt samples tokenizer processor max_length
