@@ -202,8 +202,9 @@ def _require_no_typing_error(where: str, settings: dict[str, Any], known: frozen
     """Keys that are no settings are for the user's functions, but not one that is spelled nearly as a setting."""
     for key in settings:
         near = difflib.get_close_matches(str(key), known | sampling.RULES.keys(), n=1, cutoff=NEAR)
-        if not isinstance(key, str) or (near and near[0] != key):
-            hint = f"did you mean {near[0]}?" if near else "write it as a text"
+        misplaced = key in ("name", "path") and key not in known
+        if not isinstance(key, str) or misplaced or (near and near[0] != key):
+            hint = f"did you mean {near[0]}?" if near else "rename it, or write it as a text of a dataset"
             raise ValueError(f"--eval-config: {where} must have known settings, got {key!r}; {hint}")
 
 

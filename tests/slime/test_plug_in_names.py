@@ -13,7 +13,8 @@ from rollout_double import ListSource, make_args, make_state
 
 from slime.config import Flags
 from slime.rollout import generate, sglang_rollout, vllm_rollout
-from slime.rollout.evaluation import _sampling_params, build_eval_dataset_configs
+from slime.rollout.eval_datasets import build_eval_dataset_configs
+from slime.rollout.evaluation import _sampling_params
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput, should_drop_dynamic_filter_output
 from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from slime.rollout.rewards.deepscaler import deepscaler_reward
