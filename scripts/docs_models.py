@@ -1,7 +1,7 @@
 """`python scripts/docs_models.py`: the tables of model families in README.md, docs/models.md and docs/status.md.
 
-All three come from one table, slime/models/status.py. Each stands between two marks. A test fails when a page is not what
-this script writes.
+All three come from one table, slime/models/status.py. Each is between two marks. A test fails when a page differs from
+what this script writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Where each family was run: one table. `vime models` prints it, and `python scripts/docs_models.py` writes its rows into
-README.md, docs/models.md and docs/status.md.
+"""Where each family was run: one table. `vime models` prints it, and `python scripts/docs_models.py` writes its rows
+into README.md, docs/models.md and docs/status.md.
 
-Each family's trainer was compared with transformers on tiny models (`tests/slime/test_families.py`, float32, one rank and two).
+Each family's trainer was compared with transformers on tiny models, in float32, on one rank and on two
+(`tests/slime/test_families.py`).
 """
 
 from __future__ import annotations
