@@ -83,7 +83,7 @@ def test_broken_links_end_the_build(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     [docs_configuration, docs_errors, docs_algorithms, docs_families],
-    ids=["configuration", "troubleshooting", "algorithms", "families"],
+    ids=["configuration", "messages", "algorithms", "families"],
 )
 def test_generated_pages_are_up_to_date(module) -> None:
     assert (ROOT / module.PAGE).read_text() == module.page(), (
