@@ -1,5 +1,6 @@
-"""What a run gives its processes of the user's environment: a user name, no proxy between them, and a path for imports
-without the current folder."""
+"""The part of the user's environment that a run passes to its processes: a user name, no proxy between them, and an
+import path without the current folder.
+"""
 
 from __future__ import annotations
 
