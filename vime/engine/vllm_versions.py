@@ -1,5 +1,5 @@
-"""The differences between the versions of vLLM that a run may use, and how this project bridges them. No other file asks
-for a version. Light to import: the functions that need vLLM load it.
+"""The differences between the versions of vLLM that a run may use, and how this project bridges them. No other file
+asks for a version. Light to import: the functions that need vLLM load it.
 
 Two versions were run: 0.26.0 (its CUDA build, on GPUs) and 0.32.0 (its CPU build, by the tests). The table has their
 differences in what this project uses. A version between or after the two counts as one of them. A version below 0.26 is
