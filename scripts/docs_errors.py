@@ -71,7 +71,7 @@ def messages_of(path: Path) -> list[Message]:
 
     The second rule finds messages that another function raises.
     """
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     constants = {
         node.targets[0].id: node.value.value
         for node in tree.body
@@ -126,7 +126,7 @@ def collected() -> tuple[Message, ...]:
 
 def notes() -> dict[str, str]:
     """Constant text of a message -> handwritten cause and remedy."""
-    return yaml.safe_load((ROOT / NOTES).read_text())["remedies"]
+    return yaml.safe_load((ROOT / NOTES).read_text(encoding="utf-8"))["remedies"]
 
 
 def note_of(message: Message, written: dict[str, str]) -> str:
@@ -181,5 +181,5 @@ if __name__ == "__main__":
             f"{NOTES} must say what to do about each message that does not, got none for:\n"
             + "\n".join(missing)
         )
-    (ROOT / PAGE).write_text(page())
+    (ROOT / PAGE).write_text(page(), encoding="utf-8")
     print(PAGE)

@@ -65,12 +65,12 @@ def page(path: Path) -> str:
     """A page with its table between the two marks."""
     head, *rows = TABLES[path]()
     table = [head, ["---"] * len(head), *rows]
-    before, rest = (ROOT / path).read_text().split(BEGIN)
+    before, rest = (ROOT / path).read_text(encoding="utf-8").split(BEGIN)
     lines = [f"| {' | '.join(cells)} |" for cells in table]
     return "\n".join([f"{before}{BEGIN}", *lines, END]) + rest.split(END)[1]
 
 
 if __name__ == "__main__":
     for path in TABLES:
-        (ROOT / path).write_text(page(path))
+        (ROOT / path).write_text(page(path), encoding="utf-8")
         print(path)

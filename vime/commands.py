@@ -17,5 +17,8 @@ COMMANDS = {
     "completion": "a script that completes commands and flags in bash or zsh",
 }
 
+WORK = {"train", "serve", "export", "audit", "plot", "bench"}
+"""Subcommands whose purpose is more than what they print."""
+
 MODULES = {"bench": "vime.bench.command", "doctor": "vime.doctor.command"}
 """Subcommand -> its module, if that is not vime.NAME."""

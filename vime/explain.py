@@ -61,7 +61,7 @@ def words_of(text: str) -> list[str]:
 
 def entries() -> list[Entry]:
     """All messages."""
-    return [Entry(*row) for row in json.loads(FILE.read_text())]
+    return [Entry(*row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
 
 
 def nearest_words(words: Iterable[str], known: Iterable[str]) -> dict[str, dict[str, float]]:

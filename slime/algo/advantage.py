@@ -50,8 +50,8 @@ def discounted_returns(reward: float, mask: Tensor, kl: Tensor, *, kl_coef: floa
 
 
 def discounted_sum(x: Tensor, discount: float) -> Tensor:
-    """`y_t = x_t + discount * y_{t+1}` along the last dimension, fp32, in log2(T) vector steps."""
-    y = x.float().clone()
+    """`y_t = x_t + discount * y_{t+1}` along the last dimension, in log2(T) vector steps. fp32, except for float64."""
+    y = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
     span = 1
     while span < y.shape[-1]:
         # y_t is the sum of span terms, and y_{t+span} is the sum of the next span terms.

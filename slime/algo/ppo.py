@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import rl_kernel
-from slime.algo.advantage import compute_advantages, gae
+from slime.algo.advantage import compute_advantages, discounted_returns, discounted_sum, gae
 from slime.types import TrainData
 
 
@@ -101,3 +101,30 @@ def chunked_gae(
 ) -> tuple[Tensor, Tensor]:
     """The same numbers as `vanilla_gae`, which needs no chunks to be fast; `chunk_size` is kept for its callers."""
     return gae(rewards, values, gamma, lambd)
+
+
+def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
+    """`G_t = r_t + discount * G_{t+1}` of rewards [B, T], in their dtype; see slime.algo.advantage.discounted_sum.
+
+    `chunk_size` is kept for callers; the sum needs no chunks to be fast.
+    """
+    return discounted_sum(rewards, discount).to(rewards.dtype)
+
+
+def get_reinforce_plus_plus_returns(
+    rewards: Tensor,
+    kl: list[Tensor],
+    loss_masks: list[Tensor],
+    response_lengths: list[int],
+    total_lengths: list[int],
+    kl_coef: float,
+    gamma: float,
+) -> list[Tensor]:
+    """The returns [R_i] of --advantage-estimator reinforce_plus_plus for each sample, from its reward, KL and mask.
+
+    The tensors are whole responses, so the lengths are kept for callers only.
+    """
+    return [
+        discounted_returns(float(reward), mask, k, kl_coef=kl_coef, gamma=gamma)
+        for reward, mask, k in zip(rewards, loss_masks, kl, strict=True)
+    ]

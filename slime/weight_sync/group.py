@@ -70,7 +70,7 @@ def found(directory: Path, ranks: dict[str, int], world: int, timeout_s: float) 
 
 def give_up(info: GroupInfo) -> None:
     """Release every rank that waits in the group: each raises GivenUp."""
-    _mark(info).write_text("given up")
+    _mark(info).write_text("given up", encoding="utf-8")
 
 
 def is_given_up(info: GroupInfo) -> bool:

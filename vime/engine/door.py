@@ -34,6 +34,8 @@ _SGLANGS_SESSION = "x-smg-routing-key"
 """The header that sglang-router's sticky policies read. vllm-router's policies read x-session-id."""
 _LARGEST_BODY_BYTES = 1 << 30
 _ALL_S = 60.0
+_BEFORE_KEY = {400, 413, 415, 422}
+"""What a malformed body gets from vllm-router, which reads the body before it looks at the key."""
 
 
 class _Peek(msgspec.Struct):
@@ -92,6 +94,8 @@ class Door:
         try:
             body = wrap(await request.read())
         except ValueError as error:
+            if (refusal := await self._refusal(request)) is not None:
+                return refusal
             return web.json_response({"error": {"message": str(error)}}, status=400)
         return await self._pass(request, "/inference/v1/generate", body)
 
@@ -110,6 +114,8 @@ class Door:
         async with self._session.request(
             request.method, self._url + path, data=data or None, headers=headers
         ) as answer:
+            if answer.status in _BEFORE_KEY and (refusal := await self._refusal(request)) is not None:
+                return refusal
             headers = _kept(answer.headers)
             if answer.content_length is not None:
                 return web.Response(status=answer.status, body=await answer.read(), headers=headers)
@@ -119,6 +125,11 @@ class Door:
                 await response.write(piece)
             await response.write_eof()
             return response
+
+    async def _refusal(self, request: web.Request) -> web.Response | None:
+        """The router's 401 if the caller has not the key. Without it, nobody learns what is wrong with a body."""
+        async with self._session.get(f"{self._url}/list_workers", headers=_kept(request.headers)) as answer:
+            return web.Response(status=401, text=await answer.text()) if answer.status == 401 else None
 
     async def _to_all(self, request: web.Request) -> web.StreamResponse:
         """Call every engine. The status is the worst one. An engine that has died counts as done."""

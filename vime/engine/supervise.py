@@ -125,7 +125,10 @@ def _children(pid: int) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             # The second field, a name in brackets, may hold anything; the parent is the second one after it.
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file,
+            ):
                 if int(file.read().rpartition(")")[2].split()[1]) == pid:
                     found.append(int(entry))
     return found

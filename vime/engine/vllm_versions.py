@@ -166,7 +166,11 @@ def _file_of(module: str) -> Path | None:
 def token_routes() -> list[str]:
     """The flag without which newer servers refuse /inference/v1/generate, to which plug-ins of upstream vime post."""
     files = [file for module in _PARSER_MODULES if (file := _file_of(module)) is not None]
-    return ["--enable-scale-out"] if any("enable_scale_out" in file.read_text() for file in files) else []
+    return (
+        ["--enable-scale-out"]
+        if any("enable_scale_out" in file.read_text(encoding="utf-8") for file in files)
+        else []
+    )
 
 
 def request_times(argv: Sequence[str]) -> list[str]:
@@ -179,7 +183,7 @@ def speculation_counts(argv: Sequence[str]) -> list[str]:
     vLLM refuses it without speculation."""
     speculates = any(token.split("=")[0] == "--speculative-config" for token in argv)
     file = _file_of("vllm.config.observability")
-    known = file is not None and "per_request_spec_decode_metrics" in file.read_text()
+    known = file is not None and "per_request_spec_decode_metrics" in file.read_text(encoding="utf-8")
     return ["--per-request-spec-decode-metrics", "summary"] if speculates and known else []
 
 
