@@ -13,6 +13,7 @@ COMMANDS = {
     "bench": "what rl_kernel changes: op, module and e2e measure it, report prints it",
     "models": "list the model families and what was run of each",
     "flags": "list or search the flags: vime flags WORD; --json has every accepted flag with its owner",
+    "explain": "what an error message means: vime explain WORDS",
     "completion": "a script that completes commands and flags in bash or zsh",
 }
 

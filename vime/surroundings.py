@@ -1,4 +1,4 @@
-"""What a run gives its processes of the user's environment: a user name, and no proxy between them."""
+"""The part of the user's environment that a run passes to its processes: a user name, and no proxy between them."""
 
 from __future__ import annotations
 

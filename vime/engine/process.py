@@ -1,6 +1,6 @@
-"""One server as a supervised subprocess with a log file: what engine servers and the router have in common.
+"""One server as a supervised subprocess with a log file: the common part of engine servers and routers.
 
-Owns starting, watching and ending it, free ports, and the check that a port can be had. Light: no torch, no vLLM.
+Owns start, watch and end of the process, free ports, and the check that a port is free. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
