@@ -159,7 +159,10 @@ def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
             {"name": name, **settings} if isinstance(settings, dict) else settings
             for name, settings in datasets.items()
         ]
-    return build_eval_dataset_configs(args, datasets, config.get("defaults") or {})
+    configs = build_eval_dataset_configs(args, datasets, config.get("defaults") or {})
+    for one in configs:
+        _check_lengths(f"dataset {one.name!r}", one)
+    return configs
 
 
 def build_eval_dataset_configs(
@@ -233,7 +236,7 @@ def _check_setting(where: str, key: str, value: Any) -> None:
 
 
 def _check_dataset(args: Any, where: str, config: EvalDatasetConfig) -> None:
-    """ValueError for a reward or a function that is not there, and for lengths that leave no response."""
+    """ValueError for a reward or a function that is not there."""
     rewards = {
         "rm_type": config.rm_type,
         "rm_type in metadata_overrides": config.metadata_overrides.get("rm_type"),
@@ -253,6 +256,10 @@ def _check_dataset(args: Any, where: str, config: EvalDatasetConfig) -> None:
     for key in ("custom_rm_path", "custom_generate_function_path"):
         if path := getattr(config, key):
             load_function(path, f"--eval-config: {key} of {where}")
+
+
+def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
+    """ValueError for lengths that leave no response."""
     if config.max_response_len is None and config.max_context_len is None:
         raise ValueError(
             f"--eval-config: max_response_len of {where} must be a number, got none; or give max_context_len"

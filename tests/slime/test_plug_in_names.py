@@ -149,5 +149,5 @@ def test_other_keys_of_an_evaluation_dataset_reach_it():
         _ = second.app
     params = _sampling_params(make_args(), first)
     assert params["repetition_penalty"] == 1.05 and "app" not in params and "task_timeout" not in params
-    with pytest.raises(ValueError, match=r"known settings, got \['temperture'\]"):
+    with pytest.raises(ValueError, match="known settings, got 'temperture'; did you mean temperature"):
         build_eval_dataset_configs(args, entries, {"temperture": 0.7})
