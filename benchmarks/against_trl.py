@@ -55,7 +55,7 @@ GPU_FREE_S = 60.0
 
 def our_result(run_dir: Path) -> dict[str, Any]:
     """What trl_side.py writes, from the metrics of a run: a rollout's record is written when its step has ended."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "perf/step_time" in row]
     parts = [name for name, value in rows[0].items() if name.startswith("perf/") and name.endswith("_time")]
     return {
@@ -72,9 +72,9 @@ def rollouts_done(run_dir: Path, side: str) -> int:
     """Rollouts that a run under way has ended."""
     if side == OURS:
         metrics = run_dir / "metrics.jsonl"
-        return metrics.read_text().count('"perf/step_time"') if metrics.is_file() else 0
+        return metrics.read_text(encoding="utf-8").count('"perf/step_time"') if metrics.is_file() else 0
     result = run_dir / "result.json"
-    return len(json.loads(result.read_text())["ends"]) if result.is_file() else 0
+    return len(json.loads(result.read_text(encoding="utf-8"))["ends"]) if result.is_file() else 0
 
 
 class Comparison:
@@ -102,7 +102,14 @@ class Comparison:
         place, rollouts = self.place(case, run_dir), self.arguments.rollouts
         paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
         if side == OURS:
-            command = [sys.executable, "-m", "vime", "train", *our_command(case, place, rollouts, number)]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "vime",
+                "train",
+                *our_command(case, place, rollouts, number),
+            ]
         else:
             paths.insert(0, str(self.arguments.trl_env))
             job = trl_job(case, place, rollouts, number, side == TRL_SLEEP)
@@ -120,7 +127,11 @@ class Comparison:
             *(command, run_dir / "output.log", environment, REPOSITORY),
             **{"progress": progress, "limit_s": self.arguments.limit_s, "gpu": case.device == "cuda"},
         )
-        result = our_result(run_dir) if side == OURS else json.loads((run_dir / "result.json").read_text())
+        result = (
+            our_result(run_dir)
+            if side == OURS
+            else json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+        )
         return run_of(result, name, side, number, self.arguments.warm_up, ended, load)
 
 
@@ -174,8 +185,8 @@ def wait_for_free_gpu() -> None:
 
 def trl_folder(folder: Path) -> None:
     """Put TRL's packages into `folder` if they are not there. A wheel house works too: PIP_NO_INDEX, PIP_FIND_LINKS."""
-    stamp, wanted = folder / "against_trl.txt", (BENCHMARKS / "trl.txt").read_text()
-    if stamp.is_file() and stamp.read_text() == wanted:
+    stamp, wanted = folder / "against_trl.txt", (BENCHMARKS / "trl.txt").read_text(encoding="utf-8")
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return
     if folder.exists():
         raise ValueError(
@@ -187,7 +198,7 @@ def trl_folder(folder: Path) -> None:
     install = [*("-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--target")]
     requirements = ["-r", str(BENCHMARKS / "trl.txt")]
     subprocess.run([sys.executable, *install, str(folder), *requirements], check=True)
-    stamp.write_text(wanted)
+    stamp.write_text(wanted, encoding="utf-8")
 
 
 def versions_of(folder: Path) -> dict[str, dict[str, str]]:

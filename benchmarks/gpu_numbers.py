@@ -120,7 +120,7 @@ def _memory_growth(sources: Sources) -> Found:
         file = run.path / "gpu_memory.csv"
         if not file.exists():
             continue
-        with open(file) as lines:
+        with open(file, encoding="utf-8") as lines:
             rows = [row for row in csv.reader(lines, skipinitialspace=True) if len(row) == 3]
         ends, growth = run.step_ends, list[float]()
         for gpu in {row[1] for row in rows}:
@@ -179,7 +179,7 @@ def _by_noise(moved: float, noise: float) -> float:
 
 def _audited(path: Path) -> Iterator[dict[str, Any]]:
     for file in (path / "audit").glob("rollout_*.json"):
-        yield from json.loads(file.read_text())["pairs"]
+        yield from json.loads(file.read_text(encoding="utf-8"))["pairs"]
 
 
 def _layout_noise(pairs: Iterable[dict[str, Any]]) -> float | None:
@@ -327,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
             for t, value, source in found
         ]
-        args.out.write_text(json.dumps(records, indent=1) + "\n")
+        args.out.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     if args.require is not None and all(value is None for t, value, _ in found if t.figure == args.require):
         print(f"gpu_numbers: {args.require} must be measured, got nothing of it", file=sys.stderr)
         return 1

@@ -35,7 +35,7 @@ class GpuRun:
 
     @classmethod
     def read(cls, path: Path) -> GpuRun:
-        flags = flags_of(json.loads((path / "config.json").read_text()))
+        flags = flags_of(json.loads((path / "config.json").read_text(encoding="utf-8")))
         try:
             model = read_hf_config(flags["hf_checkpoint"])
         except ValueError:
@@ -69,13 +69,15 @@ class GpuRun:
     @cached_property
     def step_ends(self) -> dict[int, float]:
         """Seconds since 1970 at which each rollout's step was over."""
-        rows = [json.loads(line) for line in (self.path / METRICS_FILE).read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (self.path / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        ]
         return {row["step"]: row["time"] for row in rows if row["step_key"] == "rollout/step"}
 
     @property
     def alone_from(self) -> float:
         file = self.path / ALONE_FROM
-        return float(file.read_text()) if file.exists() else 0.0
+        return float(file.read_text(encoding="utf-8")) if file.exists() else 0.0
 
     @property
     def layer_parameters(self) -> int:
@@ -86,7 +88,7 @@ class GpuRun:
     def gpu(self) -> str | None:
         """Name of the first GPU of the host; None when the run did not note it."""
         file = self.path / ENVIRONMENT_FILE
-        gpus = json.loads(file.read_text()).get("gpus") if file.exists() else None
+        gpus = json.loads(file.read_text(encoding="utf-8")).get("gpus") if file.exists() else None
         return gpus[0]["name"] if gpus else None
 
     @property
@@ -115,7 +117,7 @@ def read(paths: Sequence[Path]) -> Sources:
         if path.is_dir():
             runs.append(GpuRun.read(path))
             continue
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"PATH must be a run directory or hold a JSON object, got {path}")
         files.append((path.name, content))

@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
               f"{row['ratio']:6.3f} {verdict}")  # fmt: skip
     if arguments.out:
         arguments.out.write_text(
-            json.dumps({"machine": machine, "limit": LIMIT, "rows": rows}, indent=1) + "\n"
+            json.dumps({"machine": machine, "limit": LIMIT, "rows": rows}, indent=1) + "\n",
+            encoding="utf-8",
         )
     return 0
 
@@ -70,7 +71,7 @@ def _rank(rank: int, folder: str, cases: list[Case], on_gpus: bool, rounds: int)
     dist.init_process_group(backend, init_method=f"file://{folder}/init", rank=rank, world_size=PROCESSES)
     for case in cases:
         found = _measure(case, rank, device, rounds)
-        Path(folder, f"{case.name}-{rank}.json").write_text(json.dumps(found))
+        Path(folder, f"{case.name}-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -156,7 +157,10 @@ def _contenders(case: Case, rank: int, device: torch.device) -> dict[tuple[str, 
 
 def _merged(folder: str, case: Case) -> list[dict[str, Any]]:
     """Medians of the slower process."""
-    ranks = [json.loads(Path(folder, f"{case.name}-{rank}.json").read_text()) for rank in range(PROCESSES)]
+    ranks = [
+        json.loads(Path(folder, f"{case.name}-{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(PROCESSES)
+    ]
     slowest = {key: max(statistics.median(found[key]) for found in ranks) for key in ranks[0]}
     rows = []
     for name in dict.fromkeys(key.split("|")[0] for key in slowest):

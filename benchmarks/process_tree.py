@@ -32,7 +32,9 @@ def descendants(root: int) -> list[int]:
         if entry.name.isdigit():
             try:
                 # The name of the command, in parentheses, may hold spaces and parentheses itself.
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                fields = (
+                    (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                )
             except (FileNotFoundError, ProcessLookupError):
                 continue  # ended since the folder was listed
             children.setdefault(int(fields[1]), []).append(int(entry.name))
@@ -45,7 +47,7 @@ def descendants(root: int) -> list[int]:
 def pss_bytes(process: int) -> int:
     """The proportional set size: a page that n processes share counts 1/n. 0 for a process that has ended."""
     try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
         return 0
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

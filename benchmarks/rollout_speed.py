@@ -115,7 +115,9 @@ def write_prompts(path: Path, args: argparse.Namespace) -> None:
     length = len(tokenizer.encode(texts[0], add_special_tokens=False))
     if length != args.prompt_tokens:
         raise ValueError(f"--model must have a tokenizer with a token a digit, got {length} for {texts[0]}")
-    path.write_text("".join(json.dumps({"prompt": text, "label": "0"}) + "\n" for text in texts))
+    path.write_text(
+        "".join(json.dumps({"prompt": text, "label": "0"}) + "\n" for text in texts), encoding="utf-8"
+    )
 
 
 def configure(args: argparse.Namespace, flags: list[str], folder: Path) -> Config:
@@ -183,7 +185,7 @@ class Contest:
         )
         self.manager.load(0)
         tokenizer = load_tokenizer(args.model)
-        with open(config.data.prompt_data) as lines:
+        with open(config.data.prompt_data, encoding="utf-8") as lines:
             texts = [json.loads(line)["prompt"] for line in lines]
         self.prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         self.contenders: dict[str, Callable[[int], tuple[int, float]]] = {
@@ -329,7 +331,7 @@ def report(args: argparse.Namespace, flags: list[str], argv: Sequence[str] | Non
     }
     print(table(found))
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,11 @@ class Ended:
 
 def error_line(log: Path) -> str:
     """The last line that says an error, or else the last line that is not empty."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(errors="replace", encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     errors = [line for line in lines if _ERROR.match(line)]
     return (errors or lines or ["no output"])[-1][:500]
 
@@ -56,7 +60,7 @@ def execute(
     """
     failed = True
     try:
-        with log.open("w") as output, PeakMemory(gpu=gpu) as memory:
+        with log.open("w", encoding="utf-8") as output, PeakMemory(gpu=gpu) as memory:
             begin = time.time()
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=dict(environment), cwd=folder

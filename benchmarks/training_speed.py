@@ -166,7 +166,7 @@ def report(arguments: argparse.Namespace, given: list[str], argv: list[str]) -> 
     }
     print(json.dumps({k: v for k, v in result.items() if k != "steps"}, indent=1))
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

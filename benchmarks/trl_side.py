@@ -87,7 +87,7 @@ class Job:
 
     def dataset(self) -> Dataset:
         """The prompts of all rollouts as conversations, in the order of the file, from its start again at its end."""
-        rows = [json.loads(line) for line in Path(self.prompts).read_text().splitlines()]
+        rows = [json.loads(line) for line in Path(self.prompts).read_text(encoding="utf-8").splitlines()]
         count = self.rollouts * self.prompts_per_rollout
         taken = [rows[i % len(rows)] for i in range(count)]
         conversations = [[{"role": "user", "content": row[self.prompt_key]}] for row in taken]
@@ -147,7 +147,7 @@ class Clock(TrainerCallback):
                 torch.cuda.synchronize()  # the optimizer's kernels belong to the step
             self.record.ends.append(time.time())
             part = Path(self.job.out + ".part")  # against_trl.py reads the file while the run goes on
-            part.write_text(json.dumps(asdict(self.record)) + "\n")
+            part.write_text(json.dumps(asdict(self.record)) + "\n", encoding="utf-8")
             part.rename(self.job.out)
 
 

@@ -119,7 +119,7 @@ def text(sessions: Sequence[dict[str, Any]]) -> str:
 def read_sessions(path: Path) -> list[dict[str, Any]]:
     """The sessions of a record. ValueError for a file that is no record."""
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("sessions"), list):
@@ -130,4 +130,6 @@ def read_sessions(path: Path) -> list[dict[str, Any]]:
 
 
 def write_sessions(path: Path, sessions: Sequence[dict[str, Any]]) -> None:
-    path.write_text(json.dumps({"summary": summary(sessions), "sessions": sessions}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"summary": summary(sessions), "sessions": sessions}, indent=1) + "\n", encoding="utf-8"
+    )

@@ -161,7 +161,9 @@ def write(path: Path | None, results: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(results, indent=1, allow_nan=False) + "\n"
         # The calls of a row on one line: strings hold no line breaks, so this meets lists of numbers only.
-        path.write_text(re.sub(r"\[\n[-+\d.e,\s]+\]", lambda found: " ".join(found[0].split()), text))
+        path.write_text(
+            re.sub(r"\[\n[-+\d.e,\s]+\]", lambda found: " ".join(found[0].split()), text), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

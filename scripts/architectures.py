@@ -212,6 +212,16 @@ ARCHITECTURES = {
         *("qwen3", 2560, 9728, 36, (32, 8), 128, QWEN_VOCAB, 5e6, 262144, True),
         *("bfloat16", "slime's MODEL_ARGS of qwen3-4B-Instruct-2507"),
     ),
+    "qwen1.5-moe-a2.7b": Architecture(
+        *("qwen2_moe", 2048, 5632, 24, (16, 16), 128, QWEN_VOCAB, 1e6, 8192, False),
+        *(
+            "bfloat16",
+            "config.json of Qwen/Qwen1.5-MoE-A2.7B-Chat on the Hugging Face hub",
+            None,
+            (60, 4, 1408),
+        ),
+        {"shared_expert_intermediate_size": 5632, "norm_topk_prob": False},
+    ),
     "qwen3-next-80b-a3b": Architecture(
         *("qwen3_next", 2048, 5120, 48, (16, 2), 256, QWEN_VOCAB, 1e7, 262144, False),
         *("bfloat16", "slime's MODEL_ARGS of qwen3-next-80B-A3B, without its layer of prediction", None),

@@ -30,7 +30,7 @@ def additions(seed: int, test: int) -> tuple[list[dict[str, str]], list[dict[str
 
 
 def write_jsonl(rows: list[dict], path: Path) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def sloppy_lessons(rows: list[dict[str, str]], seed: int, slips: float) -> list[dict]:

@@ -26,10 +26,10 @@ def table() -> str:
 
 def page() -> str:
     """The whole page, with its table replaced."""
-    before, _, rest = (ROOT / PAGE).read_text().partition(HEADER)
+    before, _, rest = (ROOT / PAGE).read_text(encoding="utf-8").partition(HEADER)
     return before + table() + "\n" + rest.partition("\n\n")[2]
 
 
 if __name__ == "__main__":
-    (ROOT / PAGE).write_text(page())
+    (ROOT / PAGE).write_text(page(), encoding="utf-8")
     print(PAGE)

@@ -164,5 +164,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / PAGE).write_text(page())
+    (ROOT / PAGE).write_text(page(), encoding="utf-8")
     print(PAGE)

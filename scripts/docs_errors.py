@@ -1,62 +1,29 @@
-"""`python scripts/docs_errors.py`: docs/troubleshooting.md, written from the errors that the code raises.
+"""`python scripts/docs_errors.py`: vime/messages.json, every message of the code with its remedy, for `vime explain`.
 
-The messages of configuration, start-up and engines are read from the source code. A message of this project has the
-form "<name> must <rule>, got <value>; <what to do>", so most rows need no other text. docs/troubleshooting.yaml has the
-introduction of the page, and a remedy for each message without one. Its key is a constant part of the message. A test
-fails if the page is out of date, or if a message has no remedy.
+A message of this project has the form "<name> must <rule>, got <value>; <what to do>", so most need no other text.
+docs/troubleshooting.yaml has a remedy for each message without one. Its key is a constant part of the message. A test
+fails if the file is out of date, or if a message has no remedy.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, NOTES = Path("docs/troubleshooting.md"), Path("docs/troubleshooting.yaml")
+PAGE, NOTES = Path("vime/messages.json"), Path("docs/troubleshooting.yaml")
 COMMAND = "python scripts/docs_errors.py"
 HOLE = "…"
 """Replaces a value in a message."""
 
-AREAS = {
-    "Flags and configuration": (
-        "slime/config",
-        "slime/algo/estimators",
-        "slime/algo/losses.py",
-        "slime/algo/policy_loss.py",
-        "slime/operators.py",
-        "slime/hooks.py",
-        "vime/plan.py",
-        "vime/cli.py",
-    ),
-    "Checkpoints": (
-        "slime/hf_config.py",
-        "slime/checkpoint_dir.py",
-        "slime/checkpoint_files.py",
-        "slime/megatron_backend/checkpoint_io.py",
-        "slime/models",
-        "slime/room.py",
-        "vime/checkpoint.py",
-    ),
-    "Prompt files and training data": ("slime/data",),
-    "Flags of vLLM, the router and SGLang": (
-        "vime/engine/flags.py",
-        "vime/engine/fp8.py",
-        "vime/engine/backend.py",
-        "vime/engine/sglang_flags.py",
-        "vime/engine/sglang_config.py",
-        "vime/engine/apart.py",
-        "vime/serve.py",
-    ),
-    "Start-up: Ray, GPUs and nodes": ("slime/cluster", "vime/train.py"),
-    "Engines and weight transfer": ("vime/engine", "slime/weight_sync"),
-}
-"""Section of the page -> files and folders. A file belongs to the first section that names the file or its folder."""
+PACKAGES = ("slime", "vime", "rl_kernel")
 
 
 @dataclass(frozen=True)
@@ -82,18 +49,6 @@ class Message:
         return (before, after) if says_what else (self.text, "")
 
 
-def source_files() -> Iterator[tuple[str, Path]]:
-    """(section, file) for every file of AREAS, once each. Files that AREAS names come before folders."""
-    exact = {path for paths in AREAS.values() for path in paths if path.endswith(".py")}
-    for section, paths in AREAS.items():
-        for path in paths:
-            found = [ROOT / path] if path in exact else sorted((ROOT / path).rglob("*.py"))
-            for file in found:
-                name = str(file.relative_to(ROOT))
-                if path in exact or name not in exact:
-                    yield section, file
-
-
 def text_of(node: ast.expr, constants: dict[str, str]) -> str | None:
     """The text of a string expression, with HOLE for values. None for other expressions. `constants` are the string
     constants at the top of the file."""
@@ -116,7 +71,7 @@ def messages_of(path: Path) -> list[Message]:
 
     The second rule finds messages that another function raises.
     """
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     constants = {
         node.targets[0].id: node.value.value
         for node in tree.body
@@ -142,7 +97,7 @@ def messages_of(path: Path) -> list[Message]:
             text = text if text and re.search(r" must .*, got ", text, re.S) else None
         else:
             continue
-        if text and text.strip(HOLE + " "):
+        if text and text.strip(HOLE + " :;,.()"):
             found.setdefault(text, Message(" ".join(text.split()), path.relative_to(ROOT)))
     return list(found.values())
 
@@ -158,21 +113,20 @@ def raises_to_the_user(call: ast.Call) -> bool:
     )
 
 
-def collected() -> dict[str, list[Message]]:
-    """Section -> its messages, each text once."""
-    sections: dict[str, list[Message]] = {section: [] for section in AREAS}
-    seen: set[str] = set()
-    for section, file in source_files():
-        for message in messages_of(file):
-            if message.text not in seen:
-                seen.add(message.text)
-                sections[section].append(message)
-    return sections
+@cache
+def collected() -> tuple[Message, ...]:
+    """All messages, each text once."""
+    found: dict[str, Message] = {}
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            for message in messages_of(file):
+                found.setdefault(message.text, message)
+    return tuple(found.values())
 
 
 def notes() -> dict[str, str]:
     """Constant text of a message -> handwritten cause and remedy."""
-    return yaml.safe_load((ROOT / NOTES).read_text())["remedies"]
+    return yaml.safe_load((ROOT / NOTES).read_text(encoding="utf-8"))["remedies"]
 
 
 def note_of(message: Message, written: dict[str, str]) -> str:
@@ -187,7 +141,7 @@ def fits(key: str, message: Message) -> bool:
 
 def remedy_of(message: Message, written: dict[str, str]) -> str:
     """The remedy: the handwritten text, or else the remedy in the message."""
-    own = message.remedy
+    own = message.remedy.removeprefix("or ")
     if re.match(r"(?!vLLM)[a-zA-Z]+\b(?![-_./])", own):
         own = own[0].upper() + own[1:]
     own = f"{own}." if own else ""
@@ -197,37 +151,28 @@ def remedy_of(message: Message, written: dict[str, str]) -> str:
 def without_remedy() -> list[str]:
     """Messages without a remedy and without a note."""
     written = notes()
-    return [f"{m.path}: {m.text}" for ms in collected().values() for m in ms if not remedy_of(m, written)]
+    return [f"{m.path}: {m.text}" for m in collected() if not remedy_of(m, written)]
 
 
 def unused_notes() -> list[str]:
     """Notes without a message."""
-    messages = [m for ms in collected().values() for m in ms]
-    return [key for key in notes() if not any(fits(key, message) for message in messages)]
+    return [key for key in notes() if not any(fits(key, message) for message in collected())]
 
 
-def cell(text: str, *, code: bool = False) -> str:
-    """Text as the content of a table cell. A message in code keeps its characters, so that readers can search for
-    it."""
-    text = text.replace("\n", " ")
-    if code:
-        return f"`{text.replace('`', chr(39)).replace('|', '/')}`"
-    pieces = re.split(r"(`[^`]*`)", text)  # odd entries are code and stay unchanged
-    for place in range(0, len(pieces), 2):
-        plain = re.sub(r"([|*])", r"\\\1", pieces[place]).replace("<", "&lt;").replace(">", "&gt;")
-        pieces[place] = re.sub(r"(?<![\w-])--[a-z][\w-]*\w", lambda flag: f"`{flag[0]}`", plain)
-    return "".join(pieces)
+def plain(text: str) -> str:
+    """Markdown as the text of a terminal: a link to a page becomes the page's path."""
+    text = re.sub(r"\[([^\]]+)\]\((?:\.\./)?([\w./-]+)[^)]*\)", r"\1 (\2)", text).replace("`", "")
+    return re.sub(r"\((\w[\w-]*\.md)\)", r"(docs/\1)", text)
 
 
 def page() -> str:
-    """The whole page."""
+    """The whole file: one line per message, in the order of the text."""
     written = notes()
-    lines = [yaml.safe_load((ROOT / NOTES).read_text())["introduction"].rstrip()]
-    for section, messages in collected().items():
-        lines += ["", f"## {section}", "", "| Message | Cause and remedy |", "| --- | --- |"]
-        for message in sorted(messages, key=lambda m: m.text.lstrip(HOLE + " -'").lower()):
-            lines.append(f"| {cell(message.rule, code=True)} | {cell(remedy_of(message, written))} |")
-    return "\n".join(lines) + "\n"
+    rows = sorted(
+        ([" ".join(m.rule.split()), plain(remedy_of(m, written)), str(m.path)] for m in collected()),
+        key=lambda row: (row[0].lstrip(HOLE + " -'").lower(), row),
+    )
+    return "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n"
 
 
 if __name__ == "__main__":
@@ -236,5 +181,5 @@ if __name__ == "__main__":
             f"{NOTES} must say what to do about each message that does not, got none for:\n"
             + "\n".join(missing)
         )
-    (ROOT / PAGE).write_text(page())
+    (ROOT / PAGE).write_text(page(), encoding="utf-8")
     print(PAGE)

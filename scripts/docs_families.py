@@ -75,9 +75,9 @@ def run() -> None:
             start = time.monotonic()
             subprocess.run([sys.executable, "-m", "pytest", "-q", test], cwd=ROOT, env=env, check=True)
             seconds[test] = round(time.monotonic() - start, 1)
-        models = measured(notes.read_text().splitlines())
+        models = measured(notes.read_text(encoding="utf-8").splitlines())
     record = {"machine": machine, "seconds": seconds, "models": models}
-    (ROOT / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    (ROOT / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def lines_of(model_type: str) -> tuple[str, int]:
@@ -86,9 +86,9 @@ def lines_of(model_type: str) -> tuple[str, int]:
     (file,) = (
         file
         for file in sorted(folder.glob("*.py"))
-        if file.stem not in ("__init__", "status") and f'"{model_type}"' in file.read_text()
+        if file.stem not in ("__init__", "status") and f'"{model_type}"' in file.read_text(encoding="utf-8")
     )
-    return file.stem, len(file.read_text().splitlines())
+    return file.stem, len(file.read_text(encoding="utf-8").splitlines())
 
 
 def rows(models: dict[str, dict[str, float]]) -> Iterator[list[str]]:
@@ -124,7 +124,7 @@ def number(value: float) -> str:
 
 def page() -> str:
     """The whole page, from the record."""
-    record: dict[str, Any] = json.loads((ROOT / RECORD).read_text())
+    record: dict[str, Any] = json.loads((ROOT / RECORD).read_text(encoding="utf-8"))
     machine = record["machine"]
     head = ["family", "tiny model", "logits", "log-probs", "gradients", "bits", "engine", "lines"]
     table = [head, ["---"] * len(head), *rows(record["models"])]
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="measure first (about three minutes)")
     if parser.parse_args().run:
         run()
-    (ROOT / PAGE).write_text(page())
+    (ROOT / PAGE).write_text(page(), encoding="utf-8")
     print(PAGE)
 
 

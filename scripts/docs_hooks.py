@@ -23,7 +23,7 @@ FENCE = re.compile(r"^ *(```|~~~)")
 
 def on_files(files: Files, config: Any) -> Files:
     """Add CONTRIBUTING.md to the site. The file stays at the root of the repository."""
-    text = (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=text))
     return files
 

@@ -169,8 +169,8 @@ def convert(gguf: Path, out: Path) -> int:
     tokenizer.save_pretrained(out)
     # The general name, which every release of transformers reads alike.
     file = out / "tokenizer_config.json"
-    said = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    file.write_text(json.dumps(said, indent=2) + "\n")
+    said = json.loads(file.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
     return int(model.num_parameters())
 
 
@@ -223,7 +223,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError(f"NAME must be {kind}, got {args.name}; see scripts/get_model.py --help")
     note, args.done = args.out / NOTE_FILE, False
     if note.is_file():
-        asked, there = args.name, json.loads(note.read_text())["name"]
+        asked, there = args.name, json.loads(note.read_text(encoding="utf-8"))["name"]
         if asked != there:
             raise ValueError(f"OUT_DIR must be a new folder, got {args.out} with {there}; name another one")
         args.done = True
@@ -247,7 +247,9 @@ def get(args: argparse.Namespace) -> None:
             if args.name in MODELS
             else from_hub(args.name, partial)
         )
-        (partial / NOTE_FILE).write_text(json.dumps({"name": args.name, **known}, indent=2) + "\n")
+        (partial / NOTE_FILE).write_text(
+            json.dumps({"name": args.name, **known}, indent=2) + "\n", encoding="utf-8"
+        )
         partial.rename(out)
     print(f"{args.out}: written in {time.monotonic() - began:.0f} s")
 
@@ -261,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
             get(args)
     except ValueError as error:
         sys.exit(f"get_model: {error}")
-    for what, value in json.loads((args.out / NOTE_FILE).read_text()).items():
+    for what, value in json.loads((args.out / NOTE_FILE).read_text(encoding="utf-8")).items():
         print(f"  {what}: {value}")
 
 

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         found, size = resolve(LOCKS[name], keep=path if args.check else None)
         problems = compare(read(path), found) if args.check else []
         if not args.check:
-            path.write_text(text(name, found))
+            path.write_text(text(name, found), encoding="utf-8")
         for problem in problems:
             print(f"{path.relative_to(ROOT)}: {problem}", file=sys.stderr)
         failed |= bool(problems)
@@ -112,10 +112,10 @@ def _packages(lock: Lock, python: str, keep: Path | None) -> list[dict]:
         lines = [
             line
             for name in lock.requirements
-            for line in (ROOT / "requirements" / name).read_text().splitlines()
+            for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
             if line.partition("==")[0] not in lock.without
         ]
-        wanted.write_text("\n".join(lines) + "\n")
+        wanted.write_text("\n".join(lines) + "\n", encoding="utf-8")
         held = ["--constraints", str(keep)] if keep else []
         command = [sys.executable, "-m", "uv", "pip", "compile", str(wanted), *held, *lock.options]
         command += ["--python-version", python, "--python-platform", lock.platform, "--only-binary", ":all:"]
@@ -123,7 +123,7 @@ def _packages(lock: Lock, python: str, keep: Path | None) -> list[dict]:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{', '.join(lock.requirements)} must resolve for {lock.platform}:\n{done.stderr}")
-        return tomllib.loads(out.read_text())["packages"]
+        return tomllib.loads(out.read_text(encoding="utf-8"))["packages"]
 
 
 def fetch_all(name: str) -> bool:
@@ -150,7 +150,7 @@ def fetch(package: str, version: str, hashes: set[str], python: str, platform: s
     """Downloads one wheel, checks its hash, unpacks it and deletes it. Returns its unpacked bytes and its problem."""
     with tempfile.TemporaryDirectory() as folder:
         wanted, target = Path(folder) / "wanted.txt", Path(folder) / "target"
-        wanted.write_text(_line(package, version, hashes) + "\n")
+        wanted.write_text(_line(package, version, hashes) + "\n", encoding="utf-8")
         command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-cache", "--no-deps"]
         command += ["--require-hashes", "--requirement", str(wanted), "--target", str(target)]
         command += ["--python-version", python, "--python-platform", platform, "--only-binary", ":all:"]
@@ -192,7 +192,7 @@ def read(path: Path) -> Pins:
     """The pins of a lock file. Empty if the file does not exist."""
     pins: Pins = {}
     name = ""
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         words = line.rstrip("\\").split()
         if line.startswith("#"):
             continue

@@ -100,7 +100,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "model_max_length": max_length,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def build_model(config: PretrainedConfig, seed: int, device: str) -> PreTrainedModel:
@@ -168,7 +168,9 @@ def save_model(model: PreTrainedModel, folder: Path, max_file_bytes: int = MAX_F
         places = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
         total = sum(tensor.nbytes for file in files for tensor in file.values())
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )
     for name, file in zip(names, files, strict=True):
         write_tensors(file, folder / name)
     return len(files)
@@ -190,7 +192,10 @@ def name_family(folder: Path, family: str) -> None:
     if family in NOT_IN_TRANSFORMERS:
         file = folder / "config.json"
         named = {"model_type": family, "architectures": [NOT_IN_TRANSFORMERS[family][1]]}
-        file.write_text(json.dumps(json.loads(file.read_text()) | named, indent=2) + "\n")
+        file.write_text(
+            json.dumps(json.loads(file.read_text(encoding="utf-8")) | named, indent=2) + "\n",
+            encoding="utf-8",
+        )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -254,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
         depth = ARCHITECTURES[args.arch].layers
         note = {"arch": args.arch, "layers": config.num_hidden_layers, "of": depth}
         note["weights"] = "random" if args.random else None
-        (partial / NOTE_FILE).write_text(json.dumps(note) + "\n")
+        (partial / NOTE_FILE).write_text(json.dumps(note) + "\n", encoding="utf-8")
         if args.arithmetic:
             write_data(partial / "arithmetic", args.seed)
         if args.random:

@@ -70,8 +70,12 @@ def write_model(arch: str, folder: Path) -> Path:
     model = folder / arch
     if not model.is_dir():
         model.mkdir()
-        (model / "config.json").write_text(build_config(arch).to_json_string(use_diff=False))
-        (model / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
+        (model / "config.json").write_text(
+            build_config(arch).to_json_string(use_diff=False), encoding="utf-8"
+        )
+        (model / "prompts.jsonl").write_text(
+            json.dumps({"prompt": "1+1=", "label": "2"}) + "\n", encoding="utf-8"
+        )
     return model
 
 
@@ -130,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
                 print(f"{p.file.parent.name}/{p.file.name} {verdict}", file=sys.stderr)
     if "--write" in argv:
         path = EXAMPLES / "README.md"
-        path.write_text(page(path.read_text(), rows))
+        path.write_text(page(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
     return int(not all(p.fits for p in plans))
 
 

@@ -21,7 +21,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python}
 make=()
 [[ "$role" == worker ]] || make=(--make)
-PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -m slime.cluster.ray_token "${make[@]}" "$TOKEN_FILE"
+PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" "$python" -P -m slime.cluster.ray_token "${make[@]}" "$TOKEN_FILE"
 
 unset RAY_AUTH_TOKEN # it would override the file
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$TOKEN_FILE"
@@ -30,6 +30,6 @@ if [[ "$NODE_IP" == 127.0.0.1 ]]; then
 fi
 common=(--node-ip-address="$NODE_IP" --disable-usage-stats --block)
 if [[ "$role" == head ]]; then
-    exec "$python" -m ray.scripts.scripts start --head --port="${PORT:-6379}" --include-dashboard=false "${common[@]}" "$@"
+    exec "$python" -P -m ray.scripts.scripts start --head --port="${PORT:-6379}" --include-dashboard=false "${common[@]}" "$@"
 fi
-exec "$python" -m ray.scripts.scripts start --address="$HEAD" "${common[@]}" "$@"
+exec "$python" -P -m ray.scripts.scripts start --address="$HEAD" "${common[@]}" "$@"

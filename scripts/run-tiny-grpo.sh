@@ -117,7 +117,7 @@ vime train --hf-checkpoint "$OUT/warm" "${GRPO_RUN[@]}"
 
 # 5. Draw the metrics and print a summary.
 vime plot "$OUT/grpo"
-python - "$OUT/grpo" <<'END'
+python -P - "$OUT/grpo" <<'END'
 import json, sys
 
 with open(f"{sys.argv[1]}/metrics.jsonl") as lines:

@@ -46,7 +46,7 @@ def latest(directory: str | Path) -> int | None:
     record = Path(directory) / LATEST
     if not record.is_file():
         return None
-    text = record.read_text().strip()
+    text = record.read_text(encoding="utf-8").strip()
     if text == RELEASE:
         return None
     if not text.isdigit():
@@ -66,7 +66,7 @@ def released(directory: str | Path) -> Path | None:
     ValueError if the directory says so, but the weights are missing or of another format.
     """
     record = Path(directory) / LATEST
-    if not record.is_file() or record.read_text().strip() != RELEASE:
+    if not record.is_file() or record.read_text(encoding="utf-8").strip() != RELEASE:
         return None
     path = record.with_name(RELEASE)
     if not (path / INDEX).is_file():
@@ -88,6 +88,24 @@ def _iteration(config: Config) -> int | None:
     return latest(config.checkpoint.load)
 
 
+def saves_where_it_loads(config: Config) -> bool:
+    """Whether a second start of the command resumes from what the first one has saved."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    return load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
+
+
+def first_rollout(config: Config, iteration: int) -> int:
+    """The first rollout of a run that resumes from checkpoint `iteration`.
+
+    --start-rollout-id is for the first start of a command. If the command resumes from what it has saved after that
+    rollout, the run goes on there: a queue would repeat the same rollouts for ever otherwise.
+    """
+    first = config.data.start_rollout_id
+    if first is None or (saves_where_it_loads(config) and iteration >= first):
+        return iteration + 1
+    return first
+
+
 def holds_hf_weights(directory: str | Path) -> bool:
     """Whether the directory has safetensors files to load: one file, or several files with their index."""
     return any((Path(directory) / name).is_file() for name in (HF_SINGLE, HF_INDEX))
@@ -96,7 +114,7 @@ def holds_hf_weights(directory: str | Path) -> bool:
 def is_hf_directory(directory: str | Path) -> bool:
     """Whether the directory's config.json is a model's. A run directory has a config.json of another kind."""
     try:
-        content = json.loads((Path(directory) / "config.json").read_text())
+        content = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(content, dict) and "model_type" in content

@@ -60,7 +60,7 @@ def sum_of(path: Path) -> FileSum:
 def write_sums(path: Path, known: Mapping[str, FileSum]) -> None:
     """Write checksums.json of the iteration directory `path`. Files that `known` leaves out are read."""
     files = {file.name: known.get(file.name) or sum_of(file) for file in sorted(path.iterdir())}
-    (path / CHECKSUMS).write_text(json.dumps({"algorithm": "crc32", "files": files}))
+    (path / CHECKSUMS).write_text(json.dumps({"algorithm": "crc32", "files": files}), encoding="utf-8")
 
 
 def read_sums(path: Path) -> dict[str, FileSum] | None:
@@ -69,7 +69,10 @@ def read_sums(path: Path) -> dict[str, FileSum] | None:
     if not file.exists():
         return None
     try:
-        return {name: FileSum(*values) for name, values in json.loads(file.read_text())["files"].items()}
+        return {
+            name: FileSum(*values)
+            for name, values in json.loads(file.read_text(encoding="utf-8"))["files"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} must hold the checksums that --save wrote, got {error!r}") from error
 

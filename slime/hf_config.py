@@ -37,7 +37,7 @@ def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
             what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} (vime train does so by itself)"
         raise ValueError(f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; {what}")
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--hf-checkpoint must hold a valid config.json, got {path}: {error}") from error
     if not isinstance(content, dict):
@@ -88,7 +88,7 @@ def read_index(checkpoint: Path) -> dict[str, str] | None:
     if not (index := checkpoint / HF_INDEX).is_file():
         return None
     try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        weight_map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         require_readable(index)
         raise ValueError(

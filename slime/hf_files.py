@@ -123,4 +123,4 @@ def write_shards(tensors: Iterator[tuple[str, Tensor]], out_dir: Path, max_shard
         (out_dir / f"part-{i:05d}.safetensors").rename(out_dir / file)
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (out_dir / HF_INDEX).write_text(json.dumps(index, indent=2))
+    (out_dir / HF_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from slime.import_path import in_current_folder
 
 
 def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
@@ -28,7 +31,7 @@ def load_function(path: str, flag: str = "hook path") -> Callable[..., Any]:
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None
         if missing and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            remedy = nearest(module_name) or "add its folder to PYTHONPATH"
+            remedy = nearest(module_name) or _add_its_folder(module_name)
             raise ValueError(
                 f"{flag} must name a module that can be imported, got {path!r}: there is no module "
                 f"{error.name!r}; {remedy}"
@@ -66,6 +69,12 @@ def nearest(module_name: str) -> str | None:
     ]
     near = difflib.get_close_matches(rest, names, n=1)
     return f"did you mean {root}.{near[0]}?" if near else "docs/hooks.md lists the modules for plug-ins"
+
+
+def _add_its_folder(module_name: str) -> str:
+    if in_current_folder(module_name):
+        return f"the current folder has it, and is not searched: add it with PYTHONPATH={os.getcwd()}"
+    return "add its folder to PYTHONPATH"
 
 
 def _near_import(error: ImportError) -> str | None:

@@ -21,7 +21,7 @@ from typing import TypeVar
 from slime.config import Config
 from slime.protocols import EnginePool, RolloutBatch, RolloutHandle, TrainerHandle, TrainResult
 from slime.tracking.report import Reporter
-from slime.waiting import wait
+from slime.waiting import said, wait
 
 T = TypeVar("T")
 
@@ -32,7 +32,8 @@ def run(
     """Train from the trainer's start rollout to `config.num_rollout`. Raises the first error of any part."""
     loop = _Loop(config, rollout, trainer, engines, report)
     start, timers = trainer.start_rollout_id, report.timers
-    engines.publish(start)
+    with said("sending the first weights to the engines"):
+        engines.publish(start)
     loop.evaluate_at_start(start)
     for rollout_id in range(start, _rollouts(config)):
         with timers.measure("step"):
@@ -46,10 +47,31 @@ def run(
 
 
 def generate_only(config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter) -> None:
-    """--debug-rollout-only: rollouts and their metrics, no training."""
-    for rollout_id in range(config.data.start_rollout_id or 0, _rollouts(config)):
+    """--debug-rollout-only: rollouts, evaluations and their metrics, no training."""
+    start = config.data.start_rollout_id or 0
+    if evaluates_first(config, start):
+        evaluate(config, rollout, engines, report, start)
+    for rollout_id in range(start, _rollouts(config)):
         batch = wait(rollout.generate(rollout_id), engines.check_health)
         report.rollout(rollout_id, batch.metrics)
+        if due(config.evaluation.eval_interval, rollout_id + 1):
+            evaluate(config, rollout, engines, report, rollout_id + 1)
+
+
+def evaluate(
+    config: Config, rollout: RolloutHandle, engines: EnginePool, report: Reporter, count: int
+) -> None:
+    """Evaluate the weights after `count` rollouts."""
+    report.evaluation(count, wait(rollout.evaluate(count), engines.check_health))
+
+
+def evaluates_first(config: Config, start: int) -> bool:
+    """Whether an evaluation precedes rollout `start`. --num-rollout 0 is that evaluation alone.
+    --skip-eval-before-train leaves out the one of the untrained model."""
+    if config.data.num_rollout == 0:
+        return config.evaluation.eval_interval is not None
+    wanted = start > 0 or not config.evaluation.skip_eval_before_train
+    return wanted and due(config.evaluation.eval_interval, start)
 
 
 @dataclass
@@ -93,7 +115,7 @@ class _Loop:
     def update_weights(self, rollout_id: int) -> None:
         """Publish the weights every --update-weights-interval rollouts."""
         if due(self.config.weight_update.update_weights_interval, rollout_id + 1):
-            with self.report.timers.measure("update_weights"):
+            with self.report.timers.measure("update_weights"), said("sending weights to the engines"):
                 self.engines.publish(rollout_id + 1)
 
     def save(self, rollout_id: int) -> None:
@@ -104,7 +126,7 @@ class _Loop:
         """
         if not saves_after(self.config, rollout_id):
             return
-        with self.report.timers.measure("save_model"):
+        with self.report.timers.measure("save_model"), said(f"saving the checkpoint of rollout {rollout_id}"):
             if self.config.cluster.colocate:
                 self.engines.sleep()
             self._wait(self.trainer.save(rollout_id))
@@ -113,14 +135,14 @@ class _Loop:
         self.report.saved(rollout_id)
 
     def evaluate_at_start(self, start: int) -> None:
-        """Evaluate before the first rollout; --skip-eval-before-train leaves out the one of the untrained model."""
-        if start > 0 or not self.config.evaluation.skip_eval_before_train:
-            self.evaluate(start)
+        """Evaluate before the first rollout."""
+        if evaluates_first(self.config, start):
+            evaluate(self.config, self.rollout, self.engines, self.report, start)
 
     def evaluate(self, count: int) -> None:
         """Evaluate after `count` rollouts, every --eval-interval rollouts."""
         if due(self.config.evaluation.eval_interval, count):
-            self.report.evaluation(count, self._wait(self.rollout.evaluate(count)))
+            evaluate(self.config, self.rollout, self.engines, self.report, count)
 
     def _wait(self, future: Future[T], tick: Callable[[], None] | None = None) -> T:
         return wait(future, self.engines.check_health, tick)

@@ -8,7 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.checkpoint_dir import LATEST, latest, released, resumed_iteration, start_directory, start_iteration
+from slime.checkpoint_dir import (
+    LATEST,
+    first_rollout,
+    latest,
+    released,
+    resumed_iteration,
+    saves_where_it_loads,
+    start_directory,
+    start_iteration,
+)
 from slime.checkpoint_files import iterations
 from slime.tracking.trackers import METRICS_FILE
 
@@ -28,25 +37,30 @@ def start_line(config: Config) -> str:
         line = f"new run with weights from {start_directory(config)}{'' if step is None else f', iteration {step}'}"
         return (
             f"{line}; --load {config.checkpoint.load} has no checkpoint yet"
-            if _queued_again(config)
+            if saves_where_it_loads(config)
             else line
         )
     line = f"resumes after rollout {iteration} of {config.checkpoint.load}"
-    if first is not None and first != iteration + 1:
-        line += f", and counts rollouts from --start-rollout-id {first}: a second start would do them again"
+    again = "a second start of this command would do the same rollouts again"
+    if first is not None and first_rollout(config, iteration) != iteration + 1:
+        return f"{line}, and counts rollouts from --start-rollout-id {first}: {again}"
+    if first is not None and first <= iteration:
+        return f"{line}; --start-rollout-id {first} was for its first start (with another --save it counts from there)"
+    if config.checkpoint.ckpt_step is not None and saves_where_it_loads(config):
+        return f"{line}, as --ckpt-step says: {again}"
     return line
 
 
 def finished(config: Config) -> bool:
     """Whether the checkpoint that the run resumes from is the one after its last rollout."""
-    rollouts, first = config.data.num_rollout, config.data.start_rollout_id
+    rollouts = config.data.num_rollout
     if (
         config.debug.debug_rollout_only
-        or rollouts is None
+        or not rollouts  # --num-rollout 0 evaluates the checkpoint
         or (iteration := resumed_iteration(config)) is None
     ):
         return False
-    return (iteration + 1 if first is None else first) >= rollouts
+    return first_rollout(config, iteration) >= rollouts
 
 
 def check_start(c: Config) -> None:
@@ -63,7 +77,7 @@ def check_start(c: Config) -> None:
     if c.checkpoint.overwrite:
         return
     iteration, save = resumed_iteration(c), c.checkpoint.save
-    continues = iteration is not None and _queued_again(c)
+    continues = iteration is not None and saves_where_it_loads(c)
     if (
         save is not None
         and not continues
@@ -75,7 +89,7 @@ def check_start(c: Config) -> None:
             f"{_listed(saved)}; resume with --load {save}, name another folder, or give --overwrite"
         )
     metrics = Path(c.logging.run_dir or "") / METRICS_FILE
-    if iteration is None and not _queued_again(c) and metrics.is_file() and metrics.stat().st_size:
+    if iteration is None and not saves_where_it_loads(c) and metrics.is_file() and metrics.stat().st_size:
         raise ValueError(
             f"--run-dir must be a folder without metrics for a new run, got {metrics}; resume with --load (and "
             "--ckpt-step), name another folder, or give --overwrite"
@@ -96,12 +110,6 @@ def _require_record(c: Config) -> None:
             f"--load must have a {LATEST} that says which checkpoint is the newest, got {load} with {_listed(saved)} "
             f"and none; take one with --ckpt-step {saved[-1]}"
         )
-
-
-def _queued_again(c: Config) -> bool:
-    """Whether the command resumes from what it saves."""
-    load, save = c.checkpoint.load, c.checkpoint.save
-    return load is not None and save is not None and Path(load).resolve() == Path(save).resolve()
 
 
 def _listed(saved: list[int]) -> str:

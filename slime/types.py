@@ -95,6 +95,7 @@ class Sample:
     from. `weight_versions` are the versions of the weights that produced the response, oldest first.
     `rollout_routed_experts`: the experts that the engine used for each token except the last, an unsigned integer
     array [len(tokens) - 1, layers, experts per token]; only with --use-rollout-routing-replay.
+    `apply_chat_template_kwargs`: of the chat template that renders the prompt or has made it; None for a raw text.
     `columns`: other values per response token, by their names in `slime.data.columns`; None for a token without one.
     Existing slime hooks read and write these field names. An attribute that a hook adds is kept by `to_dict` and
     `from_dict`; its value must be plain to be saved.
@@ -149,7 +150,7 @@ class Sample:
         out["status"] = self.status.value
         out |= {name: getattr(self, name).to_dict() for name in _COUNTS}
         rows = self.rollout_routed_experts
-        if rows is not None:
+        if isinstance(rows, np.ndarray):
             text = base64.b64encode(np.ascontiguousarray(rows).tobytes()).decode()
             out["rollout_routed_experts"] = {
                 "dtype": rows.dtype.name,
@@ -213,8 +214,7 @@ class Sample:
 
         Lists, arrays and tensors are accepted. `meta_info`, of the engine's answer, goes to `update_from_meta_info`
         unless `update_terminal_info` is False. `columns`: values of `slime.data.columns` for these tokens; a token
-        without a value takes the column's default. `args` is not read. ValueError if lengths disagree, before
-        anything has changed.
+        without a value takes the column's default. ValueError if lengths disagree, before anything has changed.
         """
         ids = [int(token) for token in _plain(tokens)]
         values = [float(value) for value in _plain(log_probs)]
@@ -233,7 +233,7 @@ class Sample:
         self.response_length += len(ids)
         self.response += text or ""
         if meta_info is not None and update_terminal_info:
-            self.update_from_meta_info(args, meta_info, new_tokens=len(ids))
+            self.update_from_meta_info(args, meta_info)
 
     def _check_appended(
         self,
@@ -266,24 +266,21 @@ class Sample:
                     "response_length to 0 as well"
                 )
 
-    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any], *, new_tokens: int = 1) -> None:
-        """Status, weight version and counts from the `meta_info` of an engine's answer with `new_tokens` tokens.
+    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+        """Status, weight version and counts from the `meta_info` of an engine's answer.
 
-        Without "finish_reason" the answer is not the end of a request, and nothing changes. `args` is not read.
-        ValueError for a finish reason other than stop, length and abort.
+        Each answer adds its weight version. A finish reason other than stop, length and abort leaves the status as it
+        is. Without "finish_reason" the answer is not the end of a request, and nothing changes. `args` is not read.
         """
         if meta_info.get("finish_reason") is None:
             return
         reason = meta_info["finish_reason"]
         kind = reason.get("type") if isinstance(reason, Mapping) else reason
-        if kind not in FINISH_STATUS:
-            raise ValueError(f"finish_reason must be one of {', '.join(FINISH_STATUS)}, got {kind!r}")
         self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
-        if new_tokens and meta_info.get("weight_version") is not None:
-            version = meta_info["weight_version"]
-            self.add_weight_version(int(version) if str(version).isdecimal() else version)
-        self.status = FINISH_STATUS[kind]
+        if (version := meta_info.get("weight_version")) is not None:
+            self.weight_versions.append(int(version) if str(version).isdecimal() else version)
+        self.status = FINISH_STATUS.get(str(kind), self.status)
 
     def add_weight_version(self, version: int) -> None:
         """Note the version of the weights that produced tokens, once per change."""

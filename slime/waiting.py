@@ -1,14 +1,18 @@
-"""Waiting for a future while the engines are watched."""
+"""Waiting for a future while the engines are watched, and saying what a long wait is for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
 _LOOK_EVERY_S = 0.5
+_SAY_AFTER_S, _SAY_EVERY_S = 12.0, 60.0
 
 
 def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[], None] | None = None) -> T:
@@ -21,3 +25,22 @@ def wait(future: Future[T], check_health: Callable[[], None], tick: Callable[[],
         if tick is not None:
             tick()
     return future.result()
+
+
+@contextmanager
+def said(what: str) -> Iterator[None]:
+    """Print what the block waits for, on stderr, once it has taken 12 s and then every minute."""
+    over = threading.Event()
+
+    def say() -> None:
+        waited_s = pause_s = _SAY_AFTER_S
+        while not over.wait(pause_s):
+            print(f"note: still {what}, for {waited_s:.0f} s", file=sys.stderr, flush=True)
+            pause_s = _SAY_EVERY_S
+            waited_s += pause_s
+
+    threading.Thread(target=say, name="said", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -1,7 +1,12 @@
 """`python -m vime` is the `vime` command."""
 
+import os
 import sys
 
-from vime.cli import main
+from slime.import_path import leave_current_folder
+
+leave_current_folder(sys.path, os.environ)
+
+from vime.cli import main  # noqa: E402  # not from the folder where the command is started
 
 sys.exit(main())

@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -21,8 +20,9 @@ RENAMED = {"rollout.vllm_rollout": "rollout.sglang_rollout"}
 """Modules that upstream vime names after its engine. slime's module has the names that plug-ins import."""
 
 
-class Alias(MetaPathFinder, Loader):
-    """Finds and loads `vime.X` as `slime.X` for the packages above."""
+class Alias:
+    """Finds and loads `vime.X` as `slime.X` for the packages above: an importlib.abc.MetaPathFinder and a Loader. That
+    module is not imported, because `python -m vime` would then look for `random` in the current folder."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -37,7 +37,7 @@ class Alias(MetaPathFinder, Loader):
             return None
         if importlib.util.find_spec(_real(name)) is None:
             return None
-        return importlib.util.spec_from_loader(name, self)
+        return ModuleSpec(name, self)  # type: ignore[arg-type]  # not of the abstract class, see above
 
     def create_module(self, spec: ModuleSpec) -> None:
         """The import system makes an empty module, which `exec_module` replaces."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -9,18 +10,28 @@ from collections.abc import Sequence
 
 from slime.config.fields import nearest
 from slime.imports import uncollected
-from vime.commands import COMMANDS, MODULES
+from vime import interrupts
+from vime.commands import COMMANDS, MODULES, WORK
+from vime.output import lasting_output, print_any_text
+from vime.surroundings import use_utf8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand. The exit code is 0, or 2 for a ValueError, whose text goes to stderr.
+    """Run one subcommand. The exit code is 0, or 2 for a ValueError, whose text goes to stderr, or 128 + the number of
+    the signal that ended it.
 
     Without `argv` the process is this command, so its modules are kept from the garbage collector.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     command, rest = (args[0], args[1:]) if args else ("help", [])
+    use_utf8(os.environ)
+    print_any_text()
     try:
-        return run(command, rest, freeze=argv is None)
+        with lasting_output() if command in WORK else contextlib.nullcontext():
+            return run(command, rest, freeze=argv is None)
+    except KeyboardInterrupt as interrupt:
+        print(f"vime {command}: interrupted{interrupts.by(interrupt)}", file=sys.stderr)
+        return interrupts.exit_code(interrupt)
     except ValueError as error:
         print(f"vime {command}: {error}", file=sys.stderr)
         return 2
@@ -48,7 +59,7 @@ def run(command: str, argv: list[str], *, freeze: bool) -> int:
 
         print(help_text(command, COMMANDS[command]))
         return 0
-    with uncollected(freeze=freeze):
+    with interrupts.nothing_to_end(command), uncollected(freeze=freeze):
         module = importlib.import_module(MODULES.get(command, f"vime.{command}"))
     return module.main(argv) or 0
 

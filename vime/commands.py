@@ -13,8 +13,12 @@ COMMANDS = {
     "bench": "what rl_kernel changes: op, module and e2e measure it, report prints it",
     "models": "list the model families and what was run of each",
     "flags": "list or search the flags: vime flags WORD; --json has every accepted flag with its owner",
+    "explain": "what an error message means: vime explain WORDS",
     "completion": "a script that completes commands and flags in bash or zsh",
 }
+
+WORK = {"train", "serve", "export", "audit", "plot", "bench"}
+"""Subcommands whose purpose is more than what they print."""
 
 MODULES = {"bench": "vime.bench.command", "doctor": "vime.doctor.command"}
 """Subcommand -> its module, if that is not vime.NAME."""

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from slime.models import FAMILIES
-from slime.models.status import STATUS, Status
+from slime.models.status import STATUS
 
-HEAD = ("model_type", "family", "models", "run on CPU", "run on H200")
+HEAD = ("model_type", "family", "models", "run on a CPU", "run on a GPU", "examples/")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,8 +25,8 @@ def rows() -> list[tuple[str, ...]]:
     """The cells of the table, one row per family."""
     found: list[tuple[str, ...]] = []
     for name, family in FAMILIES.items():
-        status = STATUS.get(name, Status())
-        found.append((name, family.title, family.models, status.cpu, status.h200))
+        status = STATUS[name]
+        found.append((name, family.title, family.models, status.cpu, status.gpu, status.example))
     return found
 
 
@@ -37,5 +37,5 @@ def lines() -> Iterator[str]:
     for row in table:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield ""
-    yield "planned: the flags are accepted, and the family was never run there (docs/models.md)."
+    yield "planned: the flags are accepted, and the family was never run there (docs/status.md)."
     yield "docs/adding-a-model.md shows how to add a family."

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slime.algo.losses import loss_of
 from slime.config import Config
 from slime.config.config_file import split_argv, with_config_files
 from slime.hardware import HARDWARE
@@ -22,12 +21,14 @@ from slime.memory_decision import TOO_SMALL, decide_residence
 from slime.memory_estimate import GIB, Item, amount, count, estimate
 from slime.model_shape import Shape
 from slime.operators import decide, headline
+from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, start_line
 from slime.stages import micro_batch_group, stages_of
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_of, parse_config
 from vime.engine.memory import engine_memory, engine_verdict
 from vime.plan_hardware import hardware
+from vime.prompts import plural, prompts
 
 GPU_MEMORY = "--gpu-memory-gib"
 """The only option of `vime plan` that is not a flag of a run."""
@@ -157,38 +158,6 @@ def batches(c: Config) -> Iterator[str]:
         yield f"{plural(c.data.num_rollout, 'rollout')} = {plural(c.total_steps, 'optimizer step')}"
 
 
-def prompts(c: Config) -> Iterator[str]:
-    """The prompt files. They are read completely, so that a malformed line is an error here."""
-    from slime.data.prompts import load_prompts
-    from slime.data.rows import Columns
-    from slime.rollout.evaluation import eval_label_check, resolve_eval_datasets
-    from slime.rollout.rewards.labels import label_check
-
-    if c.data.disable_rollout_global_dataset or c.data.prompt_data is None:
-        return
-    columns = Columns(c.data.input_key, c.data.label_key, c.data.metadata_key, c.data.tool_key)
-    batch, epochs = c.data.rollout_batch_size, c.data.num_epoch
-    assert batch is not None
-    args = c.namespace()
-    check = label_check(args, args.label_key) if loss_of(c.algorithm).rewarded else None
-    number = len(load_prompts(c.data.prompt_data, columns, check_label=check))
-    yield f"{c.data.prompt_data}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch"
-    if c.data.num_rollout is None:
-        assert epochs is not None
-        rollouts = number * epochs // batch
-        if rollouts == 0:
-            raise ValueError(
-                f"--num-epoch must give at least one rollout, got {epochs} x {number} prompts for "
-                f"--rollout-batch-size {batch}"
-            )
-        yield f"--num-epoch {epochs} = {rollouts} rollouts"
-    for data in resolve_eval_datasets(args):
-        columns = Columns(data.input_key, data.label_key, data.metadata_key, data.tool_key)
-        check = eval_label_check(args, data)
-        number = len(load_prompts(data.path, columns, flag="--eval-prompt-data", check_label=check))
-        yield f"evaluation {data.name}: {plural(number, 'prompt')} x {data.n_samples_per_eval_prompt} responses"
-
-
 def hf_config_of(c: Config) -> dict[str, Any]:
     """The description of the model of --hf-checkpoint."""
     assert c.rollout.hf_checkpoint is not None
@@ -211,11 +180,6 @@ def notes(c: Config) -> list[str]:
     """The values that were adjusted, and why. ValueError for a model that the training backend does not support."""
     remark = check_model(c)
     return [*c.notes, *([remark] if remark else [])]
-
-
-def plural(number: int, word: str) -> str:
-    """2, "rank" -> "2 ranks"."""
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def memory_lines(items: Sequence[Item]) -> Iterator[str]:
@@ -375,7 +339,7 @@ def main(argv: Sequence[str]) -> int:
         data.extend(prompts(config))
 
     # Model and prompts are checked with the flags, so that one report has every reason.
-    c = parse_config(for_gpus(flags, size), (model, readable, check_start))
+    c = parse_config(for_gpus(flags, size), (model, check_evaluation, readable, check_start))
     asked = asked_bytes(c, size)
     told = describe(c, asked, data)
     print(told)

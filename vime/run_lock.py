@@ -1,6 +1,7 @@
 """One run per directory: a lock on --run-dir and on --save that the kernel releases when the run's process ends.
 
-A second run would replace the first run's metrics, and remove or overwrite its weights and checkpoints.
+A second run would replace the first run's metrics, and remove or overwrite its weights and checkpoints. Where the file
+system has no flock, the lock is a file, which a run that was killed leaves behind (see slime.soft_lock).
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from slime.soft_lock import MISSING, holder
+
 LOCK_FILE = ".vime-lock"
+HELD_FILE = ".vime-lock-held"
+"""Exists while a run has the directory, on a file system without flock."""
+_LOOK_S = 3.0
 
 
 def lock(flag: str, directory: str | Path, stack: ExitStack) -> None:
@@ -33,6 +40,9 @@ def lock(flag: str, directory: str | Path, stack: ExitStack) -> None:
             "end that run or name another directory"
         ) from None
     except OSError as error:
+        if error.errno in MISSING:
+            _lock_by_file(flag, path, stack)
+            return
         raise ValueError(
             f"{flag} must be a directory that this user can write to and lock, got {path}: {error.strerror}; "
             "name another one"
@@ -40,6 +50,28 @@ def lock(flag: str, directory: str | Path, stack: ExitStack) -> None:
     file.truncate(0)
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file)
     file.flush()
+
+
+def _lock_by_file(flag: str, path: Path, stack: ExitStack) -> None:
+    from filelock import SoftFileLock, Timeout
+
+    file = path / HELD_FILE
+    lock = SoftFileLock(file, timeout=_LOOK_S)
+    try:
+        lock.acquire()
+    except Timeout:
+        owner, is_seen = holder(file)
+        remedy = "end that run" if is_seen else f"end that run, remove {file} if it has ended already,"
+        raise ValueError(
+            f"{flag} must not be in use by another run, got {path}, which is in use by {owner}; {remedy} or name "
+            "another directory"
+        ) from None
+    stack.callback(lock.release)
+    print(
+        f"note: {path} is on a file system without flock, so the lock of {flag} is the file {file}; a run that is "
+        "killed leaves it behind",
+        file=sys.stderr,
+    )
 
 
 def lock_all(flags: dict[str, str | None], stack: ExitStack) -> None:

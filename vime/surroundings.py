@@ -1,17 +1,16 @@
-"""What a run gives its processes of the user's environment: a user name, no proxy between them, and a path for imports
-without the current folder."""
+"""The part of the user's environment that a run passes to its processes: a user name, and no proxy between them."""
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import getpass
+import locale
 import os
 from collections.abc import Mapping, MutableMapping
 
 from slime.http import bypass_proxy
 
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Keeps the current folder off a child's import path. A file `random.py` there would replace Python's module, and code
-in a folder `vllm` there would run in the engine, with the run's key in its environment."""
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -29,6 +28,17 @@ def name_user(environ: MutableMapping[str, str]) -> None:
         getpass.getuser()
     except (KeyError, OSError):
         environ["LOGNAME"] = f"uid-{os.getuid()}"
+
+
+def use_utf8(environ: MutableMapping[str, str]) -> None:
+    """Text files are UTF-8, also those that libraries open without an encoding, here and in all children."""
+    if codecs.lookup(locale.getencoding()).name == "utf-8":
+        return
+    environ["PYTHONUTF8"] = "1"
+    for name in ("C.UTF-8", "C.utf8", "en_US.UTF-8"):
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, name)
+            return
 
 
 def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:

@@ -15,33 +15,34 @@ import functools
 import hashlib
 import os
 import shutil
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 from ray.exceptions import RayTaskError
 
 from slime import loop
 from slime.cluster import actors, placement, ray_start
-from slime.cluster.guard import Guard
+from slime.cluster.guard import Guard, remove
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.config import Config
 from slime.data.files import prompt_files
-from slime.hooks import load_function
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
+from slime.rollout.eval_datasets import check_evaluation
 from slime.room import Room
 from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
+from slime.waiting import said
 from vime import surroundings
 from vime.backends import backend_of, parse_config
 from vime.engine.cpu_engine import WAIT_VARIABLE
 from vime.engine.process import tail
+from vime.interrupts import by, catch_signals, exit_code
+from vime.prompts import with_data
 from vime.room import require_room_to_run
 from vime.run_lock import lock_all
 from vime.temporary import keep_ray_logs, make_folder, use_folder
@@ -51,11 +52,11 @@ LOG_LINES = 15
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one training job. Exit code 0, 1 for a failure, whose last line says what happened, or 130 when it was
-    interrupted; ValueError for what the user can put right before anything runs."""
-    _catch_signals()
+    """Run one training job. Exit code 0, 1 for a failure, whose last line says what happened, or 128 + the
+    number of the signal that interrupted it; ValueError for what the user can put right before anything runs."""
+    catch_signals()
     surroundings.prepare(os.environ)
-    config = with_data(parse_config(argv, (check_start,), download=True))
+    config = with_data(parse_config(argv, (check_evaluation, check_start), download=True))
     run_dir = config.logging.run_dir
     assert run_dir is not None
     for note in config.notes:
@@ -72,12 +73,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         run(config, argv)
     except KeyboardInterrupt as interrupt:
-        by = f" by {interrupt}" if interrupt.args else ""
-        line = f"interrupted{by}: everything that was started has been stopped"
+        line = f"interrupted{by(interrupt)}: everything that was started has been stopped"
         with contextlib.suppress(OSError):  # after SIGHUP no terminal is there
             _record(line, Path(run_dir).resolve() / "logs" / "driver.log")
         print(line, file=sys.stderr)
-        return leave(130)
+        return leave(exit_code(interrupt))
     except Exception as error:  # the border of the run: recorded beside it, told in one line
         if isinstance(error, ValueError) and not isinstance(error, RayTaskError):
             raise
@@ -111,40 +111,6 @@ def _record(text: str, log: Path) -> None:
         file.write(text + "\n")
 
 
-def _catch_signals() -> None:
-    """SIGTERM and SIGHUP become Ctrl-C. nohup has SIGHUP ignored, and it stays so."""
-    for number in _signals():
-        signal.signal(number, _interrupt)
-
-
-def _signals() -> list[signal.Signals]:
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGHUP]
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Once: `timeout` and Slurm send the signal twice, and the second one must not interrupt the end."""
-    for each in _signals():
-        signal.signal(each, signal.SIG_IGN)
-    if number == signal.SIGHUP and sys.stderr.isatty():
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # the terminal is gone: printing would fail
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-    raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def with_data(config: Config) -> Config:
-    """Read the prompts once before anything starts: bad lines fail here, and --num-epoch becomes --num-rollout."""
-    if config.data.disable_rollout_global_dataset or config.debug.load_debug_rollout_data:
-        return config
-    source = load_function(config.data.data_source_path, flag="--data-source-path")(config.namespace())
-    if config.data.num_rollout is not None:
-        return config
-    epochs, batch = config.data.num_epoch, config.data.rollout_batch_size
-    assert epochs is not None and batch is not None
-    return config.with_values(num_rollout=epochs * len(source) // batch)
-
-
 def _inputs(config: Config) -> list[Path]:
     """The files whose content decides what a run learns, but for the weights, which are too large to read twice."""
     data = [] if config.data.prompt_data is None else prompt_files(config.data.prompt_data)
@@ -159,6 +125,7 @@ def run(config: Config, argv: Sequence[str]) -> None:
     with ExitStack() as stack:
         lock_all({"--run-dir": config.logging.run_dir, "--save": config.checkpoint.save}, stack)
         temporary, private = make_folder(), _private_weight_dir(config)
+        stack.callback(remove, [str(temporary)])  # also if the guard does not start
         guard = Guard([str(directory) for directory in (temporary, private) if directory is not None])
         stack.callback(guard.dismiss)
         use_folder(temporary, stack)
@@ -171,8 +138,10 @@ def run(config: Config, argv: Sequence[str]) -> None:
             write_environment(run_dir, ["vime", "train", *argv], files=_inputs(config))
         logs = run_dir.resolve() / "logs"
         stack.push(functools.partial(_keep_ray_logs, temporary, logs / "ray"))
-        ray_start.connect(allow_unauthenticated=config.cluster.allow_unauthenticated_ray, temporary=temporary)
-        _catch_signals()  # Ray has put a handler of its own there, which ends the process
+        with said("starting or joining Ray"):
+            allow = config.cluster.allow_unauthenticated_ray
+            ray_start.connect(allow_unauthenticated=allow, temporary=temporary)
+        catch_signals()  # Ray has put a handler of its own there, which ends the process
         watch = stack.enter_context(
             RayWatch(guard, lambda lost: print(_told(lost, logs), file=sys.stderr, flush=True))
         )
@@ -184,7 +153,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
         if not config.debug.debug_rollout_only:
             trainer = actors.TrainerGroup(config, placed)
             watch.callback(trainer.stop)
-        pool, rollout = _start_engines(config, placed, watch, trainer)
+        with said("starting the trainer, the rollout manager and the engines"):
+            pool, rollout = _start_engines(config, placed, watch, trainer)
         if trainer is not None:
             print(f"operators: {headline(config)}")
             for decision in trainer.decisions:

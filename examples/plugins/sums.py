@@ -31,11 +31,15 @@ class SumSource:
     def save(self, rollout_id):
         if self.args.save:
             Path(self.args.save).mkdir(parents=True, exist_ok=True)
-            self._file(self.args.save, rollout_id).write_text(json.dumps({"drawn": self.drawn}))
+            self._file(self.args.save, rollout_id).write_text(
+                json.dumps({"drawn": self.drawn}), encoding="utf-8"
+            )
 
     def load(self, rollout_id=None):
         if self.args.load and rollout_id is not None and self._file(self.args.load, rollout_id).exists():
-            self.drawn = json.loads(self._file(self.args.load, rollout_id).read_text())["drawn"]
+            self.drawn = json.loads(self._file(self.args.load, rollout_id).read_text(encoding="utf-8"))[
+                "drawn"
+            ]
 
     def _group(self):
         number = self.drawn

@@ -42,7 +42,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     tokenizer = state.tokenizer
-    prompt_ids = tokenizer.encode(sample.prompt, add_special_tokens=False)
+    prompt_ids = state.prompt_ids(sample)
     tokens: list[int] = []
     text = ""
     mask: list[int] = []

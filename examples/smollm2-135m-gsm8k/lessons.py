@@ -3,7 +3,7 @@
     python examples/smollm2-135m-gsm8k/lessons.py gsm8k/train.jsonl lessons.jsonl
 
 GSM8K marks each calculation of a solution, as in "Natalia sold 48/2 = <<48/2=24>>24 clips". A lesson's answer is these
-calculations, one a line, and the final answer: 35 tokens in the mean, where the whole solution has 125. Rows whose last
+calculations, one per line, and the final answer: 35 tokens on average; the whole solution has 125. Rows whose last
 calculation does not give the answer are left out.
 """
 

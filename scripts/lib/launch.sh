@@ -110,7 +110,7 @@ if [[ "${SETUP:-1}" == 1 ]]; then
 fi
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # processes that Ray and the engines start also import this folder
-missing=$("$PYTHON" - <<'PY'
+missing=$("$PYTHON" -P - <<'PY'
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
@@ -130,7 +130,7 @@ PY
 [[ -z "${missing// /}" ]] || die "PYTHON must have the packages of requirements/gpu.txt and vime itself" \
     "(pip install --no-deps --no-build-isolation --editable .), got $PYTHON without: $missing"
 if [[ -n "$MODEL" ]] && ! grep -q '^expert-model-parallel-size' "$LAYOUT"; then
-    experts=$("$PYTHON" -c '
+    experts=$("$PYTHON" -P -c '
 import sys
 from slime.hf_config import read_hf_config
 from slime.models.reading import expert_count
@@ -177,7 +177,7 @@ fi
 if [[ " $* " == *" --input-key"[\ =]* ]]; then
     DATA_ARGS=() # the user's flags name the columns
 else
-    layout=$("$PYTHON" - "$DATA" "$EXAMPLE" <<'PY'
+    layout=$("$PYTHON" -P - "$DATA" "$EXAMPLE" <<'PY'
 import sys
 
 from slime.data.prompts import read_file
@@ -218,5 +218,5 @@ else
     echo "curves, at any time: vime plot $OUT/grpo"
 fi
 # With exec, signals reach the run itself, and it ends only the processes that it started.
-exec "$PYTHON" -m vime "$COMMAND" --device cuda --config examples/grpo.yaml "$LAYOUT" "${SIZE_ARGS[@]}" \
+exec "$PYTHON" -P -m vime "$COMMAND" --device cuda --config examples/grpo.yaml "$LAYOUT" "${SIZE_ARGS[@]}" \
     "${CKPT_ARGS[@]}" --prompt-data "$DATA" "${DATA_ARGS[@]}" "${SMOKE_ARGS[@]}" --run-dir "$OUT/grpo" "$@"

@@ -13,7 +13,7 @@ die() { echo "slurm: node $node: $*" >&2; exit 1; }
 # Every Ray process requires the token in this file.
 unset RAY_AUTH_TOKEN
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$JOB_DIR/token"
-ip=${NODE_IP:-$(python -c 'import ray; print(ray.util.get_node_ip_address())')}
+ip=${NODE_IP:-$(python -P -c 'import ray; print(ray.util.get_node_ip_address())')}
 read -ra options <<<"${RAY_START_OPTIONS:-}"
 options+=(--node-name="$node")
 

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         print(f"slurm: its log: {args.log_dir / f'ray-{args.nodes[0]}.log'}", file=sys.stderr)
         return 1
     new = args.log_dir / "address.new"
-    new.write_text(args.address)
+    new.write_text(args.address, encoding="utf-8")
     os.replace(new, args.log_dir / "address")
     if not (missing := wait(args.nodes, timer(args.join_timeout_s))):
         print(f"slurm: {len(args.nodes)} of {len(args.nodes)} nodes have joined Ray's head at {args.address}")

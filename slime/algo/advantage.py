@@ -38,33 +38,3 @@ def compute_advantages(
     sizes = [len(r) for r in returns]
     whitened = rl_kernel.masked_whiten(torch.cat(returns), torch.cat(loss_masks), group=dp_group)
     return list(torch.split(whitened, sizes)), returns
-
-
-def discounted_returns(reward: float, mask: Tensor, kl: Tensor, *, kl_coef: float, gamma: float) -> Tensor:
-    """`G_t = x_t + gamma * G_{t+1}` with `x = -kl_coef * kl * mask`, and `reward` added at the last trained token."""
-    x = -kl_coef * kl.float() * mask
-    trained = mask.nonzero()
-    if len(trained):
-        x[trained[-1]] += reward
-    return discounted_sum(x, gamma)
-
-
-def discounted_sum(x: Tensor, discount: float) -> Tensor:
-    """`y_t = x_t + discount * y_{t+1}` along the last dimension, fp32, in log2(T) vector steps."""
-    y = x.float().clone()
-    span = 1
-    while span < y.shape[-1]:
-        # y_t is the sum of span terms, and y_{t+span} is the sum of the next span terms.
-        y[..., :-span] += discount**span * y[..., span:].clone()
-        span *= 2
-    return y
-
-
-def gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (1506.02438) along the last dimension: (advantages, advantages + values).
-
-    `delta_t = r_t + gamma * V_{t+1} - V_t` and `A_t = delta_t + gamma * lambd * A_{t+1}`, both 0 after the end; fp32.
-    """
-    next_values = torch.cat([values[..., 1:], torch.zeros_like(values[..., :1])], dim=-1)
-    advantages = discounted_sum(rewards + gamma * next_values - values, gamma * lambd)
-    return advantages, advantages + values

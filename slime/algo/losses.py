@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime.algo.policy_loss import Losses, TokenColumns
+    from slime.algo.token_columns import Losses, TokenColumns
     from slime.config.schema import Config
 
 

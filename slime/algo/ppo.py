@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import rl_kernel
-from slime.algo.advantage import compute_advantages, gae
+from slime.algo.advantage import compute_advantages
+from slime.algo.returns import discounted_returns, discounted_sum, gae
 from slime.types import TrainData
 
 
@@ -60,39 +61,8 @@ def calculate_log_probs_and_entropy(
     return (out, None) if isinstance(out, Tensor) else out
 
 
-def compute_policy_loss(
-    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """`torch.maximum(-r * A, -r.clamp(1 - eps_clip, 1 + eps_clip_high) * A)` with `r = (-ppo_kl).exp()`.
-
-    With `eps_clip_c` (above 1) the loss of a token with A < 0 is at most `-eps_clip_c * A` (dual clip, 1912.09729).
-    Returns the loss and 1.0 where the clip was active, both the shape of `ppo_kl`. PPO: 1707.06347.
-    """
-    ratio = (-ppo_kl).exp()
-    plain = -ratio * advantages
-    clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
-    loss = torch.maximum(plain, clipped)
-    active = (clipped > plain).float()
-    if eps_clip_c is not None:
-        if eps_clip_c <= 1:
-            raise ValueError(
-                f"--eps-clip-c must be above 1, got {eps_clip_c}; leave it out to turn dual clip off"
-            )
-        loss = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
-    return loss, active
-
-
-def compute_cispo_loss(
-    ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """`-r.clamp(1 - eps_clip, 1 + eps_clip_high).detach() * A * log_probs` and 1.0 where clipped (2506.13585)."""
-    ratio = (-ppo_kl).exp().detach()
-    bounded = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
-    return -bounded * advantages * log_probs, (bounded != ratio).float()
-
-
 def vanilla_gae(rewards: Tensor, values: Tensor, gamma: float, lambd: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T]; see slime.algo.advantage.gae."""
+    """Advantages and returns [B, T]; see slime.algo.returns.gae."""
     return gae(rewards, values, gamma, lambd)
 
 
@@ -101,3 +71,30 @@ def chunked_gae(
 ) -> tuple[Tensor, Tensor]:
     """The same numbers as `vanilla_gae`, which needs no chunks to be fast; `chunk_size` is kept for its callers."""
     return gae(rewards, values, gamma, lambd)
+
+
+def chunked_discounted_returns(rewards: Tensor, discount: float, chunk_size: int = 128) -> Tensor:
+    """`G_t = r_t + discount * G_{t+1}` of rewards [B, T], in their dtype; see slime.algo.returns.discounted_sum.
+
+    `chunk_size` is kept for callers; the sum needs no chunks to be fast.
+    """
+    return discounted_sum(rewards, discount).to(rewards.dtype)
+
+
+def get_reinforce_plus_plus_returns(
+    rewards: Tensor,
+    kl: list[Tensor],
+    loss_masks: list[Tensor],
+    response_lengths: list[int],
+    total_lengths: list[int],
+    kl_coef: float,
+    gamma: float,
+) -> list[Tensor]:
+    """The returns [R_i] of --advantage-estimator reinforce_plus_plus for each sample, from its reward, KL and mask.
+
+    The tensors are whole responses, so the lengths are kept for callers only.
+    """
+    return [
+        discounted_returns(float(reward), mask, k, kl_coef=kl_coef, gamma=gamma)
+        for reward, mask, k in zip(rewards, loss_masks, kl, strict=True)
+    ]

@@ -25,6 +25,7 @@ from slime.config import Config
 from slime.config.problems import given
 from slime.data.transport import pack_columns, unpack_columns
 from slime.hardware import HARDWARE
+from slime.import_path import SAFE_PATH
 from slime.imports import uncollected
 from slime.operators import Decision
 from slime.protocols import RolloutBatch, TrainResult, WeightUpdate
@@ -307,6 +308,8 @@ class RolloutActor(RolloutManager):
 
     def __init__(self, config: Config) -> None:
         log_to(config, "rollout")
+        for name in SAFE_PATH:  # a reward may start a program that imports the files beside it
+            os.environ.pop(name, None)
         self.config = config
 
     def build(self, engine: Any, dp_size: int, facts: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ class Guard:
     """Start it before anything else. Call `dismiss()` after the driver has stopped everything itself."""
 
     def __init__(self, directories: Sequence[str]) -> None:
-        command = [sys.executable, __file__, str(os.getpid()), *directories]
+        command = [sys.executable, "-P", __file__, str(os.getpid()), *directories]
         # In a new session, neither Ctrl-C nor a kill of the driver's process group reaches the guard.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -82,7 +82,7 @@ def remove(directories: Sequence[str]) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped the process (SIGSTOP)."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
     return False
 
@@ -100,7 +100,10 @@ def processes() -> dict[int, tuple[int, str]]:
     table = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file,
+            ):
                 # The second field is a name in brackets and may contain brackets, so split at the last bracket.
                 fields = file.read().rpartition(")")[2].split()
                 if fields[0] != "Z":

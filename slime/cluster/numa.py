@@ -40,7 +40,7 @@ def nodes_with_cpus(sysfs: Path = SYSFS) -> dict[int, set[int]]:
     """NUMA node -> its CPUs, for the nodes that have CPUs."""
     found = {}
     for folder in (sysfs / "devices/system/node").glob("node[0-9]*"):
-        if cpus := parse_cpus((folder / "cpulist").read_text()):
+        if cpus := parse_cpus((folder / "cpulist").read_text(encoding="utf-8")):
             found[int(folder.name.removeprefix("node"))] = cpus
     return dict(sorted(found.items()))
 
@@ -49,7 +49,7 @@ def cpus_of_gpu(bus: str, sysfs: Path = SYSFS) -> set[int]:
     """CPUs of the NUMA node of the PCI device `bus`, or of the nearest node that has CPUs. Empty if the firmware does
     not report the device's node, as in many virtual machines."""
     file = sysfs / "bus/pci/devices" / bus / "numa_node"
-    if not file.is_file() or (node := int(file.read_text())) < 0:
+    if not file.is_file() or (node := int(file.read_text(encoding="utf-8"))) < 0:
         return set()
     nodes = nodes_with_cpus(sysfs)
     if node in nodes:
@@ -58,8 +58,8 @@ def cpus_of_gpu(bus: str, sysfs: Path = SYSFS) -> set[int]:
     if not nodes or not row.is_file():
         return set()
     # The row has one distance for each online node, in the order of the node numbers.
-    online = sorted(parse_cpus((sysfs / "devices/system/node/online").read_text()))
-    distance = dict(zip(online, map(int, row.read_text().split()), strict=True))
+    online = sorted(parse_cpus((sysfs / "devices/system/node/online").read_text(encoding="utf-8")))
+    distance = dict(zip(online, map(int, row.read_text(encoding="utf-8").split()), strict=True))
     return nodes[min(nodes, key=lambda other: (distance[other], other))]
 
 

@@ -9,12 +9,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import ray
+import ray.job_config
 from ray._private import node, ray_constants, services
 from ray._private import utils as ray_utils
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # Ray's stub has too few names
@@ -22,6 +23,7 @@ from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from slime.cluster import ray_token
 from slime.cluster.guard import descendants, processes
+from slime.import_path import SAFE_PATH, UTF8, of_workers
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,8 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
     """
     # Otherwise Ray logs at each start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    job = ray.job_config.JobConfig(_py_driver_sys_path=_Fixed(reversed(of_workers(os.environ))))
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "job_config": job}
     joined = os.environ.get("RAY_ADDRESS")
     if joined:
         require_listening(joined)
@@ -65,7 +68,7 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
                 ray_token.require_authentication(address)
             ray.init(**quiet)
         else:
-            with _own_processes():
+            with _own_processes(), _safe_path():
                 _start(
                     address="local",
                     _temp_dir=None if temporary is None else str(temporary),
@@ -76,6 +79,18 @@ def connect(*, allow_unauthenticated: bool = False, temporary: Path | None = Non
                 )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+class _Fixed(list[str]):
+    """What goes first on the import path of workers, the last one first.
+
+    Ray would extend this list with the current folder and the folder of the script, and replace an empty list."""
+
+    def extend(self, more: Iterable[str]) -> None:
+        """Nothing is added."""
+
+    def __bool__(self) -> bool:
+        return True
 
 
 def require_listening(address: str) -> None:
@@ -123,6 +138,21 @@ def _own_processes() -> Iterator[None]:
         for name in ("start_monitor", "start_log_monitor"):
             stack.enter_context(_replaced(node.Node, name, lambda self: None))
         yield
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """For the processes of Ray and what these start. This process's own children may be the user's scripts."""
+    before = {name: os.environ.get(name) for name in SAFE_PATH | UTF8}
+    os.environ.update(SAFE_PATH | UTF8)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

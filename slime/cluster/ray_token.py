@@ -32,7 +32,7 @@ else:
 def make_token_file(path: Path) -> None:
     """Write a new token to `path`. Only the file's owner can read it. FileExistsError if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
 
 
@@ -54,7 +54,7 @@ def check_token_file(path: Path) -> None:
             f"{stat.S_IMODE(status.st_mode):o}, {mode:o} too much; chmod 600 {path}, and make a new token if "
             "other users could read this one"
         )
-    if not path.read_text().strip():
+    if not path.read_text(encoding="utf-8").strip():
         raise ValueError(f"the Ray token file must hold a token, got the empty file {path}; remove it")
 
 
@@ -85,7 +85,7 @@ def require_authentication(gcs_address: str) -> None:
     """ValueError if the cluster accepts a client without a token. A process without a token tries to connect."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environ[MODE] = "disabled"
-    command = [sys.executable, "-c", _PROBE, gcs_address]
+    command = [sys.executable, "-P", "-c", _PROBE, gcs_address]
     probe = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
     )

@@ -19,6 +19,7 @@ from types import TracebackType
 import ray
 
 from slime.cluster.guard import Guard
+from slime.waiting import said
 
 _EVERY_S, _CONNECT_S, _REFUSALS = 1.0, 2.0, 2
 _END_S = 12.0
@@ -129,7 +130,8 @@ class RayWatch:
     ) -> None:
         lost = self.lost()
         try:
-            self._stack.close()
+            with said("ending the engines and the trainer"):
+                self._stack.close()
         finally:
             self._over.set()  # before the shutdown, which ends Ray's processes
             self._thread.join()

@@ -29,7 +29,7 @@ def custom_entries(groups: list[FlagGroup]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--custom-config-path must name a YAML file, got {path}; check the path")
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"--custom-config-path must be valid YAML, got {path}: {error}") from error
     if not isinstance(content, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import json
 import os
 from dataclasses import dataclass, field
@@ -199,5 +200,29 @@ class Config:
             if spec.secret and data[SECTION_OF[name]][name] is not None:
                 data[SECTION_OF[name]][name] = "***"
         temporary = Path(f"{path}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(data, indent=2) + "\n")
+        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         temporary.replace(path)
+
+
+class Flags:
+    """The flags of the `args` that a plug-in made or copied: an attribute, else the default of the flag of that name.
+
+    Functions that plug-ins call read `args` through it, because slime's `args` have no flags of ours. AttributeError
+    for a name that is no flag.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._args, name)
+        except AttributeError:
+            if name not in _defaults():
+                raise
+            return copy.deepcopy(_defaults()[name])
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return vars(Config.from_flat({}).namespace())

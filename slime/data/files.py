@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.data.cache_lock import cache_locks
 from slime.room import Room
 
 if TYPE_CHECKING:
@@ -54,15 +55,17 @@ class Source:
     def row(self, stored: dict[str, Any], where: Place) -> dict[str, Any] | None:
         """The row that the table stores, None for an empty line. ValueError if it is not a JSON object."""
         if not self.is_json:
-            if self.suffix == ".csv" and not list(stored.values())[-1]:
+            if self.suffix != ".csv":
+                return {name: _present(value) for name, value in stored.items()}
+            if not list(stored.values())[-1]:
                 _check_fields(self.files)  # pandas fills a line that is too short with empty fields
             return stored
         text = stored["text"].removeprefix("\ufeff")
         if not text.strip():
             return None
         try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
+            row = parse_json(text)
+        except ValueError as error:
             raise ValueError(
                 f"{where}: line must be JSON, got {text.strip()!r:.80} ({error}); fix the line"
             ) from error
@@ -96,15 +99,47 @@ class Place:
         return f"{file}: {'entry' if source.suffix == '.json' else 'row'} {number + 1}"
 
 
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. ValueError for text that is not JSON, too deep, or half of a surrogate pair."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(
+            "JSON must nest less deeply, got too many brackets inside each other; nest fewer"
+        ) from error
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            code = f"\\u{ord(error.object[error.start]):04x}"
+            raise ValueError(
+                f"text must be Unicode, got {code}, which is half of a surrogate pair; write the whole character"
+            ) from error
+    return value
+
+
+def _present(value: Any) -> Any:
+    """`value` without the fields that are None, at every depth. One Arrow schema gives each row the fields of all."""
+    if isinstance(value, dict):
+        return {name: _present(one) for name, one in value.items() if one is not None}
+    return [_present(one) for one in value] if isinstance(value, list) else value
+
+
+def split_slice(spec: str) -> tuple[str, slice | None]:
+    """("data.jsonl", slice(a, b)) of "data.jsonl@[a:b]"; None for the slice of a name without one."""
+    match = _SLICE.match(spec)
+    if match is None:
+        return spec, None
+    return match["path"], slice(*(int(match[end]) if match[end] else None for end in ("start", "stop")))
+
+
 def find_source(spec: str, flag: str = "--prompt-data") -> Source:
     """The files or the hub dataset of `path`, `folder` or `name[:config[:split]]`, each with an optional `@[a:b]`.
 
     A text that looks like a path, or that exists, is never looked up on the hub. ValueError with `flag` for a missing
     file, for another file type, and for a folder without such files or with files of several types.
     """
-    match = _SLICE.match(spec)
-    name = match["path"] if match else spec
-    part = slice(*(int(match[end]) if match[end] else None for end in ("start", "stop"))) if match else None
+    name, part = split_slice(spec)
     path = Path(name)
     kinds = ", ".join(SUFFIXES)
     if path.is_dir():
@@ -141,7 +176,7 @@ def read_table(source: Source) -> Dataset:
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are raised
     folder = _cache_folder()
     try:
-        with Room(_CACHE, folder, "a copy of the prompts"):
+        with Room(_CACHE, folder, "a copy of the prompts"), cache_locks():
             table = _build(source, folder) if source.files else _from_hub(source)
             if source.suffix == ".json":
                 print_of = table._fingerprint[:40]
@@ -189,11 +224,11 @@ def _build(source: Source, folder: Path) -> Dataset:
             "features": Features({name: Value("string") for name in columns}),
             "keep_default_na": False,
         }
-    elif source.suffix == ".parquet":
-        _check_types(source.files)
-        options = {
-            "batch_size": 10_000
-        }  # the builder's own is the first row group's, and fails for one without rows
+    else:
+        _check_types(files)
+    if source.suffix == ".parquet":
+        # The builder's own is the first row group's, and fails for one without rows.
+        options = {"batch_size": 10_000}
     builders = {".csv": Csv, ".parquet": Parquet, ".arrow": Arrow}
     builder = builders.get(source.suffix, Text)(
         cache_dir=str(folder),
@@ -209,18 +244,34 @@ def _build(source: Source, folder: Path) -> Dataset:
     return table
 
 
-def _check_types(files: tuple[Path, ...]) -> None:
-    """ValueError for a column of a type that a table of `datasets` cannot hold."""
+def _check_types(files: list[Path]) -> None:
+    """ValueError for a column of a Parquet or Arrow file whose type a table of `datasets` cannot hold."""
+    import pyarrow
+    from datasets import Features
+
+    for file in files:
+        for field in _schema(file):
+            try:
+                Features.from_arrow_schema(pyarrow.schema([field]))
+            except (ValueError, NotImplementedError) as error:
+                kind = "a map" if "map<" in str(field.type) else "this type"
+                raise ValueError(
+                    f"{file}: column {field.name!r} must not hold {kind}, got {field.type}; leave the column out, or "
+                    "write it as a struct or as JSON text"
+                ) from error
+
+
+def _schema(file: Path) -> Any:
     import pyarrow
     import pyarrow.parquet
 
-    for file in files:
-        for field in pyarrow.parquet.read_schema(file):
-            if "map<" in str(field.type):
-                raise ValueError(
-                    f"{file}: column {field.name!r} must not hold a map, got {field.type}; write it as a struct or as "
-                    "JSON text"
-                )
+    if file.suffix == ".parquet":
+        return pyarrow.parquet.read_schema(file)
+    with pyarrow.memory_map(str(file)) as data:
+        try:
+            return pyarrow.ipc.open_stream(data).schema
+        except pyarrow.ArrowInvalid:
+            return pyarrow.ipc.open_file(data).schema
 
 
 def _from_hub(source: Source) -> Dataset:
@@ -269,10 +320,9 @@ def _entries(
     path = [file for file in files if file.stat().st_size][numbers[0]]
     try:
         rows = json.loads(batch["text"][0].removeprefix("\ufeff"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}:{error.lineno}: file must be JSON ({error}); fix it, or name it .jsonl"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{path}{line}: file must be JSON ({error}); fix it, or name it .jsonl") from error
     if not isinstance(rows, list):
         raise ValueError(
             f"{path}: file must hold a list of objects, got {type(rows).__name__}; wrap it in [ ]"

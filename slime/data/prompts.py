@@ -12,15 +12,17 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from slime.data.files import Place, Source, find_source, read_table
-from slime.data.rows import Columns, prompt_lengths, to_prompt
+from slime.data.rows import Columns, prompt_lengths, render_chat, rendered, require_conversation, to_prompt
 from slime.data.tokenizer import tokenizer_identity
 from slime.types import Prompt, Sample
 
@@ -38,15 +40,15 @@ _ROWS_PER_PROCESS = 100_000
 """A check of more rows is shared by several processes."""
 _TEMPLATE_BYTES = 4096
 """More than a chat template adds to a prompt."""
-_VERSION = 2
+_VERSION = 3
 """Of the checks: a new number makes every file be checked again."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The longest sequence of a model, and what loads its tokenizer, which few files need."""
+    """The longest sequence of a model, if it says so, and what loads its tokenizer, which few files need."""
 
-    tokens: int
+    tokens: int | None
     tokenizer: Callable[[], PreTrainedTokenizerBase]
 
 
@@ -60,9 +62,12 @@ class Prompts(Sequence[Prompt]):
         columns: Columns,
         tokenizer: PreTrainedTokenizerBase | None,
         rows: np.ndarray,  # [prompts] uint32, their rows in the table
+        unread: int = 0,
     ) -> None:
         self._table, self._source, self._columns = table, source, columns
         self._tokenizer, self._rows = tokenizer, rows
+        self.unread = unread
+        """Rows of the file that were left out because of `most_bytes`."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -88,7 +93,8 @@ class Prompts(Sequence[Prompt]):
 
     def kept(self, indices: np.ndarray) -> Prompts:
         """The prompts of these indices, or of a mask."""
-        return Prompts(self._table, self._source, self._columns, self._tokenizer, self._rows[indices])
+        rows = self._rows[indices]
+        return Prompts(self._table, self._source, self._columns, self._tokenizer, rows, self.unread)
 
     def lengths(self, indices: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
         """[indices] uint32, the tokens of each prompt. Remembered."""
@@ -98,7 +104,12 @@ class Prompts(Sequence[Prompt]):
         whole = int(rows[-1] - rows[0]) + 1 == len(rows)
         picked = self._table.select(range(int(rows[0]), int(rows[-1]) + 1) if whole else rows)
         count = functools.partial(
-            _count, source=self._source, columns=self._columns, template=self._tokenizer, tokenizer=tokenizer
+            _count,
+            rows=rows,
+            source=self._source,
+            columns=self._columns,
+            template=self._tokenizer,
+            tokenizer=tokenizer,
         )
         key = _key(
             self._table, self._columns, self._tokenizer, tokenizer, hashlib.sha256(rows.data).hexdigest()
@@ -128,16 +139,20 @@ def load_prompts(
     limit_flag: str = "--rollout-max-prompt-len",
     context: Context | None = None,
     check_label: LabelCheck | None = None,
+    conversations: bool = False,
+    most_bytes: int | None = None,
 ) -> Prompts:
     """All prompts of a file, a folder or a hub dataset (`slime.data.files.find_source`).
 
     With `columns.apply_chat_template`, the text is the rendered template, open for the assistant's turn, and a plain
     string becomes one user turn. Without it, strings and message lists do not change. Tool descriptions are in
-    `metadata["tools"]`. Prompts with more than `max_prompt_len` tokens are left out with a warning.
+    `metadata["tools"]`. Prompts with more than `max_prompt_len` tokens are left out with a warning. `conversations`:
+    each row must be one that SFT can train on. `most_bytes`: read only about that many bytes, from the start.
 
-    ValueError with file and line for a missing column, a wrong type, or a label that `check_label` refuses. Its
-    text is part of what is remembered, so it must name all that it depends on. ValueError if no prompt remains, or if a
-    prompt leaves no room in `context`. No engine of the model accepts such a prompt.
+    ValueError with file and line for a missing column, a wrong type, a message list that the chat template cannot
+    render, or a label that `check_label` refuses. Its text is part of what is remembered, so it must name all that it
+    depends on. ValueError if no prompt remains, or if a prompt leaves no room in `context`. No engine of the model
+    accepts such a prompt.
     """
     if tokenizer is None and (columns.apply_chat_template or max_prompt_len is not None):
         raise ValueError(
@@ -145,25 +160,35 @@ def load_prompts(
         )
     source = find_source(path, flag)
     table = read_table(source)
-    part = _part(table, source)
-    rows = sizes = np.empty(0, np.uint32)
+    whole = part = _part(table, source)
+    if most_bytes is not None and part:
+        part = part[: max(1, most_bytes * len(table) // max(table.data.nbytes, 1))]
+    rows = sizes = lists = np.empty(0, np.uint32)
     template = tokenizer if columns.apply_chat_template else None
     if part:
-        check = functools.partial(_check, part.start, source, columns, template, check_label)
-        key = _key(table, columns, template, None, f"{part.start}:{part.stop} {check_label}")
-        checked = _mapped(table.select(part), check, ("row", "size"), key, processes=True)
-        rows, sizes = _column_of(checked, "row"), _column_of(checked, "size")
+        check = functools.partial(_check, part.start, source, columns, template, check_label, conversations)
+        key = _key(table, columns, template, None, f"{part.start}:{part.stop} {check_label} {conversations}")
+        with _unicode(table, source, part):
+            checked = _mapped(table.select(part), check, ("row", "size", "list"), key, processes=True)
+        rows, sizes, lists = (_column_of(checked, name) for name in ("row", "size", "list"))
     if not len(rows):
         raise ValueError(
             f"{flag} must hold at least one prompt, got none in {path}; check the file and its slice"
         )
-    prompts = Prompts(table, source, columns, template, rows)
+    prompts = Prompts(table, source, columns, template, rows, len(whole) - len(part))
     if max_prompt_len is None:
         if context is not None:
-            _require_room(prompts, sizes, context, limit_flag)
+            _require_room(prompts, sizes, lists, context, limit_flag)
         return prompts
     assert tokenizer is not None
-    lengths = prompts.lengths(np.arange(len(rows)), tokenizer)
+    return _short(prompts, tokenizer, max_prompt_len, path, limit_flag)
+
+
+def _short(
+    prompts: Prompts, tokenizer: PreTrainedTokenizerBase, max_prompt_len: int, path: str, limit_flag: str
+) -> Prompts:
+    """The prompts of at most `max_prompt_len` tokens. ValueError if there are none."""
+    lengths = prompts.lengths(np.arange(len(prompts)), tokenizer)
     kept = prompts.kept(lengths <= max_prompt_len)
     if len(kept) < len(prompts):
         logger.warning(
@@ -178,6 +203,12 @@ def load_prompts(
     return kept
 
 
+def prompt_limit(max_prompt_len: int | None, max_context_len: int | None) -> int | None:
+    """The longest prompt that both limits allow. The context leaves room for a response token."""
+    limits = (max_prompt_len, None if max_context_len is None else max_context_len - 1)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def _part(table: Dataset, source: Source) -> range:
     """The rows of the slice. Empty lines do not count, and may be among them."""
     if source.part is None:
@@ -187,6 +218,22 @@ def _part(table: Dataset, source: Source) -> range:
     lines = _mapped(table, _not_empty, ("row",), f"{table._fingerprint[:40]}-lines")
     rows = _column_of(lines, "row")[source.part]
     return range(int(rows[0]), int(rows[-1]) + 1) if len(rows) else range(0)
+
+
+@contextmanager
+def _unicode(table: Dataset, source: Source, part: range) -> Iterator[None]:
+    """ValueError with the place of the first row whose bytes are not UTF-8, which Parquet may hold."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        for number in part:
+            try:
+                table[number]
+            except UnicodeDecodeError:
+                raise ValueError(
+                    f"{Place(source, number)}: texts must be UTF-8 ({error}); write the file again"
+                ) from error
+        raise
 
 
 def _not_empty(batch: dict[str, list[str]], numbers: list[int]) -> dict[str, list[int]]:
@@ -199,11 +246,13 @@ def _check(
     columns: Columns,
     tokenizer: PreTrainedTokenizerBase | None,
     check_label: LabelCheck | None,
+    conversations: bool,
     batch: dict[str, list[Any]],
     numbers: list[int],
 ) -> dict[str, list[int]]:
-    """Row and size in characters of each prompt. ValueError with the place of the first wrong row."""
-    rows, sizes = [], []
+    """Row and size in characters of each prompt, and whether it is a list. ValueError with the place of the first
+    wrong row."""
+    rows, sizes, lists = [], [], []
     for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
         where = Place(source, first + number)
         row = source.row(dict(zip(batch, values, strict=True)), where)
@@ -219,26 +268,36 @@ def _check(
                     f"{prompt.label!r:.80} ({error}); fix the line"
                 ) from error
         text = prompt.text
+        if conversations:
+            require_conversation(text, columns.input_key, where)
         rows.append(first + number)
         sizes.append(len(text if isinstance(text, str) else json.dumps(text)))
-    return {"row": rows, "size": sizes}
+        lists.append(int(not isinstance(text, str)))
+    return {"row": rows, "size": sizes, "list": lists}
 
 
 def _count(
     batch: dict[str, list[Any]],
     numbers: list[int],
+    rows: np.ndarray,
     source: Source,
     columns: Columns,
     template: PreTrainedTokenizerBase | None,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, list[int]]:
-    """Tokens of each prompt of checked rows."""
-    texts = []
-    for values in zip(*batch.values(), strict=True):
-        row = source.row(dict(zip(batch, values, strict=True)), where := Place(source, 0))
+    """Tokens of each prompt of the checked `rows`. Message lists are rendered, open for the assistant's turn."""
+    texts, raw = [], []
+    for number, values in zip(numbers, zip(*batch.values(), strict=True), strict=True):
+        where = Place(source, int(rows[number]))
+        row = source.row(dict(zip(batch, values, strict=True)), where)
         assert row is not None
-        texts.append(to_prompt(row, where, columns, template).text)
-    return {"tokens": prompt_lengths(texts, tokenizer, columns.apply_chat_template_kwargs)}
+        prompt = to_prompt(row, where, columns, template)
+        text, tools = prompt.text, prompt.metadata.get("tools")
+        raw.append(template is None and isinstance(text, str))
+        if not isinstance(text, str):
+            text = rendered(text, tokenizer, columns.apply_chat_template_kwargs, tools, where)
+        texts.append(text)
+    return {"tokens": prompt_lengths(texts, raw, tokenizer)}
 
 
 def _mapped(
@@ -279,18 +338,22 @@ def _key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _require_room(prompts: Prompts, sizes: np.ndarray, context: Context, limit_flag: str) -> None:
-    """ValueError if a prompt has `context.tokens` tokens or more. Tokenises only prompts that may be that long."""
+def _require_room(
+    prompts: Prompts, sizes: np.ndarray, lists: np.ndarray, context: Context, limit_flag: str
+) -> None:
+    """ValueError if a prompt has `context.tokens` tokens or more. Renders all message lists, and tokenises of the
+    texts only those that may be that long."""
+    longest = math.inf if context.tokens is None else context.tokens
     # A token is at least one byte and a character at most four, so a shorter text has fewer tokens.
-    doubtful = np.flatnonzero(sizes >= max(0, context.tokens - _TEMPLATE_BYTES + 3) // 4)
+    doubtful = np.flatnonzero((sizes >= max(0, longest - _TEMPLATE_BYTES + 3) // 4) | (lists > 0))
     if not len(doubtful):
         return
     tokenizer = context.tokenizer()
     # A text with more than this many characters is too long whatever its tokens are; tokenising it may take minutes.
-    certain = context.tokens * max(map(len, tokenizer.get_vocab()))
+    certain = longest * max(map(len, tokenizer.get_vocab()))
     unclear = doubtful[sizes[doubtful] <= certain]
     lengths = dict(zip(unclear.tolist(), prompts.lengths(unclear, tokenizer).tolist(), strict=True))
-    too_long = [i for i in doubtful.tolist() if lengths.get(i, context.tokens) >= context.tokens]
+    too_long = [i for i in doubtful.tolist() if lengths.get(i, longest) >= longest]
     if too_long:
         worst = max(too_long, key=lambda i: int(sizes[i]))
         size = f"{lengths[worst]} tokens" if worst in lengths else f"{sizes[worst]} characters"
@@ -311,7 +374,16 @@ def filter_long_prompt(
         )
     if max_length is None:
         return samples
-    lengths = prompt_lengths([sample.prompt for sample in samples], tokenizer, {})
+    raw = [isinstance(s.prompt, str) and s.apply_chat_template_kwargs is None for s in samples]
+    texts = [
+        sample.prompt
+        if isinstance(sample.prompt, str)
+        else render_chat(
+            sample.prompt, tokenizer, sample.apply_chat_template_kwargs or {}, sample.metadata.get("tools")
+        )
+        for sample in samples
+    ]
+    lengths = prompt_lengths(texts, raw, tokenizer)
     kept = [sample for sample, length in zip(samples, lengths, strict=True) if length <= max_length]
     if len(kept) < len(samples):
         logger.warning(

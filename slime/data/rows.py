@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
-from slime.data.files import Place
+from slime.data.files import Place, parse_json
+from slime.data.tokenizer import opened, opening_ids
 from slime.types import Prompt
 
 if TYPE_CHECKING:
@@ -60,13 +58,7 @@ def to_prompt(
     if columns.apply_chat_template:
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
         assert tokenizer is not None
-        try:
-            text = render_chat(messages, tokenizer, columns.apply_chat_template_kwargs, tools)
-        except (ValueError, jinja2.TemplateError) as error:
-            raise ValueError(
-                f"{where}: --apply-chat-template must be able to render the prompt, got {error}; "
-                "fix the line, or check the tokenizer's chat template and --apply-chat-template-kwargs"
-            ) from error
+        text = rendered(messages, tokenizer, columns.apply_chat_template_kwargs, tools, where)
     return Prompt(text=text, label=label, metadata=metadata)
 
 
@@ -101,16 +93,49 @@ def _message(entry: Any, key: str, where: Place) -> dict[str, Any]:
             f"{where}: every message of column {key!r} must be an object with a role, got {entry!r:.80}; "
             "fix the line"
         )
-    # Parquet stores one struct type for all messages, so a field that this message does not have is None.
-    return {name: value for name, value in entry.items() if value is not None}
+    message = {name: value for name, value in entry.items() if value is not None}
+    content = message.get("content", "" if entry["role"] == "assistant" else None)
+    if isinstance(content, list):
+        message["content"] = "".join(_text_of(part, key, where) for part in content)
+    elif not isinstance(content, str):
+        raise ValueError(
+            f"{where}: the content of every message of column {key!r} must be a text, or a list of text parts, got "
+            f"{content!r:.80} ({type(content).__name__}); fix the line"
+        )
+    return message
+
+
+def require_conversation(text: str | list[dict[str, Any]], key: str, where: Place) -> None:
+    """ValueError unless a row of SFT has chat messages with an assistant's turn to train on."""
+    if not isinstance(text, list):
+        raise ValueError(
+            f"{where}: column {key!r} must hold chat messages for SFT, got text; set --input-key, and leave "
+            "--apply-chat-template off"
+        )
+    turns = [message for message in text if message["role"] == "assistant"]
+    if text[0]["role"] == "assistant" or not any(turn.get("step_loss_mask", 1) for turn in turns):
+        raise ValueError(
+            f"{where}: messages of column {key!r} must begin with a system or user turn and have an assistant turn to "
+            f"train on, got roles {[message['role'] for message in text]}; fix the line"
+        )
+
+
+def _text_of(part: Any, key: str, where: Place) -> str:
+    """The text of a part of a message's content."""
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(
+            f'{where}: every part of a message\'s content in column {key!r} must be {{"type": "text", "text": ...}}, '
+            f"got {part!r:.80}; prompts are text only: leave out other parts"
+        )
+    return str(part["text"])
 
 
 def _parsed(value: Any, kind: type, key: str, flag: str, where: Place) -> Any:
     """`value` as a `kind`. A string is parsed as JSON, because csv and parquet files often contain JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = parse_json(value)
+        except ValueError as error:
             raise ValueError(
                 f"{where}: column {key!r} must be JSON, got {value!r:.80} ({error}); set {flag}"
             ) from error
@@ -131,17 +156,29 @@ def render_chat(
     return str(tokenizer.apply_chat_template(messages, tools=tools, **options))
 
 
-def prompt_lengths(
-    texts: list[str | list[dict[str, Any]]],
+def rendered(
+    messages: list[dict[str, Any]],
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: dict[str, Any],
-) -> list[int]:
-    """Number of tokens of each prompt. Message lists are rendered first, open for the assistant's turn."""
-    rendered = [
-        text if isinstance(text, str) else render_chat(text, tokenizer, template_kwargs) for text in texts
-    ]
+    tools: list[Any] | None,
+    where: Place,
+) -> str:
+    """`render_chat` of a row. ValueError with its place for any error of the template."""
+    try:
+        return render_chat(messages, tokenizer, template_kwargs, tools)
+    except Exception as error:  # border: a chat template is a program of the model's author
+        raise ValueError(
+            f"{where}: the chat template must be able to render the prompt, got {type(error).__name__}: {error}; "
+            "fix the line, or check the tokenizer's chat template and --apply-chat-template-kwargs"
+        ) from error
+
+
+def prompt_lengths(texts: list[str], raw: list[bool], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Number of tokens of each text. `raw`: no chat template made the text, so it gets the tokenizer's BOS."""
+    opening = opening_ids(tokenizer)
     lengths: list[int] = []
-    for start in range(0, len(rendered), _TEXTS_AT_A_TIME):
-        ids = tokenizer(rendered[start : start + _TEXTS_AT_A_TIME], add_special_tokens=False)["input_ids"]
-        lengths += [len(row) for row in ids]
+    for start in range(0, len(texts), _TEXTS_AT_A_TIME):
+        ids = tokenizer(texts[start : start + _TEXTS_AT_A_TIME], add_special_tokens=False)["input_ids"]
+        some = raw[start : start + _TEXTS_AT_A_TIME]
+        lengths += [len(opened(row, opening) if plain else row) for row, plain in zip(ids, some, strict=True)]
     return lengths

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import loss_of
-from slime.data.prompts import Context, LabelCheck, load_prompts
+from slime.config.schema import Flags
+from slime.data.prompts import Context, LabelCheck, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
 from slime.hf_config import read_hf_config
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _VERSION = 1
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+"""The --rollout-function-path whose prompts are conversations to train on."""
 
 
 class PromptDataSource:
@@ -36,23 +39,24 @@ class PromptDataSource:
     Deterministic: epoch e visits the prompts in file order, or with --rollout-shuffle in the order
     `random.Random(rollout_seed + e).shuffle(range(len(prompts)))`. `Sample.index` and `Sample.group_index`
     count up over the whole run and never repeat. With --disable-rollout-global-dataset, the samples are empty and the
-    rollout function supplies its own prompts.
+    rollout function supplies its own prompts. Without --prompt-data it has only the groups that `add_samples` gave.
     """
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.buffer: list[SampleGroup] = []
         self.prompts: Sequence[Prompt] = []
-        if not args.disable_rollout_global_dataset:
-            self.prompts = _load(args, self.label_check(args))
+        flags = Flags(args)
+        if flags.prompt_data and not flags.disable_rollout_global_dataset:
+            self.prompts = load_training_prompts(args, self.label_check(args))
         self.epoch = 0
         self.position = 0
         self.next_group_index = 0
         self.next_index = 0
         self._order: tuple[int, Sequence[int]] | None = None
-        self._buffer_filter = _fifo
-        if args.buffer_filter_path:
-            self._buffer_filter = load_function(args.buffer_filter_path, flag="--buffer-filter-path")
+        self._buffer_filter = pop_first
+        if flags.buffer_filter_path:
+            self._buffer_filter = load_function(flags.buffer_filter_path, flag="--buffer-filter-path")
 
     def label_check(self, args: Any) -> LabelCheck | None:
         """What raises ValueError for a wrong label while the file is read. A subclass knows the rewards."""
@@ -110,7 +114,7 @@ class PromptDataSource:
             if state.get(key) != now[key]:
                 raise ValueError(
                     f"{name} must be what {where} was written with ({state.get(key)}), got {now[key]}; "
-                    "restore it, or start the data anew with --start-rollout-id 0"
+                    "restore it, or start the data anew with --start-rollout-id 0 and another --save"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
         self.next_group_index, self.next_index = state["next_group_index"], state["next_index"]
@@ -151,7 +155,7 @@ class PromptDataSource:
         if not path.is_file():
             raise ValueError(
                 f"--load must hold the data position of rollout {rollout_id}, got no {path}; "
-                "resume another checkpoint, or start the data anew with --start-rollout-id 0"
+                "resume another checkpoint, or start the data anew with --start-rollout-id 0 and another --save"
             )
         self.load_state_dict(json.loads(path.read_text(encoding="utf-8")), where=str(path))
 
@@ -165,13 +169,13 @@ class PromptDataSource:
         except Exception as error:  # border: damaged files raise any error
             raise ValueError(
                 f"{path} must hold the data position that slime saved, got {type(error).__name__}: {error}; restore "
-                "it, or start the data anew with --start-rollout-id 0"
+                "it, or start the data anew with --start-rollout-id 0 and another --save"
             ) from error
         groups = saved.get("sample_group_index", index // self.args.n_samples_per_prompt)
         if not position <= len(self.prompts):
             raise ValueError(
                 f"--prompt-data must have at least the {position} prompts that {path} has seen, got "
-                f"{len(self.prompts)}; restore it, or start the data anew with --start-rollout-id 0"
+                f"{len(self.prompts)}; restore it, or start the data anew with --start-rollout-id 0 and another --save"
             )
         seen = {"epoch": epoch, "position": position, "next_group_index": groups, "next_index": index}
         return {**self.state_dict(), **seen, "buffer": []}
@@ -187,7 +191,7 @@ class PromptDataSource:
                 group_index=self.next_group_index,
                 index=self.next_index,
             )
-            if not isinstance(prompt.text, str):
+            if self.args.apply_chat_template or not isinstance(prompt.text, str):
                 sample.apply_chat_template_kwargs = dict(self.args.apply_chat_template_kwargs)
             group.append(sample)
             self.next_index += 1
@@ -195,8 +199,12 @@ class PromptDataSource:
         return group
 
     def _next_prompt(self) -> Prompt:
-        if not self.prompts:
+        if not self.prompts and Flags(self.args).disable_rollout_global_dataset:
             return Prompt(text="")
+        if not self.prompts:
+            raise ValueError(
+                "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
+            )
         if self.position == len(self.prompts):
             self.epoch += 1
             self.position = 0
@@ -215,14 +223,16 @@ class PromptDataSource:
         return order
 
 
-def _load(args: Any, check_label: LabelCheck | None) -> Sequence[Prompt]:
+def load_training_prompts(
+    args: Any, check_label: LabelCheck | None, *, most_bytes: int | None = None
+) -> Prompts:
+    """The prompts of --prompt-data with the columns, the template and the limits of a run's flags. `most_bytes`: see
+    `load_prompts`."""
     if not args.prompt_data:
         raise ValueError(
             "--prompt-data must name a prompt file, got none; or pass --disable-rollout-global-dataset"
         )
-    limit = args.rollout_max_prompt_len
-    if limit is None and args.rollout_max_context_len is not None:
-        limit = args.rollout_max_context_len - 1  # a longer prompt leaves no room for a response token
+    limit = prompt_limit(args.rollout_max_prompt_len, args.rollout_max_context_len)
 
     @functools.cache
     def tokenizer() -> PreTrainedTokenizerBase:
@@ -232,7 +242,7 @@ def _load(args: Any, check_label: LabelCheck | None) -> Sequence[Prompt]:
     longest = (
         read_hf_config(args.hf_checkpoint).get("max_position_embeddings") if args.hf_checkpoint else None
     )
-    if longest and loss_of(args).rewarded:  # an engine continues the prompts
+    if args.hf_checkpoint and loss_of(args).rewarded:  # an engine continues the prompts
         context = Context(longest, tokenizer)
     columns = Columns(
         input_key=args.input_key,
@@ -249,10 +259,12 @@ def _load(args: Any, check_label: LabelCheck | None) -> Sequence[Prompt]:
         max_prompt_len=limit,
         context=context,
         check_label=check_label,
+        conversations=getattr(args, "rollout_function_path", None) == SFT_ROLLOUT,
+        most_bytes=most_bytes,
     )
 
 
-def _fifo(
+def pop_first(
     args: Any, rollout_id: int | None, buffer: list[SampleGroup], num_samples: int
 ) -> list[SampleGroup]:
     """The default --buffer-filter-path: returns the groups that have waited longest."""

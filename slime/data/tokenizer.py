@@ -46,6 +46,20 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before a text: BOS for many models. What it puts after a text is not added to a
+    prompt, which the model continues."""
+    letter = "a"
+    alone, whole = tokenizer.encode(letter, add_special_tokens=False), tokenizer.encode(letter)
+    starts = (i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
+    return list(whole[: next(starts, 0)])
+
+
+def opened(ids: list[int], opening: list[int]) -> list[int]:
+    """The ids of a raw text with `opening` before them, unless the text spells it out itself."""
+    return ids if ids[: len(opening)] == opening else opening + ids
+
+
 def load_tokenizer(
     name_or_path: str, *, trust_remote_code: bool = False, **kwargs: Any
 ) -> PreTrainedTokenizerBase:
@@ -78,7 +92,7 @@ def _tokenizer_class(path: Path) -> Any:
     """AutoTokenizer, or the class that it would choose for a checkpoint whose tokenizer.json says everything: to import
     AutoTokenizer takes 2.5 s more, as it imports the code of all models."""
     try:
-        settings = json.loads((path / "tokenizer_config.json").read_text())
+        settings = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         settings = {}
     generic = settings.get("tokenizer_class") in _GENERIC and "auto_map" not in settings

@@ -114,7 +114,7 @@ def _publish(partial: Path, path: Path) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     staged = hidden(path, "partial")
-    staged.write_text(text)
+    staged.write_text(text, encoding="utf-8")
     os.replace(staged, path)
 
 

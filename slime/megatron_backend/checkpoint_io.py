@@ -152,7 +152,7 @@ def unreadable(path: Path, reader: dcp.FileSystemReader, files: tuple[str, ...])
     try:
         for file in (path / name for name in files):
             if file.name == COMPLETE:
-                json.loads(file.read_text())
+                json.loads(file.read_text(encoding="utf-8"))
             elif file.name == COMMON_FILE:
                 torch.load(file, map_location="cpu", weights_only=True)  # ok: runs no code
         ends: dict[str, int] = {}

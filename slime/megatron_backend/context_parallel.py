@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from slime.algo.policy_loss import HookView
+from slime.algo.token_columns import HookView
 from slime.data.packing import MicroBatch
 from slime.data.token_slice import run_bounds
 from slime.megatron_backend.head import whole

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import rl_kernel
 from slime import operators
-from slime.algo.policy_loss import Losses
+from slime.algo.token_columns import Losses
 from slime.data.packing import MicroBatch
 from slime.megatron_backend import native
 from slime.megatron_backend.model import (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algo.losses import loss_of
-from slime.algo.policy_loss import HookView, Losses, TokenColumns
+from slime.algo.token_columns import HookView, Losses, TokenColumns
 from slime.config import Config
 from slime.data.columns import present
 from slime.data.packing import MicroBatch

@@ -90,7 +90,8 @@ def fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int) -> OptimizerParamScheduler:
-    steps = config.megatron.lr_decay_iters or total_steps
+    # --num-rollout 0 takes no step: any schedule does.
+    steps = config.megatron.lr_decay_iters or total_steps or config.megatron.lr_warmup_iters + 1
     if config.megatron.lr_warmup_init > config.megatron.lr:
         raise ValueError(
             f"--lr-warmup-init must be at most --lr {config.megatron.lr}, got {config.megatron.lr_warmup_init}"

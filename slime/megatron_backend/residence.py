@@ -41,7 +41,7 @@ class _Piece:
 
 
 class Residence:
-    """Moves `parts` between `device` and host (see slime.config.cluster.PARTS). Other parts always stay on the device.
+    """Moves `parts` between `device` and host (see PARTS in the cluster section). Other parts stay on the device.
 
     `models`: first the trained model in its data-parallel wrapper, then a reference model. The optimizer's state must
     exist.

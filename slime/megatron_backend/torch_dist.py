@@ -216,7 +216,7 @@ class StoredParts:
         models = unwrapped(model)
         self._inner, self._path = models[0], path
         with _explained(path):
-            kind = json.loads((path / COMPLETE).read_text()).get("sharded_backend")
+            kind = json.loads((path / COMPLETE).read_text(encoding="utf-8")).get("sharded_backend")
             self._reader = MetadataReader(path)
             metadata = self._reader.read_metadata()
         if kind != "torch_dist":

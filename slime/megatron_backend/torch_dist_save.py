@@ -46,7 +46,7 @@ def save_torch_dist(model: nn.Module, out_dir: Path, hf_checkpoint: str) -> Path
         dist_checkpointing.save(state, str(partial), sharded_strategy=writer, content_metadata=content)
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
-        (out_dir / LATEST).write_text(RELEASE)
+        (out_dir / LATEST).write_text(RELEASE, encoding="utf-8")
     return path
 
 

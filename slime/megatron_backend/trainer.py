@@ -24,7 +24,7 @@ from slime.algo.importance import sequence_mean
 from slime.algo.losses import loss_of
 from slime.algo.needs import needs_reference
 from slime.algo.ppo import compute_advantages_and_returns
-from slime.checkpoint_dir import resumed_iteration, start_directory, start_iteration
+from slime.checkpoint_dir import first_rollout, resumed_iteration, start_directory, start_iteration
 from slime.config import Config
 from slime.config.sections.cluster import PARTS
 from slime.config.sections.debug import profiled_steps
@@ -92,8 +92,7 @@ class MegatronTrainer:
                 optim=not config.checkpoint.no_load_optim,
                 rng=not config.checkpoint.no_load_rng,
             )
-            if config.data.start_rollout_id is None:
-                self.start_rollout_id = extra["rollout_id"] + 1
+            self.start_rollout_id = first_rollout(config, extra["rollout_id"])
         self.ref_model = None
         if needs_reference(config):
             self.ref_model = build_model(self.hf_config, config, ddp=False)

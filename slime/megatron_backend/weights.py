@@ -289,4 +289,4 @@ def _copy_config(inner: HiddenGPTModel, written: dict[str, Any], source_dir: Pat
         if part is not None:
             part.pop("quantization_config", None)
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
-    (out_dir / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    (out_dir / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

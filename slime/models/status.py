@@ -1,4 +1,9 @@
-"""Where each family was run. `vime models` prints this record, and docs/models.md is checked against it."""
+"""Where each family was run: one table. `vime models` prints it, and `python scripts/docs_models.py` writes its rows
+into README.md, docs/models.md and docs/status.md.
+
+Each family's trainer was compared with transformers on tiny models, in float32, on one rank and on two
+(`tests/slime/test_families.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,33 +15,57 @@ PLANNED = "planned"
 
 @dataclass(frozen=True)
 class Status:
-    """`cpu`: what ran on CPUs. `h200`: what ran on an H200. Each is PLANNED or names the model that ran."""
+    """What was run of a family."""
 
-    cpu: str = PLANNED
-    h200: str = PLANNED
+    maker: str
+    """The row of README.md."""
+    example: str
+    """The folder of examples/ with configurations that a test plans."""
+    engine: str = "float32"
+    """The dtype of the vLLM engine whose log-probs were compared with the trainer's, on a CPU."""
+    steps: bool = True
+    """Whether a model ran GRPO steps through `vime train` on a CPU."""
+    larger: str = ""
+    """What ran on a CPU beyond tiny models."""
+    gpu: str = PLANNED
+    """The model that ran on a GPU, and how."""
 
+    @property
+    def cpu(self) -> str:
+        """What ran on CPUs, in a few words."""
+        found = f"tiny model and {self.larger}" if self.larger else "tiny model"
+        return found if self.engine == "float32" else f"{found}, engine in {self.engine}"
+
+
+_DELTA = "bfloat16"
+"""vLLM's kernels of gated delta nets for CPUs have no other dtype."""
 
 STATUS: dict[str, Status] = {
-    "qwen2": Status(cpu="tiny model and Qwen2.5-0.5B"),
-    "qwen3": Status(cpu="tiny model", h200="4B, random weights"),
-    "qwen3_moe": Status(cpu="tiny model", h200="30B-A3B, 6 of 48 layers, random weights"),
-    "glm4_moe": Status(cpu="tiny model", h200="Air, 2 of 46 layers, random weights"),
-    "llama": Status(cpu="tiny model"),
-    "mistral": Status(cpu="tiny model"),
-    "glm4": Status(cpu="tiny model"),
-    "minimax_m2": Status(cpu="tiny model"),
-    "mimo": Status(cpu="tiny model"),
-    "qwen2_moe": Status(cpu="tiny model"),
-    "gemma2": Status(cpu="tiny model"),
-    "gemma3_text": Status(cpu="tiny model"),
-    "gpt_oss": Status(cpu="tiny model"),
-    "deepseek_v3": Status(cpu="tiny model"),
-    "kimi_k2": Status(cpu="tiny model"),
-    "glm4_moe_lite": Status(cpu="tiny model"),
-    "qwen3_next": Status(cpu="tiny model, bf16 engine"),
-    "qwen3_5": Status(cpu="tiny model, bf16 engine"),
-    "qwen3_5_text": Status(cpu="tiny model, bf16 engine"),
-    "qwen3_5_moe": Status(cpu="tiny model, bf16 engine"),
-    "qwen3_5_moe_text": Status(cpu="tiny model, bf16 engine"),
+    "qwen2": Status("Qwen", "qwen2.5-7b", larger="Qwen2.5-0.5B with random weights"),
+    "qwen2_moe": Status("Qwen", "qwen1.5-moe-a2.7b"),
+    "qwen3": Status("Qwen", "qwen3-4b", gpu="Qwen3-4B, random weights (H200)"),
+    "qwen3_moe": Status("Qwen", "qwen3-30b-a3b", gpu="Qwen3-30B-A3B, 6 of 48 layers, random weights (H200)"),
+    "qwen3_next": Status("Qwen", "qwen3-next-80b-a3b", _DELTA),
+    "qwen3_5": Status("Qwen", "qwen3.5-9b", _DELTA, steps=False),
+    "qwen3_5_text": Status("Qwen", "qwen3.5-9b", _DELTA),
+    "qwen3_5_moe": Status("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
+    "qwen3_5_moe_text": Status("Qwen", "qwen3.5-35b-a3b", _DELTA, steps=False),
+    "gemma2": Status("Gemma", "gemma-2-2b"),
+    "gemma3_text": Status("Gemma", "gemma-3-1b"),
+    "glm4": Status("GLM", "glm-4-9b"),
+    "glm4_moe": Status("GLM", "glm-4.5-air", gpu="GLM-4.5-Air, 2 of 46 layers, random weights (H200)"),
+    "glm4_moe_lite": Status("GLM", "glm-4.7-flash", steps=False),
+    "deepseek_v3": Status("DeepSeek", "moonlight-16b-a3b"),
+    "kimi_k2": Status("Kimi", "kimi-k2", steps=False),
+    "gpt_oss": Status("gpt-oss", "gpt-oss-20b"),
+    "llama": Status(
+        "Llama",
+        "llama-3.1-8b",
+        larger="the published SmolLM2-135M",
+        gpu="SmolLM2-135M, published weights (H100)",
+    ),
+    "mistral": Status("Mistral", "mistral-7b"),
+    "minimax_m2": Status("MiniMax", "minimax-m2"),
+    "mimo": Status("MiMo", "mimo-7b"),
 }
-"""`model_type` -> status. A family without an entry is planned."""
+"""`model_type` -> status."""

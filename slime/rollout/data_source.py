@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from slime.algo.losses import loss_of
-from slime.data.source import PromptDataSource
+from slime.data.source import PromptDataSource, pop_first
 from slime.rollout.rewards.labels import LabelCheck, label_check
 
-__all__ = ["RolloutDataSourceWithBuffer"]
+__all__ = ["RolloutDataSourceWithBuffer", "pop_first"]
 
 
 class RolloutDataSourceWithBuffer(PromptDataSource):
     """Import path of existing slime scripts and subclasses."""
 
     def label_check(self, args: Any) -> LabelCheck | None:
-        return label_check(args, args.label_key) if loss_of(args).rewarded else None
+        return training_label_check(args)
+
+
+def training_label_check(args: Any) -> LabelCheck | None:
+    """The check of the labels of --prompt-data. None without rewards, as in SFT."""
+    return label_check(args, args.label_key) if loss_of(args).rewarded else None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.config import Config
+from slime.config import Config, Flags
 from slime.config.problems import given
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.types import Sample, TrainData
@@ -66,7 +66,12 @@ def run_facts(args: Any) -> Facts:
 
 def note_sampling(args: Any, sample: Sample, params: dict[str, Any]) -> None:
     """Record a request's sampling parameters in the sample's metadata, if they differ from the run's flags."""
-    run = {"temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k}
+    flags = Flags(args)
+    run = {
+        "temperature": flags.rollout_temperature,
+        "top_p": flags.rollout_top_p,
+        "top_k": flags.rollout_top_k,
+    }
     mine: Facts = {
         name: params[name] if params.get(name) is not None else neutral for name, neutral in _NEUTRAL.items()
     }
@@ -86,7 +91,7 @@ def sample_facts(sample: Sample, run: Facts | None) -> Facts | None:
         **run,
         **sample.metadata.get(SAMPLING_KEY, {}),
         "group_index": sample.group_index,
-        "weight_version": list(sample.weight_versions),
+        "weight_version": list(dict.fromkeys(sample.weight_versions)),
         "token_ids": token_checksum(sample.tokens),
         "mask": mask_checksum(mask),
     }

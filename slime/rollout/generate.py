@@ -14,13 +14,14 @@ from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from slime.config.schema import Flags
 from slime.hooks import load_function
 from slime.protocols import GenerateResult
+from slime.rollout import state
 from slime.rollout.facts import note_sampling
 from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
-from slime.rollout.state import GenerateState
-from slime.rollout.user_code import is_cancelled
+from slime.rollout.user_code import is_cancelled, remedy
 from slime.types import FINISH_STATUS, Sample, SampleGroup
 
 T = TypeVar("T")
@@ -52,6 +53,12 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+def GenerateState(args: Any) -> state.GenerateState:
+    """The run's own state: tokenizer, processor (None), semaphore, sampling_params, aborted, args. Whoever asks in the
+    rollout manager's process gets the same one, with any `args`. RuntimeError where no rollout runs."""
+    return state.of_process(args)
+
+
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Continue `sample` with one request. Sets its tokens, response, log-probs, status and weight versions.
 
@@ -60,48 +67,48 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     request. If the request passes --rollout-deadline-s, the sample keeps what it had and becomes ABORTED.
     ValueError, with the sample's name, if the prompt leaves no room or the engine rejects it.
     """
-    state: GenerateState = args.rollout_state
-    assert state.engine is not None, "generation needs an engine"
+    own, flags = GenerateState(args), Flags(args)
+    assert own.engine is not None, "generation needs an engine"
     if not sample.tokens:
-        sample.tokens = state.prompt_ids(sample)
-    budget = _token_budget(args, sample, sampling_params)
+        sample.tokens = own.prompt_ids(sample)
+    budget = _token_budget(flags, sample, sampling_params)
     if budget <= 0:
         sample.status = Sample.Status.TRUNCATED
         return sample
-    experts = {"experts_from": sample.known_experts} if args.use_rollout_routing_replay else {}
+    experts = {"experts_from": sample.known_experts} if flags.use_rollout_routing_replay else {}
     session = sample.session_id or f"sample/0/{sample.index}"
     place = session, sample.response_length
-    seed = request_seed(args.rollout_seed, *place, retry=state.requests[place])
-    state.requests[place] += 1
+    seed = request_seed(flags.rollout_seed, *place, retry=own.requests[place])
+    own.requests[place] += 1
     note_sampling(args, sample, sampling_params)
     began = time.perf_counter()
     try:
         # The engine client keeps the deadline and reports the reason. The margin covers a client that hangs.
-        async with asyncio.timeout(args.rollout_deadline_s * 1.1 + 0.5):
-            result = await state.engine.generate(
+        async with asyncio.timeout(flags.rollout_deadline_s * 1.1 + 0.5):
+            result = await own.engine.generate(
                 sample.tokens,
                 {k: v for k, v in sampling_params.items() if k != "max_context_len"}
                 | {"max_new_tokens": budget},
                 seed=seed,
-                deadline_s=args.rollout_deadline_s,
+                deadline_s=flags.rollout_deadline_s,
                 **experts,
             )
-        _take(sample, result, state, sampling_params)
+        _take(sample, result, own, sampling_params)
     except TimeoutError as error:
-        state.timed_out[sample.index] = str(error) or "the engine did not answer"
+        own.timed_out[sample.index] = str(error) or "the engine did not answer"
         sample.status = Sample.Status.ABORTED
         return sample
     except ValueError as error:
         raise ValueError(f"sample {sample.index} of group {sample.group_index}: {error}") from error
-    state.note_request(time.perf_counter() - began, result)
+    own.note_request(time.perf_counter() - began, result)
     return sample
 
 
-def _token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> int:
+def _token_budget(flags: Flags, sample: Sample, sampling_params: dict[str, Any]) -> int:
     limits: list[int] = []
     if sampling_params.get("max_new_tokens") is not None:
         limits.append(sampling_params["max_new_tokens"] - sample.response_length)
-    context = sampling_params.get("max_context_len", args.rollout_max_context_len)
+    context = sampling_params.get("max_context_len", flags.rollout_max_context_len)
     if context is not None:
         prompt_len = len(sample.tokens) - sample.response_length
         if prompt_len >= context:
@@ -118,7 +125,7 @@ def _token_budget(args: Any, sample: Sample, sampling_params: dict[str, Any]) ->
     return min(limits)
 
 
-def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: dict[str, Any]) -> None:
+def _take(sample: Sample, result: GenerateResult, own: state.GenerateState, params: dict[str, Any]) -> None:
     continued = sample.response_length > 0
     sample.append_response_tokens(
         tokens=result.token_ids, log_probs=result.log_probs, text=result.text, columns=result.columns
@@ -129,7 +136,7 @@ def _take(sample: Sample, result: GenerateResult, state: GenerateState, params: 
         # A character may be split between two requests, so the whole response is decoded again.
         skip = bool(params.get("skip_special_tokens"))
         ids = sample.tokens[-sample.response_length :]
-        sample.response = str(state.tokenizer.decode(ids, skip_special_tokens=skip))
+        sample.response = str(own.tokenizer.decode(ids, skip_special_tokens=skip))
     for version in result.weight_versions if result.token_ids else []:
         sample.add_weight_version(version)
     sample.prefix_cache_info.add(
@@ -155,21 +162,24 @@ async def generate_and_rm(
     Returns a list if a custom generate function returned several samples; they share a rollout_id. Aborted
     samples are not scored. With --group-rm, `generate_and_rm_group` scores the samples instead.
 
+    `args` that a plug-in made have the default of each flag that they lack (`slime.config.Flags`).
+
     In an evaluation, every function called here sees `args.use_rollout_routing_replay` as False: no training uses
     the samples, and all of them are in memory at once.
     """
-    if evaluation and args.use_rollout_routing_replay:
+    flags = Flags(args)
+    if evaluation and flags.use_rollout_routing_replay:
         args = copy.copy(args)
         args.use_rollout_routing_replay = False
-    state: GenerateState = args.rollout_state
+    own = GenerateState(args)
     finished = sample.status in FINISHED
-    if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
+    if flags.partial_rollout and flags.mask_offpolicy_in_partial_rollout and sample.response_length:
         sample.loss_mask = [0] * sample.response_length
         sample.remove_sample = sample.remove_sample or finished  # the group's statistics still include it
     result: Sample | list[Sample] = sample
     if not finished:
-        async with state.semaphore:
-            if state.aborted:
+        async with own.semaphore:
+            if own.aborted:
                 sample.status = Sample.Status.ABORTED
                 return sample
             result = await _generate_one(args, sample, sampling_params, evaluation)
@@ -177,7 +187,7 @@ async def generate_and_rm(
             result = await apply_rollout_sample_hooks(
                 args, result, rollout_id=rollout_id, evaluation=evaluation
             )
-    if args.group_rm:
+    if flags.group_rm:
         return result
     waiting = [s for s in (result if isinstance(result, list) else [result]) if _wants_reward(s)]
     if isinstance(result, list):
@@ -205,11 +215,17 @@ async def generate_and_rm_group(
         if sample.session_id is None:
             sample.session_id = f"{stream}/{rollout_id}/{sample.index}"
     done = await run_together(
-        generate_and_rm(args, sample, dict(sampling_params), evaluation, rollout_id=rollout_id)
+        generate_and_rm(
+            args,
+            sample,
+            dict(sampling_params),
+            evaluation,
+            **accepted(generate_and_rm, rollout_id=rollout_id),
+        )
         for sample in group
     )
     flat = [s for one in done for s in (one if isinstance(one, list) else [one])]
-    if args.group_rm and not any(s.status is Sample.Status.ABORTED for s in flat):
+    if Flags(args).group_rm and not any(s.status is Sample.Status.ABORTED for s in flat):
         await _score_together(args, [s for s in flat if _wants_reward(s)])
     return flat
 
@@ -217,14 +233,13 @@ async def generate_and_rm_group(
 async def _generate_one(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Sample]:
-    path = sample.generate_function_path or args.custom_generate_function_path
+    path = sample.generate_function_path or Flags(args).custom_generate_function_path
     if path is None:
         return await generate(args, sample, sampling_params)
-    flag = "--custom-generate-function-path"
-    function = load_function(path, flag=flag)
     rollout_id, index = sample.rollout_id, sample.index
-    border = f"{flag} {path}"  # see user_code.watch_loop
+    border = f"--custom-generate-function-path {path}"  # see user_code.watch_loop
     with _blame(border, sample):
+        function = load_function(path)
         result = function(args, sample, sampling_params, **accepted(function, evaluation=evaluation))
         if inspect.isawaitable(result):
             result = await result
@@ -260,5 +275,5 @@ def _blame(what: str, sample: Sample) -> Iterator[None]:
             raise
         raise RuntimeError(
             f"{what} failed on sample {sample.index} of group {sample.group_index}: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{remedy(error)}"
         ) from error

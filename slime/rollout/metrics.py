@@ -179,7 +179,7 @@ def _constant_rewards(args: Any, groups: list[SampleGroup]) -> Counter[float]:
     for group in groups:
         rewards = [sample.get_reward_value(args) for sample in group]
         if len(rewards) > 1 and max(rewards) == min(rewards):
-            counts[round(rewards[0], 1)] += 1
+            counts[round(rewards[0], 1) + 0.0] += 1  # -0.0 + 0.0 is 0.0
     return counts
 
 

@@ -18,9 +18,13 @@ from typing import Any
 
 from slime.hooks import load_function
 from slime.protocols import DataSource
+from slime.rollout import generate
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.filter_hub.base_types import MetricGatherer, call_dynamic_filter
-from slime.rollout.generate import FINISHED, generate_and_rm_group
+from slime.rollout.filter_hub.base_types import (
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
 from slime.rollout.metrics import statistics_of
 from slime.rollout.state import GenerateState, rollout_sampling_params
 from slime.types import Sample, SampleGroup
@@ -96,7 +100,7 @@ class _Rollout:
             if self.is_stale(group):
                 self.drop("stale")
                 continue
-            work = generate_and_rm_group(
+            work = generate.generate_and_rm_group(
                 self.args, group, rollout_sampling_params(self.args), rollout_id=self.rollout_id
             )
             self.pending[asyncio.create_task(work)] = group
@@ -110,7 +114,7 @@ class _Rollout:
         started: list[int] = [
             s.metadata["start_rollout_id"] for s in group if "start_rollout_id" in s.metadata
         ]
-        if not started or any(s.status not in FINISHED for s in group):
+        if not started or any(s.status not in generate.FINISHED for s in group):
             return False
         allowed: int = max(self.args.max_staleness, 1)
         return self.rollout_id - min(started) > allowed
@@ -126,12 +130,12 @@ class _Rollout:
             self.surplus.append(self.resumable(given, group))
             return
         output = call_dynamic_filter(self.filter, self.args, group)
-        enough_without = len(self.kept) + len(self.pending) >= self.target
-        if output.keep or (output.keep_when_insufficient and not enough_without):
-            self.kept.append(group)
-            self.barren = 0
+        left = len(self.kept) + len(self.pending) + 1
+        if should_drop_dynamic_filter_output(output, left, self.target):
+            self.drop(output.reason or "filtered")
             return
-        self.drop(output.reason or "filtered")
+        self.kept.append(group)
+        self.barren = 0
 
     def give_up(self, given: SampleGroup, group: SampleGroup) -> None:
         """Drop a group that its deadline, or an abort from outside, ended before the batch was full.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar, overload
 
+from slime.config.schema import Flags
 from slime.hooks import load_function
 from slime.types import Sample
+
+T = TypeVar("T", Sample, list[Sample])
 
 _current_rollout_id: int | None = None
 
@@ -19,36 +22,46 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
     _current_rollout_id = rollout_id
 
 
+@overload
 async def apply_rollout_sample_hooks(
-    args: Any, sample: Sample | list[Sample], *, rollout_id: int | None = None, evaluation: bool = False
-) -> Sample | list[Sample]:
-    """Run the hooks in the order of their flags on a sample, or on each of the siblings in a list.
+    args: Any, sample: Sample, *, rollout_id: int | None = ..., evaluation: bool = ..., **kwargs: Any
+) -> Sample: ...
 
-    A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async. Keywords that the hook does not take
-    are left out. Without a `rollout_id` it is that of `set_current_rollout_id`. The hook changes the sample in place or
-    returns another sample. ValueError if it returns anything else.
+
+@overload
+async def apply_rollout_sample_hooks(
+    args: Any, sample: list[T], *, rollout_id: int | None = ..., evaluation: bool = ..., **kwargs: Any
+) -> list[T]: ...
+
+
+async def apply_rollout_sample_hooks(
+    args: Any, sample: Any, *, rollout_id: int | None = None, evaluation: bool = False, **kwargs: Any
+) -> Any:
+    """Run the hooks in the order of their flags on a sample, or on each sample of a list, or of a list of lists.
+
+    A hook is `fn(args, sample, *, rollout_id, evaluation)`, plain or async. It gets the other keywords, too. Keywords
+    that the hook does not take are left out. Without a `rollout_id` it is that of `set_current_rollout_id`. The hook
+    changes the sample in place or returns another sample. TypeError, as in slime, if it returns anything else.
     """
-    paths = args.rollout_sample_hook_path or []
     rollout_id = _current_rollout_id if rollout_id is None else rollout_id
+    keywords = {"rollout_id": rollout_id, "evaluation": evaluation, **kwargs}
+    return await _apply(args, sample, Flags(args).rollout_sample_hook_path or [], keywords)
+
+
+async def _apply(args: Any, sample: Any, paths: list[str], keywords: dict[str, Any]) -> Any:
     if isinstance(sample, list):
-        return [await _apply(args, one, paths, rollout_id, evaluation) for one in sample]
-    return await _apply(args, sample, paths, rollout_id, evaluation)
-
-
-async def _apply(
-    args: Any, sample: Sample, paths: list[str], rollout_id: int | None, evaluation: bool
-) -> Sample:
+        return [await _apply(args, one, paths, keywords) for one in sample]
     for path in paths:
         hook = load_function(path, flag="--rollout-sample-hook-path")
-        result = hook(args, sample, **accepted(hook, rollout_id=rollout_id, evaluation=evaluation))
+        result = hook(args, sample, **accepted(hook, **keywords))
         if inspect.isawaitable(result):
             result = await result
         if result is None:
             continue
         if not isinstance(result, Sample):
-            raise ValueError(
-                f"--rollout-sample-hook-path must return a Sample or None, "
-                f"got {type(result).__name__} from {path}"
+            raise TypeError(
+                f"--rollout-sample-hook-path must return a sample, got {type(result).__name__} from {path}; "
+                "return the expected Sample or None"
             )
         sample = result
     return sample

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.config.schema import Flags
 from slime.loss_mask import MultiTurnLossMaskGenerator
 from slime.protocols import DataSource
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.state import of_process
 from slime.types import Sample
 
 
@@ -23,8 +25,8 @@ def generate_rollout(
         raise ValueError(
             "--eval-interval must not be set for SFT, which has no engine; give --eval-function-path"
         )
-    tokenizer = args.rollout_state.tokenizer
-    generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=args.loss_mask_type)
+    tokenizer = of_process(args).tokenizer
+    generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=Flags(args).loss_mask_type)
     groups = data_source.get_samples(args.rollout_batch_size)
     for sample in (sample for group in groups for sample in group):
         _fill(sample, generator)

@@ -1,5 +1,17 @@
-"""Import path of slime plug-ins: see slime.rollout.vllm_rollout. The run's own engine generates."""
+"""Import path of slime plug-ins: see slime.rollout.vllm_rollout. The run's own engine generates.
 
+A plug-in, or its test, may replace a name of this module, as it does in slime. The name is then replaced where the
+rollout looks it up.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import slime.rollout.generate as _generate
+import slime.rollout.vllm_rollout as _rollout
+from slime.hooks import load_function
+from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.vllm_rollout import (
     GenerateState,
     abort,
@@ -13,9 +25,25 @@ from slime.rollout.vllm_rollout import (
 __all__ = [
     "GenerateState",
     "abort",
+    "async_rm",
+    "batched_async_rm",
     "generate",
     "generate_and_rm",
     "generate_and_rm_group",
     "generate_rollout",
     "get_model_url",
+    "load_function",
 ]
+
+
+class _Replaceable(ModuleType):
+    """Without this, a name that is replaced here would change nothing, and nobody would know."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        for module in (_generate, _rollout) if name in __all__ else ():
+            if name in vars(module):
+                setattr(module, name, value)
+
+
+sys.modules[__name__].__class__ = _Replaceable

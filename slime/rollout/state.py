@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime import http
 from slime.data.rows import render_chat
+from slime.data.tokenizer import opened, opening_ids
 from slime.protocols import GenerateResult, RolloutEngine
 from slime.rollout.user_code import watch_loop
 from slime.types import Prompt, Sample
@@ -140,13 +141,21 @@ class GenerateState:
                 self.request_figures.setdefault(name, []).append(value)
 
     def prompt_ids(self, sample: Sample) -> list[int]:
-        """Token ids of the sample's prompt. The chat template renders messages first."""
+        """Token ids of the sample's prompt. The chat template renders messages first. A text that no template made
+        gets the tokenizer's BOS, as from transformers."""
+        kwargs = sample.apply_chat_template_kwargs
         if isinstance(sample.prompt, str):
-            return list(self._encode(sample.prompt))
-        kwargs = sample.apply_chat_template_kwargs or {}
+            ids = list(self._encode(sample.prompt))
+            return opened(ids, self._opening) if kwargs is None else ids
         return list(
-            self._encode(render_chat(sample.prompt, self.tokenizer, kwargs, sample.metadata.get("tools")))
+            self._encode(
+                render_chat(sample.prompt, self.tokenizer, kwargs or {}, sample.metadata.get("tools"))
+            )
         )
+
+    @functools.cached_property
+    def _opening(self) -> list[int]:
+        return opening_ids(self.tokenizer)
 
     def _encode_uncached(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))

@@ -36,6 +36,16 @@ def is_cancelled(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
+def remedy(error: BaseException) -> str:
+    """What to do about an error of a user's function that comes from the place where it runs, else nothing."""
+    if isinstance(error, ValueError) and "signal only works in main thread" in str(error):
+        return (
+            "; it runs in a thread, where signal.signal and signal.alarm cannot limit the time: give "
+            "--reward-deadline-s, or compute in a process of your own (math_verify: parsing_timeout=None)"
+        )
+    return ""
+
+
 @contextlib.contextmanager
 def slow_is_logged(what: str, limit_s: float | None) -> Iterator[None]:
     """Log a warning if the body is not done after SLOW_REWARD_S. `limit_s`: --reward-deadline-s."""

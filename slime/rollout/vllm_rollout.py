@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from slime.protocols import DataSource
-from slime.rollout import state
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.evaluation import eval_rollout
-from slime.rollout.generate import generate, generate_and_rm, generate_and_rm_group
+from slime.rollout.generate import GenerateState, generate, generate_and_rm, generate_and_rm_group
 from slime.rollout.rollout import generate_rollout_async
 
 __all__ = [
@@ -33,12 +32,6 @@ def generate_rollout(
     if evaluation:
         return own.run(eval_rollout(own, rollout_id))
     return own.run(generate_rollout_async(own, rollout_id, data_source))
-
-
-def GenerateState(args: Any) -> state.GenerateState:
-    """The run's own state: tokenizer, processor (None), semaphore, sampling_params, aborted, args. Whoever asks in the
-    rollout manager's process gets the same one, with any `args`. RuntimeError where no rollout runs."""
-    return state.of_process(args)
 
 
 async def abort(args: Any, rollout_id: int) -> list[Any]:

@@ -183,6 +183,11 @@ def _evaluation(c: argparse.Namespace) -> None:
             f"--eval-prompt-data {c.eval_prompt_data[0]} has no name; it is called aime, as in slime"
         )
         c.eval_prompt_data = ["aime", *c.eval_prompt_data]
+    if c.debug_train_only and c.eval_interval is not None and c.eval_function_path is None:
+        c.notes.append(
+            f"--eval-interval {c.eval_interval} has no effect: without engines nothing is evaluated"
+        )
+        c.eval_interval = None
 
 
 def _kernels(c: argparse.Namespace) -> None:

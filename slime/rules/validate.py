@@ -268,6 +268,8 @@ def _intervals(c: Config) -> None:
         )
     if e.eval_interval is not None and not e.eval_prompt_data and e.eval_config is None:
         problems.add(f"--eval-prompt-data must be given with --eval-interval {e.eval_interval}, got none")
+    if c.data.num_rollout == 0 and e.eval_interval is None:
+        problems.add("--num-rollout must be 1 or more without --eval-interval, got 0; give one of them")
     pairs = e.eval_prompt_data or []
     if len(pairs) % 2:
         problems.add(f"--eval-prompt-data must be pairs of name and path, got {' '.join(pairs)}")
@@ -390,7 +392,7 @@ def largest_token_id(checkpoint: str) -> int | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"--hf-checkpoint must hold a valid tokenizer.json, got {path}: {error}") from error
     vocabulary = content.get("model", {}).get("vocab", {})

@@ -1,11 +1,11 @@
-"""What a weight channel implements: the trainer's side, the engine worker's side, and the driver's duty when one fails.
+"""The interface of a weight channel: the trainer's side, the engine worker's side, and the driver's part after a fault.
 
     trainer rank     WeightChannel.on_trainer(place).parts(...)     makes the parts of one version
-    driver           sends `WeightUpdate.message()` of each part to the engines, while the trainer makes the next one
-    engine worker    WeightChannel.on_engine(worker).receive(info)   opens a part; its weights are then loaded
+    driver           sends `WeightUpdate.message()` of each part to the engines, while the trainer makes the next part
+    engine worker    WeightChannel.on_engine(worker).receive(info)  opens a part, whose weights are then loaded
 
 A channel is one class in one file of this folder, and one entry in slime.weight_sync.registry. The engine's side needs
-torch alone: a rollout backend passes what it opens to the engine's own loader.
+torch only. A rollout backend passes the opened part to the engine's own loader.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from slime.protocols import WeightUpdate
 from slime.weight_sync.variables import ENGINE_VARIABLE, WEIGHT_DIR_VARIABLE
 
 Export = Callable[[], Iterable[tuple[str, Tensor]]]
-"""All weights by HF name; each call starts from the first one. Collective over trainer ranks."""
+"""Gives all weights with their HF names, from the first one in each call. Collective over trainer ranks."""
 Info = Mapping[str, Any]
-"""What a part's message says, as JSON brings it. Each channel knows its own keys."""
+"""The content of a part's message, from JSON. Each channel has its own keys."""
 
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """A trainer rank. `directory` is seen by all hosts. A bucket has `bucket_bytes`, or the size of the largest tensor.
-    `timeout_s`: how long the trainer waits for an engine that runs and does not take its bucket."""
+    """A trainer rank. All hosts see `directory`. A bucket has `bucket_bytes`, or the size of the largest tensor.
+    `timeout_s`: how long the trainer waits until a running engine has taken its bucket."""
 
     directory: Path
     bucket_bytes: int
@@ -43,7 +43,7 @@ class TrainerPlace:
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of an engine. `rank`: its tensor-parallel rank. `engine`: the name of its server."""
+    """One worker of an engine. `rank` is its tensor-parallel rank, and `engine` the name of its server."""
 
     device: torch.device
     rank: int
@@ -61,13 +61,13 @@ def _nothing() -> None: ...
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the weights that a worker has received. `get` gives a tensor of `shapes` by its HF name.
+    """A part of the weights that a worker has received. `get` returns a tensor of `shapes` by its HF name.
 
-    `load`: the worker loads it. `compare`: the worker compares its live weights with it, after loading
-    (--check-weight-update-equal). `whole`: these are all weights, checked before any of them is loaded; other parts are
-    checked when the update ends. `origin` names the part's tensors in an error. `series`: parts of another series than
-    before bring all weights anew. `lent`: the part is not the worker's own: it must have been read when the worker
-    answers. `verify`: ValueError unless the trainer made these tensors.
+    `load`: the worker loads the part. `compare`: after loading, the worker compares its live weights with the part
+    (--check-weight-update-equal). `whole`: the part holds all weights, and the worker checks their names before it
+    loads any. Without `whole`, the names are checked when the update ends. `origin` names the tensors in an error. A
+    new `series` means that the update starts again with all weights. `lent`: the memory belongs to the sender, so the
+    worker must have read it before it answers. `verify` raises ValueError unless the trainer made these tensors.
     """
 
     shapes: dict[str, list[int]]
@@ -85,8 +85,8 @@ class Receiver(Protocol):
     """The engine worker's side of a channel. One object serves all updates of a worker."""
 
     def receive(self, info: Info) -> AbstractContextManager[Part | None]:
-        """Open one part. None: the update begins again, and this part is sent once more. ValueError for a message that
-        this worker cannot take."""
+        """Open one part. None means that the update starts again and that this part will be sent once more. ValueError
+        for a message that this worker cannot read."""
         ...
 
 
@@ -96,7 +96,7 @@ class WeightChannel(ABC):
     name: ClassVar[str]
     """Its name in the registry."""
     together: ClassVar[bool] = False
-    """Whether all engines take a part at the same time: if one dies, the update begins again for the others."""
+    """Whether all engines receive a part at the same time. If one dies, the update starts again for the others."""
 
     @classmethod
     @abstractmethod
@@ -107,10 +107,10 @@ class WeightChannel(ABC):
     def parts(
         self, export: Export, version: int, *, compare: bool, receivers: dict[str, int]
     ) -> Iterator[WeightUpdate]:
-        """The parts of `version`. Each is valid until the part after the next one is asked for.
+        """The parts of `version`. Part i is valid until part i + 2 is requested.
 
-        Collective over trainer ranks; engines get those of rank 0. `compare`: engines also get what they need to
-        compare their weights (--check-weight-update-equal). `receivers`: the workers of each engine, by its name.
+        Collective over trainer ranks. The engines get the parts of rank 0. `compare`: the parts also have the data for
+        --check-weight-update-equal. `receivers`: name of an engine -> number of its workers.
         """
 
     @classmethod
@@ -120,9 +120,9 @@ class WeightChannel(ABC):
 
     @staticmethod  # noqa: B027 (in most channels nothing waits)
     def give_up(info: Info) -> None:
-        """The driver's duty when an engine or the trainer fails during the part: release whoever waits for it."""
+        """The driver calls this if an engine or the trainer fails during the part. It releases all that wait for it."""
 
     @staticmethod
     def is_given_up(info: Info) -> bool:
-        """Whether some side could not finish the part and has said so."""
+        """Whether one of the sides has reported that it could not finish the part."""
         return False

@@ -1,8 +1,8 @@
-"""A process group for broadcasts from rank 0, any rank of which may die: NCCL between GPUs, gloo between CPUs.
+"""A process group for broadcasts from rank 0, in which any rank may die: NCCL between GPUs, gloo between CPUs.
 
-A side that learns that a rank is gone writes it into a file beside the group's store: the driver, whose call of an
-engine failed, or a rank whose connection broke. All waiting ranks look at that file, so no rank waits for a dead rank
-until a timeout. A group that was given up is not used again. Owns joining, waiting and giving up.
+The process that notices a dead rank writes this into a file next to the group's store. It is the driver, whose call to
+an engine failed, or a rank whose connection broke. All waiting ranks poll that file, so no rank waits for a dead rank
+until a timeout. An aborted group is not used again. Owns joining, waiting and aborting.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def found(directory: Path, ranks: dict[str, int], world: int, timeout_s: float) 
 
 def give_up(info: GroupInfo) -> None:
     """Release every rank that waits in the group: each raises GivenUp."""
-    _mark(info).write_text("given up")
+    _mark(info).write_text("given up", encoding="utf-8")
 
 
 def is_given_up(info: GroupInfo) -> bool:

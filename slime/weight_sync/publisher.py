@@ -1,4 +1,4 @@
-"""Versions of the weights, part by part, on the trainer ranks."""
+"""The publisher of a trainer rank: it gives out a version of the weights, one part at a time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from slime.weight_sync.registry import CHANNELS
 
 
 class Publisher:
-    """One on every trainer rank; all calls are collective.
+    """Every trainer rank has one, and every call is collective over the trainer ranks.
 
-    `channel` serves engines that run, `files` engines that restart. `compare`: engines compare their live weights with
-    the trainer's (--check-weight-update-equal).
+    `channel` is for running engines, `files` for engines that restart. `compare`: engines compare their live weights
+    with the trainer's (--check-weight-update-equal).
     """
 
     def __init__(self, export: Export, channel: WeightChannel, files: FileChannel, *, compare: bool) -> None:
@@ -29,10 +29,10 @@ class Publisher:
         return cls(export, channel, FileChannel.on_trainer(place), compare=compare)
 
     def next(self, version: int, receivers: dict[str, int]) -> WeightUpdate | None:
-        """The next part of the current weights, named `version`; None after the last part, and then the first again.
+        """The next part of the current weights, whose version is `version`, or None after the last part.
 
-        Engines get rank 0's parts. Without `receivers` the weights go into a file. Other receivers than in the call
-        before get all parts, from the first one.
+        The call after None returns the first part again. If `receivers` differ from those of the last call, the first
+        part is returned too. The engines get the parts of rank 0. Without `receivers`, the weights go into a file.
         """
         if self._sending is None or self._receivers != receivers:
             self._receivers = receivers

@@ -5,10 +5,10 @@
                            ASLEEP --wake--> EMPTY               engines dropped their weights
     EMPTY -----publish-------------------> LOADING ------> FINISHING ------> SERVING
 
-Engines answer requests in SERVING alone. An update that fails leaves them PAUSED, or EMPTY if they were: nothing serves
-weights that are old, or loaded in part. An engine that dies during an update is left to the pool, which restarts it; it
-serves once `join` has given it the last weights. Owns the order of these steps and the lock around them. Knows channels
-(slime.weight_sync.registry) through `WeightChannel` alone, and engines through the protocols below.
+Engines answer requests only in the state SERVING. A failed update leaves them PAUSED, or EMPTY if they were EMPTY. So
+no engine serves old or partly loaded weights. The pool restarts an engine that dies during an update. The engine serves
+when `join` has loaded the last weights into it. Owns the order of these steps and their lock. It calls channels
+(slime.weight_sync.registry) only through `WeightChannel`, and engines through the protocols below.
 """
 
 from __future__ import annotations

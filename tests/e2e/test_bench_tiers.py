@@ -97,7 +97,7 @@ def test_whole_steps_after_an_interruption(folder: Path, module: Record) -> None
         started = folder / "e2e" / "runs" / "baseline-0" / "logs" / "engine-0.log"
         launch.wait_for(started.exists, "engine that starts", 90)
         launch.process.send_signal(signal.SIGTERM)
-        assert launch.finish(120) == 130, launch.output
+        assert launch.finish(120) == 143, launch.output
         assert "interrupted: what was started has been stopped" in launch.output
     assert "baseline-0 was stopped after 0 of 3 steps" in read(folder / "e2e").notes
 

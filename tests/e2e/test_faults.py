@@ -131,7 +131,7 @@ def test_sigterm_of_the_group_ends_a_run_as_ctrl_c_does(
     with training(world, "ended", monkeypatch) as launch:
         launch.process.terminate()
         os.killpg(launch.process.pid, signal.SIGTERM)
-    assert launch.process.returncode == 130
+    assert launch.process.returncode == 143
     assert launch.output.splitlines()[-1].startswith("interrupted by SIGTERM: everything"), launch.output
 
 
@@ -142,7 +142,7 @@ def test_sigterm_of_every_process_ends_a_run(world: World, monkeypatch: pytest.M
         for pid in launch.left():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-    assert launch.process.returncode == 130
+    assert launch.process.returncode == 143
     assert launch.output.splitlines()[-1].startswith("interrupted by SIGTERM: everything"), launch.output
 
 
@@ -152,7 +152,7 @@ def test_a_closed_terminal_ends_a_run_and_nohup_does_not(
 ) -> None:
     with training(world, "closed", monkeypatch) as launch:
         os.killpg(launch.process.pid, signal.SIGHUP)
-    assert launch.process.returncode == 130
+    assert launch.process.returncode == 129
     line = "interrupted by SIGHUP: everything that was started has been stopped"
     assert launch.output.splitlines()[-1] == line
     assert line in (world.root / "closed" / "logs" / "driver.log").read_text()
@@ -165,7 +165,7 @@ def test_a_closed_terminal_ends_a_run_and_nohup_does_not(
             launch.process.terminate()
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    assert launch.process.returncode == 130
+    assert launch.process.returncode == 143
 
 
 @pytest.mark.slow

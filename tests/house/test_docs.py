@@ -11,6 +11,7 @@ import docs_algorithms
 import docs_configuration
 import docs_errors
 import docs_families
+import docs_models
 import pytest
 import yaml
 from house_tree import ROOT
@@ -82,12 +83,26 @@ def test_broken_links_end_the_build(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module",
     [docs_configuration, docs_errors, docs_algorithms, docs_families],
-    ids=["configuration", "troubleshooting", "algorithms", "families"],
+    ids=["configuration", "messages", "algorithms", "families"],
 )
 def test_generated_pages_are_up_to_date(module) -> None:
     assert (ROOT / module.PAGE).read_text() == module.page(), (
         f"{module.PAGE} is out of date: run {module.COMMAND}"
     )
+
+
+@pytest.mark.parametrize("path", docs_models.TABLES, ids=str)
+def test_tables_of_families_are_up_to_date(path: Path) -> None:
+    assert (ROOT / path).read_text() == docs_models.page(path), f"{path}: run {docs_models.COMMAND}"
+
+
+def test_both_first_pages_show_the_same_run() -> None:
+    """README.md and the quick start show the output of one run of the same command."""
+    shown = [
+        re.search(r"```text\n(eval at step 0.*?)```", (ROOT / page).read_text(), re.S)
+        for page in ("README.md", "docs/quick-start.md")
+    ]
+    assert shown[0] and shown[1] and shown[0][1] == shown[1][1]
 
 
 def test_every_error_message_has_a_remedy() -> None:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.algo.advantage import compute_advantages, discounted_returns, discounted_sum, gae
+from slime.algo.advantage import compute_advantages
 from slime.algo.importance import opsm_mask, sequence_mean, truncated_importance
+from slime.algo.returns import discounted_returns, discounted_sum, gae
 
 
 def args(**changes):

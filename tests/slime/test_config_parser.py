@@ -268,7 +268,7 @@ def test_saved_file_holds_no_secret(argv, tmp_path):
 
 def test_parsing_imports_neither_megatron_nor_vllm(argv):
     code = (
-        "import sys; from slime.config import parse_args; parse_args(sys.argv[1:]); "
+        "import sys; from slime.rules import parse_args; parse_args(sys.argv[1:]); "
         "assert not {'megatron', 'vllm', 'ray', 'torch'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, *argv], check=True, cwd=Path(__file__).parents[2])

@@ -219,7 +219,7 @@ def test_a_template_that_cannot_render_names_the_line(tmp_path):
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     path = write_lines(tmp_path / "d.jsonl", [{"prompt": "hi"}])
     with pytest.raises(
-        ValueError, match=r"d\.jsonl:1: --apply-chat-template must be able .*roles must alternate"
+        ValueError, match=r"d\.jsonl:1: the chat template must be able .*roles must alternate"
     ):
         load_prompts(path, Columns("prompt", apply_chat_template=True), tokenizer=tokenizer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from rollout_double import make_args, make_tokenizer, write_lines
 
 from slime.data.source import PromptDataSource
-from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.data_source import RolloutDataSourceWithBuffer, pop_first
 from slime.types import Sample
 
 
@@ -199,8 +200,21 @@ def test_no_dataset():
     source = PromptDataSource(make_args(disable_rollout_global_dataset=True))
     groups = source.get_samples(2)
     assert [s.prompt for group in groups for s in group] == [""] * 4 and len(source) == 0
+    source = PromptDataSource(make_args())
+    source.add_samples([[Sample(index=i) for i in pair] for pair in ((0, 1), (2, 3))])
+    assert [s.index for s in source.get_samples(1)[0]] == [0, 1]
     with pytest.raises(ValueError, match="--prompt-data must name a prompt file, got none"):
-        PromptDataSource(make_args())
+        source.get_samples(2)
+
+
+def test_a_plug_in_gives_the_arguments_that_it_knows():
+    """slime's data source needs two of them for its buffer."""
+    args = SimpleNamespace(prompt_data=None, n_samples_per_prompt=1)
+    source = RolloutDataSourceWithBuffer(args)
+    source.add_samples([[Sample(index=0)], [Sample(index=1)]])
+    taken = pop_first(args, None, source.buffer, 1)
+    assert [s.index for (s,) in taken] == [0] and [s.index for (s,) in source.buffer] == [1]
+    assert source._buffer_filter is pop_first
 
 
 def test_limits_and_template_come_from_the_flags(tmp_path):

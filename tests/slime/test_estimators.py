@@ -19,7 +19,8 @@ from slime.algo.advantage import compute_advantages
 from slime.algo.estimators import CLIPPED, ESTIMATORS, Estimator, Surrogate, same_for_all_tokens
 from slime.algo.losses import LOSSES, Loss
 from slime.algo.needs import needs_reference
-from slime.algo.policy_loss import TokenColumns, policy_loss
+from slime.algo.policy_loss import policy_loss
+from slime.algo.token_columns import TokenColumns
 from slime.data.columns import COLUMNS, Column
 from slime.data.train_data import post_process_rewards
 from slime.rules.algorithm import check_algorithm, check_group_size

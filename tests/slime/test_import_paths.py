@@ -10,7 +10,7 @@ import pytest
 from slime import hooks, http, loss_mask, types
 from slime.algo import ppo
 from slime.data import packing, prompts, source, tokenizer
-from slime.rollout import data_source, evaluation, generate, rewards, vllm_rollout
+from slime.rollout import data_source, eval_datasets, generate, rewards, vllm_rollout
 
 # module, name, the parameters a plug-in passes: a prefix of the signature, "=" marks those with a default
 PATHS = """
@@ -24,6 +24,12 @@ slime.utils.ppo_utils compute_policy_loss ppo_kl advantages eps_clip eps_clip_hi
 slime.utils.ppo_utils compute_cispo_loss ppo_kl log_probs advantages eps_clip eps_clip_high
 slime.utils.ppo_utils chunked_gae rewards values gamma lambd chunk_size=
 slime.utils.ppo_utils vanilla_gae rewards values gamma lambd
+slime.utils.ppo_utils chunked_discounted_returns rewards discount chunk_size=
+slime.utils.ppo_utils get_reinforce_plus_plus_returns rewards kl loss_masks response_lengths total_lengths kl_coef gamma
+slime.rollout.data_source pop_first args rollout_id buffer num_samples
+slime.rollout.filter_hub.base_types should_drop_dynamic_filter_output output remaining_batch_size target_data_size
+slime.rollout.sglang_rollout load_function path
+slime.rollout.sglang_rollout async_rm args sample
 slime.utils.ppo_utils calculate_log_probs_and_entropy logits tokens tp_group with_entropy= chunk_size=
 slime.utils.data read_file path
 slime.utils.data filter_long_prompt samples tokenizer processor max_length
@@ -113,7 +119,7 @@ def test_what_a_plug_in_awaits_is_a_coroutine():
         ("slime.utils.ppo_utils.compute_policy_loss", ppo.compute_policy_loss),
         ("slime.utils.data.read_file", prompts.read_file),
         ("slime.utils.dp_schedule.build_dp_schedule", packing.build_dp_schedule),
-        ("slime.utils.eval_config.build_eval_dataset_configs", evaluation.build_eval_dataset_configs),
+        ("slime.utils.eval_config.build_eval_dataset_configs", eval_datasets.build_eval_dataset_configs),
         ("slime.rollout.data_source.RolloutDataSourceWithBuffer", data_source.RolloutDataSourceWithBuffer),
         ("slime.rollout.rm_hub.async_rm", rewards.async_rm),
         ("slime.rollout.sglang_rollout.generate", generate.generate),

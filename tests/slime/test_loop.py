@@ -190,6 +190,27 @@ def test_evaluation_before_and_at_its_interval():
     assert not [c for c in Run().go() if c.startswith("evaluate")]
 
 
+def test_no_rollout_with_an_interval_evaluates_once():
+    assert Run(eval_interval=5, num_rollout=0).go() == ["publish 0", "evaluate 0"]
+    run = Run(start=7, eval_interval=5, num_rollout=0, skip_eval_before_train=True)
+    assert run.go() == ["publish 7", "evaluate 7"], "of a resumed checkpoint, whatever its number"
+    assert run.logged == [("eval/step", 7)]
+
+
+def test_rollouts_without_training_are_evaluated():
+    def calls(**flags):
+        run = Run(**flags)
+        loop.generate_only(run.config, run, run, run.report)
+        return run.calls
+
+    assert calls(eval_interval=2, num_rollout=3) == words(
+        "evaluate 0, generate 0, generate 1, evaluate 2, generate 2"
+    )
+    assert calls(eval_interval=2, num_rollout=2, skip_eval_before_train=True)[0] == "generate 0"
+    assert calls(eval_interval=1, num_rollout=0) == ["evaluate 0"]
+    assert calls(num_rollout=1) == ["generate 0"]
+
+
 def test_evaluations_are_logged():
     run = Run(eval_interval=1, num_rollout=1)
     run.go()

@@ -58,6 +58,7 @@ EXACT = {
     "gemma-2-2b": 2_614_341_888,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-3b": 3_085_938_688,
     "qwen3-4b-instruct-2507": 4_022_468_096,
 }
@@ -66,6 +67,7 @@ LATENT = ("deepseek-v3", "moonlight-16b-a3b", "kimi-k2", "kimi-k2-thinking", "gl
 SPARSE = (
     *("qwen3-30b-a3b", "qwen3-235b-a22b", "qwen3-moe-tiny", "glm-4.5-air", "glm-4.5-355b", "glm-moe-tiny"),
     *LATENT,
+    "qwen1.5-moe-a2.7b",
     "deepseek-tiny",
 )
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from slime.algo import ppo
-from slime.algo.policy_loss import TokenColumns, policy_loss, sft_loss
+from slime.algo.policy_loss import policy_loss, sft_loss
+from slime.algo.token_columns import TokenColumns
 
 CLIP = dict(eps_clip=0.2, eps_clip_high=0.3)
 

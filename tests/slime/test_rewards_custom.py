@@ -68,6 +68,19 @@ def test_plain_function_runs_off_the_event_loop(module):
     assert result["score"] == 0.5 and result["thread"] != threading.get_ident()
 
 
+def test_a_time_limit_by_signals_gets_an_error_with_the_remedy(module, tmp_path):
+    (tmp_path / "alarmed.py").write_text(
+        "import signal\n"
+        "def score(args, sample):\n"
+        "    signal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "    signal.alarm(5)\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"signal only works in main thread .*give --reward-deadline-s, or .*process"
+    ):
+        asyncio.run(async_rm(args("alarmed.score"), samples()[0]))
+
+
 def test_path_of_the_sample_comes_first(module):
     sample = samples()[2]
     sample.custom_rm_path = "my_rewards.length"
@@ -108,7 +121,9 @@ def test_value_that_is_no_reward(module, bad):
         asyncio.run(async_rm(args("my_rewards.value", value=bad, reward_key="score"), samples()[1]))
 
 
-@pytest.mark.parametrize(("value", "reward"), [(True, 1.0), (numpy.float32(0.5), 0.5), (2, 2.0)])
+@pytest.mark.parametrize(
+    ("value", "reward"), [(True, 1.0), (numpy.True_, 1.0), (numpy.float32(0.5), 0.5), (2, 2.0)]
+)
 def test_numbers_become_floats(module, value, reward):
     result = asyncio.run(async_rm(args("my_rewards.value", value=value), samples()[1]))
     assert result == reward and type(result) is float

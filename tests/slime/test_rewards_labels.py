@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,6 +56,27 @@ def test_wrong_label_of_parquet(tmp_path, value):
     check = label_check(SimpleNamespace(rm_type="math"), "label")
     with pytest.raises(ValueError, match=r"d\.parquet: row 1: column 'label'"):
         load_prompts(str(path), COLUMNS, check_label=check)
+
+
+@pytest.mark.parametrize("name", sorted(GOOD))
+@pytest.mark.parametrize(
+    "value", [datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 1), b"C", ["C"], {"a": "C"}, Decimal(1)]
+)
+def test_a_label_of_another_type_is_refused_by_each_reward(tmp_path, name, value):
+    """gpqa took its text: a date or ["C"] matched a choice with that text."""
+    metadata = {"choices": ["2024-01-01", "b'C'", "C", "1", "2024-01-01 00:00:00", "{'a': 'C'}"]}
+    rows = {"prompt": ["a"], "label": pa.array([value]), "metadata": [metadata]}
+    pq.write_table(pa.table(rows), path := tmp_path / "d.parquet")
+    check = label_check(SimpleNamespace(rm_type=name), "label")
+    with pytest.raises(ValueError, match=r"d\.parquet: row 1: column 'label'"):
+        load_prompts(str(path), COLUMNS, check_label=check)
+
+
+def test_an_unknown_reward_of_a_row_is_named(tmp_path):
+    rows = [{"prompt": "a", "label": "1", "metadata": {"rm_type": name}} for name in ("f1", "mth")]
+    with pytest.raises(ValueError, match=r"d\.jsonl:2: .*rm_type must be one of .*got 'mth'"):
+        load(tmp_path / "d.jsonl", rows, "math")
+    assert len(load(tmp_path / "e.jsonl", rows, "math", custom_generate_function_path="a.b")) == 2
 
 
 def test_the_reward_of_the_row_decides(tmp_path):

@@ -12,7 +12,8 @@ from aiohttp import web
 from rollout_double import make_args, make_state, write_lines
 
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
-from slime.rollout.evaluation import resolve_eval_datasets
+from slime.rollout.eval_datasets import resolve_eval_datasets
+from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
 from slime.rollout.generate import request_seed
 from slime.rollout.metrics import (
     ends_in_repetition,
@@ -82,7 +83,10 @@ def test_eval_config_by_name_and_the_plug_in_path(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("datasets: [{name: a, path: x, temprature: 1}]", r"known settings, got \['temprature'\]"),
+        (
+            "datasets: [{name: a, path: x, temprature: 1}]",
+            r"known settings, got 'temprature'; did you mean temperature",
+        ),
         ("datasets: [{name: a}]", "every dataset a name and a path, got {'name': 'a'}"),
         ("datasets: [{name: a, path: x}, {name: a, path: y}]", r"different names, got \['a'\]"),
         ("sets: []", "--eval-config must hold a `datasets` entry"),
@@ -239,6 +243,13 @@ def test_optional_metrics_by_hand():
     assert metrics["multi_turn/wo_obs_response_len/mean"] == 3.0
     assert (metrics["multi_turn/rounds/max"], metrics["multi_turn/rounds/min"]) == (2, 1)
     assert metrics["correct_response_len/mean"] == 4.0
+
+
+def test_a_small_negative_reward_is_counted_as_zero():
+    groups = [[sample(value, 4, g), sample(value, 6, g)] for g, value in enumerate((-0.0, -0.04, 0.0))]
+    counts = {k: v for k, v in rollout_metrics(make_args(), groups, 4.0).items() if "zero_std" in k}
+    assert counts == {"rollout/zero_std/count_0.0": 3} and list(counts) == ["rollout/zero_std/count_0.0"]
+    assert check_reward_nonzero_std(make_args(), groups[1]).reason == "zero_std_0.0"
 
 
 def test_pass_rate_by_hand():

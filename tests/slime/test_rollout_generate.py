@@ -309,7 +309,8 @@ def test_sample_hooks_run_before_the_reward():
     assert (sample.response, sample.reward, sample.metadata["seen"]) == ("replaced", 9.0, [5, False])
     args, _ = setup(rollout_sample_hook_path=["test_rollout_generate.wrong"])
     with pytest.raises(
-        RuntimeError, match="--rollout-sample-hook-path must return a Sample or None, got int"
+        RuntimeError,
+        match="--rollout-sample-hook-path must return a sample, got int from .*; return the expected",
     ):
         run(args, Sample(prompt="q"), generate_and_rm)
 

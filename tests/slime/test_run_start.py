@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
+from slime.checkpoint_dir import first_rollout
 from slime.config import Config
 from slime.rules import parse_args
 from slime.run_start import check_start, finished, start_line
@@ -53,9 +54,27 @@ def test_a_run_that_resumes(argv, tmp_path):
     assert not finished(resumed)
     assert finished(config(argv, "--load", out, "--save", out, "--num-rollout", "8"))
     earlier = config(argv, "--load", out, "--save", out, "--ckpt-step", "3")
-    assert start_line(earlier) == f"resumes after rollout 3 of {out}"
-    again = config(argv, "--load", out, "--save", out, "--start-rollout-id", "0")
-    assert "from --start-rollout-id 0: a second start would do them again" in start_line(again)
+    again = "a second start of this command would do the same rollouts again"
+    assert start_line(earlier) == f"resumes after rollout 3 of {out}, as --ckpt-step says: {again}"
+
+
+def test_a_command_that_is_queued_again_does_not_repeat_its_rollouts(argv, tmp_path):
+    """--start-rollout-id 0 is for its first start."""
+    out = folder(tmp_path / "out", 3, 7, record="7")
+    queued = ("--load", out, "--save", out, "--num-rollout", "8", "--start-rollout-id")
+    for first in ("0", "7"):
+        resumed = config(argv, *queued, first)
+        assert first_rollout(resumed, 7) == 8 and finished(resumed)
+        assert start_line(resumed).startswith(
+            f"resumes after rollout 7 of {out}; --start-rollout-id {first} was for"
+        )
+    later = config(argv, *queued, "9")  # more than what was saved: it can only be a first start
+    assert first_rollout(later, 7) == 9
+    other = config(argv, "--load", out, "--save", str(tmp_path / "new"), "--start-rollout-id", "0")
+    assert first_rollout(other, 7) == 0 and not finished(other)
+    assert start_line(other).endswith(
+        "from --start-rollout-id 0: a second start of this command would do the same rollouts again"
+    )
 
 
 def test_a_mistyped_load_does_not_replace_checkpoints(argv, tmp_path):
@@ -96,4 +115,4 @@ def test_checkpoints_without_their_record_are_not_passed_over(argv, tmp_path):
         f"{out} with iterations 4, 9 and none; take one with --ckpt-step 9"
     )
     chosen = config(argv, "--load", out, "--save", out, "--ckpt-step", "9")
-    assert start_line(chosen) == f"resumes after rollout 9 of {out}"
+    assert start_line(chosen).startswith(f"resumes after rollout 9 of {out}, as --ckpt-step says")

@@ -151,7 +151,7 @@ def test_append_takes_what_plug_ins_pass():
     assert sample.tokens == [10, 11, 1, 2, 3, 4] and sample.response == "ab<tool>c"
     assert all(type(token) is int for token in sample.tokens)
     assert sample.loss_mask == [1, 1, 0, 1] and sample.rollout_log_probs == [-0.5, -0.25, 0.0, -1.0]
-    assert sample.status is Sample.Status.TRUNCATED and sample.weight_versions == [7]
+    assert sample.status is Sample.Status.TRUNCATED and sample.weight_versions == [7, 7]  # one per answer
     assert sample.prefix_cache_info == Sample.PrefixCacheInfo(cached_tokens=2, total_prompt_tokens=4)
     assert sample.prefix_cache_info.prefix_cache_hit_rate == 0.5
     assert sample.spec_info == Sample.SpecInfo(2, 8, 4, 4)
@@ -169,11 +169,25 @@ def test_an_answer_that_is_not_the_end_changes_tokens_only():
         assert sample.response_length == 1 and sample.status is Sample.Status.PENDING
         assert sample.prefix_cache_info == Sample.PrefixCacheInfo() and sample.weight_versions == []
     sample.append_response_tokens(meta_info={**ANSWER, "finish_reason": {"type": "stop"}})
-    assert sample.status is Sample.Status.COMPLETED and sample.weight_versions == []  # no token of version 7
-    sample.update_from_meta_info(None, ANSWER)
-    assert sample.status is Sample.Status.TRUNCATED and sample.weight_versions == [7]
-    with pytest.raises(ValueError, match="finish_reason must be one of stop, length, abort, got 'error'"):
-        sample.append_response_tokens(meta_info={"finish_reason": {"type": "error"}})
+    assert sample.status is Sample.Status.COMPLETED and sample.weight_versions == [7]
+    sample.update_from_meta_info(None, {**ANSWER, "weight_version": "v8"})
+    assert sample.status is Sample.Status.TRUNCATED and sample.weight_versions == [7, "v8"]
+
+
+def test_a_finish_reason_that_is_not_known_leaves_the_status():
+    sample = Sample(tokens=[10], status=Sample.Status.ABORTED)
+    answer = {**ANSWER, "finish_reason": {"type": "new"}}
+    sample.append_response_tokens(tokens=[1], log_probs=[-0.5], meta_info=answer)
+    assert sample.status is Sample.Status.ABORTED and sample.weight_versions == [7]
+    assert sample.prefix_cache_info.total_prompt_tokens == 2 and sample.spec_info.spec_verify_ct == 2
+    sample.update_from_meta_info(None, {"finish_reason": "stop"})
+    assert sample.status is Sample.Status.COMPLETED and sample.weight_versions == [7]
+
+
+def test_routed_experts_of_a_plug_in_may_be_lists():
+    sample = good(rollout_routed_experts=[[0, 1], [2, 3]])
+    again = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
+    assert again.rollout_routed_experts == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_an_interruption_ends_the_run_in_order_and_is_told(bench, number):
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130 and "interrupted: what was started has been stopped" in out
+    assert process.returncode == 128 + number and "interrupted: what was started has been stopped" in out
     assert bench.orders.with_suffix(".ended").exists()
     record = bench.record()
     assert [len(repeat.steps) for repeat in all_repeats(record)] == [3, 2, 0, 0]

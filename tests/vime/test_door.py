@@ -18,6 +18,7 @@ from vime.engine.sglang_request import WRAPPED
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
+JSON = {"Content-Type": "application/json"}
 
 
 def test_a_body_travels_whole_with_what_the_router_must_know() -> None:
@@ -129,6 +130,12 @@ def test_the_door_and_the_router(router: Router) -> None:
                     sent = {"token_ids": [1], "sampling_params": {}}
                     async with session.post(door + path, json=sent, headers=wrong) as answer:
                         assert answer.status == 401, path
+                for path in ("/generate", "/v1/completions", "/inference/v1/generate", "/nowhere"):
+                    for data in (b"{bad", b"", b'{"a": 1}'):
+                        async with session.post(door + path, data=data, headers=wrong | JSON) as answer:
+                            assert answer.status == 401, (path, data)
+            async with session.post(door + "/v1/completions", data=b"{bad", headers=HEADERS | JSON) as answer:
+                assert answer.status == 400
             assert workers.seen == []
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""`vime models`, and the table of docs/models.md."""
+"""`vime models`, and the table behind it and behind the pages (tests/house/test_docs.py)."""
 
 from __future__ import annotations
 
@@ -6,27 +6,43 @@ import re
 from pathlib import Path
 
 import pytest
+from architectures import ARCHITECTURES
+from family_cases import CASES
 
 from slime.models import FAMILIES, family_for
 from slime.models.status import STATUS
 from vime.cli import main
-from vime.models import rows
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
+OWN_RUNS = {"qwen2", "qwen3", "qwen3_moe", "glm4_moe"}
+"""Families whose whole runs are in tests of their own."""
 
 
 def test_every_family_is_printed_with_its_status(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[1 : 1 + len(FAMILIES)]] == list(FAMILIES)
-    assert printed[1].split()[-1] == "planned" and "tiny model" in printed[1]
-    assert STATUS.keys() <= FAMILIES.keys()
+    assert printed[1].split()[-1] == "qwen2.5-7b" and "tiny model" in printed[1]
+    assert STATUS.keys() == FAMILIES.keys()
 
 
-def test_the_page_has_the_same_table() -> None:
-    table = (DOCS / "models.md").read_text().partition("| --- |")[2].partition("\n\n")[0].splitlines()[1:]
-    cells = [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in table]
-    assert cells == [[title, name, *rest] for name, title, *rest in rows()]
+def test_the_status_says_what_the_tests_run() -> None:
+    """An engine's dtype is that of the family's case. A family with GRPO steps has a tiny model that runs them."""
+    engines = {case.kind: case.dtype for case in CASES.values() if case.engine}
+    assert {name: STATUS[name].engine for name in engines} == engines
+    text = (ROOT / "tests/e2e/test_train_families.py").read_text()  # an import would import Megatron
+    archs = re.findall(r'"([\w-]+)"', re.search(r"^ARCHS = \((.*?)\)", text, re.M | re.S)[1])
+    trained = {ARCHITECTURES[arch].family for arch in archs} | OWN_RUNS
+    assert {name for name, status in STATUS.items() if status.steps} == trained
+
+
+def test_every_family_has_configurations() -> None:
+    """They are planned by tests/vime/test_examples.py."""
+    for name, status in STATUS.items():
+        family = ARCHITECTURES[status.example].family
+        assert (EXAMPLES / status.example / "README.md").is_file(), name
+        assert family.removesuffix("_text") == name.removesuffix("_text"), name
 
 
 def test_an_unknown_family_is_told_where_to_look() -> None:

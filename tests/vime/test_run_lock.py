@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from vime import train
-from vime.run_lock import lock_all
+from vime.run_lock import HELD_FILE, lock_all
 
 HOLDER = """
-import sys, time
+import fcntl, os, sys, time
 from contextlib import ExitStack
+def missing(*arguments): raise OSError(int(sys.argv[3]), "no flock here")
+if int(sys.argv[3]): fcntl.flock = missing
 from vime.run_lock import lock_all
 with ExitStack() as stack:
     lock_all({"--run-dir": sys.argv[1], "--save": sys.argv[2]}, stack)
@@ -25,10 +29,18 @@ with ExitStack() as stack:
 """
 
 
-def test_a_used_directory_is_refused_until_its_run_has_died(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [0, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_used_directory_is_refused_until_its_run_has_died(
+    tmp_path: Path, missing: int, monkeypatch
+) -> None:
+    """Also on a file system without flock, which a test cannot make: there the lock of a dead run is taken over."""
     run_dir, save = tmp_path / "run", tmp_path / "save"
+    if missing:
+        no_flock(monkeypatch, missing)
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run_dir), str(save)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(run_dir), str(save), str(missing)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
@@ -44,6 +56,29 @@ def test_a_used_directory_is_refused_until_its_run_has_died(tmp_path: Path) -> N
         holder.wait()
     with ExitStack() as stack:
         lock_all({"--run-dir": str(run_dir), "--save": str(save)}, stack)
+
+
+def no_flock(monkeypatch, code: int = errno.ENOSYS) -> None:
+    def flock(*arguments):
+        raise OSError(code, "no flock here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr("vime.run_lock._LOOK_S", 0.3)
+
+
+def test_without_flock_a_run_of_another_host_is_named_with_what_to_do(tmp_path: Path, monkeypatch, capsys):
+    no_flock(monkeypatch)
+    held = tmp_path / HELD_FILE
+    held.write_text("77\nnode-3\n", encoding="utf-8")
+    with ExitStack() as stack, pytest.raises(ValueError, match="in use by process 77 on node-3; ") as refused:
+        lock_all({"--save": str(tmp_path)}, stack)
+    assert f"end that run, remove {held} if it has ended already, or name another" in str(refused.value)
+    held.unlink()
+    with ExitStack() as stack:
+        lock_all({"--save": str(tmp_path)}, stack)
+        assert held.read_text(encoding="utf-8").startswith(f"{os.getpid()}\n{os.uname().nodename}")
+        assert f"the lock of --save is the file {held}" in capsys.readouterr().err
+    assert not held.exists()
 
 
 def test_one_directory_for_both_flags(tmp_path: Path) -> None:

@@ -105,3 +105,26 @@ def test_the_current_folder_does_not_shadow_packages(tmp_path, monkeypatch):
         time.sleep(0.05)
     process.stop()
     assert process.poll() == 0, process.tail_log()
+
+
+@pytest.mark.parametrize("locale", ["C", "POSIX"])
+def test_text_is_utf8_under_any_locale(locale, tmp_path):
+    """In this process, in its children, and in servers on hosts that have such a locale."""
+    (tmp_path / "vocab.txt").write_text("\u0120 \u2192", encoding="utf-8")
+    code = (
+        "import os, subprocess, sys\n"
+        "from vime.surroundings import use_utf8\n"
+        "use_utf8(os.environ)\n"
+        "from vime.engine.process import SupervisedProcess\n"
+        "look = [sys.executable, '-c', 'print(ascii(open(\"vocab.txt\").read()))']\n"
+        "exec(look[2])\n"
+        "print(subprocess.run(look, capture_output=True, text=True).stdout, end='')\n"
+        "process = SupervisedProcess(look, {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PATH': os.environ['PATH']}, 'log')\n"
+        "process._process.wait()\n"
+        "print(process.tail_log())\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": locale, "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["'\\u0120 \\u2192'"] * 3, done.stderr

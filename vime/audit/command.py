@@ -142,7 +142,7 @@ def report(run_dir: Path, config: Config, source: Source, weights: str, pairs: l
         "device": config.cluster.device,
         "not_comparable": dict(source.left_out),
     }
-    path.write_text(json.dumps(as_json(pairs, **head), indent=2) + "\n")
+    path.write_text(json.dumps(as_json(pairs, **head), indent=2) + "\n", encoding="utf-8")
     title = f"rollout {source.rollout_id} of {run_dir.resolve().name}: {pairs[0].tokens:,} tokens"
     draw(pairs, title, path.with_suffix(".png"))
     print(f"written: {path} and {path.with_suffix('.png')}")

@@ -44,7 +44,7 @@ def read_config(run_dir: Path) -> Config:
     path = run_dir / "config.json"
     if not path.is_file():
         raise ValueError(f"RUN_DIR must be a run directory of vime train, got no {path}; see --run-dir")
-    return Config.from_dict(json.loads(path.read_text()))
+    return Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
@@ -82,7 +82,7 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
     part = config.debug.load_debug_rollout_data_subsample if replayed else None
     groups, facts = load_with_facts(template, rollout_id, subsample=part)
     samples = [sample for group in groups for sample in group]
-    versions = Counter(s.weight_versions[0] for s in samples if len(s.weight_versions) == 1)
+    versions = Counter(s.weight_versions[0] for s in samples if len(set(s.weight_versions)) == 1)
     version = versions.most_common(1)[0][0] if versions else rollout_id
     mine = {
         "weight_version": [version],

@@ -34,7 +34,8 @@ from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
 from vime.bench.record import OPERATORS_FILE, TIERS
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
-from vime.plan import GPU_MEMORY, asked_bytes, for_gpus, gpu_gib, memory_in_short, notes, prompts
+from vime.plan import GPU_MEMORY, asked_bytes, for_gpus, gpu_gib, memory_in_short, notes
+from vime.prompts import prompts
 
 
 def main(argv: Sequence[str]) -> int:

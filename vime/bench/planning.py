@@ -167,7 +167,7 @@ def resolved(run: Planned) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         config.save_json(path)
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
 

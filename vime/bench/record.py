@@ -124,7 +124,9 @@ class Record:
     def write(self, directory: Path) -> Path:
         path = directory / RECORD_FILE
         check(self, path)
-        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n")
+        path.write_text(
+            json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
         return path
 
 
@@ -152,7 +154,7 @@ def read(directory: Path) -> Record:
 def read_json(path: Path, remedy: str) -> Any:
     """The content of a file. ValueError, with the remedy, when it is no JSON."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} must be JSON, got {error}; {remedy}") from error
 

@@ -55,7 +55,9 @@ def read_steps(run_dir: Path, *, trained: bool = True) -> Steps:
     optimizer: dict[int, dict[str, float]] = {}
     broken = []
     each = flags_of(read_saved(run_dir / "config.json")).get("num_steps_per_rollout") or 1
-    for _, line in read_metric_lines(path.read_text(errors="replace"), path) if path.is_file() else []:
+    for _, line in (
+        read_metric_lines(path.read_text(errors="replace", encoding="utf-8"), path) if path.is_file() else []
+    ):
         if line["step_key"] == "eval/step":
             continue
         of_rollout = line["step_key"] == "rollout/step"
@@ -85,7 +87,9 @@ def _over_optimizer_steps(parts: Sequence[Mapping[str, float]]) -> dict[str, flo
 def read_evaluations(run_dir: Path) -> dict[str, dict[str, float]]:
     """Rollouts trained on before an evaluation, as text -> {evaluation set: mean reward}. No step's time holds one."""
     path, found = run_dir / METRICS_FILE, dict[str, dict[str, float]]()
-    for _, line in read_metric_lines(path.read_text(errors="replace"), path) if path.is_file() else []:
+    for _, line in (
+        read_metric_lines(path.read_text(errors="replace", encoding="utf-8"), path) if path.is_file() else []
+    ):
         scores = {name.removeprefix("eval/"): line[name] for name in filter(is_score, line)}
         if line["step_key"] == "eval/step" and scores:
             known = {name: value for name, value in scores.items() if value is not None}
@@ -108,7 +112,7 @@ def is_whole(run: Planned, plan: Plan) -> bool:
 
 def ended_well(run: Planned) -> bool:
     """Whether a run's exit status was 0, or is not known, as where this process was killed."""
-    return not run.status.exists() or run.status.read_text().strip() == "0"
+    return not run.status.exists() or run.status.read_text(encoding="utf-8").strip() == "0"
 
 
 def how_it_ended(run: Planned) -> str:
@@ -119,7 +123,8 @@ def how_it_ended(run: Planned) -> str:
     reached = f"after {steps} of {run.steps} steps"
     if not run.status.exists():
         return f"{run.name} was stopped {reached}"
-    return f"{run.name} ended with exit status {run.status.read_text().strip()} {reached}: {tail(str(run.log), 1)}"
+    status = run.status.read_text(encoding="utf-8").strip()
+    return f"{run.name} ended with exit status {status} {reached}: {tail(str(run.log), 1)}"
 
 
 def read_repeat(run: Planned, order: int, root: Path) -> Repeat:

@@ -19,16 +19,17 @@ from vime.bench.planning import UNFINISHED, Plan, Planned, refuse_unlike_runs, r
 from vime.bench.record import flags_of
 from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_saved, read_steps
 from vime.engine.process import SupervisedProcess, sigterm_interrupts, tail
+from vime.interrupts import exit_code
 from vime.run_lock import lock
 
 GRACE_S = 120.0
 """How long a run may take to end by itself: a trainer in the middle of a step, engines, Ray."""
 LOG_LINES = 5
-INTERRUPTED = 130
 
 
 def execute(plan: Plan, command: str) -> int:
-    """Run what is missing. 0 when every run is whole and ended well, 1 when one did not, 130 when interrupted.
+    """Run what is missing. 0 when every run is whole and ended well, 1 when one did not, 128 + the number of
+    the signal when interrupted.
 
     ValueError, before anything but the folder and the model is made, for flags that are wrong and for runs that are
     there and were made with others.
@@ -39,11 +40,11 @@ def execute(plan: Plan, command: str) -> int:
         try:
             _make_model(plan)
             good = _run_all(plan, whats_missing(plan), command)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             print("interrupted: what was started has been stopped; the same command goes on here", flush=True)
             if any(run.run_dir.is_dir() for run in plan.runs):
                 collect(plan, command).write(plan.out)
-            return INTERRUPTED
+            return exit_code(interrupt)
     return 0 if good else 1
 
 
@@ -117,7 +118,7 @@ def _run_all(plan: Plan, missing: Sequence[Planned], command: str) -> bool:
         print(f"{title}: {run.steps} steps, log {run.log}", flush=True)
         began = time.monotonic()
         status = _run(run.command, run.log, plan)
-        run.status.write_text(f"{status}\n")
+        run.status.write_text(f"{status}\n", encoding="utf-8")
         if status == 0 and is_whole(run, plan):
             print(f"{title}: done in {time.monotonic() - began:.1f} s", flush=True)
         else:

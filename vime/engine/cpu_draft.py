@@ -1,8 +1,8 @@
 """The sampling parameters of drafted tokens, for engines on CPUs.
 
-To check a draft, vLLM repeats the temperature, top-k and top-p of each request for each of its drafted tokens. Its form
-for CPUs writes them into a copy of another dtype and drops the copy. The tokens are then divided by memory that was
-never written, and their log-probs are wrong, often NaN. Here the result reaches vLLM's own tensor.
+To check a draft, vLLM repeats the temperature, top-k and top-p of each request for each of its drafted tokens. vLLM's
+function for CPUs writes them into a copy of another dtype and drops the copy. The sampler then reads memory that was
+never written, and the log-probs are wrong, often NaN. Our function writes into vLLM's own tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an engine on CPUs does otherwise: its process is a fork of its server's, and nothing is compiled.
+"""Settings of an engine on CPUs: its process is a fork of the server's process, and nothing is compiled.
 
-vLLM starts that process anew, so that it loads another OpenMP library than its parent, and imports for seven seconds
-what the parent has imported. Here the server itself loads that library, and the fork has all the rest.
+vLLM starts the engine's process with spawn, because that process must load another OpenMP library than its parent. Its
+imports then take seven seconds. Our server loads that library itself, so that the fork needs no import.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ WAIT_VARIABLE = "OMP_WAIT_POLICY"
 
 
 def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[str, str]:
-    """Variables of a server whose engine computes on CPUs with `threads` threads, beside those of `given`. `eager`:
-    whether the model runs without compilation; the sampler then does, too, which saves ten seconds of a first rollout.
+    """The variables that a server on CPUs needs in addition to `given`, for `threads` threads.
+
+    `eager`: the model runs without compilation. The sampler then does too, which saves ten seconds of the first
+    rollout.
     """
     env = {
         "OMP_NUM_THREADS": str(threads),
@@ -46,9 +48,12 @@ def environment(given: Mapping[str, str], threads: int, *, eager: bool) -> dict[
 
 
 def cache_bytes(hf_config: Mapping[str, Any], response_tokens: int, requests: int) -> int:
-    """Bytes of a float32 key-value cache for `requests` at once, of which each has 256 tokens of prompt and
-    `response_tokens`, or a context of the model's longest. Between 64 MiB and 1 GiB; 1 GiB for layers whose state is
-    not keys and values. Requests that find no room wait for those that have it."""
+    """Bytes of a float32 key-value cache, between 64 MiB and 1 GiB.
+
+    It has room for `requests` concurrent requests with 256 prompt tokens and `response_tokens` each, and for at least
+    two requests of the model's longest context. A model with other state than keys and values gets 1 GiB. Requests
+    beyond the cache wait.
+    """
     heads = hf_config.get("num_key_value_heads") or hf_config.get("num_attention_heads")
     if heads is None or any(key in hf_config for key in _OTHER_STATE):
         return MOST_CACHE_BYTES
@@ -61,8 +66,10 @@ def cache_bytes(hf_config: Mapping[str, Any], response_tokens: int, requests: in
 
 
 def torchs_openmp() -> str | None:
-    """The OpenMP library that torch brings. vLLM's kernels find the system's first, whose threads are others. None
-    where torch uses the system's. Does not import torch."""
+    """The OpenMP library in torch's package, or None if torch uses the system's. Does not import torch.
+
+    vLLM's kernels would load the system's library first, which has a second pool of threads.
+    """
     spec = find_spec("torch")
     for folder in [] if spec is None else spec.submodule_search_locations or []:
         for place in (Path(folder, "lib"), Path(folder).with_name("torch.libs")):
@@ -72,7 +79,7 @@ def torchs_openmp() -> str | None:
 
 
 def install() -> None:
-    """Let vLLM's CPU platform keep the start method that the environment says. May run more than once."""
+    """Let vLLM's CPU platform keep the start method of the environment. It may be called more than once."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or hasattr(type(current_platform).check_and_update_config, "keeps"):

@@ -1,12 +1,13 @@
 """Experts that vLLM's CPU build cannot compute, for engines on CPUs: sigmoid scores without groups, and experts that
 the ranks of an engine share.
 
-vLLM's router for CPUs takes sigmoid scores of expert groups only. Scores without groups are those of one group.
+vLLM's router for CPUs takes sigmoid scores only with groups of experts. Scores without groups are passed as one group.
 
-vLLM's kernel for CPUs numbers the experts of its own process. With --vllm-enable-expert-parallel, it gets the tokens of
-all experts. Here they get the numbers of this rank, and a weight of 0 where another rank has the expert. vLLM adds the
-outputs of the ranks. Replicas (--vllm-data-parallel-size) exchange tokens first, which vLLM's communicator for CPUs
-cannot; here each sum of zeros and one rank's tokens is the exchange.
+vLLM's kernel for CPUs expects all experts in its own process. With --vllm-enable-expert-parallel, a rank has some of
+the experts, and the kernel gets the tokens of all of them. So the expert ids are mapped to those of this rank, and a
+token of another rank's expert gets weight 0. vLLM adds the outputs of the ranks. Replicas (--vllm-data-parallel-size)
+must first exchange tokens, which vLLM's communicator for CPUs does not offer: each rank puts its tokens into zeros, and
+the sum over ranks holds all tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The rotary embedding of heads that have a dimension of their own, for engines on CPUs.
+"""The rotary embedding of queries [T, A, D], for engines on CPUs.
 
-vLLM's CPU kernel takes queries [T, A * D]. Its latent attention gives it queries [T, A, D], and that kernel
-then turns other elements than it should, without an error. Here such queries take vLLM's plain PyTorch form.
+vLLM's CPU kernel takes queries [T, A * D]. vLLM's latent attention passes [T, A, D], for which the kernel rotates the
+wrong elements without an error. Such queries take vLLM's plain PyTorch form.
 """
 
 from __future__ import annotations

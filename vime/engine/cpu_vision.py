@@ -1,8 +1,8 @@
 """vLLM's text models that import vision code, for engines on CPUs without torchvision.
 
-The module of Qwen3.5 in vLLM imports a function of transformers, whose module imports torchvision at its top. The usual
-index has torchvision for CUDA only, which a torch for CPUs cannot load, and text needs nothing of it. Here that one
-module is imported without torchvision. What uses torchvision later fails with the name of the missing package.
+vLLM's module of Qwen3.5 imports a function of transformers whose module imports torchvision. The usual index has
+torchvision for CUDA only, which a torch for CPUs cannot load. Text needs nothing of torchvision, so that module is
+imported without it. A later use of torchvision fails with the name of the missing package.
 """
 
 from __future__ import annotations

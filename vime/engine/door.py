@@ -1,9 +1,14 @@
-"""The door in front of vllm-router: the address where plug-ins reach it with SGLang's routes and vLLM's.
+"""The process in front of vllm-router that plug-ins call, with SGLang's routes and with vLLM's.
 
-vllm-router reads POST /generate into a record of its own and drops all other fields. It sends /abort_request to one
-engine, and /flush_cache without the key. It leaves the fields of /inference/v1/generate alone. So the door sends a body
-of /generate there, whole and in one field, for the router to balance. It sends what is for every engine to each of
-them, and passes everything else on. It has no key: the router and the engines check the key of the caller.
+vllm-router 0.1.17 cannot take these calls: it drops fields of POST /generate that its own record lacks, sends
+/abort_request to one engine only, and sends /flush_cache without the key. It keeps all fields of
+/inference/v1/generate. So this process
+
+- puts a body of /generate into one field of /inference/v1/generate, and the router balances the request;
+- sends /abort_request and /flush_cache to every engine;
+- passes every other request to the router.
+
+It has no key: the router and the engines check the key of the caller.
 """
 
 from __future__ import annotations
@@ -23,12 +28,14 @@ from vime.engine.sglang_request import WRAPPED, parse
 
 _TO_ALL = ("/abort_request", "/abort_requests", "/flush_cache")
 _OLDER_NAMES = {"/model_info": "/get_model_info", "/server_info": "/get_server_info"}
-"""Paths that vllm-router sends on without the caller's key, and the same under the name that it knows."""
+"""Paths that vllm-router forwards without the caller's key -> older names, which it forwards with the key."""
 _OF_CONNECTION = {"connection", "content-length", "expect", "host", "keep-alive", "transfer-encoding"}
 _SGLANGS_SESSION = "x-smg-routing-key"
-"""What sglang-router's sticky policies look at. vllm-router's look at x-session-id."""
+"""The header that sglang-router's sticky policies read. vllm-router's policies read x-session-id."""
 _LARGEST_BODY_BYTES = 1 << 30
 _ALL_S = 60.0
+_BEFORE_KEY = {400, 413, 415, 422}
+"""What a malformed body gets from vllm-router, which reads the body before it looks at the key."""
 
 
 class _Peek(msgspec.Struct):
@@ -37,9 +44,10 @@ class _Peek(msgspec.Struct):
 
 
 def wrap(body: bytes) -> bytes:
-    """A body of /inference/v1/generate with the one of /generate inside. ValueError that names a malformed field.
+    """A body of /inference/v1/generate that contains a body of /generate. ValueError that names a malformed field.
 
-    Policies of the router that look at the prompt see the token ids. The router must know whether to stream.
+    The token ids are also outside, for the router's policies that read the prompt, and so is `stream`, which the router
+    must know.
     """
     try:
         peek = msgspec.json.decode(body, type=_Peek)
@@ -61,7 +69,7 @@ def wrap(body: bytes) -> bytes:
 
 
 class Door:
-    """Handlers of the door of the router at `router_url`."""
+    """The HTTP handlers in front of the router at `router_url`."""
 
     def __init__(self, router_url: str) -> None:
         self._url = router_url
@@ -86,6 +94,8 @@ class Door:
         try:
             body = wrap(await request.read())
         except ValueError as error:
+            if (refusal := await self._refusal(request)) is not None:
+                return refusal
             return web.json_response({"error": {"message": str(error)}}, status=400)
         return await self._pass(request, "/inference/v1/generate", body)
 
@@ -96,7 +106,7 @@ class Door:
         return await self._pass(request, path + request.rel_url.raw_path_qs[len(request.rel_url.raw_path) :])
 
     async def _pass(self, request: web.Request, path: str, body: bytes | None = None) -> web.StreamResponse:
-        """The router's answer, whole where it has a length and piece by piece where it has none."""
+        """The router's answer: at once if it has a length, otherwise as a stream."""
         data = await request.read() if body is None else body
         headers = _kept(request.headers)
         if _SGLANGS_SESSION in headers:
@@ -104,6 +114,8 @@ class Door:
         async with self._session.request(
             request.method, self._url + path, data=data or None, headers=headers
         ) as answer:
+            if answer.status in _BEFORE_KEY and (refusal := await self._refusal(request)) is not None:
+                return refusal
             headers = _kept(answer.headers)
             if answer.content_length is not None:
                 return web.Response(status=answer.status, body=await answer.read(), headers=headers)
@@ -114,8 +126,13 @@ class Door:
             await response.write_eof()
             return response
 
+    async def _refusal(self, request: web.Request) -> web.Response | None:
+        """The router's 401 if the caller has not the key. Without it, nobody learns what is wrong with a body."""
+        async with self._session.get(f"{self._url}/list_workers", headers=_kept(request.headers)) as answer:
+            return web.Response(status=401, text=await answer.text()) if answer.status == 401 else None
+
     async def _to_all(self, request: web.Request) -> web.StreamResponse:
-        """Ask every engine. The status is the worst of theirs; an engine that is gone has nothing to abort or flush."""
+        """Call every engine. The status is the worst one. An engine that has died counts as done."""
         headers, data = _kept(request.headers), await request.read()
         limit = aiohttp.ClientTimeout(total=_ALL_S)
 
@@ -143,7 +160,7 @@ def _kept(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at once, so that early callers wait for the door and are not turned away."""
+    """A socket that listens at once, so that early callers wait until the process serves."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=1024)
     listening.setblocking(False)

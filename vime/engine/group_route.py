@@ -1,7 +1,8 @@
-"""The engine server's side of a request for a group of samples (see group_wire): straight to vLLM's engine client.
+"""The engine server's side of a request for a group of samples (see group_wire). Calls vLLM's engine client directly.
 
-vLLM's own /v1/completions validates, counts and writes JSON per request, in the one process that speaks HTTP: on CPUs
-that costs more than the model (docs/design/decisions.md has the figures). Requests without `vime_samples` go there.
+vLLM's own /v1/completions validates, counts and writes JSON per request, in the one process that serves HTTP. On CPUs
+that costs more than the model (docs/design/decisions.md has the figures). A request without `vime_samples` goes to
+vLLM's route.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a configuration and its placement to an engine pool that is not started yet, whatever engines it has."""
+"""Builds the engine pool of a run from its configuration and placement, for every backend. Does not start it."""
 
 from __future__ import annotations
 

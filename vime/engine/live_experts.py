@@ -1,7 +1,7 @@
 """Reads the experts of a live vLLM layer back into HF tensors, one of each expert and projection.
 
-vLLM keeps a layer's experts in two parameters, w13 [E, 2 F, H] (gate above up) and w2 [E, H, F], in an order of its
-kernel's own. Known are the plain order and that of the CPU kernels; any other is refused, not skipped. With expert
+vLLM keeps a layer's experts in two parameters, w13 [E, 2 F, H] (gate above up) and w2 [E, H, F]. Each kernel has its
+own order of elements. This file knows the plain order and that of the CPU kernels; any other is an error. With expert
 parallelism, each rank of an engine has some of the experts and compares those.
 
 Shapes: E experts, F width of an expert on this rank, H hidden.

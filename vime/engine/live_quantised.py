@@ -1,7 +1,7 @@
-"""Compares weights that an engine keeps in blocks of fp8 with the plain ones of an update.
+"""Compares weights that an engine keeps in blocks of fp8 with the plain weights of an update.
 
-vLLM quantises them itself (`--quantization fp8_per_block`), when it starts and again at each update. Owns the form in
-which its kernels keep them. Other kernels pack them, and such an engine cannot be compared.
+vLLM quantises the weights (`--quantization fp8_per_block`) when it starts and at each update. This file knows in which
+layout vLLM's kernels keep them. A kernel that packs them is an error.
 
 Shapes: O outputs, I inputs of a weight.
 """

@@ -1,8 +1,8 @@
 """Reads a live vLLM model back into HF tensors, so that it can be compared with what the trainer published.
 
-vLLM fuses projections, pads the vocabulary, shards over tensor-parallel ranks, and on CPU replaces matrices by
-packed copies that no parameter shows. Owns the way back, for modules made of vLLM's linear and embedding layers and
-plain parameters; that of experts is in vime.engine.live_experts.
+vLLM fuses projections, pads the vocabulary, shards over tensor-parallel ranks, and on CPUs replaces matrices by packed
+copies that are not parameters. This file undoes these changes for vLLM's linear and embedding layers and for plain
+parameters. vime.engine.live_experts does so for experts.
 """
 
 from __future__ import annotations

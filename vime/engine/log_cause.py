@@ -1,5 +1,8 @@
-"""The cause of a failed start, from the log of a server. vLLM prints it in the part of its engine core, and then the
-traceback of its API server, which only says that the engine core failed."""
+"""Finds the cause of a failed start in the log of a server.
+
+vLLM logs the cause in its engine core, and afterwards a traceback of its API server, which only says that the engine
+core failed.
+"""
 
 from __future__ import annotations
 

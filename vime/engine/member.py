@@ -1,4 +1,4 @@
-"""One place in the engine pool: its server, which may be replaced, and the commands that the server gets."""
+"""One entry of the engine pool: its server, which may be replaced, and the commands that the server gets."""
 
 from __future__ import annotations
 

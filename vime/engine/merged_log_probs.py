@@ -1,8 +1,8 @@
-"""The log-probs of a step's sampled tokens on their way from vLLM's engine process to the one that speaks HTTP.
+"""The log-probs of one engine step on their way from vLLM's engine process to the process that serves HTTP.
 
-vLLM sends three arrays a request, and packing those takes many times as long as all the rest. In our servers they
-travel as three arrays a step: `merge` before packing, `split` after (docs/design/decisions.md has the figures). Whoever
-reads them sees no difference, requests of others included.
+vLLM sends three arrays per request, and packing them takes most of the time. In our servers, three arrays per step are
+sent: `merge` before packing, `split` after it (docs/design/decisions.md has the figures). The reader gets the same
+values as without it, also for requests of other clients.
 """
 
 from __future__ import annotations

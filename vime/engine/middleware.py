@@ -1,11 +1,11 @@
-"""The guard in front of every route of an engine server, and the record of which weights answered.
+"""Middleware of an engine server: it checks the run's key on every route, and reports the weight versions of an answer.
 
 vLLM's own --api-key leaves the control routes open, so servers are started with
-`--middleware vime.engine.middleware.RunKeyMiddleware` instead. Owns: the key check, and the header that tells
-which weight versions were live while a request was served. Needs a server of one API process: the version is kept here.
+`--middleware vime.engine.middleware.RunKeyMiddleware` instead. A header of the answer has the weight versions that were
+live while the request was served. The version is kept in this process, so the server must have one API process.
 
 vllm-router asks for GET /health without any key. Its workers are therefore registered under a path that holds a
-secret derived from the key (`health_prefix`); below that path /health alone answers without the key.
+secret derived from the key (`health_prefix`). Below that path, only /health answers without the key.
 """
 
 from __future__ import annotations

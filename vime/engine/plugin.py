@@ -1,5 +1,8 @@
-"""What vLLM loads from the `vllm.general_plugins` entry point, in every process of an engine server that is not forked
-from one that has."""
+"""The plug-in that vLLM loads from the entry point `vllm.general_plugins`: registers the weight receiver, and installs
+the changes to vLLM that runs need.
+
+vLLM loads it in each process that it starts. A process that is forked from a server has it already.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ SUPERVISED_VARIABLE = "VIME_SUPERVISED"
 
 
 def register() -> None:
-    """Make `--weight-transfer-config {"backend": "vime"}` known to vLLM. May run more than once a process.
+    """Register the backend of `--weight-transfer-config {"backend": "vime"}`. May be called more than once.
 
-    In a supervised server, also tie each of its processes to the one that started it (vLLM's engine process would
-    otherwise outlive a kill -9 of the supervisor), and let requests ask for compact log-probs. Where the server's
-    environment says so, also hand out routed experts, and share a GPU.
+    In a supervised server, each process also ends when the process that started it ends: without that, vLLM's engine
+    process would survive a kill -9 of the supervisor. Requests may then ask for compact log-probs. Variables of the
+    server's environment turn on routed experts and a shared GPU.
     """
     if SUPERVISED_VARIABLE in os.environ:
         gc.freeze()

@@ -1,6 +1,6 @@
-"""One server as a supervised subprocess with a log file: what engine servers and the router have in common.
+"""One server as a supervised subprocess with a log file: the common part of engine servers and routers.
 
-Owns starting, watching and ending it, free ports, and the check that a port can be had. Light: no torch, no vLLM.
+Owns start, watch and end of the process, free ports, and the check that a port is free. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from types import FrameType
 from typing import ClassVar, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-import vime
 from slime.cluster.guard import descendants, is_stopped, processes
+from slime.import_path import ROOT, SAFE_PATH, UTF8, entries
 from vime.engine.control import answers
 from vime.engine.log_cause import cause_of
 from vime.engine.middleware import KEY_VARIABLE
-from vime.surroundings import SAFE_PATH, without_proxies
+from vime.surroundings import without_proxies
 
 TAIL_LINES = 30
 FREE_PORTS = range(20000, 32768)
@@ -97,7 +97,7 @@ def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM is Ctrl-C for this block: what it started ends in order."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -120,7 +120,7 @@ class SupervisedProcess:
             self._log_begins = log.tell()
             self._process = subprocess.Popen(
                 supervised,
-                env={**env, **SAFE_PATH},
+                env={**env, **SAFE_PATH, **UTF8},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -252,8 +252,7 @@ class Server(Generic[S]):
 
     def environment(self) -> dict[str, str]:
         """This process's own without proxies, with the key and the way to this package."""
-        root = str(Path(vime.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join([ROOT, *entries(os.environ)])
         return {**without_proxies(os.environ), "PYTHONPATH": path, KEY_VARIABLE: self.spec.run_key}
 
     def choose_port(self) -> None:

@@ -1,7 +1,8 @@
-"""An engine server placed by Ray: an actor on the node that has the devices starts and watches it. In a cluster of the
-run's own, which is on the driver's host, the driver does.
+"""Starts engine servers where their GPUs are.
 
-Ray shows the actor one GPU. The server of an engine of several sees those that `spec.env` names, set by the placement.
+On the driver's own host, the driver starts and watches a server. In a cluster that the run joined, a Ray actor on the
+engine's node does. Ray shows an actor one GPU; the server of an engine with several GPUs sees the GPUs in `spec.env`,
+which the placement sets.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The experts that the engine sent each token to, in its answers to requests for them (--use-rollout-routing-replay).
+"""The experts to which the engine sent each token, in its answers to requests for them (--use-rollout-routing-replay).
 
-vLLM collects them itself (--enable-return-routed-experts) and keeps them beside its prefix cache, so that the tokens of
-a cached prompt have theirs. Its newer model runner alone hands them on, and on CPUs that runner needs a Triton that
-compiles for them. Here the CPU's older runner does the same with vLLM's own collector: `install` wraps its set-up and
-its step, and the check that refuses it. Only requests with `START_FIELD` get experts (see group_route); those of
-evaluations do not want them.
+vLLM collects them (--enable-return-routed-experts) and keeps them with its prefix cache, so the tokens of a cached
+prompt have theirs. Only vLLM's newer model runner returns them, and on CPUs that runner needs a Triton for CPUs.
+`install` therefore wraps the older runner on CPUs: its set-up, its step, and the check that rejects the flag. Only
+requests with `START_FIELD` get experts (see group_route). Evaluations do not request them.
 
-Shapes: N tokens of prompt and response, L layers of the model, K experts of a token. The last token of a response is
-never fed back, so that it has no row: [N - 1, L, K]. A layer without experts has zeros.
+Shapes: N tokens of prompt and response, L layers of the model, K experts per token. The last token of a response is
+never computed, so the rows are [N - 1, L, K]. A layer without experts has zeros.
 """
 
 from __future__ import annotations

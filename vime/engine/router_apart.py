@@ -1,4 +1,6 @@
-"""vllm-router that somebody else started: this run adds its engines, takes them out, and has its own door to it."""
+"""A vllm-router that was started apart from the run. The run adds and removes its engines there, and starts its own
+process for plug-ins (vime.engine.door) in front of it.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """`python -m vime.engine.router_main ARGS`: vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
 
-vllm-router's --api-key must not be used: it is the key that the router itself sends to workers, for callers without
-any too. What guards its routes is a list of URLs that it asks once per new key (`api_key_validation_urls`, which
-its command line lacks). This file starts it with one such URL, answered by a small child process on loopback.
-Refuses to run without a key. A second child process is the door for plug-ins (see vime.engine.door).
+vllm-router's --api-key must not be used: the router sends that key to the workers also for callers without a key. The
+router's own routes are guarded by a list of URLs that it asks once per new key (`api_key_validation_urls`, which has no
+option on its command line). This file starts the router with one such URL, which a child process on loopback answers.
+Without a key, it does not start. A second child process takes the requests of plug-ins (see vime.engine.door).
 
-One page stays open, for the router cannot be told to leave it out: its Prometheus counters, read-only, on loopback at a
-free port. It names the workers, hence their health path, and never the key.
+The router's Prometheus counters cannot be turned off. They are read-only, on loopback at a free port. They show the
+workers and so their health path, and never the key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m vime.engine.serve MODULE FLAGS...`: runs MODULE, a server of vLLM or for it, as `python -m MODULE` would.
 
-Its imports take a fifth less time, because the garbage collector is off until vLLM loads our plug-in. A server that was
-told to end is gone at once: Python would free each of its objects before, which takes seconds.
+The garbage collector is off until vLLM loads our plug-in, so imports take a fifth less time. A server that is told to
+end leaves at once. Otherwise Python would free its objects one by one, which takes seconds.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class EngineServer(Server[EngineSpec]):
             cpus, line = choose_cpus(self.spec.gpu_buses, self.spec.numa_binding)
             log = Path(self.spec.log_path)
             log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("a") as file:
+            with log.open("a", encoding="utf-8") as file:
                 file.write(f"NUMA: {line}\n")
         with children_on(cpus):
             return super().start()

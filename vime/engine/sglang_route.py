@@ -2,7 +2,7 @@
 
 `POST /generate` goes straight to vLLM's engine client, as requests for a group do (group_route). Log-probs are those of
 the distribution that the token was sampled from, as our own client gets them. vllm-router drops fields of /generate, so
-the door (vime.engine.door) sends the body through the router inside a field of /inference/v1/generate.
+vime.engine.door sends the body through the router inside a field of /inference/v1/generate.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a server does otherwise when its engine shares a GPU with a trainer, and maybe with other jobs.
+"""Changes to a server whose engine shares a GPU with a trainer, and perhaps with other jobs.
 
-It starts beside the trainer, and takes the GPU once the trainer has its part: an engine measures what memory is left,
-so it has to come second. Most of its start is other work, though (imports and configuration), and need not wait.
+An engine measures the free memory when it starts, so the trainer must take its memory first. The server starts at the
+same time as the trainer, does its imports and its configuration, and then waits until the trainer has its memory.
 
-And when it sleeps, memory that another process takes at the same time is not an error: vLLM asks for the whole GPU's
-free memory before and after, and takes less after for its own fault.
+When the engine sleeps, another process may take memory at the same time. vLLM compares the free memory of the whole GPU
+before and after and would raise an error. Here this is no error.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Says which engine has not answered for a while, and what happens next. A stopped process is not a dead one: its port
-accepts connections, and a run waits for it."""
+"""Logs which engine has not answered for a while, and what the pool will do.
+
+The port of a stopped process (SIGSTOP) still accepts connections, so only a missing answer shows it.
+"""
 
 from __future__ import annotations
 

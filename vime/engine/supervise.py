@@ -1,9 +1,9 @@
-"""`python -m vime.engine.supervise GRACE_S COMMAND...`: runs a command that must not outlive whoever asked for it.
+"""`python -m vime.engine.supervise GRACE_S COMMAND...`: runs a command that must end with its parent.
 
-The asker holds the write end of this process's standard input. When that closes (on purpose, or because the asker
-was killed, even with -9) or a TERM or INT signal comes, the command gets SIGTERM and, after GRACE_S seconds, whatever
-is left of it SIGKILL, grandchildren included. Ends with the command's exit status. Standard library only: it starts in
-tens of milliseconds.
+The parent holds the write end of this process's standard input. When that end closes (on purpose, or because the parent
+was killed, also with kill -9), or on TERM or INT, the command gets SIGTERM. After GRACE_S seconds, all processes that
+are left, grandchildren included, get SIGKILL. The exit status is that of the command. This file uses the standard
+library only, so it starts in tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ def _children(pid: int) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             # The second field, a name in brackets, may hold anything; the parent is the second one after it.
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file,
+            ):
                 if int(file.read().rpartition(")")[2].split()[1]) == pid:
                     found.append(int(entry))
     return found

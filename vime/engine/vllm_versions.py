@@ -1,10 +1,11 @@
-"""Everything that differs between the versions of vLLM that engines may be, and how it is bridged. Nothing else of this
-project asks for a version. Light to import: vLLM itself is loaded inside the functions that need it.
+"""The differences between the versions of vLLM that a run may use, and how this project bridges them. No other file
+asks for a version. Light to import: the functions that need vLLM load it.
 
-Run were 0.26.0 (its CUDA build, on GPUs) and 0.32.0 (its CPU build, by the tests). The table has what differs between
-these two where we touch it. Others from 0.26 on are taken as one of the two; below 0.26 is refused, above 0.33 is noted
-(`check`). tests/vime/test_vllm_oldest.py compares every name that we use with the source of 0.26.0 itself. It also runs
-what asks vLLM with the Python of 0.26.0: parser, routes, fields, plug-in. Its CPU build was never run with a model.
+Two versions were run: 0.26.0 (its CUDA build, on GPUs) and 0.32.0 (its CPU build, by the tests). The table has their
+differences in what this project uses. A version between or after the two counts as one of them. A version below 0.26 is
+an error, and one above 0.33 is noted (`check`). tests/vime/test_vllm_oldest.py compares every name that we use with the
+source of 0.26.0, and runs parser, routes, fields and plug-in of 0.26.0. The CPU build of 0.26.0 was never run with a
+model.
 
 what                    0.26.0                              0.32.0                              here
 ----------------------- ----------------------------------- ----------------------------------- -----------------------
@@ -165,7 +166,11 @@ def _file_of(module: str) -> Path | None:
 def token_routes() -> list[str]:
     """The flag without which newer servers refuse /inference/v1/generate, to which plug-ins of upstream vime post."""
     files = [file for module in _PARSER_MODULES if (file := _file_of(module)) is not None]
-    return ["--enable-scale-out"] if any("enable_scale_out" in file.read_text() for file in files) else []
+    return (
+        ["--enable-scale-out"]
+        if any("enable_scale_out" in file.read_text(encoding="utf-8") for file in files)
+        else []
+    )
 
 
 def request_times(argv: Sequence[str]) -> list[str]:
@@ -178,7 +183,7 @@ def speculation_counts(argv: Sequence[str]) -> list[str]:
     vLLM refuses it without speculation."""
     speculates = any(token.split("=")[0] == "--speculative-config" for token in argv)
     file = _file_of("vllm.config.observability")
-    known = file is not None and "per_request_spec_decode_metrics" in file.read_text()
+    known = file is not None and "per_request_spec_decode_metrics" in file.read_text(encoding="utf-8")
     return ["--per-request-spec-decode-metrics", "summary"] if speculates and known else []
 
 

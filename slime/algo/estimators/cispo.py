@@ -9,13 +9,13 @@ from slime.algo.estimators.record import Estimator, Surrogate, same_for_all_toke
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime.algo.policy_loss import TokenColumns
+    from slime.algo.token_columns import TokenColumns
 
 
 def _weighted_log_prob(
     args: Any, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor
 ) -> tuple[Tensor, Tensor]:
-    from slime.algo.ppo import compute_cispo_loss
+    from slime.algo.surrogates import compute_cispo_loss
 
     clips = args.eps_clip, args.eps_clip_high
     return compute_cispo_loss(ppo_kl, log_probs, t["advantages"], *clips)

@@ -1,4 +1,4 @@
-"""PPO (1707.06347): known by name, and an error until there is a critic (see `slime.algo.advantage.gae`)."""
+"""PPO (1707.06347): known by name, and an error until there is a critic (see `slime.algo.returns.gae`)."""
 
 from slime.algo.estimators.record import CLIPPED, Estimator
 

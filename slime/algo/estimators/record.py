@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slime.algo.policy_loss import TokenColumns
+    from slime.algo.token_columns import TokenColumns
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def same_for_all_tokens(args: Any, reward: float, mask: Tensor, kl: Tensor) -> T
 
 
 def _clipped(args: Any, t: TokenColumns, log_probs: Tensor, ppo_kl: Tensor) -> tuple[Tensor, Tensor]:
-    from slime.algo.ppo import compute_policy_loss
+    from slime.algo.surrogates import compute_policy_loss
 
     clips = args.eps_clip, args.eps_clip_high, args.eps_clip_c
     return compute_policy_loss(ppo_kl, t["advantages"], *clips)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _discounted(args: Any, reward: float, mask: Tensor, kl: Tensor) -> Tensor:
-    from slime.algo.advantage import discounted_returns
+    from slime.algo.returns import discounted_returns
 
     return discounted_returns(reward, mask, kl, kl_coef=args.kl_coef, gamma=args.gamma)
 

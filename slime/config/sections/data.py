@@ -26,7 +26,9 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = flag(  # noqa: RUF009 (flag copies the default)
         {}, "keyword arguments of the chat template, as a JSON object"
     )
-    num_rollout: int | None = flag(None, "number of rollouts to run", range=COUNT)
+    num_rollout: int | None = flag(
+        None, "number of rollouts to run; 0 with --eval-interval evaluates once", range=COUNT_OR_ZERO
+    )
     num_epoch: int | None = flag(
         None, "number of passes over the prompts; used if --num-rollout is not given", range=COUNT
     )
@@ -38,7 +40,8 @@ class DataConfig:
     )
     start_rollout_id: int | None = flag(
         None,
-        "number of the first rollout (default: the one after the loaded checkpoint)",
+        "number of the first rollout (default: the one after the loaded checkpoint); a command that resumes "
+        "from its own --save continues after its newest checkpoint",
         range=COUNT_OR_ZERO,
     )
     rollout_batch_size: int | None = flag(None, "number of prompts per rollout", range=COUNT)

@@ -43,6 +43,17 @@ def call_dynamic_filter(
     return DynamicFilterOutput(keep=bool(output))
 
 
+def should_drop_dynamic_filter_output(
+    output: DynamicFilterOutput, remaining_batch_size: int, target_data_size: int
+) -> bool:
+    """Whether a rollout drops the group of `output`.
+
+    `remaining_batch_size`: the groups that are kept or may still be kept, with this one. A rejected group with
+    `keep_when_insufficient` stays if dropping it would leave fewer than `target_data_size`.
+    """
+    return not (output.keep or (output.keep_when_insufficient and remaining_batch_size <= target_data_size))
+
+
 class MetricGatherer:
     """Counts the groups that filters drop, by reason, under the names of metrics."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,17 @@ from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.types import Sample
 
 
-def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(
+    args: Any, samples: Sequence[Sample | list[Sample]], **kwargs: Any
+) -> DynamicFilterOutput:
     """Drop a group whose rewards are all equal, because its advantages are 0.
 
     Keeps the group if `rewards.std() > 1e-6` (unbiased). A group of one sample has no deviation and is dropped.
     The reason is zero_std_{reward}, with one decimal, so the metrics count too easy and too hard prompts
-    separately.
+    separately. A list in the place of a sample is one trajectory in parts, which share the reward of the first part.
     """
-    rewards = [sample.get_reward_value(args) for sample in samples]
+    firsts = [sample[0] if isinstance(sample, list) else sample for sample in samples]
+    rewards = [sample.get_reward_value(args) for sample in firsts]
     # The advantages use the same group statistics. In float64, equal rewards are equal to their mean.
     group = torch.zeros(len(rewards), dtype=torch.int64)
     centred = rl_kernel.group_advantage(
@@ -26,11 +30,11 @@ def check_reward_nonzero_std(args: Any, samples: list[Sample], **kwargs: Any) ->
     )
     if len(rewards) > 1 and centred.square().sum().div(len(rewards) - 1).sqrt() > 1e-6:
         return DynamicFilterOutput(keep=True)
-    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1) + 0.0}")
 
 
 def check_reward_nonzero_std_with_fallback(
-    args: Any, samples: list[Sample], **kwargs: Any
+    args: Any, samples: Sequence[Sample | list[Sample]], **kwargs: Any
 ) -> DynamicFilterOutput:
     """`check_reward_nonzero_std`, but keep a group without deviation if the rollout would need more prompts."""
     output = check_reward_nonzero_std(args, samples, **kwargs)

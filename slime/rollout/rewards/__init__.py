@@ -15,6 +15,8 @@ import numbers
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from slime.hooks import load_function
 from slime.rollout.rewards.dapo import dapo_reward
 from slime.rollout.rewards.deepscaler import deepscaler_reward
@@ -26,7 +28,7 @@ from slime.rollout.rewards.random_uniform import random_reward
 from slime.rollout.rewards.remote import remote_reward
 from slime.rollout.rewards.special_tokens import answer_text
 from slime.rollout.rewards.text import extract_answer, without_special_text
-from slime.rollout.user_code import is_cancelled, slow_is_logged
+from slime.rollout.user_code import is_cancelled, remedy, slow_is_logged
 from slime.types import Sample
 
 Reward = float | dict[str, Any]
@@ -124,7 +126,7 @@ async def _call(border: str, function: Callable[..., Any], *arguments: Any, **kw
 def _checked(args: Any, reward: Any) -> Reward:
     """A finite number as float, or a dict with a finite `--reward-key` entry. No NaN reaches training."""
     value = reward.get(getattr(args, "reward_key", None), 0.0) if isinstance(reward, dict) else reward
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if not isinstance(value, numbers.Real | np.bool_) or not math.isfinite(value):
         kind = type(value).__name__
         raise ValueError(f"a reward must be a finite number or a dict of them, got {value!r} of type {kind}")
     return reward if isinstance(reward, dict) else float(reward)
@@ -160,7 +162,7 @@ def _naming(sample: Sample, name: Any, of: str = "") -> Iterator[None]:
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
         what = str(error) if kind is ValueError else f"{type(error).__name__}: {error}"
         where = f"{of}sample {sample.index} of group {sample.group_index}"
-        raise kind(f"reward {name} failed for {where}: {what}") from error
+        raise kind(f"reward {name} failed for {where}: {what}{remedy(error)}") from error
 
 
 def _unknown_type(name: Any, flag: str) -> str:

@@ -8,14 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from slime.rollout.rewards.math_boxed import grade_answer_verl
+from slime.rollout.rewards.text import expected_answer
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> float:
     """1.0 if the final part of `response` boxes the answer of `label`, else 0.0.
 
     The final part follows the last `</think>`, or else the last `###Response`. A response with neither has not
-    finished thinking, and its reward is 0.0. For a model that does not think, use `--rm-type math`.
+    finished thinking, and its reward is 0.0. For a model that does not think, use `--rm-type math`. An empty label has
+    reward 0.0, as in slime; `--rm-type deepscaler` does not take it.
     """
+    if label == "":
+        return 0.0
     _, marker, final = response.rpartition("</think>")
     if not marker:
         _, marker, final = response.rpartition("###Response")
@@ -23,5 +27,6 @@ def get_deepscaler_rule_based_reward(response: str, label: Any) -> float:
 
 
 def deepscaler_reward(response: str, label: Any, metadata: dict[str, Any]) -> float:
-    """1.0 or 0.0."""
+    """1.0 or 0.0. ValueError if the label has no answer."""
+    expected_answer(label)
     return get_deepscaler_rule_based_reward(response, label)

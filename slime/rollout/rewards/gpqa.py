@@ -14,6 +14,9 @@ from typing import Any
 
 from slime.rollout.rewards.text import after_thinking, extract_answer, without_special_text
 
+DEFAULT_VALID_LETTERS = list(string.ascii_uppercase[:10])
+"""The letters of a question whose metadata give neither choices nor letters."""
+
 # What may stand around a letter: brackets, emphasis, quotes, math mode, a text command.
 _OPENING = r"(?:[\s*_(\[{$\"'`]|\\\(|\\(?:text|textbf|mathrm|mathbf|boxed)\{)*"
 _CLOSING = r"(?:[)\]}*_$\"'`]|\\\))*"
@@ -79,14 +82,16 @@ def _words(text: Any) -> str:
     return " ".join(re.findall(r"[a-z0-9]+", str(text).lower()))
 
 
-def chosen_letter(response: str, valid_letters: Collection[str]) -> str | None:
-    """The letter that the response gives after its thinking, or None.
+def chosen_letter(response: str | None, valid_letters: Collection[str]) -> str | None:
+    """The letter that the response gives after its thinking, or None; None for no response, too.
 
     Searched in this order: a boxed letter, the last stated letter ("the answer is (C)"), the last letter alone on a
     line, the last letter that is mentioned. A letter that the response denies ("not C", "C is wrong") does not count,
     and a response that states two ("A or B") states none.
     """
-    text = unicodedata.normalize("NFKC", after_thinking(without_special_text(response))).replace("’", "'")
+    text = unicodedata.normalize("NFKC", after_thinking(without_special_text(response or ""))).replace(
+        "’", "'"
+    )
     boxed = _BOX_DRESS.sub("", extract_answer(text) or "").upper()
     if boxed and boxed in valid_letters:
         return boxed
@@ -131,7 +136,7 @@ def _options(metadata: dict[str, Any]) -> dict[str, str]:
     if isinstance(choices, dict):
         letters = letters or [str(key).strip().upper() for key in choices]
         choices = list(choices.values())
-    letters = letters or list(string.ascii_uppercase[: len(choices) or 10])
+    letters = letters or (list(string.ascii_uppercase[: len(choices)]) if choices else DEFAULT_VALID_LETTERS)
     texts = [str(choice) for choice in choices] or [""] * len(letters)
     if len(texts) != len(letters):
         raise ValueError(
@@ -155,7 +160,7 @@ def _correct_letter(label: Any, metadata: dict[str, Any], options: dict[str, str
     return next(same_text, None)
 
 
-def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | None = None) -> float:
+def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, Any] | None = None) -> float:
     """1.0 for the right letter, 0.0 for another letter.
 
     A response without a letter gets 1.0 if it contains the text of the right choice and of no other choice.
@@ -174,7 +179,7 @@ def compute_gpqa_reward(response: str, label: Any, metadata: dict[str, Any] | No
             f"label must name the right choice (a letter, its index, or its text), got {label!r}; "
             "check --label-key, or set correct_letter in the metadata"
         )
-    said = f" {_words(after_thinking(response))} "
+    said = f" {_words(after_thinking(response or ''))} "
     wrong = [_words(choice) for choice in options.values() if choice and _words(choice) != right]
     return float(bool(right) and f" {right} " in said and not any(f" {choice} " in said for choice in wrong))
 
@@ -184,13 +189,10 @@ def check_label(label: Any, metadata: dict[str, Any]) -> None:
     options = _options(metadata)
     given = label if label is not None else metadata.get("correct_answer")
     known = metadata.get("choices") or metadata.get("valid_letters")
-    usable = (
-        isinstance(given, str | int | float)
-        and not isinstance(given, bool)
-        and given == given
-        and _words(given)
-    )
-    if _correct_letter(label, metadata, options) is None and (known or not usable):
+    named = isinstance(metadata.get("correct_letter"), str)
+    typed = isinstance(given, str | int | float) and not isinstance(given, bool) and given == given
+    usable = typed and _words(given)
+    if (_correct_letter(label, metadata, options) is None and (known or not usable)) or not (typed or named):
         raise ValueError(
             f"label must name the right choice (a letter, its index, or its text), got {label!r:.80} for "
             f"{list(options)}; check --label-key, or set correct_letter in the metadata"

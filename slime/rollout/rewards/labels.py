@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slime.rollout.rewards import REWARD_NAMES
 from slime.rollout.rewards.f1 import check_label as f1_label
 from slime.rollout.rewards.gpqa import check_label as gpqa_label
 from slime.rollout.rewards.gsm8k import label_number
@@ -28,13 +29,17 @@ class LabelCheck:
     """ValueError for a label that the reward of its row cannot use. `rm_type`: the reward of rows without their own.
 
     `always`: the row's own `metadata["rm_type"]` does not count, as for a dataset of --eval-config with a reward.
+    `names`: that of a row must be a built-in reward, because no function of the user could score it.
     """
 
     rm_type: str | None
     always: bool = False
+    names: bool = True
 
     def __call__(self, label: Any, metadata: dict[str, Any]) -> None:
         own = None if self.always else metadata.get("rm_type")
+        if own and self.names and own not in REWARD_NAMES:
+            raise ValueError(f"metadata rm_type must be one of {', '.join(REWARD_NAMES)}, got {own!r}")
         check = _CHECKS.get(str(own or self.rm_type).removeprefix("boxed_"))
         if check is not None:
             check(label, metadata)
@@ -49,6 +54,7 @@ def label_check(args: Any, label_key: str | None, rm_type: str | None = None) ->
     if getattr(args, "custom_rm_path", None):
         return None
     hooks = ("custom_generate_function_path", "rollout_sample_hook_path")
-    if label_key is None and any(getattr(args, name, None) for name in hooks):
+    hooked = any(getattr(args, name, None) for name in hooks)
+    if label_key is None and hooked:
         return None
-    return LabelCheck(rm_type or getattr(args, "rm_type", None), always=rm_type is not None)
+    return LabelCheck(rm_type or getattr(args, "rm_type", None), always=rm_type is not None, names=not hooked)

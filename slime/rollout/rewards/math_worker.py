@@ -82,7 +82,7 @@ def compare(gold: Any, answer: Any, decimal: bool) -> bool:
 
 
 def main(cpu_limit_s: int) -> None:
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output that a library prints must not reach the protocol
     import math_verify  # noqa: F401  its import takes a second, before "ready"
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from slime.config.schema import Flags
 from slime.types import Sample
 
 _MAX_CONNECTIONS = 64
@@ -41,7 +42,8 @@ async def remote_reward(args: Any, sample: Sample) -> float | dict[str, Any]:
     loop = asyncio.get_running_loop()
     slot = _slots.setdefault(loop, asyncio.Semaphore(_MAX_CONNECTIONS))
     async with slot, aiohttp.ClientSession() as session:
-        deadline = loop.time() + args.rollout_deadline_s
+        limit = Flags(args).rollout_deadline_s
+        deadline = loop.time() + limit
         attempt = 0
         while True:
             attempt += 1
@@ -54,7 +56,7 @@ async def remote_reward(args: Any, sample: Sample) -> float | dict[str, Any]:
                 if loop.time() + pause_s >= deadline:
                     raise TimeoutError(
                         f"--rm-url {shown} must answer within --rollout-deadline-s "
-                        f"{args.rollout_deadline_s:g}, got no reward in {attempt} attempts; "
+                        f"{limit:g}, got no reward in {attempt} attempts; "
                         f"the last one ended in {type(error).__name__}: {error}"
                     ) from error
             await asyncio.sleep(pause_s)

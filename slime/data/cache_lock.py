@@ -1,0 +1,78 @@
+"""The locks that `datasets` takes in its cache, with two differences: a wait is said, and it ends.
+
+Where flock works, the kernel frees the lock of a process that has ended. Elsewhere the lock is a file (see
+slime.soft_lock), which a process on another host may have left behind: `datasets` would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from slime.soft_lock import has_flock, holder
+
+_SAY_EVERY_S = 10.0
+_LIMIT_S = 300.0
+"""For a lock file whose process cannot be looked at. A copy of a large data set takes minutes."""
+
+
+class CacheLock:
+    """`with CacheLock(path):` as `datasets` uses its FileLock. ValueError for a lock file that may be a left one."""
+
+    def __init__(self, path: str) -> None:
+        from datasets.utils._filelock import FileLock
+        from filelock import BaseFileLock, SoftFileLock
+
+        lock: BaseFileLock = FileLock(path, timeout=_SAY_EVERY_S)
+        self._soft = not has_flock(Path(lock.lock_file).parent)
+        if self._soft:
+            lock = SoftFileLock(lock.lock_file, timeout=_SAY_EVERY_S)
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        from filelock import Timeout
+
+        began = time.monotonic()
+        while True:
+            try:
+                self._lock.acquire()
+                return
+            except Timeout:
+                self._say(time.monotonic() - began)
+
+    def _say(self, waited_s: float) -> None:
+        file = self._lock.lock_file
+        who, is_seen = holder(file) if self._soft else ("another process", True)
+        if not is_seen and waited_s >= _LIMIT_S:
+            raise ValueError(
+                f"HF_DATASETS_CACHE must have no lock of a process that has ended, got {file} of {who} for "
+                f"{waited_s:.0f} s, on a file system without flock; remove this file if that process has ended, or set "
+                "HF_DATASETS_CACHE to a folder of this host"
+            )
+        print(
+            f"note: waiting for {who}, which has had the lock {file} for {waited_s:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+@contextmanager
+def cache_locks() -> Iterator[None]:
+    """`datasets` takes these locks while it builds a table."""
+    from datasets import builder
+
+    before = builder.FileLock
+    builder.FileLock = CacheLock
+    try:
+        yield
+    finally:
+        builder.FileLock = before

@@ -1,0 +1,53 @@
+"""What the processes of a run import from: installed packages, the folder of these packages, and PYTHONPATH.
+
+The folder where the user starts a run is not among them. A file `random.py` there would replace Python's module, and
+code in a folder `vllm` there would run with the run's key in its environment. Imports nothing but `os` and `sys`, which
+Python has loaded by then: the command looks here first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+
+VARIABLE = "PYTHONPATH"
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Keeps the current folder and the folder of the script off the path of a child and of what that starts."""
+UTF8 = {"PYTHONUTF8": "1"}
+"""A child reads text as UTF-8 under any locale, also where a library opens a file without an encoding."""
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def entries(environ: Mapping[str, str]) -> list[str]:
+    """The folders of PYTHONPATH as absolute paths. An empty entry, as in `PYTHONPATH=/a:$PYTHONPATH` where nothing was
+    set before, means the current folder to Python; nobody asks for that."""
+    return [os.path.abspath(entry) for entry in environ.get(VARIABLE, "").split(os.pathsep) if entry]
+
+
+def leave_current_folder(path: list[str], environ: MutableMapping[str, str]) -> None:
+    """Take the current folder off `path` (sys.path) and out of an empty entry of PYTHONPATH.
+
+    The folder of these packages stays, and so does a folder that PYTHONPATH names.
+    """
+    named = entries(environ)
+    try:
+        here = os.getcwd()
+    except OSError:  # the folder was removed
+        here = ""
+    if here not in (ROOT, *named):
+        path[:] = [entry for entry in path if entry not in ("", here)]
+    if VARIABLE in environ:
+        environ[VARIABLE] = os.pathsep.join(named)
+
+
+def of_workers(environ: Mapping[str, str]) -> list[str]:
+    """What goes first on the path of a worker on any host: these packages if not installed, and PYTHONPATH."""
+    installed = os.path.basename(ROOT) in ("site-packages", "dist-packages")
+    return [*([] if installed else [ROOT]), *entries(environ)]
+
+
+def in_current_folder(module: str) -> bool:
+    """Whether the current folder has this module, which is then left aside."""
+    name = module.partition(".")[0]
+    return os.getcwd() not in sys.path and (os.path.isfile(f"{name}.py") or os.path.isdir(name))

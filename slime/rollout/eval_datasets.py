@@ -1,0 +1,310 @@
+"""Evaluation datasets: --eval-config and --eval-prompt-data -> checked settings and prompts.
+
+The first value found counts: the dataset's entry in --eval-config, the `defaults` there, the --eval-* flags,
+the training flags. `null` in the file means none where none is a value (_NULLABLE), else that the key is not given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from slime.config.fields import NEAR
+from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
+from slime.config.schema import Flags
+from slime.data.prompts import Context, Prompts, load_prompts, prompt_limit
+from slime.data.rows import Columns
+from slime.hf_config import read_hf_config
+from slime.hooks import load_function
+from slime.rollout import sampling
+from slime.rollout.rewards import REWARD_NAMES
+from slime.rollout.rewards.labels import LabelCheck, label_check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slime.config import Config
+
+
+@dataclass(frozen=True)
+class EvalDatasetConfig:
+    """One evaluation dataset with all its settings. Lengths are in tokens."""
+
+    name: str
+    path: str
+    n_samples_per_eval_prompt: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_response_len: int | None = None
+    max_prompt_len: int | None = None
+    max_context_len: int | None = None
+    min_new_tokens: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    input_key: str = "input"
+    label_key: str | None = None
+    tool_key: str | None = "tools"
+    metadata_key: str = "metadata"
+    apply_chat_template: bool = False
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    custom_generate_function_path: str | None = None
+    metadata_overrides: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Other keys. Each is an attribute, for functions of the user; sampling parameters also go to the engine."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in (extra := vars(self).get("extra", {})):
+            return extra[name]
+        raise AttributeError(f"the evaluation dataset has no setting {name!r}")
+
+
+_SETTINGS = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig)) - {"name", "path", "extra"}
+_NULLABLE = frozenset(f.name for f in dataclasses.fields(EvalDatasetConfig) if f.default is None) | {
+    "tool_key"
+}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+_NUMBERS: dict[str, Range] = {
+    "n_samples_per_eval_prompt": COUNT,
+    "temperature": TEMPERATURE_OR_GREEDY,
+    "top_p": FRACTION,
+    "top_k": TOP_K,
+    "max_response_len": COUNT,
+    "max_prompt_len": COUNT,
+    "max_context_len": COUNT,
+    "min_new_tokens": COUNT_OR_ZERO,
+}
+_REALS = ("temperature", "top_p")
+_OTHERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **{name: sampling.RULES[name] for name in ("stop", "stop_token_ids")},
+    "apply_chat_template": ("be true or false", lambda value: isinstance(value, bool)),
+    "apply_chat_template_kwargs": ("be a mapping from names", _is_record),
+    "metadata_overrides": ("be a mapping from names", _is_record),
+}
+"""Setting -> (what its value must be, whether a value is that). All settings in neither table are texts."""
+
+# Setting -> the flags that give its default, in order.
+_FALLBACKS = {
+    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
+    "temperature": ("eval_temperature", "rollout_temperature"),
+    "top_p": ("eval_top_p", "rollout_top_p"),
+    "top_k": ("eval_top_k", "rollout_top_k"),
+    "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
+    "max_prompt_len": ("eval_max_prompt_len", "rollout_max_prompt_len"),
+    "max_context_len": ("eval_max_context_len", "rollout_max_context_len"),
+    "min_new_tokens": ("eval_min_new_tokens",),
+    "stop": ("rollout_stop",),
+    "stop_token_ids": ("rollout_stop_token_ids",),
+    "input_key": ("eval_input_key", "input_key"),
+    "label_key": ("eval_label_key", "label_key"),
+    "tool_key": ("eval_tool_key", "tool_key"),
+    "metadata_key": ("metadata_key",),
+    "apply_chat_template": ("apply_chat_template",),
+    "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
+}
+
+
+def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
+    """The datasets of --eval-config (a YAML file), else of --eval-prompt-data (name path pairs), else none.
+
+    The file holds `datasets`, a list or a mapping from names, and optionally `defaults`. Both are at the top
+    level or under `eval`.
+    """
+    if args.eval_config is None:
+        pairs = list(args.eval_prompt_data or [])
+        if len(pairs) % 2:
+            raise ValueError(
+                f"--eval-prompt-data must be pairs of name and path, got {len(pairs)} words: {pairs}"
+            )
+        raw = [{"name": name, "path": path} for name, path in zip(pairs[::2], pairs[1::2], strict=True)]
+        return build_eval_dataset_configs(args, raw, {})
+    path = Path(args.eval_config)
+    if not path.is_file():
+        raise ValueError(f"--eval-config must name an existing file, got {path}; check the path")
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--eval-config must be YAML, got {path}: {error}; fix the file") from error
+    if isinstance(config, dict):
+        config = config.get("eval", config)
+    if not isinstance(config, dict) or not config.get("datasets"):
+        raise ValueError(
+            f"--eval-config must hold a `datasets` entry, got none in {path}; list name and path there"
+        )
+    if unknown := sorted(map(str, set(config) - {"datasets", "defaults"})):
+        raise ValueError(
+            f"--eval-config must hold `datasets` and `defaults` only, got {unknown} in {path}; rename them"
+        )
+    datasets = config["datasets"]
+    if isinstance(datasets, dict):
+        datasets = [
+            {"name": name, **settings} if isinstance(settings, dict) else settings
+            for name, settings in datasets.items()
+        ]
+    configs = build_eval_dataset_configs(args, datasets, config.get("defaults") or {})
+    for one in configs:
+        _check_lengths(f"dataset {one.name!r}", one)
+    return configs
+
+
+def build_eval_dataset_configs(
+    args: Any, raw_config: list[dict[str, Any]], defaults: dict[str, Any]
+) -> list[EvalDatasetConfig]:
+    """Resolve the settings of each entry. An unknown key becomes an attribute of its record. ValueError, with dataset
+    and key, for a key that is spelled nearly as a setting, for missing and wrong settings, and for duplicate names."""
+    if not isinstance(raw_config, list) or not all(isinstance(e, dict) for e in (*raw_config, defaults)):
+        raise ValueError(
+            "--eval-config must hold `datasets` as a list or mapping of settings, and `defaults` as settings, got "
+            f"{raw_config!r:.200} and {defaults!r:.80}; write `datasets: [{{name: NAME, path: FILE}}]`"
+        )
+    configs, flags = [], Flags(args)
+    _require_no_typing_error("defaults", defaults, _SETTINGS)
+    for entry in raw_config:
+        if not _is_text(entry.get("name")) or not _is_text(entry.get("path")):
+            raise ValueError(
+                f"--eval-config must give every dataset a name and a path, got {entry}; write both as texts"
+            )
+        where = f"dataset {entry['name']!r}"
+        _require_no_typing_error(where, entry, _SETTINGS | {"name", "path"})
+        settings = {}
+        for setting, names in _FALLBACKS.items():
+            values = [getattr(flags, name) for name in names]
+            settings[setting] = next((value for value in values if value is not None), None)
+        given = {k: v for k, v in {**defaults, **entry}.items() if v is not None or k in _NULLABLE}
+        extra = {key: given.pop(key) for key in sorted(given.keys() - _SETTINGS - {"name", "path"})}
+        for key, value in (given | extra).items():
+            _check_setting(where, key, value)
+        config = EvalDatasetConfig(**{**settings, **given}, extra=extra)
+        _check_dataset(args, where, config)
+        configs.append(config)
+    names = [config.name for config in configs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"evaluation datasets must have different names, got {twice} more than once")
+    return configs
+
+
+def _require_no_typing_error(where: str, settings: dict[str, Any], known: frozenset[str]) -> None:
+    """Keys that are no settings are for the user's functions, but not one that is spelled nearly as a setting."""
+    for key in settings:
+        near = difflib.get_close_matches(str(key), known | sampling.RULES.keys(), n=1, cutoff=NEAR)
+        misplaced = key in ("name", "path") and key not in known
+        if not isinstance(key, str) or misplaced or (near and near[0] != key):
+            hint = f"did you mean {near[0]}?" if near else "rename it, or write it as a text of a dataset"
+            raise ValueError(f"--eval-config: {where} must have known settings, got {key!r}; {hint}")
+
+
+def _check_setting(where: str, key: str, value: Any) -> None:
+    """ValueError for a value of a wrong type or out of range."""
+    if value is None:
+        return
+    problem = None
+    if key in _NUMBERS:
+        kinds: type | UnionType = int | float if key in _REALS else int
+        right = isinstance(value, kinds) and not isinstance(value, bool)
+        if not right:
+            problem = "be a number" if key in _REALS else "be a whole number"
+        else:
+            problem = _NUMBERS[key].problem(value)
+    elif key in sampling.RULES and key not in _SETTINGS:
+        rule, fits = sampling.RULES[key]
+        problem = None if fits(value) else rule
+    elif key in _SETTINGS or key in ("name", "path"):
+        rule, fits = _OTHERS.get(key, ("be a text", _is_text))
+        problem = None if fits(value) else rule
+    if problem:
+        raise ValueError(
+            f"--eval-config: {key} of {where} must {problem}, got {value!r:.80} ({type(value).__name__}); fix the file"
+        )
+
+
+def _check_dataset(args: Any, where: str, config: EvalDatasetConfig) -> None:
+    """ValueError for a reward or a function that is not there."""
+    rewards = {
+        "rm_type": config.rm_type,
+        "rm_type in metadata_overrides": config.metadata_overrides.get("rm_type"),
+    }
+    own = config.custom_rm_path or getattr(args, "custom_rm_path", None)  # knows its own names
+    for key, name in rewards.items() if not own else ():
+        if name is not None and name not in REWARD_NAMES:
+            near = difflib.get_close_matches(str(name), REWARD_NAMES, n=1)
+            hint = f"did you mean {near[0]}?" if near else "name a function with custom_rm_path"
+            raise ValueError(
+                f"--eval-config: {key} of {where} must be one of {', '.join(REWARD_NAMES)}, got {name!r}; {hint}"
+            )
+        if name == "remote_rm" and getattr(args, "rm_url", None) is None:
+            raise ValueError(
+                f"--rm-url must be given with {key} remote_rm of {where}, got none; give its address"
+            )
+    for key in ("custom_rm_path", "custom_generate_function_path"):
+        if path := getattr(config, key):
+            load_function(path, f"--eval-config: {key} of {where}")
+
+
+def _check_lengths(where: str, config: EvalDatasetConfig) -> None:
+    """ValueError for lengths that leave no response."""
+    if config.max_response_len is None and config.max_context_len is None:
+        raise ValueError(
+            f"--eval-config: max_response_len of {where} must be a number, got none; or give max_context_len"
+        )
+    if config.max_response_len is not None and (config.min_new_tokens or 0) > config.max_response_len:
+        raise ValueError(
+            f"--eval-config: min_new_tokens of {where} must be at most max_response_len {config.max_response_len}, got "
+            f"{config.min_new_tokens}; lower it"
+        )
+
+
+def check_evaluation(c: Config) -> None:
+    """ValueError for a wrong setting of an evaluation dataset: a rule of a run's start."""
+    resolve_eval_datasets(c.namespace())
+
+
+def read_eval_prompts(
+    args: Any,
+    config: EvalDatasetConfig,
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    *,
+    most_bytes: int | None = None,
+) -> Prompts:
+    """The prompts of a dataset, checked. ValueError with file and line for a wrong one. `most_bytes`: see
+    `load_prompts`."""
+    longest = (
+        read_hf_config(args.hf_checkpoint).get("max_position_embeddings") if args.hf_checkpoint else None
+    )
+    limit = prompt_limit(config.max_prompt_len, config.max_context_len)
+    return load_prompts(
+        config.path,
+        Columns(**{f.name: getattr(config, f.name) for f in dataclasses.fields(Columns)}),
+        tokenizer=tokenizer() if config.apply_chat_template or limit is not None else None,
+        max_prompt_len=limit,
+        flag="--eval-prompt-data" if args.eval_config is None else "--eval-config",
+        limit_flag="--eval-max-prompt-len",
+        context=Context(longest, tokenizer) if args.hf_checkpoint else None,
+        check_label=eval_label_check(args, config),
+        most_bytes=most_bytes,
+    )
+
+
+def eval_label_check(args: Any, config: EvalDatasetConfig) -> LabelCheck | None:
+    """The check of a dataset's labels, for the reward that scores them."""
+    reward = config.rm_type or config.metadata_overrides.get("rm_type")
+    if config.custom_rm_path or (config.custom_generate_function_path and config.label_key is None):
+        return None
+    return label_check(args, config.label_key, reward)

@@ -1,0 +1,153 @@
+"""Names, keywords and defaults that plug-ins of slime rely on, by what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rollout_double import ListSource, make_args, make_state
+
+from slime.config import Flags
+from slime.rollout import generate, sglang_rollout, vllm_rollout
+from slime.rollout.eval_datasets import build_eval_dataset_configs
+from slime.rollout.evaluation import _sampling_params
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput, should_drop_dynamic_filter_output
+from slime.rollout.filter_hub.dynamic_sampling_filters import check_reward_nonzero_std
+from slime.rollout.rewards.deepscaler import deepscaler_reward
+from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
+from slime.rollout.rm_hub.gpqa import DEFAULT_VALID_LETTERS, compute_gpqa_reward
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.types import Sample
+from slime.utils.data import _parse_generalized_path
+from slime.utils.ppo_utils import chunked_discounted_returns, get_reinforce_plus_plus_returns
+
+
+@pytest.mark.parametrize(
+    ("keep", "fallback", "left", "dropped"),
+    [(True, False, 9, False), (False, False, 1, True), (False, True, 3, True), (False, True, 2, False)],
+)
+def test_a_rejected_group_stays_only_where_it_is_needed(keep, fallback, left, dropped):
+    output = DynamicFilterOutput(keep, keep_when_insufficient=fallback)
+    assert should_drop_dynamic_filter_output(output, left, target_data_size=2) is dropped
+
+
+def test_the_filter_takes_trajectories_in_parts():
+    def group(*rewards):
+        return [[Sample(reward=r), Sample(reward=r)] for r in rewards]
+
+    args = SimpleNamespace()
+    assert check_reward_nonzero_std(args, group(0.0, 1.0)).keep
+    assert check_reward_nonzero_std(args, group(0.5, 0.5)) == DynamicFilterOutput(False, "zero_std_0.5")
+
+
+def test_discounted_returns_by_hand():
+    rewards = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64)
+    returns = chunked_discounted_returns(rewards, 0.5)
+    assert returns.tolist() == [[3.0, 4.0, 4.0]] and returns.dtype == torch.float64
+    assert rewards.tolist() == [[1.0, 2.0, 4.0]]  # not changed in place
+    assert chunked_discounted_returns(rewards.bfloat16(), 0.5).dtype == torch.bfloat16
+    (found,) = get_reinforce_plus_plus_returns(
+        torch.tensor([2.0]),
+        [torch.tensor([1.0, 1.0, 8.0])],
+        [torch.tensor([1.0, 1.0, 0.0])],
+        [3],
+        [5],
+        0.5,
+        0.5,
+    )
+    assert found.tolist() == [0.25, 1.5, 0.0]  # the reward at the last trained token, -0.5 per trained token
+
+
+def test_small_helpers_of_rewards_and_files():
+    assert "".join(DEFAULT_VALID_LETTERS) == "ABCDEFGHIJ" and compute_gpqa_reward(None, "A") == 0.0
+    assert get_deepscaler_rule_based_reward(r"</think>\boxed{4}", "") == 0.0
+    with pytest.raises(ValueError, match="label must hold an answer, got ''"):
+        deepscaler_reward(r"</think>\boxed{4}", "", {})
+    assert _parse_generalized_path("a.jsonl@[-3:]") == ("a.jsonl", slice(-3, None))
+    assert _parse_generalized_path("a.jsonl") == ("a.jsonl", None)
+
+
+def note(args, sample, *, mine, evaluation):
+    sample.metadata["seen"] = (mine, evaluation)
+
+
+def wrong(args, sample):
+    return 3
+
+
+def test_hooks_get_other_keywords_and_lists_keep_their_shape():
+    args = SimpleNamespace(rollout_sample_hook_path=["test_plug_in_names.note"])
+    groups = [[Sample(index=0)], [Sample(index=1), Sample(index=2)]]
+    found = asyncio.run(apply_rollout_sample_hooks(args, groups, evaluation=True, mine=5, other=6))
+    assert [[s.index for s in group] for group in found] == [[0], [1, 2]]
+    assert all(s.metadata["seen"] == (5, True) for group in found for s in group)
+    args.rollout_sample_hook_path = ["test_plug_in_names.wrong"]
+    with pytest.raises(TypeError, match="must return a sample, got int"):
+        asyncio.run(apply_rollout_sample_hooks(args, groups))
+    assert asyncio.run(apply_rollout_sample_hooks(SimpleNamespace(), groups)) == groups  # no hooks
+
+
+def test_a_function_that_is_replaced_is_the_one_that_runs(monkeypatch):
+    """As slime's plug-ins and their tests do it: on the module under slime's name."""
+    args = make_args(custom_rm_path="test_plug_ins.length_reward")
+    state = make_state(args)
+
+    async def mine(args, sample, sampling_params):
+        sample.tokens, sample.response_length, sample.response = [1, 2], 1, "mine"
+        sample.rollout_log_probs, sample.status = [-0.5], Sample.Status.COMPLETED
+        return sample
+
+    own = generate.generate
+    monkeypatch.setattr(sglang_rollout, "generate", mine)
+    output = sglang_rollout.generate_rollout(args, 0, ListSource(args, ["q", "r"]))
+    assert [s.response for group in output.samples for s in group] == ["mine"] * 4 and not state.engine.calls
+    monkeypatch.undo()
+    assert generate.generate is own and vllm_rollout.generate is own
+
+
+async def custom(args, sample, sampling_params):
+    sample.response, sample.status, sample.reward = "custom", Sample.Status.COMPLETED, 1.0
+    return sample
+
+
+def test_arguments_of_a_plug_in_get_the_defaults_of_flags():
+    make_state(make_args())  # the run's own, which `args` below do not have
+    args = SimpleNamespace(custom_generate_function_path="test_plug_in_names.custom")
+    sample = asyncio.run(sglang_rollout.generate_and_rm(args, Sample(prompt="q"), {}, evaluation=True))
+    assert (sample.response, sample.reward) == ("custom", 1.0) and vars(args).keys() == {
+        "custom_generate_function_path"
+    }
+    plain = asyncio.run(
+        sglang_rollout.generate(SimpleNamespace(), Sample(prompt="q", index=0), {"max_new_tokens": 8})
+    )
+    assert plain.status is Sample.Status.COMPLETED and plain.response.startswith("abc")
+    flags = Flags(SimpleNamespace(rollout_seed=7))
+    assert (flags.rollout_seed, flags.rollout_deadline_s, flags.rollout_global_dataset) == (7, 600.0, True)
+    flags.rollout_sample_hook_path.append("x")
+    assert flags.rollout_sample_hook_path == []  # a default is not shared
+    with pytest.raises(AttributeError, match="no_such_flag"):
+        _ = flags.no_such_flag
+
+
+def test_other_keys_of_an_evaluation_dataset_reach_it():
+    entries = [{"name": "a", "path": "x.jsonl", "app": "mine"}, {"name": "b", "path": "y.jsonl"}]
+    args = SimpleNamespace(rollout_temperature=0.5)
+    first, second = build_eval_dataset_configs(args, entries, {"repetition_penalty": 1.05, "task_timeout": 9})
+    assert (first.app, first.task_timeout, first.repetition_penalty, first.temperature) == (
+        "mine",
+        9,
+        1.05,
+        0.5,
+    )
+    assert second.extra == {"repetition_penalty": 1.05, "task_timeout": 9}
+    assert copy.deepcopy(first) == pickle.loads(pickle.dumps(first)) == first
+    with pytest.raises(AttributeError, match="no setting 'app'"):
+        _ = second.app
+    params = _sampling_params(make_args(), first)
+    assert params["repetition_penalty"] == 1.05 and "app" not in params and "task_timeout" not in params
+    with pytest.raises(ValueError, match="known settings, got 'temperture'; did you mean temperature"):
+        build_eval_dataset_configs(args, entries, {"temperture": 0.7})

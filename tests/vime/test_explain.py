@@ -1,0 +1,56 @@
+"""`vime explain`: messages found by a part, by a whole line with values, and by misspelled words."""
+
+from __future__ import annotations
+
+import pytest
+
+from vime.cli import main
+from vime.explain import Entry, entries, search
+
+MESSAGES = [
+    Entry("--a-size must be at most --b, got … and …", "Lower it.", "x.py"),
+    Entry("engine … died and was restarted … times", "Look at its log.", "y.py"),
+    Entry("… must be …, got …", "The message says what is expected.", "z.py"),
+]
+
+
+def test_a_line_of_a_log_finds_its_message() -> None:
+    line = "vime train: --a-size must be at most --b, got 3 and 2; lower it"
+    assert [m.path for m in search(line, MESSAGES)] == ["x.py", "z.py"]
+    assert [m.path for m in search("engine 3 died and was restarted 4 times", MESSAGES)] == ["y.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [("restrated engine", "y.py"), ("a_size", "x.py"), ("b got", "x.py"), ("restart", "y.py")],
+)
+def test_words_find_a_message(words: str, path: str) -> None:
+    assert search(words, MESSAGES)[0].path == path
+
+
+def test_other_words_find_nothing() -> None:
+    assert search("flamingo", MESSAGES) == search("flamingo teapot engine-room", MESSAGES) == []
+
+
+def test_the_command_prints_a_message_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--bf16", "fp32", "combined"]) == 0
+    first = capsys.readouterr().out.splitlines()[:3]
+    assert first[0].startswith("--bf16, --fp16 and --fp32 must not be combined")
+    assert first[1:] == ["    Keep one of them.", "    raised in slime/rules/validate.py"]
+
+
+def test_the_command_fails_with_a_line_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "flamingo", "teapot"]) == 1
+    said = capsys.readouterr()
+    assert said.err == "vime explain: no message fits 'flamingo teapot'; try fewer words, such as a flag\n"
+    assert main(["explain"]) == 2 and "got none; give a part" in capsys.readouterr().err
+
+
+def test_every_message_finds_itself() -> None:
+    """By its own text, with a value in each place of one. A more general message may come after it."""
+    messages = [m for m in entries() if m.constant >= 12]
+    assert len(messages) > 400
+    lost = [
+        m.rule for m in messages if m.rule not in {f.rule for f in search(m.rule.replace("…", "7"), messages)}
+    ]
+    assert not lost

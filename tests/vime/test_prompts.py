@@ -1,0 +1,121 @@
+"""`vime plan` reads the prompts as `vime train` does before it starts anything: both refuse the same files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from config_cases import HF_CONFIG
+from rollout_double import make_tokenizer, write_lines
+
+from slime.rollout.eval_datasets import check_evaluation
+from vime import prompts as module
+from vime.backends import parse_config
+from vime.cli import main
+from vime.prompts import prompts, with_data
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+USER = {"role": "user", "content": "hi"}
+GOOD = {"prompt": [USER], "label": "1"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tokenizer = make_tokenizer(STRICT)
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": len(tokenizer)}))
+    return tmp_path / "model"
+
+
+def flags(model: Path, data: str, *more: str) -> list[str]:
+    words = (
+        f"--hf-checkpoint {model} --prompt-data {data} --input-key prompt --label-key label --rm-type math"
+    )
+    words += " --num-rollout 2 --rollout-batch-size 1 --n-samples-per-prompt 2 --rollout-max-response-len 8"
+    words += " --device cpu --actor-num-gpus-per-node 1 --rollout-num-gpus 1"
+    return [*words.split(), "--run-dir", str(model.parent / "run"), *more]
+
+
+@pytest.mark.parametrize("template", [True, False])
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**GOOD, "prompt": [USER, {"role": "tool", "content": "3"}]}, "the chat template must .*no tools"),
+        ({**GOOD, "prompt": [{"role": "user", "content": 5}]}, "the content of every message"),
+        ({**GOOD, "prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "every part of a message's"),
+        ({**GOOD, "prompt": "x \ud83d"}, "half of a surrogate pair"),
+        ({**GOOD, "label": ""}, "column 'label' must hold a label"),
+        ({**GOOD, "label": [1]}, "column 'label' must hold a label that the reward can use"),
+    ],
+)
+def test_plan_and_train_refuse_the_same_rows(model, tmp_path, capsys, template, row, message):
+    good, bad = write_lines(tmp_path / "g.jsonl", [GOOD]), write_lines(tmp_path / "d.jsonl", [GOOD, row])
+    chat = ["--apply-chat-template"] if template else []
+    evaluated = ["--eval-interval", "1", "--eval-prompt-data", "held", bad]
+    for words in (flags(model, bad, *chat), flags(model, good, *chat, *evaluated)):
+        config = parse_config(words)
+        with pytest.raises(ValueError, match=rf"d\.jsonl:2: .*{message}"):
+            with_data(config)
+        with pytest.raises(ValueError, match=rf"d\.jsonl:2: .*{message}"):
+            list(prompts(config))
+    assert main(["plan", *flags(model, bad, *chat)]) == 2
+    error = capsys.readouterr().err
+    assert "d.jsonl:2: " in error and "Traceback" not in error
+
+
+def test_lengths_are_those_of_train(model, tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "x" * n, "label": "1"} for n in (3, 300)])
+    config = parse_config(flags(model, data))
+    for read in (with_data, lambda c: list(prompts(c))):
+        with pytest.raises(ValueError, match="shorter than the model's context of 256 tokens"):
+            read(config)
+    assert list(prompts(parse_config(flags(model, data, "--rollout-max-prompt-len", "9")))) == [
+        f"{data}: 1 prompt = 1 rollouts an epoch"
+    ]
+
+
+def test_a_large_file_is_read_in_part_and_the_plan_says_so(model, tmp_path, monkeypatch):
+    rows = [{"prompt": "x" * 99, "label": "1"}] * 99 + [{"prompt": "", "label": "1"}]
+    data = write_lines(tmp_path / "d.jsonl", rows)
+    monkeypatch.setattr(module, "PLANNED_BYTES", 2000)
+    (line,) = prompts(parse_config(flags(model, data)))
+    assert line.startswith(f"{data}: 100 prompts = 100 rollouts an epoch; only the first 1")
+    assert line.endswith("were checked here (0 MiB), vime train checks all")
+    with pytest.raises(ValueError, match=r"d\.jsonl:100"):
+        with_data(parse_config(flags(model, data)))
+
+
+def test_a_checkpoint_without_a_tokenizer_can_be_planned(model, tmp_path):
+    for file in model.glob("*token*"):
+        file.unlink()
+    data = write_lines(tmp_path / "d.jsonl", [GOOD])
+    config = parse_config(flags(model, data, "--apply-chat-template", "--rollout-max-prompt-len", "9"))
+    first, second = prompts(config)
+    assert first == f"{data}: 1 prompt = 1 rollouts an epoch"
+    assert second == f"chat template and prompt lengths are not checked: {model} has no tokenizer here"
+
+
+def test_evaluation_settings_are_checked_by_plan(model, tmp_path, capsys):
+    data = write_lines(tmp_path / "d.jsonl", [GOOD])
+    (tmp_path / "eval.yaml").write_text(f"datasets: [{{name: held, path: {data}, temperature: hot}}]")
+    words = flags(model, data, "--eval-interval", "1", "--eval-config", str(tmp_path / "eval.yaml"))
+    assert main(["plan", *words]) == 2
+    assert "temperature of dataset 'held' must be a number, got 'hot'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="temperature of dataset 'held'"):
+        parse_config(words, (check_evaluation,))
+
+
+def test_no_rollout_needs_an_evaluation(model, tmp_path):
+    data = write_lines(tmp_path / "d.jsonl", [GOOD])
+    words = flags(model, data, "--num-rollout", "0")
+    with pytest.raises(ValueError, match="--num-rollout must be 1 or more without --eval-interval, got 0"):
+        parse_config(words)
+    evaluated = ["--eval-interval", "3", "--eval-prompt-data", "held", data]
+    assert parse_config([*words, *evaluated]).total_steps == 0
+    alone = parse_config([*flags(model, data), *evaluated, "--debug-train-only"])
+    assert alone.evaluation.eval_interval is None
+    assert "--eval-interval 3 has no effect: without engines nothing is evaluated" in alone.notes

@@ -1,0 +1,126 @@
+"""`vime explain WORDS`: the error messages of vime that fit the words, each with its remedy.
+
+Owns the search, which needs no network. `python scripts/docs_errors.py` reads the messages from the code and writes
+them to vime/messages.json. The words may be a part of a message, a whole line with its values, and misspelled.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+FILE = Path(__file__).with_name("messages.json")
+HOLE = "…"
+SHOWN = 5
+ENOUGH = 0.5
+"""A message fits if its words cover this share of the weight of the given words."""
+UNKNOWN = 1.5
+"""The weight of a word that no message has. A word in half of the messages has 1.1, a word in one message 6.4."""
+USAGE = """usage: vime explain WORDS      what an error message means, and what to do
+
+WORDS are a part of the message or the whole line. The exit status is 1 if no message fits."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One message. `…` in `rule` stands for a value. `path` is the file that raises it."""
+
+    rule: str
+    remedy: str
+    path: str
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        return frozenset(words_of(f"{self.rule} {self.remedy}"))
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches a line of a log that holds this message with its values."""
+        parts = (re.escape(part) for part in self.rule.split(HOLE))
+        return re.compile(".+?".join(parts), re.DOTALL)
+
+    @cached_property
+    def constant(self) -> int:
+        """The number of letters that are not values."""
+        return len(re.findall(r"\w", self.rule))
+
+
+def words_of(text: str) -> list[str]:
+    """Words in lower case. A flag is one word, however its parts are joined."""
+    return [word.strip("-_").replace("_", "-") for word in re.findall(r"\w[\w-]*", text.lower())]
+
+
+def entries() -> list[Entry]:
+    """All messages."""
+    return [Entry(*row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
+
+
+def nearest_words(words: Iterable[str], known: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Each given word -> the known words that it may mean, with how near they are (1 is equal)."""
+    known = list(known)
+    found: dict[str, dict[str, float]] = {}
+    for word in words:
+        parts = {other: 0.8 for other in known if len(word) > 3 and word in other}
+        if word in known:
+            near = {word: 1.0}
+        else:
+            close = difflib.get_close_matches(word, known, n=5, cutoff=0.8)
+            near = {other: difflib.SequenceMatcher(None, word, other).ratio() ** 2 for other in close}
+        found[word] = parts | near
+    return found
+
+
+def search(text: str, messages: Sequence[Entry]) -> list[Entry]:
+    """The messages that fit, best first. A message that the text holds as a whole comes before all others."""
+    whole = [m for m in messages if m.constant >= 8 and m.pattern.search(text)]
+    if whole:
+        return sorted(whole, key=lambda m: -m.constant)
+    given = list(dict.fromkeys(words_of(text)))
+    count = Counter(word for m in messages for word in m.words)
+    near = nearest_words(given, count)
+    # A word that is in few messages says more. A word that is in none is often a value or the user's own word.
+    weight = {w: math.log(1 + len(messages) / count[w]) if count[w] else UNKNOWN for w in given}
+    total = sum(weight.values())
+
+    def score(m: Entry) -> float:
+        hits = (
+            weight[w] * max((share for other, share in near[w].items() if other in m.words), default=0.0)
+            for w in given
+        )
+        return sum(hits) / total
+
+    scored = sorted(((score(m), m) for m in messages), key=lambda pair: (-pair[0], pair[1].constant))
+    return [m for value, m in scored if value >= ENOUGH and value >= scored[0][0] - 0.15]
+
+
+def shown(entry: Entry) -> str:
+    """A message with its remedy, for a terminal."""
+    remedy = textwrap.fill(entry.remedy, 100, initial_indent="    ", subsequent_indent="    ")
+    return f"{entry.rule}\n{remedy}\n    raised in {entry.path}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what fits. 1 if nothing does. ValueError without words."""
+    if list(argv) in (["-h"], ["--help"]):
+        print(USAGE)
+        return 0
+    text = " ".join(argv)
+    if not words_of(text):
+        raise ValueError("explain must have words of a message, got none; give a part of the message")
+    found = search(text, entries())
+    if not found:
+        print(f"vime explain: no message fits {text!r}; try fewer words, such as a flag", file=sys.stderr)
+        return 1
+    print("\n\n".join(shown(entry) for entry in found[:SHOWN]))
+    if len(found) > SHOWN:
+        print(f"\n{len(found) - SHOWN} more fit; give more words")
+    return 0

@@ -1,0 +1,106 @@
+"""The prompts of a run, before anything starts: `vime train` reads all of them, `vime plan` the first part."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from slime.config import Config
+from slime.config.sections.data import DataConfig
+from slime.data.prompts import Prompts
+from slime.data.source import load_training_prompts
+from slime.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from slime.hooks import load_function
+from slime.rollout.data_source import training_label_check
+from slime.rollout.eval_datasets import EvalDatasetConfig, read_eval_prompts, resolve_eval_datasets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLANNED_BYTES = 32 << 20
+"""What `vime plan` reads of each file. Most prompt files are smaller, and a second start remembers the checks."""
+
+
+def plural(number: int, word: str) -> str:
+    """2, "rank" -> "2 ranks"."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def with_data(config: Config) -> Config:
+    """Read the prompts once before anything starts: bad lines fail here, and --num-epoch becomes --num-rollout."""
+    args = config.namespace()
+    for _ in _evaluation(args):
+        pass
+    if config.data.disable_rollout_global_dataset or config.debug.load_debug_rollout_data:
+        return config
+    source = load_function(config.data.data_source_path, flag="--data-source-path")(args)
+    if config.data.num_rollout is not None:
+        return config
+    return config.with_values(num_rollout=_rollouts(config, len(source)))
+
+
+def prompts(c: Config) -> Iterator[str]:
+    """The prompt files as a run reads them, so that what `vime train` refuses is an error here."""
+    args = c.namespace()
+    if bare := tokenizer_fingerprint(args.hf_checkpoint) is None:
+        # A plan needs config.json only. Without a tokenizer, nothing is rendered or counted.
+        args.apply_chat_template, args.hf_checkpoint = False, None
+        args.rollout_max_prompt_len = args.rollout_max_context_len = None
+    if c.data.prompt_data and not (c.data.disable_rollout_global_dataset or c.debug.load_debug_rollout_data):
+        yield from _training(c, args)
+    for data, found in _evaluation(args, most_bytes=PLANNED_BYTES):
+        number = plural(len(found) + found.unread, "prompt")
+        yield (
+            f"evaluation {data.name}: {number} x {data.n_samples_per_eval_prompt} responses{_part_of(found)}"
+        )
+    if bare:
+        yield (
+            f"chat template and prompt lengths are not checked: {c.rollout.hf_checkpoint} has no tokenizer here"
+        )
+
+
+def _training(c: Config, args: Any) -> Iterator[str]:
+    batch, part = c.data.rollout_batch_size, ""
+    assert batch is not None
+    if c.data.data_source_path == DataConfig.data_source_path:
+        found = load_training_prompts(args, training_label_check(args), most_bytes=PLANNED_BYTES)
+        number, part = len(found) + found.unread, _part_of(found)
+    else:
+        number = len(load_function(c.data.data_source_path, flag="--data-source-path")(c.namespace()))
+    yield f"{c.data.prompt_data}: {plural(number, 'prompt')} = {number / batch:.4g} rollouts an epoch{part}"
+    if c.data.num_rollout is None:
+        yield f"--num-epoch {c.data.num_epoch} = {_rollouts(c, number)} rollouts"
+
+
+def _part_of(found: Prompts) -> str:
+    if not found.unread:
+        return ""
+    return (
+        f"; only the first {len(found)} were checked here ({PLANNED_BYTES >> 20} MiB), vime train checks all"
+    )
+
+
+def _rollouts(c: Config, number: int) -> int:
+    epochs, batch = c.data.num_epoch, c.data.rollout_batch_size
+    assert epochs is not None and batch is not None
+    if (rollouts := number * epochs // batch) == 0:
+        raise ValueError(
+            f"--num-epoch must give at least one rollout, got {epochs} x {number} prompts for --rollout-batch-size "
+            f"{batch}; raise it"
+        )
+    return rollouts
+
+
+def _evaluation(args: Any, most_bytes: int | None = None) -> Iterator[tuple[EvalDatasetConfig, Prompts]]:
+    @functools.cache
+    def tokenizer() -> PreTrainedTokenizerBase:
+        return load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+
+    for data in resolve_eval_datasets(args):
+        if args.hf_checkpoint is None:
+            data = dataclasses.replace(
+                data, apply_chat_template=False, max_prompt_len=None, max_context_len=None
+            )
+        yield data, read_eval_prompts(args, data, tokenizer, most_bytes=most_bytes)
