@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from slime import hooks, http, loss_mask, types
-from slime.algo import ppo
+from slime.algo import surrogates
 from slime.data import packing, prompts, source, tokenizer
 from slime.rollout import data_source, eval_datasets, generate, rewards, vllm_rollout
 
@@ -116,7 +116,7 @@ def test_what_a_plug_in_awaits_is_a_coroutine():
         ("slime.utils.http_utils.post", http.post),
         ("slime.utils.processing_utils.load_tokenizer", tokenizer.load_tokenizer),
         ("slime.utils.mask_utils.MultiTurnLossMaskGenerator", loss_mask.MultiTurnLossMaskGenerator),
-        ("slime.utils.ppo_utils.compute_policy_loss", ppo.compute_policy_loss),
+        ("slime.utils.ppo_utils.compute_policy_loss", surrogates.compute_policy_loss),
         ("slime.utils.data.read_file", prompts.read_file),
         ("slime.utils.dp_schedule.build_dp_schedule", packing.build_dp_schedule),
         ("slime.utils.eval_config.build_eval_dataset_configs", eval_datasets.build_eval_dataset_configs),
