@@ -280,7 +280,7 @@ class Sample:
         self.prefix_cache_info.add(meta_info)
         if (version := meta_info.get("weight_version")) is not None:
             self.weight_versions.append(int(version) if str(version).isdecimal() else version)
-        self.status = FINISH_STATUS.get(kind, self.status)
+        self.status = FINISH_STATUS.get(str(kind), self.status)
 
     def add_weight_version(self, version: int) -> None:
         """Note the version of the weights that produced tokens, once per change."""
