@@ -42,7 +42,7 @@ from trl_table import Run, read_sessions, text, write_sessions
 
 from rl_kernel.benchmarks.machine import describe
 from rl_kernel.host import gpu_rows
-from vime.engine.process import sigterm_interrupts
+from vime.pool.process import sigterm_interrupts
 
 BENCHMARKS = Path(__file__).resolve().parent
 REPOSITORY = BENCHMARKS.parent

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from gpu_alone import ALONE_FROM
 
-from slime.hf_config import read_hf_config
-from slime.model_shape import Shape
+from slime.checkpoints.hf_config import read_hf_config
+from slime.plan.model_shape import Shape
 from slime.tracking.environment import ENVIRONMENT_FILE
 from slime.tracking.trackers import METRICS_FILE
 from vime.bench.record import flags_of

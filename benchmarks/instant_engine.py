@@ -1,7 +1,7 @@
 """An engine that answers at once, to measure our side of a rollout: `python benchmarks/instant_engine.py`.
 
 Prints its port and serves /v1/completions: an answer of `max_tokens` tokens with log-probs, as vLLM gives it, or one
-for each sample of a group (vime.engine.group_wire), made once for each length. A measuring instrument, not a test
+for each sample of a group (vime.vllm.group_wire), made once for each length. A measuring instrument, not a test
 double: nothing in it can be told to fail.
 """
 
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from vime.engine.group_wire import SAMPLES, SampleAnswer, frame
+from vime.vllm.group_wire import SAMPLES, SampleAnswer, frame
 
 
 def completion(tokens: int) -> tuple[str, list[int], list[float]]:
@@ -75,7 +75,7 @@ async def serve() -> web.Application:
 
 
 def main() -> None:
-    from vime.engine.process import free_port
+    from vime.pool.process import free_port
 
     port = free_port("127.0.0.1")
     web.run_app(

@@ -41,22 +41,22 @@ import msgspec
 import torch
 
 from rl_kernel.benchmarks.machine import describe
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.data.tokenizer import load_tokenizer
 from slime.data.transport import pack_columns
-from slime.hf_config import read_hf_config
 from slime.rollout.generate import generate
 from slime.rollout.manager import RolloutManager
 from slime.types import Sample
 from vime.backends import parse_config
-from vime.engine import vllm_versions
-from vime.engine.client import VllmEngineClient
-from vime.engine.control import EngineControl
-from vime.engine.flags import engine_dtype, engine_settings
-from vime.engine.pool import VllmEnginePool
-from vime.engine.process import sigterm_interrupts
-from vime.engine.router import RouterSpec
-from vime.engine.server import SERVED_MODEL_NAME, EngineSpec
+from vime.pool.control import EngineControl
+from vime.pool.pool import VllmEnginePool
+from vime.pool.process import sigterm_interrupts
+from vime.pool.router import RouterSpec
+from vime.vllm import versions as vllm_versions
+from vime.vllm.client import VllmEngineClient
+from vime.vllm.server import SERVED_MODEL_NAME, EngineSpec
+from vime.vllm.server_flags import engine_dtype, engine_settings
 
 OURS, RAW = "ours", "raw"
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}

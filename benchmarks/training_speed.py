@@ -3,8 +3,8 @@
     python benchmarks/training_speed.py --hf-checkpoint DIR --sequences 32 --prompt-len 512 --response-len 3584 \
         --use-dynamic-batch-size --max-tokens-per-gpu 16384 [any flag of vime train]
 
-Made-up sequences of equal length go through slime.megatron_backend.trainer as a rollout's do: no engine, no Ray. Every
-step is one optimizer step. With --colocate --offload-train the state leaves after each step and comes back.
+Made-up sequences of equal length go through the trainer (slime.megatron_backend.step) as a rollout's do: no engine, no
+Ray. Every step is one optimizer step. With --colocate --offload-train the state leaves after each step and comes back.
 
 Model FLOPs are 6 x parameters of the layers x tokens, attention's and the head's over the response
 (slime.data.packing.sample_flops); what recomputation does again is not counted. By the time of actor_train: forward,
@@ -29,15 +29,15 @@ import torch
 from gpu_numbers import PEAK_TFLOPS
 
 from rl_kernel.benchmarks.machine import describe
+from slime.checkpoints.hf_config import read_hf_config
 from slime.data.packing import sample_flops
 from slime.data.train_data import make_rank_data
-from slime.hf_config import read_hf_config
 from slime.types import Sample, TrainData
 from vime.backends import parse_config
 
 with warnings.catch_warnings():  # Megatron remarks on optional packages at import
     warnings.simplefilter("ignore", UserWarning)
-    from slime.megatron_backend.trainer import MegatronTrainer
+    from slime.megatron_backend.step.trainer import MegatronTrainer
 
 GROUP = 8
 COMPILING = 2

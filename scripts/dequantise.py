@@ -13,8 +13,8 @@ import json
 import shutil
 from pathlib import Path
 
-from slime.hf_config import read_hf_config
-from slime.hf_files import Files, write_shards
+from slime.checkpoints.hf_config import read_hf_config
+from slime.checkpoints.hf_files import Files, write_shards
 from slime.models import family_for
 
 

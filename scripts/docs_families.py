@@ -51,7 +51,7 @@ LEGEND = """
 - **engine**: the mean difference from the log-probs of vLLM: as loaded, after an update, and after the first weights
   again. The limit is 1e-5 in float32 and 0.02 in bfloat16. Empty: this test has no engine
   of the model. Qwen2.5, Qwen3 and GLM-4.5 have engine tests of their own.
-- **lines**: those of the family's file in `slime/models`.
+- **lines**: those of the family's file in `slime/models/families`.
 """
 
 

@@ -35,7 +35,7 @@ from arithmetic import write_data
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from slime.hf_files import write_tensors
+from slime.checkpoints.hf_files import write_tensors
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")

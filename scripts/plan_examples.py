@@ -15,14 +15,20 @@ from pathlib import Path
 
 from make_model import ARCHITECTURES, build_config
 
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.hardware import HARDWARE
-from slime.hf_config import read_hf_config
-from slime.memory_decision import BESIDES_GENERATING, TOO_SMALL, beside_engine, decide_residence, training
-from slime.memory_estimate import GIB, estimate
-from slime.model_shape import Shape
+from slime.plan.memory_decision import (
+    BESIDES_GENERATING,
+    TOO_SMALL,
+    beside_engine,
+    decide_residence,
+    training,
+)
+from slime.plan.memory_estimate import GIB, estimate
+from slime.plan.model_shape import Shape
 from vime.backends import parse_config
-from vime.engine.memory import engine_memory, engine_verdict
+from vime.vllm.memory import engine_memory, engine_verdict
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BEGIN, END = "<!-- planned: begin -->", "<!-- planned: end -->"

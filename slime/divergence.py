@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.checkpoint_files import iterations
+from slime.checkpoints.checkpoint_files import iterations
 
 
 class DivergedError(FloatingPointError):

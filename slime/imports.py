@@ -1,9 +1,10 @@
-"""Imports without the garbage collector, which takes a fifth of the time of large ones."""
+"""Imports: without the garbage collector, which takes a fifth of the time of large ones; and what can be imported."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 from collections.abc import Iterator
 
 
@@ -18,3 +19,10 @@ def uncollected(*, freeze: bool) -> Iterator[None]:
         if freeze:
             gc.freeze()
         gc.enable()
+
+
+def is_installed(module: str) -> bool:
+    """Whether `import module` finds a package. A folder of that name without Python code does not count: wandb creates
+    such a folder where it has run."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None

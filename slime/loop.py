@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from slime.config import Config
+from slime.intervals import due, saves_after
 from slime.protocols import EnginePool, RolloutBatch, RolloutHandle, TrainerHandle, TrainResult
 from slime.tracking.report import Reporter
 from slime.waiting import said, wait
@@ -152,15 +153,3 @@ def _rollouts(config: Config) -> int:
     """--num-rollout, which the caller of this loop computes from --num-epoch where it was not given."""
     assert config.data.num_rollout is not None
     return config.data.num_rollout
-
-
-def due(interval: int | None, count: int) -> bool:
-    """Whether something that happens every `interval` rollouts (None: never) is due after `count` rollouts."""
-    return interval is not None and count % interval == 0
-
-
-def saves_after(config: Config, rollout_id: int) -> bool:
-    """Whether a checkpoint follows rollout `rollout_id`: every --save-interval rollouts and after the last one."""
-    if config.checkpoint.save is None:
-        return False
-    return due(config.checkpoint.save_interval, rollout_id + 1) or rollout_id + 1 == config.data.num_rollout

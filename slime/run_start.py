@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.checkpoint_dir import (
+from slime.checkpoints.checkpoint_dir import (
     LATEST,
     first_rollout,
     latest,
@@ -18,7 +18,7 @@ from slime.checkpoint_dir import (
     start_directory,
     start_iteration,
 )
-from slime.checkpoint_files import iterations
+from slime.checkpoints.checkpoint_files import iterations
 from slime.tracking.trackers import METRICS_FILE
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from slime.rules import parse_args
 from slime.rules.listing import Row, own_rows
 from slime.rules.parser import check_flags
 from slime.rules.validate import Rule
-from vime.engine.backend import VllmBackend
 from vime.sglang.backend import SglangBackend
 from vime.switch import from_environment
+from vime.vllm.backend import VllmBackend
 
 BACKENDS: dict[str, RolloutBackend] = {
     "vllm": VllmBackend(),

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime.checkpoint_dir import COMPLETE, existing
-from slime.checkpoint_files import damage, iterations, read_sums
+from slime.checkpoints.checkpoint_dir import COMPLETE, existing
+from slime.checkpoints.checkpoint_files import damage, iterations, read_sums
 
 
 def main(argv: Sequence[str]) -> int:

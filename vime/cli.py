@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from slime.config.fields import nearest
 from slime.imports import uncollected
-from vime import interrupts
 from vime.commands import COMMANDS, MODULES, WORK
-from vime.output import lasting_output, print_any_text
-from vime.surroundings import use_utf8
+from vime.run import interrupts
+from vime.run.output import lasting_output, print_any_text
+from vime.run.surroundings import use_utf8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def run(command: str, argv: list[str], *, freeze: bool) -> int:
         near = nearest(command, COMMANDS, prefix="vime ")
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}, got {command}{near}")
     if command in ("train", "plan") and any(a in ("-h", "--help") for a in argv):
-        from vime.flags import help_text
+        from vime.list_flags import help_text
 
         print(help_text(command, COMMANDS[command]))
         return 0

@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     with warnings.catch_warnings():
         # Megatron and torch warn about packages that are not installed and about their own deprecations.
         warnings.simplefilter("ignore")
-        from slime.megatron_backend.export import export_checkpoint
+        from slime.megatron_backend.checkpoint.export import export_checkpoint
 
         read = export_checkpoint(config, given.iteration, Path(given.output_dir), given.to)
     print(f"wrote {read} to {given.output_dir}")

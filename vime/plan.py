@@ -1,7 +1,7 @@
 """`vime plan`: checks a set of flags and prints the resolved run. Starts nothing and allocates nothing.
 
-Memory is estimated from shapes (slime/memory_estimate.py). A run decides from the same estimates
-(slime/memory_decision.py).
+Memory is estimated from shapes (slime/plan/memory_estimate.py). A run decides from the same estimates
+(slime/plan/memory_decision.py).
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.config.config_file import split_argv, with_config_files
 from slime.hardware import HARDWARE
-from slime.hf_config import read_hf_config
-from slime.loading_estimate import loading
-from slime.memory_decision import TOO_SMALL, decide_residence
-from slime.memory_estimate import GIB, Item, amount, count, estimate
-from slime.model_shape import Shape
 from slime.operators import decide, headline
+from slime.plan.loading_estimate import loading
+from slime.plan.memory_decision import TOO_SMALL, decide_residence
+from slime.plan.memory_estimate import GIB, Item, amount, count, estimate
+from slime.plan.model_shape import Shape
+from slime.plan.stages import micro_batch_group, stages_of
 from slime.rollout.eval_datasets import check_evaluation
 from slime.run_start import check_start, start_line
-from slime.stages import micro_batch_group, stages_of
 from slime.weight_sync.registry import CHANNELS
 from vime.backends import backend_of, parse_config
-from vime.engine.memory import engine_memory, engine_verdict
 from vime.plan_hardware import hardware
-from vime.prompts import plural, prompts
+from vime.run.prompts import plural, prompts
+from vime.vllm.memory import engine_memory, engine_verdict
 
 GPU_MEMORY = "--gpu-memory-gib"
 """The only option of `vime plan` that is not a flag of a run."""
@@ -169,7 +169,7 @@ def check_model(c: Config) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron's warnings about packages that are not installed
-            from slime.megatron_backend.model_config import check_hf_config
+            from slime.megatron_backend.model.model_config import check_hf_config
     except ImportError as error:
         return f"the model family was not checked: {error}"
     check_hf_config(hf_config_of(c))

@@ -8,8 +8,8 @@ from typing import Any
 from slime.config import Config
 from slime.data.packing import sample_flops
 from slime.hardware import HARDWARE, Hardware
-from slime.memory_estimate import BYTES, amount
-from slime.model_shape import Shape
+from slime.plan.memory_estimate import BYTES, amount
+from slime.plan.model_shape import Shape
 from slime.weight_sync.registry import CHANNELS
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from slime.config import Config
 from vime.backends import parse_config
-from vime.engine import apart, flags
-from vime.engine.process import sigterm_interrupts
-from vime.engine.router import Router, RouterSpec
-from vime.engine.server import EngineServer, EngineSpec
+from vime.pool import external as apart
+from vime.pool.process import sigterm_interrupts
+from vime.pool.router import Router, RouterSpec
+from vime.vllm import server_flags as flags
+from vime.vllm.server import EngineServer, EngineSpec
 
 KINDS = ("engine", "router")
 USAGE = "usage: vime serve engine|router HOST:PORT FLAGS, with the flags of vime train"

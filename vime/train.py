@@ -29,23 +29,23 @@ from slime.cluster.guard import Guard, remove
 from slime.cluster.ray_watch import RayWatch, leave, parts
 from slime.config import Config
 from slime.data.files import prompt_files
+from slime.disk_space import Room
 from slime.operators import decide, headline
 from slime.protocols import EnginePool, NoEngines
 from slime.rollout.eval_datasets import check_evaluation
-from slime.room import Room
 from slime.run_start import check_start, finished, start_line
 from slime.tracking import StepLine, make_trackers, write_environment
 from slime.tracking.report import Reporter
 from slime.waiting import said
-from vime import surroundings
 from vime.backends import backend_of, parse_config
-from vime.engine.cpu_engine import WAIT_VARIABLE
-from vime.engine.process import tail
-from vime.interrupts import by, catch_signals, exit_code
-from vime.prompts import with_data
-from vime.room import require_room_to_run
-from vime.run_lock import lock_all
-from vime.temporary import keep_ray_logs, make_folder, use_folder
+from vime.pool.process import tail
+from vime.run import surroundings
+from vime.run.disk_space import require_room_to_run
+from vime.run.interrupts import by, catch_signals, exit_code
+from vime.run.lock import lock_all
+from vime.run.prompts import with_data
+from vime.run.temporary import keep_ray_logs, make_folder, use_folder
+from vime.vllm.cpu.engine import WAIT_VARIABLE
 
 SHARED_MEMORY = Path("/dev/shm")
 LOG_LINES = 15

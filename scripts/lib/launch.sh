@@ -132,7 +132,7 @@ PY
 if [[ -n "$MODEL" ]] && ! grep -q '^expert-model-parallel-size' "$LAYOUT"; then
     experts=$("$PYTHON" -P -c '
 import sys
-from slime.hf_config import read_hf_config
+from slime.checkpoints.hf_config import read_hf_config
 from slime.models.reading import expert_count
 try:
     print(expert_count(read_hf_config(sys.argv[1])))

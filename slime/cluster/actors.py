@@ -133,7 +133,7 @@ class TrainerActor:
         """Build the model. Return the data-parallel rank, the first rollout to train, the decisions on operators, the
         lines on the state that leaves the device and why, and the remarks on the rank's GPU and CPUs."""
         with uncollected(freeze=True):
-            from slime.megatron_backend.trainer import MegatronTrainer
+            from slime.megatron_backend.step.trainer import MegatronTrainer
 
         self.trainer = MegatronTrainer(self.config, self.rank, self.world_size, init_method=init_method)
         trainer = self.trainer

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.data.cache_lock import cache_locks
-from slime.room import Room
+from slime.disk_space import Room
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -18,8 +18,8 @@ import torch
 from slime.data.columns import COLUMNS
 from slime.data.token_slice import TokenSlice, token_slice
 from slime.models import decoder_of
-from slime.models.flops import ForwardFlops, PredictionFlops
-from slime.stages import micro_batch_group
+from slime.plan.flops import ForwardFlops, PredictionFlops
+from slime.plan.stages import micro_batch_group
 from slime.types import TrainData
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Schedule:
 
 
 def sample_flops(length: float, response_length: float, hf_config: dict[str, Any]) -> float:
-    """FLOPs of one forward pass over a sample (slime.models.flops)."""
+    """FLOPs of one forward pass over a sample (slime.plan.flops)."""
     return ForwardFlops(hf_config)(length, response_length)
 
 
@@ -199,8 +199,8 @@ class MicroBatch:
     `sample_of_row` [R] int64: position in `samples`; `samples`: positions within the rank's data.
     `columns`: the columns of one number per response token that were asked for, each [R]; `of_rows`: the ragged ones,
     each [P, ...] beside `tokens`, such as the engine's experts. `routing`: which experts the layers of this pass take,
-    see `slime.megatron_backend.routing_replay`. On the host, `packed` [T] int64 are the tokens of the whole row, and
-    `predicting` [R] int64 the place in it that predicts each response token.
+    see `slime.megatron_backend.step.routing_replay`. On the host, `packed` [T] int64 are the tokens of the whole row,
+    and `predicting` [R] int64 the place in it that predicts each response token.
     """
 
     part: TokenSlice

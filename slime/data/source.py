@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.algo.losses import loss_of
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config.schema import Flags
 from slime.data.prompts import Context, LabelCheck, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
 from slime.data.tokenizer import load_tokenizer
-from slime.hf_config import read_hf_config
+from slime.disk_space import Room
 from slime.hooks import load_function
-from slime.room import Room
 from slime.types import Prompt, Sample, SampleGroup
 
 if TYPE_CHECKING:

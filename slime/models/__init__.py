@@ -7,24 +7,24 @@ decoder, so no other file names a family. Imports neither torch nor Megatron.
 from __future__ import annotations
 
 from slime.models.decoder import Attention, Decoder, DeltaNet, Experts, Hf, Layer
-from slime.models.deepseek_v3 import DEEPSEEK_V3
+from slime.models.families.deepseek_v3 import DEEPSEEK_V3
+from slime.models.families.gemma2 import GEMMA2
+from slime.models.families.gemma3 import GEMMA3
+from slime.models.families.glm4 import GLM4
+from slime.models.families.glm4_moe import GLM4_MOE
+from slime.models.families.glm4_moe_lite import GLM4_MOE_LITE
+from slime.models.families.gpt_oss import GPT_OSS
+from slime.models.families.kimi_k2 import KIMI_K2
+from slime.models.families.llama import LLAMA
+from slime.models.families.mimo import MIMO
+from slime.models.families.minimax_m2 import MINIMAX_M2
+from slime.models.families.mistral import MISTRAL
+from slime.models.families.qwen2 import QWEN2
+from slime.models.families.qwen2_moe import QWEN2_MOE
+from slime.models.families.qwen3 import QWEN3, QWEN3_MOE
+from slime.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
+from slime.models.families.qwen3_next import QWEN3_NEXT
 from slime.models.family import Family, as_stored
-from slime.models.gemma2 import GEMMA2
-from slime.models.gemma3 import GEMMA3
-from slime.models.glm4 import GLM4
-from slime.models.glm4_moe import GLM4_MOE
-from slime.models.glm4_moe_lite import GLM4_MOE_LITE
-from slime.models.gpt_oss import GPT_OSS
-from slime.models.kimi_k2 import KIMI_K2
-from slime.models.llama import LLAMA
-from slime.models.mimo import MIMO
-from slime.models.minimax_m2 import MINIMAX_M2
-from slime.models.mistral import MISTRAL
-from slime.models.qwen2 import QWEN2
-from slime.models.qwen2_moe import QWEN2_MOE
-from slime.models.qwen3 import QWEN3, QWEN3_MOE
-from slime.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
-from slime.models.qwen3_next import QWEN3_NEXT
 
 __all__ = [
     "FAMILIES",

@@ -97,7 +97,7 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. `kind` is the kind of its attention, a key of slime.megatron_backend.attention_kinds.
+    """One decoder layer. `kind` is the kind of its attention, a key of slime.megatron_backend.model.attention_kinds.
 
     A token sees the newest `window` tokens up to itself (None: all of them). `rope` is the number of its rotary
     embedding in `Decoder.ropes` (None: the layer has none). `sparse`: experts take the place of the MLP.
@@ -140,7 +140,7 @@ class Decoder:
     `output_bias`: a bias after the attention. `output_gate`: a sigmoid of the token weighs the output of attention.
     `qk_norm`: "" (none), "head" (RMSNorm of each head) or "projection" (RMSNorm of all heads together). `post_norms`:
     norms of the outputs of attention and MLP too. `activation` of the MLP or of the experts: a key of
-    slime.megatron_backend.activations. `zero_centred`: norms multiply by 1 + weight. `embedding_scale` multiplies the
+    slime/megatron_backend/model. `zero_centred`: norms multiply by 1 + weight. `embedding_scale` multiplies the
     embeddings and `attention_scale` the scores of attention (None: 1 / sqrt(head)). `attention_cap` and `logit_cap`:
     scores and logits z become `cap * tanh(z / cap)`. `sinks`: each head has a learned score, whose share of the softmax
     goes to no token. `delta`: the sizes of gated delta net layers. `state_dtype`: the dtype of their state in an engine

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config.fields import NEAR
 from slime.config.ranges import COUNT, COUNT_OR_ZERO, FRACTION, TEMPERATURE_OR_GREEDY, TOP_K, Range
 from slime.config.schema import Flags
 from slime.data.prompts import Context, Prompts, load_prompts, prompt_limit
 from slime.data.rows import Columns
-from slime.hf_config import read_hf_config
 from slime.hooks import load_function
 from slime.rollout import sampling
 from slime.rollout.rewards import REWARD_NAMES

@@ -21,8 +21,8 @@ from slime.rollout import state
 from slime.rollout.facts import note_sampling
 from slime.rollout.rewards import async_rm, batched_async_rm
 from slime.rollout.sample_hooks import accepted, apply_rollout_sample_hooks
-from slime.rollout.user_code import is_cancelled, remedy
 from slime.types import FINISH_STATUS, Sample, SampleGroup
+from slime.user_code import is_cancelled, remedy
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from slime import http, operators
 from slime.algo.losses import loss_of
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.config.problems import given
 from slime.data import columns
@@ -20,9 +21,8 @@ from slime.data.packing import forward_flops, prediction_flops, shares_prompts
 from slime.data.tokenizer import load_tokenizer
 from slime.data.train_data import make_rank_data
 from slime.divergence import DivergedError
-from slime.hf_config import read_hf_config
 from slime.hooks import load_function
-from slime.loop import saves_after
+from slime.intervals import saves_after
 from slime.protocols import RolloutBatch, RolloutEngine
 from slime.rollout.base_types import call_rollout_fn
 from slime.rollout.debug_data import load_with_facts, save_debug_rollout_data

@@ -18,8 +18,8 @@ from slime import http
 from slime.data.rows import render_chat
 from slime.data.tokenizer import opened, opening_ids
 from slime.protocols import GenerateResult, RolloutEngine
-from slime.rollout.user_code import watch_loop
 from slime.types import Prompt, Sample
+from slime.user_code import watch_loop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

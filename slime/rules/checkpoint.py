@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.algo.needs import needs_reference
-from slime.checkpoint_dir import (
+from slime.checkpoints.checkpoint_dir import (
     COMPLETE,
     HF_INDEX,
     HF_SINGLE,
@@ -19,7 +19,7 @@ from slime.checkpoint_dir import (
     resumed_iteration,
     start_directory,
 )
-from slime.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
+from slime.checkpoints.checkpoint_files import WRITE_LATEST, advice, damaged_size, iterations
 from slime.config.problems import given
 from slime.config.schema import Config
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.fields import spelled
 from slime.config.problems import Problems
 from slime.models import Decoder
-from slime.stages import stages_of
+from slime.plan.stages import stages_of
 
 if TYPE_CHECKING:
     from slime.config.schema import Config

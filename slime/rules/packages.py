@@ -7,11 +7,11 @@ fits their torch.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from slime.config.problems import Problems
+from slime.imports import is_installed
 
 if TYPE_CHECKING:
     from slime.config.schema import Config
@@ -46,10 +46,3 @@ def package_notes(c: Config) -> Iterator[str]:
             "--use-wandb: the package wandb is not installed, so metrics go to metrics.jsonl of the run directory "
             "alone (`vime plot` draws them); pip install wandb to send them, too"
         )
-
-
-def is_installed(module: str) -> bool:
-    """Whether `import module` finds a package. A folder of that name without Python code does not count: wandb creates
-    such a folder where it has run."""
-    spec = importlib.util.find_spec(module)
-    return spec is not None and spec.origin is not None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from slime.checkpoints.hub import local_checkpoint
 from slime.config.config_file import CONFIG, FlagGroup, split_argv, with_config_files, yaml_group
 from slime.config.custom_config import custom_entries, settings_note
 from slime.config.fields import nearest, spelled
@@ -19,7 +20,6 @@ from slime.config.problems import Problems
 from slime.config.schema import Config
 from slime.config.sections.engine import DEFAULT_BACKEND
 from slime.config.unsupported import NO_EFFECT, UNSUPPORTED, check_unsupported
-from slime.hub import local_checkpoint
 from slime.rules.backend import BackendFlags, NoBackend
 from slime.rules.flags import own_flags
 from slime.rules.resolve import resolve

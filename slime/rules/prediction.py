@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from slime.models import decoder_of, family_for
-from slime.stages import virtual_flag
+from slime.plan.stages import virtual_flag
 
 if TYPE_CHECKING:
     from slime.config.schema import Config

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.config.fields import spelled
 from slime.config.problems import Problems, given
 from slime.config.schema import Config
 from slime.data.files import find_source
-from slime.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.hooks import load_function
 from slime.models import Decoder, decoder_of
+from slime.plan.stages import check_stages, micro_batch_group
 from slime.rules.algorithm import check_algorithm, check_group_size, check_kl
 from slime.rules.checkpoint import check_directories
 from slime.rules.cluster import check_domains, check_hardware, check_offload
@@ -31,7 +32,6 @@ from slime.rules.off_policy import check_off_policy, check_replayed_model, check
 from slime.rules.packages import check_packages
 from slime.rules.prediction import check_prediction
 from slime.rules.resolve import FALLBACKS
-from slime.stages import check_stages, micro_batch_group
 from slime.weight_sync.registry import CHANNELS
 
 Rule = Callable[[Config], None]

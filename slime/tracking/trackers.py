@@ -23,8 +23,8 @@ from typing import Any, Protocol
 
 from slime.config import Config
 from slime.config.problems import given
-from slime.room import Room
-from slime.rules.packages import is_installed
+from slime.disk_space import Room
+from slime.imports import is_installed
 from slime.tracking.environment import mask_secrets
 from slime.tracking.metrics import STEP_KEYS, StepKey, as_floats
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from slime.disk_space import Room, require_room
 from slime.protocols import WeightUpdate
-from slime.room import Room, require_room
 from slime.weight_sync.channel import Export, Info, Part, TrainerPlace, WeightChannel, Worker
 from slime.weight_sync.variables import WEIGHT_DIR_VARIABLE
 

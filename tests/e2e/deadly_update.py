@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from vime.cli import main
-from vime.engine.control import EngineControl
-from vime.engine.vllm_versions import server_module
+from vime.pool.control import EngineControl
+from vime.vllm.versions import server_module
 
 PART = int(sys.argv[1])
 updates, parts = 0, 0
@@ -45,7 +45,7 @@ def kill_engine(port: int | None) -> None:
         process
         for process in psutil.Process().children(recursive=True)
         if {server_module(), str(port)} <= set(process.cmdline())
-        and "vime.engine.supervise" not in process.cmdline()
+        and "vime.pool.supervise" not in process.cmdline()
     ]
     cores = [child for child in server.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
     victim = (cores or [server])[0]

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.file_channel import FileChannel
-from vime.engine.control import EngineControl, request
-from vime.engine.pool import VllmEnginePool
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineSpec
+from vime.pool.control import EngineControl, request
+from vime.pool.pool import VllmEnginePool
+from vime.pool.router import RouterSpec
+from vime.vllm.server import EngineSpec
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
 CHARACTERS = "0123456789+-*/=().,:; abcdefghijklmnopqrstuvwxyz"

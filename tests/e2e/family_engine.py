@@ -42,12 +42,12 @@ def with_remote_config(directory: Path, kind: str) -> None:
 def train(_: int, root: Path, names: Sequence[str], dtype: str | None, checksums: bool) -> None:
     """In a process of its own: the trainer's log-probs of every model, before and after a step of plain descent, and
     what it publishes of both. In place of a model that fails, its traceback."""
+    from slime.checkpoints.hf_config import read_hf_config
     from slime.data.token_slice import token_slice
-    from slime.hf_config import read_hf_config
-    from slime.megatron_backend.attention import packed_layout
-    from slime.megatron_backend.model import build_model, logits_of, stage_output, unwrap
+    from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
+    from slime.megatron_backend.model.attention import packed_layout
+    from slime.megatron_backend.model.gpt import build_model, logits_of, stage_output, unwrap
     from slime.megatron_backend.parallel import init_parallel
-    from slime.megatron_backend.weights import export_hf, load_hf
 
     torch.set_num_threads(1)
     config = make_config()

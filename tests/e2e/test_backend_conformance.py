@@ -29,13 +29,13 @@ from safetensors.torch import load_file
 from slime import http
 from slime.protocols import GenerateResult
 from slime.weight_sync.file_channel import FileChannel
-from vime.engine.apart import EngineApart
-from vime.engine.control import ControlError
-from vime.engine.pool import ServerPool, VllmEnginePool
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineServer, EngineSpec
+from vime.pool.control import ControlError
+from vime.pool.external import EngineApart
+from vime.pool.pool import ServerPool, VllmEnginePool
+from vime.pool.router import RouterSpec
 from vime.sglang.control import SglangControl
 from vime.sglang.pool import SglangEnginePool
+from vime.vllm.server import EngineServer, EngineSpec
 
 pytestmark = pytest.mark.e2e
 PROMPT = [14, 5, 8, 13, 21, 30]

@@ -27,8 +27,8 @@ from transformers import AutoTokenizer
 
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.transfer import load
-from vime.engine.control import ControlError
-from vime.engine.middleware import health_prefix
+from vime.pool.control import ControlError
+from vime.vllm.worker.middleware import health_prefix
 
 pytestmark = pytest.mark.e2e
 KEY = Stack.key

@@ -23,10 +23,10 @@ PROMPT = [3, 7, 50, 21, 9]
 def publish(_: int, root: Path) -> None:
     """In a process of its own: two versions of the weights, with the trained layers. The second has other layers of
     multi-token prediction and the same decoder."""
-    from slime.hf_config import read_hf_config
-    from slime.megatron_backend.model import build_model, unwrap
+    from slime.checkpoints.hf_config import read_hf_config
+    from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
+    from slime.megatron_backend.model.gpt import build_model, unwrap
     from slime.megatron_backend.parallel import init_parallel
-    from slime.megatron_backend.weights import export_hf, load_hf
 
     config = make_config()
     init_parallel(0, 1, config, init_method=f"file://{root}/store")

@@ -81,7 +81,7 @@ def packed_with(weight: torch.Tensor, module: nn.Module) -> None:
 
 
 def test_one_changed_element_of_a_packed_matrix_is_found(worker: Any) -> None:
-    from vime.engine.live_weights import _packed_matrix
+    from vime.vllm.worker.live_weights import _packed_matrix
 
     push(worker, 3)
     model = worker.model_runner.model
@@ -124,7 +124,7 @@ def test_a_stale_copy_of_the_head_is_found(worker: Any) -> None:
 
 
 def test_tied_heads_must_be_packed_again_after_a_reload(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vime.engine import weight_receiver
+    from vime.vllm.worker import weight_receiver
 
     push(worker, 6)
     monkeypatch.setattr(weight_receiver, "repack_tied_weights", lambda model: None)
@@ -136,7 +136,7 @@ def test_tied_heads_must_be_packed_again_after_a_reload(worker: Any, monkeypatch
 
 
 def test_a_model_with_tensors_that_the_update_lacks_is_refused(worker: Any) -> None:
-    from vime.engine.live_weights import differing_tensors
+    from vime.vllm.worker.live_weights import differing_tensors
 
     model = worker.model_runner.model
     with pytest.raises(ValueError, match="in the model only"):

@@ -16,10 +16,10 @@ import torch
 from engine_fixtures import Stack, hf_log_probs
 from process_names import command_line
 
-from vime.engine.nodes_server import NodesServer
-from vime.engine.pool import VllmEnginePool
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineServer, EngineSpec
+from vime.pool.nodes_server import NodesServer
+from vime.pool.pool import VllmEnginePool
+from vime.pool.router import RouterSpec
+from vime.vllm.server import EngineServer, EngineSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 PROMPT = [14, 5, 8, 13, 21, 30]
@@ -94,7 +94,7 @@ def test_the_loss_of_the_second_node_is_the_loss_of_the_engine(stack: TwoNodes) 
     (second,) = (
         process
         for process in psutil.Process().children(recursive=True)
-        if command_line(process).split()[1:3] == ["-m", "vime.engine.headless"]
+        if command_line(process).split()[1:3] == ["-m", "vime.vllm.headless"]
     )
     second.kill()
     end = time.monotonic() + 60

@@ -15,9 +15,9 @@ from engine_fixtures import EOS_ID, Stack, hf_model, make_checkpoint
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slime.protocols import GenerateResult
-from vime.engine.pool import VllmEnginePool
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineSpec
+from vime.pool.pool import VllmEnginePool
+from vime.pool.router import RouterSpec
+from vime.vllm.server import EngineSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -16,10 +16,10 @@ import pytest
 from engine_fixtures import make_checkpoint
 
 from slime.config import Config
-from vime.engine.control import EngineControl
-from vime.engine.pool import VllmEnginePool
-from vime.engine.router import Router, RouterSpec
-from vime.engine.server import EngineServer, EngineSpec
+from vime.pool.control import EngineControl
+from vime.pool.pool import VllmEnginePool
+from vime.pool.router import Router, RouterSpec
+from vime.vllm.server import EngineServer, EngineSpec
 
 pytestmark = pytest.mark.e2e
 KEY = "start-key"
@@ -95,7 +95,7 @@ def test_an_engine_that_dies_beside_a_trainer_ends_the_wait_for_it(tmp_path: Pat
     import ray
 
     from slime.cluster.actors import first_failure_or_all
-    from vime.engine.ray_server import RayEngineServer
+    from vime.pool.ray_server import RayEngineServer
 
     @ray.remote(num_cpus=0)
     class Trainer:
@@ -170,7 +170,7 @@ def test_a_router_restarts_and_keeps_its_address(tmp_path: Path) -> None:
 def test_an_engine_in_a_ray_actor_serves_and_ends_with_it(tmp_path: Path) -> None:
     import ray
 
-    from vime.engine.ray_server import RayEngineServer
+    from vime.pool.ray_server import RayEngineServer
 
     make_checkpoint(tmp_path / "model")
     ray.init(
@@ -203,10 +203,10 @@ def test_an_engine_in_a_ray_actor_serves_and_ends_with_it(tmp_path: Path) -> Non
 _DRIVER = """
 import sys, time, json
 from slime.config import Config
-from vime.engine.control import EngineControl
-from vime.engine.pool import VllmEnginePool
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineSpec
+from vime.pool.control import EngineControl
+from vime.pool.pool import VllmEnginePool
+from vime.pool.router import RouterSpec
+from vime.vllm.server import EngineSpec
 root = sys.argv[1]
 spec = EngineSpec(model_path=root + "/model", run_key="k", log_path=root + "/e.log", weight_dir=root)
 pool = VllmEnginePool([spec], RouterSpec(run_key="k", log_path=root + "/r.log"))

@@ -59,12 +59,12 @@ def root(name: str) -> Iterator[Path]:
 def train(_: int, root: Path, tokens: list[int]) -> None:
     """In a process of its own: the trainer's log-probs before and after a step along their gradient, with what it
     publishes of both, and the second weights as a Hugging Face directory."""
+    from slime.checkpoints.hf_config import read_hf_config
     from slime.data.token_slice import token_slice
-    from slime.hf_config import read_hf_config
-    from slime.megatron_backend.attention import packed_layout
-    from slime.megatron_backend.model import build_model, logits_of, stage_output, unwrap
+    from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
+    from slime.megatron_backend.model.attention import packed_layout
+    from slime.megatron_backend.model.gpt import build_model, logits_of, stage_output, unwrap
     from slime.megatron_backend.parallel import init_parallel
-    from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 
     config = make_config()
     device = init_parallel(0, 1, config, init_method=f"file://{root}/store").device

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from train_fixtures import ROOT, World, launched, make_world, rows
 
-from vime.engine.process import free_port
+from vime.pool.process import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

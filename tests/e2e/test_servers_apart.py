@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from train_fixtures import Launch, World, launched, make_world, rows, samples, vime
 
-from vime.engine.control import EngineControl, answers
-from vime.engine.process import free_port
-from vime.engine.router import Router, RouterSpec
+from vime.pool.control import EngineControl, answers
+from vime.pool.process import free_port
+from vime.pool.router import Router, RouterSpec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 KEY = secrets.token_hex(32)

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import flash_attention, gather_keys, packed_layout, padded_attention
-from slime.megatron_backend.rows import take
+from slime.megatron_backend.model.attention import (
+    flash_attention,
+    gather_keys,
+    packed_layout,
+    padded_attention,
+)
+from slime.megatron_backend.model.rows import take
 
 pytestmark = pytest.mark.gpu
 

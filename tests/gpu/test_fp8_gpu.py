@@ -13,7 +13,7 @@ from family_engine import TOKENS, trained_models, versions_of
 from fp8_cases import layer
 from offline_engine import offline_engine
 
-from vime.engine.live_quantised import quantised_pieces
+from vime.vllm.worker.live_quantised import quantised_pieces
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ from architectures import ARCHITECTURES
 from megatron_cases import make_config
 
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.model import build_model, stage_output, unwrap
+from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.model.gpt import build_model, stage_output, unwrap
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.models import decoder_of
 

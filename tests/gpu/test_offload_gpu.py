@@ -45,7 +45,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def build(root, tmp_path):
-    from slime.megatron_backend.trainer import MegatronTrainer
+    from slime.megatron_backend.step.trainer import MegatronTrainer
 
     made: list[MegatronTrainer] = []
 
@@ -69,7 +69,7 @@ def build(root, tmp_path):
 
 
 def state(trainer: Any) -> Iterator[torch.Tensor]:
-    from slime.megatron_backend.residence import parameters_of, states_of
+    from slime.megatron_backend.step.residence import parameters_of, states_of
 
     yield from parameters_of([trainer.model])
     yield from states_of(trainer.optimizer)

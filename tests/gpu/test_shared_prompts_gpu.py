@@ -21,7 +21,7 @@ GRADIENT_ERROR = {"fp32": 1e-5, "bf16": 5e-2}
 
 
 def trained(root: Path, name: str, **flags: Any) -> dict[str, Any]:
-    from slime.megatron_backend.trainer import MegatronTrainer
+    from slime.megatron_backend.step.trainer import MegatronTrainer
 
     config = trainer_cases.make_config(root, weight_dir=str(root / f"weights-{name}"), **FLAGS | flags)
     trainer = MegatronTrainer(config, 0, 1, init_method=f"file://{root}/store-{name}")

@@ -43,7 +43,7 @@ METRIC_ERROR = {"fp32": 1e-4, "bf16": 3e-2}
 def run(
     name: str, precision: str, layout: dict[str, Any], root: Path, rank: int, ranks: int
 ) -> dict[str, Any]:
-    from slime.megatron_backend.trainer import MegatronTrainer
+    from slime.megatron_backend.step.trainer import MegatronTrainer
 
     flags = POLICY | PRECISION[precision] | layout | {"actor_num_gpus_per_node": ranks}
     config = trainer_cases.make_config(root, weight_dir=str(root / f"weights-{name}-{precision}"), **flags)

@@ -21,8 +21,8 @@ from slime.config.megatron_flags import HISTORICAL, core_flags
 from slime.rules.flags import own_flags
 from slime.rules.listing import unsupported_flags
 from vime.backends import BACKENDS
-from vime.engine.flags import router_parser
 from vime.switch import FLAG_OF
+from vime.vllm.server_flags import router_parser
 
 MATRIX, SWITCH = "docs/hooks.md", "docs/design/rl-kernel-integration.md"
 PAGES = (MATRIX, "docs/architecture.md", SWITCH)
@@ -218,9 +218,9 @@ def test_a_wrong_name_is_seen(tmp_path: Path) -> None:
         named("`slime/loop.py:run`")
     assert flags(text) == {"rlk_fast"}
     assert list(tables(text)) == [[{"a": "1", "b": "2"}]]
-    trainer = defined(Path("slime/megatron_backend/trainer.py"))
+    trainer = defined(Path("slime/megatron_backend/step/trainer.py"))
     assert "MegatronTrainer.train" in trainer
-    assert "reduce_metrics" in defined(Path("slime/megatron_backend/loss.py"))
+    assert "reduce_metrics" in defined(Path("slime/megatron_backend/step/loss.py"))
     assert {"COLUMNS", "Column.of_samples"} <= defined(Path("slime/data/columns.py"))
     assert not {"MegatronTrainer.trains", "train", "missing"} & trainer
     source = tmp_path / "uses.py"

@@ -10,9 +10,9 @@ import torch
 import transformers
 from trainer_cases import make_samples
 
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config.schema import Config
 from slime.data.train_data import make_rank_data
-from slime.hf_config import read_hf_config
 from slime.rollout.facts import Facts, attach, run_facts
 from slime.types import Sample, TrainData
 

@@ -11,7 +11,7 @@ from config_cases import HF_CONFIG
 from rollout_double import STATES, make_tokenizer
 from trainer_cases import CALLS, make_checkpoints, make_config
 
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.trainer import MegatronTrainer
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rl_kernel
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.data.token_slice import token_slice
-from slime.hf_config import read_hf_config
-from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.model import capped, logit_cap, output_weight, stage_output, vocab_range
-from slime.megatron_backend.model import hidden_of as hidden_of_output
-from slime.megatron_backend.optimizer import finish_grads
+from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.model.gpt import capped, logit_cap, output_weight, stage_output, vocab_range
+from slime.megatron_backend.model.gpt import hidden_of as hidden_of_output
+from slime.megatron_backend.model.optimizer import finish_grads
 from slime.models import family_for
 
 VOCAB = 99

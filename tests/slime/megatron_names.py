@@ -21,7 +21,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[2] / "slime"
 FILES = (
-    *sorted((FOLDER / "megatron_backend").glob("*.py")),
+    *sorted((FOLDER / "megatron_backend").rglob("*.py")),
     *(FOLDER / "config/megatron_flags.py", FOLDER / "megatron_versions.py"),
 )
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from trainer_cases import exported, make_config, train
 
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.trainer import MegatronTrainer
 
 FLAGS = {"lr_decay_style": "cosine", "min_lr": 0.01, "lr_warmup_iters": 1}
 

@@ -8,7 +8,7 @@ from architectures import ARCHITECTURES
 
 from slime.config.schema import Config
 from slime.rules.resolve import resolve
-from vime.engine.backend import engine_facts
+from vime.vllm.backend import engine_facts
 
 QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -13,5 +13,5 @@ def on_ranks(work: Callable[..., None], *args: Any, ranks: int) -> None:
 
     The environment of the processes is that of the first call in this test process: use it in tests/slime alone.
     """
-    multiprocessing.set_forkserver_preload(["slime.megatron_backend.trainer"])
+    multiprocessing.set_forkserver_preload(["slime.megatron_backend.step.trainer"])
     multiprocessing.start_processes(work, args=args, nprocs=ranks, start_method="forkserver")

@@ -13,7 +13,7 @@ from audit_cases import moved, truthful_samples, with_facts
 from trainer_cases import exported, make_config
 
 from rl_kernel.contract import TRAIN_ROLLOUT
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.rollout.debug_data import load_with_facts
 from slime.rollout.facts import COLUMN, SAMPLING_KEY, run_facts
 from slime.rules.kernels import check_kernels

@@ -14,7 +14,7 @@ from audit_cases import moved, truthful_samples, with_facts
 from rank_processes import on_ranks
 from trainer_cases import make_checkpoints, make_config
 
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.rollout.debug_data import load_with_facts
 from slime.types import Sample
 

@@ -10,7 +10,7 @@ from config_cases import good_argv
 
 from slime.config import Config
 from vime import backends
-from vime.engine.backend import VllmBackend
+from vime.vllm.backend import VllmBackend
 
 
 class Added(VllmBackend):

@@ -12,12 +12,12 @@ from config_cases import good_argv
 from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
 from rank_processes import on_ranks
 
-from slime.checkpoint_files import CHECKSUMS, SummedFile, read_sums, sum_of
-from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
-from slime.megatron_backend.checkpoint_io import verify
-from slime.megatron_backend.model import build_model
-from slime.megatron_backend.model_config import load_hf_config
-from slime.megatron_backend.optimizer import build_optimizer
+from slime.checkpoints.checkpoint_files import CHECKSUMS, SummedFile, read_sums, sum_of
+from slime.megatron_backend.checkpoint.checkpoint_io import verify
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
 from slime.rules import parse_args
 from vime.cli import main

@@ -19,7 +19,7 @@ from slime.data.packing import pack
 from slime.data.token_slice import token_slice
 from slime.data.train_data import make_rank_data
 from slime.data.transport import pack_columns, unpack_columns
-from slime.megatron_backend.audit import samples_of
+from slime.megatron_backend.step.audit import samples_of
 from slime.protocols import GenerateResult
 from slime.rollout import facts
 from slime.rollout.generate import generate

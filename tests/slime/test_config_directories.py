@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv, write_model
 
-from slime.checkpoint_dir import resumed_iteration, start_directory, start_iteration
+from slime.checkpoints.checkpoint_dir import resumed_iteration, start_directory, start_iteration
 from slime.rules import parse_args
 
 

@@ -9,7 +9,7 @@ from config_cases import good_argv, write_model
 
 from slime.rules.parser import parse_args
 from vime.backends import parse_config
-from vime.engine.flags import engine_settings
+from vime.vllm.server_flags import engine_settings
 
 MOE = {
     "model_type": "qwen3_moe",

@@ -15,19 +15,19 @@ from megatron_cases import VOCAB, make_config, tiny_checkpoint, trained
 from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 
-from slime import hf_files
-from slime.hf_config import open_weights
-from slime.loading_estimate import loading
-from slime.megatron_backend.export import export_checkpoint
-from slime.megatron_backend.live_table import named
-from slime.megatron_backend.model import build_model, unwrapped
-from slime.megatron_backend.model_config import load_hf_config
+from slime.checkpoints import hf_files
+from slime.checkpoints.hf_config import open_weights
+from slime.megatron_backend.checkpoint.export import export_checkpoint
+from slime.megatron_backend.checkpoint.live_table import named
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.model.gpt import build_model, unwrapped
+from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 from slime.models.decoder import DeltaNet
 from slime.models.hybrid import ByKeyHead, GatedQkv
 from slime.models.layouts import Direct, GateUp, GateUpTensor, GroupedQkv, Sizes, SwappedHalves, Vocab
 from slime.models.slices import Piece, pieces
+from slime.plan.loading_estimate import loading
 
 MODELS = {
     "qwen3": {"tie_word_embeddings": False},

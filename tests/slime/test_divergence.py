@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from slime.checkpoint_dir import COMPLETE, iteration_path
+from slime.checkpoints.checkpoint_dir import COMPLETE, iteration_path
 from slime.divergence import DivergedError
 
 

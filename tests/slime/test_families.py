@@ -28,10 +28,10 @@ from megatron_cases import (
 from safetensors.torch import load_file, save_file
 
 import rl_kernel
-from slime.megatron_backend.model import build_model, logit_cap, output_weight, unwrap, vocab_range
-from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.model.gpt import build_model, logit_cap, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 from slime.models import FAMILIES, family_for
 
 BATCH = [

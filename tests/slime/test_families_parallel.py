@@ -29,11 +29,11 @@ from rank_processes import on_ranks
 from safetensors.torch import load_file
 
 import rl_kernel
-from slime.megatron_backend.model import build_model, logit_cap, output_weight, unwrap, vocab_range
-from slime.megatron_backend.model_config import load_hf_config
-from slime.megatron_backend.optimizer import finish_grads
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
+from slime.megatron_backend.model.gpt import build_model, logit_cap, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf
 from slime.models import decoder_of, family_for
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -17,13 +17,13 @@ from megatron_cases import (
 from rank_processes import on_ranks
 
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.gated_delta_net import CHUNK, convolved, padded_delta_rule
-from slime.megatron_backend.model import build_model, logits_of, output_weight, stage_output, unwrap
-from slime.megatron_backend.model_config import load_hf_config, transformer_config
-from slime.megatron_backend.optimizer import finish_grads
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
+from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.model.gated_delta_net import CHUNK, convolved, padded_delta_rule
+from slime.megatron_backend.model.gpt import build_model, logits_of, output_weight, stage_output, unwrap
+from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
+from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf
 from slime.models import FAMILIES
 
 LENGTHS = [3, CHUNK + 9, 1, 2 * CHUNK, 20]

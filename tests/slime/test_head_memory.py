@@ -10,7 +10,7 @@ from allocations import peak_bytes
 from megatron_cases import tiny_checkpoint
 from trainer_cases import make_config, rank_data
 
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
 
 VOCAB, TOKENS, EACH = 8192, 32, 8

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.hf_config import check_checkpoint_shapes, read_hf_config
+from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
 
 CONFIG = {
     "model_type": "qwen3",

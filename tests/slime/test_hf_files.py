@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.hf_config import open_weights, read_index
-from slime.hf_files import write_shards, write_tensors
+from slime.checkpoints.hf_config import open_weights, read_index
+from slime.checkpoints.hf_files import write_shards, write_tensors
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

@@ -7,7 +7,7 @@ import socket
 import huggingface_hub
 import pytest
 
-from slime.hub import is_hub_name, local_checkpoint
+from slime.checkpoints.hub import is_hub_name, local_checkpoint
 
 
 @pytest.fixture

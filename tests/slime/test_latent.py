@@ -14,15 +14,15 @@ from rank_processes import on_ranks
 from safetensors.torch import load_file, save_file
 
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.model import build_model, stage_output, unwrap
-from slime.megatron_backend.model_config import load_hf_config, transformer_config
-from slime.megatron_backend.optimizer import finish_grads
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
+from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.model.gpt import build_model, stage_output, unwrap
+from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
+from slime.megatron_backend.model.optimizer import finish_grads
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf
-from slime.model_shape import Shape
 from slime.models import decoder_of
-from slime.models.flops import ForwardFlops
+from slime.plan.flops import ForwardFlops
+from slime.plan.model_shape import Shape
 
 BATCH = sequences(3)
 DEEPSEEK = {

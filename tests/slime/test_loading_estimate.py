@@ -5,7 +5,7 @@ from __future__ import annotations
 from architectures import ARCHITECTURES
 from memory_cases import QWEN3_4B, config
 
-from slime.loading_estimate import loading
+from slime.plan.loading_estimate import loading
 
 QWEN3_235B = {"model_type": "qwen3_moe", **ARCHITECTURES["qwen3-235b-a22b"].config_fields()}
 GIB = 2**30

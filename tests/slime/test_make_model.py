@@ -26,12 +26,12 @@ from make_model import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.config.config_file import split_argv
 from slime.config.megatron_flags import MODEL_ARGS
-from slime.hf_config import check_checkpoint_shapes, read_hf_config
-from slime.megatron_backend.model_config import check_hf_config
-from slime.model_shape import Shape
+from slime.megatron_backend.model.model_config import check_hf_config
 from slime.models import decoder_of, family_for
+from slime.plan.model_shape import Shape
 from slime.rules.model_args import check_model_args
 from slime.rules.validate import largest_token_id
 

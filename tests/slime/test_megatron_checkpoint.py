@@ -14,13 +14,13 @@ import pytest
 import torch
 from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
 
-from slime.checkpoint_dir import latest
-from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
-from slime.megatron_backend.model import build_model
-from slime.megatron_backend.model_config import load_hf_config
-from slime.megatron_backend.optimizer import build_optimizer
+from slime.checkpoints.checkpoint_dir import latest
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,7 +176,7 @@ KILLED = """
     sys.path.insert(0, sys.argv[1])
     from megatron_cases import make_config
     from slime.megatron_backend.parallel import init_parallel
-    from slime.megatron_backend.checkpoint import save_checkpoint
+    from slime.megatron_backend.checkpoint.distributed import save_checkpoint
     out, hf, watched = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
     init_parallel(0, 1, make_config(), init_method=f"file://{out}/store")
     from test_megatron_checkpoint import trainer

@@ -23,14 +23,14 @@ from megatron_cases import (
 from safetensors.torch import load_file
 
 import rl_kernel
-from slime.hf_config import read_hf_config
-from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
-from slime.megatron_backend.experts import GatedExperts
-from slime.megatron_backend.model import build_model, output_weight, unwrap, vocab_range
-from slime.megatron_backend.model_config import load_hf_config, transformer_config
-from slime.megatron_backend.optimizer import build_optimizer
+from slime.checkpoints.hf_config import read_hf_config
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.model.experts import GatedExperts
+from slime.megatron_backend.model.gpt import build_model, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model.model_config import load_hf_config, transformer_config
+from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 from slime.models.reading import sparse_layers
 
 SHAPES = {

@@ -11,12 +11,12 @@ from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
 from rank_processes import on_ranks
 from torch import Tensor
 
-from slime.hf_config import read_hf_config
-from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
-from slime.megatron_backend.model import build_model, unwrap
-from slime.megatron_backend.optimizer import build_optimizer
+from slime.checkpoints.hf_config import read_hf_config
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
+from slime.megatron_backend.model.gpt import build_model, unwrap
+from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf
 
 LR = 1e-3
 LAYOUTS: dict[str, dict[str, Any]] = {

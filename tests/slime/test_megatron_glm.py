@@ -16,15 +16,15 @@ from megatron_cases import (
 )
 from safetensors.torch import load_file, save_file
 
+from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
 from slime.data.token_slice import token_slice
-from slime.hf_config import check_checkpoint_shapes, read_hf_config
-from slime.megatron_backend.attention import Rotary, packed_layout, rotated
-from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
-from slime.megatron_backend.model import build_model, unwrap
-from slime.megatron_backend.model_config import check_hf_config, transformer_config
-from slime.megatron_backend.optimizer import build_optimizer
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.model.attention import Rotary, packed_layout, rotated
+from slime.megatron_backend.model.gpt import build_model, unwrap
+from slime.megatron_backend.model.model_config import check_hf_config, transformer_config
+from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 from slime.models import decoder_of, family_for
 from slime.models.reading import sparse_layers
 

@@ -15,13 +15,13 @@ from torch.nn.functional import silu
 
 import rl_kernel
 from slime.data.token_slice import token_slice
-from slime.megatron_backend import layers
-from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.layers import GatedMLP, NormedLinear, without_keeping
-from slime.megatron_backend.model import build_model, unwrap
-from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.checkpoint.weights import load_hf
+from slime.megatron_backend.model import layers
+from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.model.gpt import build_model, unwrap
+from slime.megatron_backend.model.layers import GatedMLP, NormedLinear, without_keeping
+from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import load_hf
 
 HIDDEN, FFN, LAYERS, LENGTHS = 64, 96, 2, (5, 9, 3, 12)
 TOKENS = sum(LENGTHS)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron_cases import make_config
 
-from slime.megatron_backend.model_config import (
+from slime.megatron_backend.model.model_config import (
     check_hf_config,
     load_hf_config,
     padded_vocab_size,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from megatron_cases import make_config, packed_logits, sequences, sum_loss, tiny_checkpoint, train_step
 
-from slime.megatron_backend.model import build_model
-from slime.megatron_backend.model_config import load_hf_config
-from slime.megatron_backend.optimizer import build_optimizer
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf
 
 
 @pytest.fixture(scope="module", autouse=True)

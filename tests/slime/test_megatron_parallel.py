@@ -16,12 +16,12 @@ from rank_processes import on_ranks
 from torch import Tensor
 
 import rl_kernel
-from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
-from slime.megatron_backend.model import build_model, output_weight, unwrap, vocab_range
-from slime.megatron_backend.model_config import load_hf_config
-from slime.megatron_backend.optimizer import build_optimizer
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.model.gpt import build_model, output_weight, unwrap, vocab_range
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 
 LR = 1e-3
 LAYOUTS: dict[str, dict[str, Any]] = {

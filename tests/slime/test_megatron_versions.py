@@ -173,7 +173,7 @@ def rename_keyword(monkeypatch):
 def rename_field(monkeypatch):
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
-    from slime.megatron_backend import experts
+    from slime.megatron_backend.model import experts
 
     monkeypatch.setattr(experts, "MoESubmodules", lambda experts, router, shared: MoESubmodules)
 
@@ -182,7 +182,7 @@ def rename_field(monkeypatch):
     ("rename", "problem"),
     [
         (rename_function, "parallel.py: parallel_state has no get_context_parallel_group"),
-        (rename_keyword, "checkpoint.py: dist_checkpointing.save does not take its arguments: "),
+        (rename_keyword, "distributed.py: dist_checkpointing.save does not take its arguments: "),
         (rename_field, "experts.py: MoESubmodules does not take its arguments: "),
     ],
 )
@@ -197,7 +197,7 @@ def test_a_renamed_method_is_found(monkeypatch):
     before = megatron_names.look()["replaced"]
     monkeypatch.delattr(TopKRouter, "_apply_expert_bias")
     lost = set(before) - set(megatron_names.look()["replaced"])
-    assert lost == {"slime.megatron_backend.experts.Router._apply_expert_bias"}
+    assert lost == {"slime.megatron_backend.model.experts.Router._apply_expert_bias"}
 
 
 def test_the_trainer_runs_on_the_other_version(other):

@@ -13,11 +13,11 @@ from megatron_cases import VOCAB, hf_logits, make_config, packed_logits, sequenc
 from safetensors.torch import load_file, save_file
 
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.model import build_model, output_weight, stage_output, unwrap, vocab_range
-from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.model.gpt import build_model, output_weight, stage_output, unwrap, vocab_range
+from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 from slime.models.layouts import Direct, GateUp, GroupedQkv, Sizes, Vocab
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from memory_cases import FULL, QWEN3_4B, config
 
-from slime.memory_decision import (
+from slime.plan.memory_decision import (
     BESIDES_GENERATING,
     BESIDES_TRAINER,
     choices,
@@ -16,8 +16,8 @@ from slime.memory_decision import (
     engine_flag,
     lowering,
 )
-from slime.memory_estimate import GIB, estimate
-from vime.engine.backend import engine_facts
+from slime.plan.memory_estimate import GIB, estimate
+from vime.vllm.backend import engine_facts
 
 
 def decided(device_gib: float | None, **flags: Any) -> tuple[tuple[str, ...], str]:

@@ -12,8 +12,8 @@ from architectures import ARCHITECTURES
 from memory_cases import QWEN3_4B, config
 
 from slime.config.schema import Config
-from slime.memory_estimate import GIB, count, estimate, layer_width
-from slime.model_shape import Shape
+from slime.plan.memory_estimate import GIB, count, estimate, layer_width
+from slime.plan.model_shape import Shape
 
 GLM_AIR = {
     "model_type": "glm4_moe",

@@ -12,10 +12,10 @@ from megatron_cases import hf_logits, make_config, packed_logits, sequences, tin
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from slime.megatron_backend.model import build_model
-from slime.megatron_backend.model_config import check_hf_config, load_hf_config
+from slime.megatron_backend.checkpoint.weights import load_hf
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import check_hf_config, load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import load_hf
 from slime.models.mxfp4 import dequantised
 
 HIDDEN, WIDTH, EXPERTS = 64, 32, 6

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from slime.cluster.numa import children_on, choose_cpus, cpus_of_gpu, format_cpus, nodes_with_cpus, parse_cpus
-from vime.engine import server
-from vime.engine.server import EngineServer, EngineSpec
+from vime.vllm import server
+from vime.vllm.server import EngineServer, EngineSpec
 
 HGX = ("0000:19:00.0", "0000:9b:00.0")
 GB200 = ("0008:01:00.0", "0019:01:00.0")

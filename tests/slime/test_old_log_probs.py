@@ -11,9 +11,9 @@ from rank_processes import on_ranks
 from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
 
 from slime import operators
+from slime.checkpoints.hf_config import read_hf_config
 from slime.data.packing import forward_flops
-from slime.hf_config import read_hf_config
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.trainer import MegatronTrainer
 
 STEPS = {"global_batch_size": 2, "max_tokens_per_gpu": 24}
 """Four steps."""

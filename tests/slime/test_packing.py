@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from slime.data.packing import build_dp_schedule, karmarkar_karp, pack, prediction_flops, sample_flops
-from slime.models.flops import PredictionFlops
+from slime.plan.flops import PredictionFlops
 
 HF = {
     "model_type": "qwen3",

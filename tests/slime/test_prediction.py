@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from slime import operators
+from slime.checkpoints.hf_config import read_hf_config
 from slime.data.ahead import look_ahead, unshared
 from slime.data.packing import MicroBatch, pack
-from slime.hf_config import read_hf_config
-from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.head import lm_head
-from slime.megatron_backend.model import build_model, stage_output, unwrap
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.model.gpt import build_model, stage_output, unwrap
 from slime.megatron_backend.parallel import ParallelInfo, destroy_parallel, init_parallel
-from slime.megatron_backend.prediction import Predictions
-from slime.megatron_backend.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.step.head import lm_head
+from slime.megatron_backend.step.prediction import Predictions
 
 FACTOR = 0.3
 LENGTHS = [(9, 5), (7, 6), (12, 5), (2, 1), (8, 5)]

@@ -13,14 +13,14 @@ from rank_processes import on_ranks
 from safetensors.torch import load_file
 from trainer_cases import exported, make_config, make_samples, rank_data
 
-from slime.hf_config import read_hf_config
-from slime.megatron_backend.export import export_checkpoint
-from slime.megatron_backend.model import unwrapped
-from slime.megatron_backend.torch_dist import load_torch_dist
-from slime.megatron_backend.torch_dist_save import save_torch_dist
-from slime.megatron_backend.trainer import MegatronTrainer
-from slime.memory_estimate import rank_params
-from slime.model_shape import Shape
+from slime.checkpoints.hf_config import read_hf_config
+from slime.megatron_backend.checkpoint.export import export_checkpoint
+from slime.megatron_backend.checkpoint.torch_dist import load_torch_dist
+from slime.megatron_backend.checkpoint.torch_dist_save import save_torch_dist
+from slime.megatron_backend.model.gpt import unwrapped
+from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.plan.memory_estimate import rank_params
+from slime.plan.model_shape import Shape
 from slime.rules.model_args import check_model_args
 from slime.rules.prediction import check_prediction
 

@@ -9,8 +9,8 @@ from hybrid_shapes import TEXT_ONLY
 from make_model import build_config, build_model, stored_tensors
 
 from slime.data.packing import sample_flops
-from slime.model_shape import Shape
 from slime.models import decoder_of
+from slime.plan.model_shape import Shape
 
 
 @pytest.mark.parametrize("arch", TEXT_ONLY)

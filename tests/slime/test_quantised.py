@@ -10,10 +10,10 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from megatron_cases import make_config, tiny_checkpoint
 from safetensors.torch import load_file, save_file
 
-from slime.megatron_backend.model import build_model
-from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, save_hf
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import export_hf, load_hf, save_hf
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}
 INT4_GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}

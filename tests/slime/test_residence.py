@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import exported, make_config, make_samples, rank_data, train
 
-from slime.megatron_backend.residence import gradients_of, parameters_of, states_of
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.residence import gradients_of, parameters_of, states_of
+from slime.megatron_backend.step.trainer import MegatronTrainer
 
 AWAY = {"colocate": True, "offload_train": True}
 MIXED = {"fp32": False, "bf16": True}

@@ -14,19 +14,19 @@ import torch
 from config_cases import good_argv
 from megatron_cases import make_config, sequences, tiny_checkpoint, train_step
 
-from slime.checkpoint_dir import latest
+from slime.checkpoints.checkpoint_dir import latest
 from slime.data.source import PromptDataSource
-from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
-from slime.megatron_backend.model import build_model
-from slime.megatron_backend.model_config import load_hf_config
-from slime.megatron_backend.optimizer import build_optimizer
+from slime.disk_space import Room, require_room
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
+from slime.megatron_backend.checkpoint.weights import save_hf
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.weights import save_hf
-from slime.room import Room, require_room
 from slime.rules import parse_args
 from slime.tracking.trackers import JsonlTracker
 from slime.weight_sync.file_channel import FileChannel
-from vime.room import require_room_to_run
+from vime.run.disk_space import require_room_to_run
 
 MIB = 2**20
 

@@ -16,7 +16,7 @@ from slime.data.packing import pack
 from slime.data.routed_experts import COLUMN, OPEN, as_tensor, check_column, packed
 from slime.data.token_slice import token_slice
 from slime.data.train_data import make_rank_data
-from slime.megatron_backend.audit import samples_of
+from slime.megatron_backend.step.audit import samples_of
 from slime.rollout.debug_data import load_debug_rollout_data, save_debug_rollout_data
 from slime.rollout.generate import generate, generate_and_rm
 from slime.rollout.state import GenerateState

@@ -9,11 +9,11 @@ from test_megatron_experts import loaded
 from torch.nn.functional import linear
 
 from slime.data.token_slice import token_slice
-from slime.megatron_backend.attention import packed_layout
-from slime.megatron_backend.model import hidden_of, output_weight, stage_output, unwrap
+from slime.megatron_backend.checkpoint.weights import export_hf
+from slime.megatron_backend.model.attention import packed_layout
+from slime.megatron_backend.model.gpt import hidden_of, output_weight, stage_output, unwrap
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.routing_replay import OPEN, Routing
-from slime.megatron_backend.weights import export_hf
+from slime.megatron_backend.step.routing_replay import OPEN, Routing
 
 SHAPES = {
     "all-layers": {},

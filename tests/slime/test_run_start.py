@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_cases import good_argv
 
-from slime.checkpoint_dir import first_rollout
+from slime.checkpoints.checkpoint_dir import first_rollout
 from slime.config import Config
 from slime.rules import parse_args
 from slime.run_start import check_start, finished, start_line

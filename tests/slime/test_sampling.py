@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from slime.rollout.sampling import RULES, checked
-from vime.engine.client import request_fields
-from vime.engine.group_wire import NAMES
 from vime.sglang.client import PARAMETERS, request_params
+from vime.vllm.client import request_fields
+from vime.vllm.group_wire import NAMES
 
 GOOD = {
     "temperature": (0, 0.0, 1, 1.5, np.float32(0.5)),

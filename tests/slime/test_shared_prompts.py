@@ -15,12 +15,12 @@ from test_megatron_attention import no_rotation
 from torch import Tensor
 from trainer_cases import make_checkpoints, make_config, make_samples, rank_data
 
+from slime.checkpoints.hf_config import read_hf_config
 from slime.data.packing import forward_flops, pack, sample_flops, shares_prompts
 from slime.data.token_slice import token_slice
-from slime.hf_config import read_hf_config
-from slime.megatron_backend.attention import PackedAttention, packed_layout
-from slime.megatron_backend.rows import Rows, take
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.model.attention import PackedAttention, packed_layout
+from slime.megatron_backend.model.rows import Rows, take
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
 
 STEPS = {"global_batch_size": 4, "max_tokens_per_gpu": 200, "clip_grad": 0.0, "entropy_coef": 0.01}

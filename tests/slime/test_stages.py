@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime.config.sections.megatron import MegatronConfig
-from slime.stages import Stages, check_stages, expand, micro_batch_group, stages_of
+from slime.plan.stages import Stages, check_stages, expand, micro_batch_group, stages_of
 
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"

@@ -8,7 +8,7 @@ import json
 import pytest
 from trainer_cases import make_checkpoints, make_config, make_samples, rank_data
 
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.trainer import MegatronTrainer
 
 INSIDE = (
     "data_preprocess",

@@ -13,14 +13,14 @@ from megatron_cases import VOCAB, make_config, sequences, tiny_checkpoint, train
 from safetensors.torch import load_file
 from torch_dist_cases import convert, megatron_tensors, release, stacked, write_torch_dist
 
-from slime.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
-from slime.megatron_backend.model import build_model, unwrap
-from slime.megatron_backend.model_config import load_hf_config
-from slime.megatron_backend.optimizer import build_optimizer
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, save_checkpoint
+from slime.megatron_backend.checkpoint.torch_dist import load_torch_dist
+from slime.megatron_backend.checkpoint.torch_dist_save import save_torch_dist
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, load_weights
+from slime.megatron_backend.model.gpt import build_model, unwrap
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.optimizer import build_optimizer
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.torch_dist import load_torch_dist
-from slime.megatron_backend.torch_dist_save import save_torch_dist
-from slime.megatron_backend.weights import export_hf, load_hf, load_weights
 
 KINDS = {
     "qwen2": {"head_dim": 16, "tie_word_embeddings": True},

@@ -12,12 +12,12 @@ from rank_processes import on_ranks
 from safetensors.torch import load_file
 from torch_dist_cases import convert, release
 
-from slime.megatron_backend.model import build_model, unwrap
-from slime.megatron_backend.model_config import load_hf_config
+from slime.megatron_backend.checkpoint.torch_dist import MetadataReader, load_torch_dist
+from slime.megatron_backend.checkpoint.torch_dist_save import save_torch_dist
+from slime.megatron_backend.checkpoint.weights import export_hf, load_hf, load_weights
+from slime.megatron_backend.model.gpt import build_model, unwrap
+from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.torch_dist import MetadataReader, load_torch_dist
-from slime.megatron_backend.torch_dist_save import save_torch_dist
-from slime.megatron_backend.weights import export_hf, load_hf, load_weights
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},

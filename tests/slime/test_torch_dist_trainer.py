@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from trainer_cases import exported, make_config, train
 
-from slime.megatron_backend.export import export_checkpoint
+from slime.megatron_backend.checkpoint.export import export_checkpoint
 
 
 @pytest.fixture(scope="module")

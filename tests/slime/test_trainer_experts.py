@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import exported, make_checkpoints, make_config, make_samples, rank_data
 
-from slime.megatron_backend.model import unwrapped
+from slime.megatron_backend.model.gpt import unwrapped
 from slime.megatron_backend.parallel import destroy_parallel
-from slime.megatron_backend.trainer import MegatronTrainer
-from slime.memory_estimate import rank_params
-from slime.model_shape import Shape
+from slime.megatron_backend.step.trainer import MegatronTrainer
+from slime.plan.memory_estimate import rank_params
+from slime.plan.model_shape import Shape
 
 FLAGS = {
     # two optimizer steps; a norm that is clipped, over experts and all else

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from trainer_cases import exported, hf_log_probs, make_checkpoints, make_samples, train
 
 import rl_kernel
-from slime.megatron_backend import native
-from slime.megatron_backend import trainer as trainer_module
-from slime.megatron_backend.model import head_main_grad
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.model.gpt import head_main_grad
+from slime.megatron_backend.step import native
+from slime.megatron_backend.step import trainer as trainer_module
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
 
 

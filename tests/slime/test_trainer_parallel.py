@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_cases import exported, make_config, make_samples, rank_data
 
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.types import Sample
 
 POLICY_FLAGS = {

@@ -13,8 +13,8 @@ from rank_processes import on_ranks
 from trainer_cases import exported, make_config, make_samples, rank_data
 
 from slime import operators
-from slime.megatron_backend.replay import replay_log_probs
-from slime.megatron_backend.trainer import MegatronTrainer
+from slime.megatron_backend.step.replay import replay_log_probs
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.tracking.metrics import EXPERTS_DIFFER as DIFFER
 
 EXPERTS, TOPK, LAYERS = 4, 2, 2

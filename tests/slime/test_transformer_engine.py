@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from slime.data.token_slice import token_slice
-from slime.megatron_backend import transformer_engine
-from slime.megatron_backend.attention import PackedAttention, Rotary, packed_layout
-from slime.megatron_backend.model import build_model
-from slime.megatron_backend.model_config import load_hf_config
-from slime.megatron_backend.norms import RMSNorm
+from slime.megatron_backend.checkpoint.weights import load_hf
+from slime.megatron_backend.model import transformer_engine
+from slime.megatron_backend.model.attention import PackedAttention, Rotary, packed_layout
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.model.norms import RMSNorm
+from slime.megatron_backend.model.transformer_engine import block_spec, packed_attention
 from slime.megatron_backend.parallel import destroy_parallel, init_parallel
-from slime.megatron_backend.transformer_engine import block_spec, packed_attention
-from slime.megatron_backend.weights import load_hf
 from slime.models import decoder_of
 from slime.rules import parse_args
 

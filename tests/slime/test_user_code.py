@@ -9,7 +9,7 @@ import time
 import pytest
 from rollout_double import make_args, make_state
 
-from slime.rollout import user_code
+from slime import user_code
 from slime.rollout.generate import generate_and_rm_group
 from slime.rollout.state import rollout_sampling_params
 from slime.types import Sample

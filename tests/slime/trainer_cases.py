@@ -12,11 +12,11 @@ from megatron_cases import VOCAB, tiny_checkpoint
 from torch import Tensor, nn
 
 from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config.schema import Config
 from slime.data.train_data import make_rank_data
-from slime.hf_config import read_hf_config
-from slime.megatron_backend.trainer import MegatronTrainer
-from slime.megatron_backend.weights import export_hf
+from slime.megatron_backend.checkpoint.weights import export_hf
+from slime.megatron_backend.step.trainer import MegatronTrainer
 from slime.rules.resolve import resolve
 from slime.types import Sample, TrainData
 

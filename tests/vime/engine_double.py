@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vime.engine.server import EngineServer
+from vime.vllm.server import EngineServer
 
 
 class DoubleServer(EngineServer):
@@ -82,7 +82,7 @@ def digest(tensor: Any) -> str:
 def main(port: int, log: Path, module: str | None = None) -> None:
     import uvicorn
 
-    from vime.engine.middleware import RunKeyMiddleware
+    from vime.vllm.worker.middleware import RunKeyMiddleware
 
     if module:
         import_module(module)

@@ -20,10 +20,10 @@ from slime.protocols import WeightUpdate
 from slime.weight_sync.channel import TrainerPlace
 from slime.weight_sync.publisher import Publisher
 from slime.weight_sync.registry import CHANNELS
-from vime.engine.control import EngineControl
-from vime.engine.pool import VllmEnginePool
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineSpec
+from vime.pool.control import EngineControl
+from vime.pool.pool import VllmEnginePool
+from vime.pool.router import RouterSpec
+from vime.vllm.server import EngineSpec
 
 KEY = "added-key"
 HERE = Path(__file__).parent

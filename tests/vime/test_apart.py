@@ -12,10 +12,10 @@ import pytest
 from config_cases import good_argv
 
 from vime.backends import backend_of, parse_config
-from vime.engine import apart
-from vime.engine.process import accepts, free_port
-from vime.engine.router import Router, RouterSpec
-from vime.engine.router_apart import RouterApart
+from vime.pool import external as apart
+from vime.pool.external_router import RouterApart
+from vime.pool.process import accepts, free_port
+from vime.pool.router import Router, RouterSpec
 
 KEY = secrets.token_hex(32)
 ENGINES = "--rollout-external-engine-addrs"

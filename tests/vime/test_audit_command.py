@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from slime.megatron_backend.replay import replay_log_probs
+from slime.megatron_backend.step.replay import replay_log_probs
 from slime.rollout.debug_data import save_debug_rollout_data
 from slime.rollout.facts import run_facts
 from slime.rules.resolve import resolve

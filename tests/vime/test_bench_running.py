@@ -28,7 +28,7 @@ from vime.bench.record import BASELINE, RL_KERNEL, Record, Switch, all_repeats, 
 from vime.bench.run_dirs import read_repeat, read_steps
 from vime.bench.running import execute
 from vime.bench.settings import read_settings
-from vime.run_lock import LOCK_FILE, lock
+from vime.run.lock import LOCK_FILE, lock
 
 STEPS = 3
 FILE = """

@@ -21,10 +21,10 @@ from slime.weight_sync.broadcast_channel import BroadcastChannel
 from slime.weight_sync.file_channel import FileChannel
 from slime.weight_sync.group import GivenUp, Group, give_up
 from slime.weight_sync.publisher import Publisher
-from vime.engine.control import EngineControl
-from vime.engine.pool import VllmEnginePool
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineSpec
+from vime.pool.control import EngineControl
+from vime.pool.pool import VllmEnginePool
+from vime.pool.router import RouterSpec
+from vime.vllm.server import EngineSpec
 
 KEY = "broadcast-key"
 CPU = torch.device("cpu")

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from architectures import ARCHITECTURES
 
-from slime.model_shape import Shape
+from slime.plan.model_shape import Shape
 from slime.rules.flags import own_flags
 from vime.backends import BACKENDS, parse_config
 from vime.cli import main
 from vime.commands import COMMANDS
-from vime.engine.backend import ENGINE_SHARE
-from vime.engine.flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings
-from vime.engine.memory import engine_memory
-from vime.engine.server import EngineServer, EngineSpec
-from vime.engine.sglang_tables import ANY, MAPPED, RENAMED
 from vime.plan import describe
+from vime.sglang_api.tables import ANY, MAPPED, RENAMED
+from vime.vllm.backend import ENGINE_SHARE
+from vime.vllm.memory import engine_memory
+from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server_flags import ROUTER, ROUTER_RESERVED, VLLM, VLLM_RESERVED, engine_settings
 
 ROOT = Path(__file__).parents[2]
 async_argv = runpy.run_path(str(ROOT / "train_async.py"))["async_argv"]

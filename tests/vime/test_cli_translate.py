@@ -5,8 +5,8 @@ import json
 import pytest
 
 from slime.config.config_file import split_argv
-from vime.engine.sglang_flags import SPECIAL, targets, translate_sglang
-from vime.engine.sglang_tables import ENGINE_DECIDES, MAPPED, RENAMED
+from vime.sglang_api.tables import ENGINE_DECIDES, MAPPED, RENAMED
+from vime.sglang_api.translate_flags import SPECIAL, targets, translate_sglang
 
 ENGINE_OF_32 = "--rollout-num-gpus-per-engine 32"
 

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
-from vime.engine import compact_log_probs
+from vime.vllm.worker import compact_log_probs
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.utils import cpu_triton_utils
 
-from vime.engine import cpu_draft
+from vime.vllm.cpu import draft as cpu_draft
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vime.engine.cpu_experts import all_gatherv, local_choice, reduce_scatterv
+from vime.vllm.cpu.experts import all_gatherv, local_choice, reduce_scatterv
 
 
 def test_a_rank_computes_its_own_experts_only() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import sys
-from vime.engine import cpu_vision
+from vime.vllm.cpu import vision as cpu_vision
 cpu_vision.install(); cpu_vision.install()
 assert sum(isinstance(finder, cpu_vision.WithoutTorchvision) for finder in sys.meta_path) == 1
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize, tvF

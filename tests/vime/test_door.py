@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from vime.engine.door import wrap
-from vime.engine.router import Router, RouterSpec
-from vime.engine.sglang_request import WRAPPED
+from vime.pool.router import Router, RouterSpec
+from vime.sglang_api.gateway import wrap
+from vime.sglang_api.request import WRAPPED
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

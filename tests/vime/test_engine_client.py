@@ -15,10 +15,10 @@ from aiohttp import web
 
 from slime.divergence import DivergedError
 from slime.protocols import GenerateResult
-from vime.engine.client import VllmEngineClient, request_fields, result_of
-from vime.engine.group_wire import SampleAnswer, frame
-from vime.engine.process import free_port
-from vime.engine.server import EngineServer, EngineSpec
+from vime.pool.process import free_port
+from vime.vllm.client import VllmEngineClient, request_fields, result_of
+from vime.vllm.group_wire import SampleAnswer, frame
+from vime.vllm.server import EngineServer, EngineSpec
 
 
 def ints(*values: int) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vime.engine.control import request
+from vime.pool.control import request
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vime.engine.middleware import RunKeyMiddleware, health_prefix
+from vime.vllm.worker.middleware import RunKeyMiddleware, health_prefix
 
 KEY = "secret"
 AUTHORIZED = [(b"authorization", b"Bearer secret")]

@@ -18,12 +18,12 @@ from ray.cluster_utils import Cluster
 from slime.cluster.placement import VISIBLE_VARIABLE, place
 from slime.config import Config
 from slime.config.sections.engine import EngineFacts
-from vime.engine.nodes_server import NodesServer
-from vime.engine.pool import VllmEnginePool
-from vime.engine.ray_server import Seat, make_servers
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineServer, EngineSpec, pair_up
-from vime.engine.vllm_versions import token_routes
+from vime.pool.nodes_server import NodesServer
+from vime.pool.pool import VllmEnginePool
+from vime.pool.ray_server import Seat, make_servers
+from vime.pool.router import RouterSpec
+from vime.vllm.server import EngineServer, EngineSpec, pair_up
+from vime.vllm.versions import token_routes
 
 KEY = "nodes-key"
 HOSTS = ("127.0.0.2", "127.0.0.3")
@@ -86,7 +86,7 @@ def test_the_command_line_of_each_process(tmp_path: Path) -> None:
         assert server.environment()["VLLM_HOST_IP"] == server.spec.host
         assert server.environment()["GLOO_SOCKET_IFNAME"] == "lo"
         assert server.environment()["NCCL_SOCKET_IFNAME"] == "lo"
-    assert [server.command()[3] for server in both] == [alone.command()[3], "vime.engine.headless"]
+    assert [server.command()[3] for server in both] == [alone.command()[3], "vime.vllm.headless"]
     assert not names & {tokens[0].removeprefix("--") for tokens in pair_up(alone.command()[4:])}
 
 

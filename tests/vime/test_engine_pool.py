@@ -16,10 +16,10 @@ import pytest
 from engine_double import DoubleServer
 
 from slime.protocols import WeightUpdate
-from vime.engine.control import ControlError, EngineControl
-from vime.engine.pool import VllmEnginePool
-from vime.engine.router import RouterSpec
-from vime.engine.server import EngineSpec
+from vime.pool.control import ControlError, EngineControl
+from vime.pool.pool import VllmEnginePool
+from vime.pool.router import RouterSpec
+from vime.vllm.server import EngineSpec
 
 KEY = "pool-key"
 UPDATE = WeightUpdate(4, "disk", {"path": "weights-4.safetensors", "checksums": {"w": "abc"}})

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vime.engine import process
-from vime.engine.process import SupervisedProcess, free_port, require_free_port, tail, wait_ready
-from vime.engine.router import Router, RouterSpec
+from vime.pool import process
+from vime.pool.process import SupervisedProcess, free_port, require_free_port, tail, wait_ready
+from vime.pool.router import Router, RouterSpec
 
 # A process with a child of its own that ignores SIGTERM and a grandchild in another session.
 _STUBBORN = """
@@ -28,7 +28,7 @@ time.sleep(100)
 # What a server does for an engine: fork one, which forks a worker; a child of another thread outlives that thread.
 _FORKS = """
 import os, threading, time
-from vime.engine.supervise import forks_die_with_parent
+from vime.pool.supervise import forks_die_with_parent
 forks_die_with_parent()
 forks_die_with_parent()
 def fork(then):
@@ -44,7 +44,7 @@ time.sleep(100)
 """
 _OWNER = """
 import os, sys, time
-from vime.engine.process import SupervisedProcess
+from vime.pool.process import SupervisedProcess
 SupervisedProcess([sys.executable, "-c", sys.argv[1]], os.environ, sys.argv[2])
 time.sleep(100)
 """
@@ -89,7 +89,7 @@ def test_stop_ends_grandchildren_in_other_sessions_too(tmp_path: Path) -> None:
 
 
 def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
-    command = [sys.executable, "-m", "vime.engine.supervise", "0.3", sys.executable, "-c", _STUBBORN]
+    command = [sys.executable, "-m", "vime.pool.supervise", "0.3", sys.executable, "-c", _STUBBORN]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     below = processes_below(process.pid, 2)
@@ -124,7 +124,7 @@ def test_forks_of_the_main_thread_alone_die_with_their_parent() -> None:
 
 _LISTENS = """
 import os, socket, sys, time
-from vime.engine.supervise import forks_die_with_parent
+from vime.pool.supervise import forks_die_with_parent
 forks_die_with_parent()
 server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
 ours, theirs = socket.socketpair()

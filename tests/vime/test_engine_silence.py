@@ -13,10 +13,10 @@ import psutil
 import pytest
 from engine_double import DoubleServer
 
-from vime.engine import silence
-from vime.engine.control import EngineControl
-from vime.engine.member import Member
-from vime.engine.server import EngineSpec
+from vime.pool import health_watch as silence
+from vime.pool.control import EngineControl
+from vime.pool.member import Member
+from vime.vllm.server import EngineSpec
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:

@@ -16,9 +16,9 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.metrics.stats import RequestStateStats
 
-from vime.engine.group_route import LOWEST, GroupRequest, _answer_of, answer
-from vime.engine.group_wire import SAMPLES
-from vime.engine.vllm_versions import refusals
+from vime.vllm.group_wire import SAMPLES
+from vime.vllm.versions import refusals
+from vime.vllm.worker.group_route import LOWEST, GroupRequest, _answer_of, answer
 
 
 def body(

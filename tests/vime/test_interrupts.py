@@ -57,7 +57,7 @@ def test_a_signal_while_modules_are_imported_is_one_line(command, name, code):
 def test_a_signal_while_the_command_reads_its_data_is_one_line(command, name, code, by):
     process = command(
         "train",
-        "from vime.interrupts import catch_signals\n"
+        "from vime.run.interrupts import catch_signals\n"
         f"def main(argv):\n    catch_signals()\n    {STRIKE.format(name)}",
     )
     assert process.communicate(timeout=60) == ("", f"vime train: interrupted{by}\n")

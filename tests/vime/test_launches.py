@@ -11,7 +11,7 @@ import pytest
 
 from vime.backends import parse_config
 from vime.cli import main
-from vime.engine.flags import engine_settings
+from vime.vllm.server_flags import engine_settings
 
 QWEN = {
     "model_type": "qwen3",

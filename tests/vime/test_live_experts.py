@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from vime.engine.live_experts import experts_of_rank, names_of_other_ranks
-from vime.engine.live_weights import differing_tensors
+from vime.vllm.worker.live_experts import experts_of_rank, names_of_other_ranks
+from vime.vllm.worker.live_weights import differing_tensors
 
 PATH = "model.layers.0.mlp.experts.routed_experts"
 

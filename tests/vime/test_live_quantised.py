@@ -9,7 +9,7 @@ import torch
 from fp8_cases import BLOCK, RANGE, layer
 
 from slime.models.quantised import from_blocks, spread
-from vime.engine.live_quantised import is_quantised, quantised_pieces
+from vime.vllm.worker.live_quantised import is_quantised, quantised_pieces
 
 SIZES = [100, 60, 40]
 

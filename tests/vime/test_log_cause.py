@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vime.engine.log_cause import cause_of
+from vime.pool.log_cause import cause_of
 
 CORE = "(EngineCore pid=7) ERROR 11-25 10:58:12 [core.py:1187] "
 WORKER = "(Worker_TP0 pid=9) ERROR 11-25 10:58:11 [multiproc_executor.py:870] "

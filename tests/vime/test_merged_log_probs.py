@@ -11,7 +11,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vime.engine import merged_log_probs
+from vime.vllm.worker import merged_log_probs
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 
-from slime.memory_estimate import GIB
-from slime.model_shape import Shape
+from slime.plan.memory_estimate import GIB
+from slime.plan.model_shape import Shape
 from vime import plan
 from vime.backends import parse_config
 from vime.cli import main, usage
-from vime.engine.flags import VLLM, engine_settings
-from vime.engine.memory import engine_memory, engine_verdict
-from vime.engine.server import EngineServer, EngineSpec
+from vime.vllm.memory import engine_memory, engine_verdict
+from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server_flags import VLLM, engine_settings
 
 QWEN3_4B = {"model_type": "qwen3", "hidden_act": "silu", **ARCHITECTURES["qwen3-4b"].config_fields()}
 FLAGS = """

@@ -10,10 +10,10 @@ from config_cases import HF_CONFIG
 from rollout_double import make_tokenizer, write_lines
 
 from slime.rollout.eval_datasets import check_evaluation
-from vime import prompts as module
 from vime.backends import parse_config
 from vime.cli import main
-from vime.prompts import prompts, with_data
+from vime.run import prompts as module
+from vime.run.prompts import prompts, with_data
 
 STRICT = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

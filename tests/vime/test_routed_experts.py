@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from slime.config import FlagGroup
-from vime.engine import routed_experts
-from vime.engine.flags import VLLM
-from vime.engine.routed_experts import decode
-from vime.engine.server import EngineServer, EngineSpec
+from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server_flags import VLLM
+from vime.vllm.worker import routed_experts
+from vime.vllm.worker.routed_experts import decode
 
 ROWS = np.arange(7 * 2 * 3, dtype=np.uint8).reshape(7, 2, 3)
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from vime import train
-from vime.run_lock import HELD_FILE, lock_all
+from vime.run.lock import HELD_FILE, lock_all
 
 HOLDER = """
 import fcntl, os, sys, time
 from contextlib import ExitStack
 def missing(*arguments): raise OSError(int(sys.argv[3]), "no flock here")
 if int(sys.argv[3]): fcntl.flock = missing
-from vime.run_lock import lock_all
+from vime.run.lock import lock_all
 with ExitStack() as stack:
     lock_all({"--run-dir": sys.argv[1], "--save": sys.argv[2]}, stack)
     print("held", flush=True)
@@ -63,7 +63,7 @@ def no_flock(monkeypatch, code: int = errno.ENOSYS) -> None:
         raise OSError(code, "no flock here")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    monkeypatch.setattr("vime.run_lock._LOOK_S", 0.3)
+    monkeypatch.setattr("vime.run.lock._LOOK_S", 0.3)
 
 
 def test_without_flock_a_run_of_another_host_is_named_with_what_to_do(tmp_path: Path, monkeypatch, capsys):

@@ -20,9 +20,9 @@ from slime.divergence import DivergedError
 from slime.protocols import WeightUpdate
 from slime.weight_sync.transfer import load
 from vime import backends, serve
-from vime.engine.control import ControlError
-from vime.engine.router_client import Transient
 from vime.plan import topology
+from vime.pool.control import ControlError
+from vime.pool.router_client import Transient
 from vime.sglang.client import PARAMETERS, Answer, request_params, result_of
 from vime.sglang.control import SglangControl
 from vime.sglang.server import SglangServer, SglangSpec

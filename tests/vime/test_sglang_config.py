@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from slime.config.config_file import split_argv
-from vime.engine.sglang_flags import translate_sglang
+from vime.sglang_api.translate_flags import translate_sglang
 
 
 def translated(path: Path, model: object, more: str = "") -> str:

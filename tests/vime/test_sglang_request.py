@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vime.engine.sglang_request import MAX_NEW_TOKENS, OneRequest, Wanted, parse
+from vime.sglang_api.request import MAX_NEW_TOKENS, OneRequest, Wanted, parse
 
 
 def body(**fields: Any) -> bytes:

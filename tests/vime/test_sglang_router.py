@@ -13,12 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from vime.engine.middleware import health_prefix
-from vime.engine.router import RouterSpec
-from vime.engine.sglang_request import parse
-from vime.engine.sglang_route import require_whole
+from vime.pool.router import RouterSpec
 from vime.sglang.client import PARAMETERS, SglangEngineClient
 from vime.sglang.router import SglangRouter
+from vime.sglang_api.request import parse
+from vime.sglang_api.routes import require_whole
+from vime.vllm.worker.middleware import health_prefix
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

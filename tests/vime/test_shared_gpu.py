@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vime.engine.shared_gpu import LESS_IS_FREE, beside_others, install
+from vime.vllm.worker.shared_gpu import LESS_IS_FREE, beside_others, install
 
 
 def test_vllm_says_so_at_the_end_of_sleep():

@@ -14,8 +14,8 @@ from threading import Thread
 import pytest
 
 from slime import http
-from vime.engine.process import SupervisedProcess
-from vime.engine.router import Router, RouterSpec
+from vime.pool.process import SupervisedProcess
+from vime.pool.router import Router, RouterSpec
 
 ROOT = Path(__file__).parents[2]
 NOWHERE = "http://127.0.0.1:9"  # nothing listens at the port `discard`
@@ -37,7 +37,7 @@ def test_a_user_id_without_a_name():
     dropped = ("LOGNAME", "USER", "USERNAME", "TORCHINDUCTOR_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     # The interpreter's own folders may be closed to other users; what it needs is imported before the change.
-    preload = "import vime.doctor.machine, vime.temporary, vime.surroundings, pwd, tempfile, shutil\n"
+    preload = "import vime.doctor.machine, vime.run.temporary, vime.run.surroundings, pwd, tempfile, shutil\n"
     done = subprocess.run(
         [sys.executable, "-c", preload + code],
         env={**env, "PYTHONPATH": str(ROOT)},
@@ -113,9 +113,9 @@ def test_text_is_utf8_under_any_locale(locale, tmp_path):
     (tmp_path / "vocab.txt").write_text("\u0120 \u2192", encoding="utf-8")
     code = (
         "import os, subprocess, sys\n"
-        "from vime.surroundings import use_utf8\n"
+        "from vime.run.surroundings import use_utf8\n"
         "use_utf8(os.environ)\n"
-        "from vime.engine.process import SupervisedProcess\n"
+        "from vime.pool.process import SupervisedProcess\n"
         "look = [sys.executable, '-c', 'print(ascii(open(\"vocab.txt\").read()))']\n"
         "exec(look[2])\n"
         "print(subprocess.run(look, capture_output=True, text=True).stdout, end='')\n"

@@ -23,14 +23,14 @@ from vllm import envs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vime.engine import cpu_draft
-from vime.engine.control import ControlError, EngineControl, request
-from vime.engine.flags import VLLM, VLLM_RESERVED, vllm_parser
-from vime.engine.group_wire import NAMES
-from vime.engine.live_quantised import _PLAIN_KERNELS
-from vime.engine.middleware import KEY_VARIABLE
-from vime.engine.server import EngineServer, EngineSpec
-from vime.engine.vllm_versions import installed
+from vime.pool.control import ControlError, EngineControl, request
+from vime.vllm.cpu import draft as cpu_draft
+from vime.vllm.group_wire import NAMES
+from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server_flags import VLLM, VLLM_RESERVED, vllm_parser
+from vime.vllm.versions import installed
+from vime.vllm.worker.live_quantised import _PLAIN_KERNELS
+from vime.vllm.worker.middleware import KEY_VARIABLE
 
 KEY = "k"
 FOLDER = Path(vllm.__file__).parent
@@ -140,7 +140,7 @@ def url(engine: Any) -> Iterator[str]:
         patch.setenv(KEY_VARIABLE, KEY)
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         app = vllm_names.app_of(
-            vllm_parser().parse_args(["--middleware", "vime.engine.middleware.RunKeyMiddleware"])
+            vllm_parser().parse_args(["--middleware", "vime.vllm.worker.middleware.RunKeyMiddleware"])
         )
         app.state.engine_client = engine
         listening = socket.create_server(("127.0.0.1", 0))

@@ -66,7 +66,7 @@ def replace(folder: Path, place: str, old: str, new: str) -> None:
 
 TYPED = {  # in what file, what is renamed, and what the type checker says
     "the call of today's main": (
-        "vime/engine/vllm_versions.py",
+        "vime/vllm/versions.py",
         r"mapper\.apply_list\(\[name\]\)",
         "[mapper.map_name(name)]",
         'vllm_versions.py: "WeightsMapper" has no attribute "map_name"',

@@ -12,11 +12,12 @@ import pytest
 from vllm_names import OLDEST
 
 from vime.backends import parse_config
-from vime.engine import flags, vllm_versions
-from vime.engine.flags import vllm_parser
-from vime.engine.plugin import BACKEND, register
-from vime.engine.server import EngineServer, EngineSpec
-from vime.engine.vllm_versions import LAST, LEAST, RUN, check, installed
+from vime.vllm import server_flags as flags
+from vime.vllm import versions as vllm_versions
+from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server_flags import vllm_parser
+from vime.vllm.versions import LAST, LEAST, RUN, check, installed
+from vime.vllm.worker.plugin import BACKEND, register
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def test_nothing_else_asks_for_a_version():
         for path in (ROOT / package).rglob("*.py")
         if re.search(r"vLLM 0\.\d|vllm\.__version__|metadata\.version\(.vllm", path.read_text())
     }
-    assert found == {"vime/engine/vllm_versions.py"}
+    assert found == {"vime/vllm/versions.py"}
 
 
 def test_a_run_is_told_of_its_version(tmp_path, monkeypatch):
@@ -95,7 +96,7 @@ def test_the_installed_server_knows_what_it_is_started_with(device):
     )
     parsed = vllm_parser().parse_args(EngineServer(spec).command()[4:])
     assert parsed.enable_per_request_metrics and parsed.enable_sleep_mode and parsed.port == 9
-    assert parsed.middleware == ["vime.engine.middleware.RunKeyMiddleware"]
+    assert parsed.middleware == ["vime.vllm.worker.middleware.RunKeyMiddleware"]
 
 
 def test_the_server_is_started_by_its_newest_name(tmp_path, monkeypatch):
@@ -192,7 +193,7 @@ def test_the_cuda_build_makes_its_flags_without_a_gpu():
             DeviceConfig()
         except RuntimeError as error:
             print(error)
-        from vime.engine.flags import vllm_parser
+        from vime.vllm.server_flags import vllm_parser
         print(any("--tensor-parallel-size" in action.option_strings for action in vllm_parser()._actions))
         print(platforms.current_platform.is_unspecified())"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)

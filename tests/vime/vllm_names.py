@@ -193,7 +193,7 @@ def unnamed_attributes() -> set[str]:
 
 
 def _attributes() -> set[str]:
-    live = [ROOT / f"vime/engine/{name}.py" for name in _LIVE]
+    live = [ROOT / f"vime/vllm/worker/{name}.py" for name in _LIVE]
     known = _known_attributes()
     found = {
         node.attr for tree in map(_parsed, live) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
@@ -218,7 +218,7 @@ def _known_attributes() -> set[str]:
         known |= set(dir(owner))
     for package in ("slime", "vime"):
         for file in (ROOT / package).rglob("*.py"):
-            if file.is_relative_to(ROOT / "vime/engine") and _USES.search(file.read_text()):
+            if file.is_relative_to(ROOT / "vime/vllm") and _USES.search(file.read_text()):
                 known |= _own(file)
             else:
                 known |= defined(file)

@@ -23,8 +23,8 @@ from slime.config import Config
 from vime.audit.prefill import PrefillEngine
 from vime.audit.report import Pair, active, as_json, compare, draw, table
 from vime.audit.source import Source, one_rank, read_config, read_source, weights_of
-from vime.engine.flags import engine_dtype
-from vime.engine.fp8 import quantises
+from vime.vllm.fp8 import quantises
+from vime.vllm.server_flags import engine_dtype
 
 TRAINING, DECODE = "trainer, training rows", "engine decode"
 MOST_ALONE = 64  # most requests that run one by one
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 def audit(config: Config, source: Source, weights: str, scratch: Path) -> list[Pair]:
     """Run the engine, then the trainer (the engine has freed its device by then), and compare."""
-    from slime.megatron_backend.replay import replay_log_probs
+    from slime.megatron_backend.step.replay import replay_log_probs
 
     masks = [s.loss_mask for s in source.samples]
 

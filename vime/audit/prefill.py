@@ -17,9 +17,9 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.types import Sample
-from vime.engine.control import request
-from vime.engine.flags import engine_settings
-from vime.engine.server import SERVED_MODEL_NAME, EngineServer, EngineSpec
+from vime.pool.control import request
+from vime.vllm.server import SERVED_MODEL_NAME, EngineServer, EngineSpec
+from vime.vllm.server_flags import engine_settings
 
 _SIDE_BY_SIDE = 64
 _REQUEST_S = 600.0

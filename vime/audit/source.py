@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.checkpoint_dir import start_directory
+from slime.checkpoints.checkpoint_dir import start_directory
+from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.data.tokenizer import tokenizer_fingerprint
 from slime.data.train_data import make_rank_data
-from slime.hf_config import read_hf_config
 from slime.rollout.debug_data import load_with_facts
 from slime.rollout.facts import first_difference, replay_template, sample_facts
 from slime.types import Sample
-from vime.engine.flags import engine_dtype
-from vime.engine.fp8 import quantises
-from vime.engine.middleware import CHECKPOINT_VERSION
+from vime.vllm.fp8 import quantises
+from vime.vllm.server_flags import engine_dtype
+from vime.vllm.worker.middleware import CHECKPOINT_VERSION
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def weights_of(config: Config, version: int, scratch: Path) -> str:
 
     ValueError if these weights do not exist. The error names the flags to add to the run.
     """
-    from slime.megatron_backend.export import export_checkpoint
+    from slime.megatron_backend.checkpoint.export import export_checkpoint
 
     if version == CHECKPOINT_VERSION:  # a run without a trainer: the weights with which its engines start
         return str(config.rollout.hf_checkpoint)

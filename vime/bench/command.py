@@ -27,7 +27,7 @@ from slime.config.config_file import expand_config
 from slime.config.fields import nearest
 from slime.data.files import prompt_files
 from slime.hardware import HARDWARE
-from slime.memory_decision import TOO_SMALL
+from slime.plan.memory_decision import TOO_SMALL
 from slime.tracking.environment import mask_command
 from vime.backends import parse_config
 from vime.bench.planning import Plan, make_plan, refuse_unlike_runs
@@ -35,7 +35,7 @@ from vime.bench.record import OPERATORS_FILE, TIERS
 from vime.bench.running import execute
 from vime.bench.settings import ARITHMETIC, Benchmark, read_settings
 from vime.plan import GPU_MEMORY, asked_bytes, for_gpus, gpu_gib, memory_in_short, notes
-from vime.prompts import prompts
+from vime.run.prompts import prompts
 
 
 def main(argv: Sequence[str]) -> int:

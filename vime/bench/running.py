@@ -18,9 +18,9 @@ from slime.tracking.environment import ENVIRONMENT_FILE, collect_environment
 from vime.bench.planning import UNFINISHED, Plan, Planned, refuse_unlike_runs, resolved
 from vime.bench.record import flags_of
 from vime.bench.run_dirs import collect, ended_well, how_it_ended, is_whole, read_saved, read_steps
-from vime.engine.process import SupervisedProcess, sigterm_interrupts, tail
-from vime.interrupts import exit_code
-from vime.run_lock import lock
+from vime.pool.process import SupervisedProcess, sigterm_interrupts, tail
+from vime.run.interrupts import exit_code
+from vime.run.lock import lock
 
 GRACE_S = 120.0
 """How long a run may take to end by itself: a trainer in the middle of a step, engines, Ray."""

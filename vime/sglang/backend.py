@@ -13,11 +13,11 @@ from slime.config import Config, FlagGroup
 from slime.config.sections.engine import EngineFacts
 from slime.protocols import WeightSource
 from slime.rules.listing import Row
-from vime.engine import apart
-from vime.engine.flags import check_engine_heads, engine_dtype, engine_settings, rows_of
-from vime.engine.server import pair_up
-from vime.sglang import flags
+from vime.pool import external as apart
+from vime.sglang import server_flags as flags
 from vime.sglang.server import SglangServer, SglangSpec
+from vime.vllm.server import pair_up
+from vime.vllm.server_flags import check_engine_heads, engine_dtype, engine_settings, rows_of
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -96,7 +96,7 @@ class SglangBackend:
 
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
         """The engines and their router, not started yet."""
-        from vime.engine.launch import make_pool
+        from vime.pool.launch import make_pool
         from vime.sglang.pool import SglangEnginePool
 
         make_spec = functools.partial(_spec, config)

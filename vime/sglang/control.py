@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vime.engine.control import ControlError, PauseMode, answers, request
+from vime.pool.control import ControlError, PauseMode, answers, request
 from vime.sglang.client import number_of
 
 CHANNEL = "disk"
@@ -21,7 +21,7 @@ _QUICK_S, _SLOW_S = 30.0, 600.0
 
 
 class SglangControl:
-    """A `vime.engine.member.Control` of the server at `url`. Errors: as `vime.engine.control.EngineControl`."""
+    """A `vime.pool.member.Control` of the server at `url`. Errors: as `vime.pool.control.EngineControl`."""
 
     def __init__(self, url: str, run_key: str) -> None:
         self.url = url

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vime.engine.pool import Kind, ServerPool
+from vime.pool.pool import Kind, ServerPool
 from vime.sglang.client import SglangEngineClient
 from vime.sglang.control import SglangControl
 from vime.sglang.router import SglangRouter

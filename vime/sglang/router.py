@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from vime.engine.control import answers
-from vime.engine.middleware import health_prefix
-from vime.engine.process import Server
-from vime.engine.router import NEVER, REQUEST_S, Router, RouterSpec
+from vime.pool.control import answers
+from vime.pool.process import Server
+from vime.pool.router import NEVER, REQUEST_S, Router, RouterSpec
+from vime.vllm.worker.middleware import health_prefix
 
 _POLL_S = 0.1
 

@@ -11,7 +11,7 @@ import os
 import runpy
 import sys
 
-from vime.engine.middleware import KEY_VARIABLE
+from vime.vllm.worker.middleware import KEY_VARIABLE
 
 MODULE = "sglang.launch_server"
 

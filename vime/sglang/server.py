@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from vime.engine.process import Server
-from vime.engine.server import EngineServer, EngineSpec, option, pair_up
+from vime.pool.process import Server
+from vime.vllm.server import EngineServer, EngineSpec, option, pair_up
 
 
 @dataclass(frozen=True, kw_only=True)

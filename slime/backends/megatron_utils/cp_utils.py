@@ -1,6 +1,6 @@
-"""Import path of slime plug-ins: see slime.megatron_backend.context_parallel."""
+"""Import path of slime plug-ins: see slime.megatron_backend.step.context_parallel."""
 
-from slime.megatron_backend.context_parallel import (
+from slime.megatron_backend.step.context_parallel import (
     all_gather_with_cp,
     get_logits_and_tokens_offset_with_cp,
     get_sum_of_sample_mean,

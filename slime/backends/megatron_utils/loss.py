@@ -1,6 +1,6 @@
-"""Import path of slime plug-ins: see slime.megatron_backend.custom_loss."""
+"""Import path of slime plug-ins: see slime.megatron_backend.step.custom_loss."""
 
-from slime.megatron_backend.custom_loss import (
+from slime.megatron_backend.step.custom_loss import (
     compute_advantages_and_returns,
     get_log_probs_and_entropy,
     get_responses,

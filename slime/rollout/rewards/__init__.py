@@ -28,8 +28,8 @@ from slime.rollout.rewards.random_uniform import random_reward
 from slime.rollout.rewards.remote import remote_reward
 from slime.rollout.rewards.special_tokens import answer_text
 from slime.rollout.rewards.text import extract_answer, without_special_text
-from slime.rollout.user_code import is_cancelled, remedy, slow_is_logged
 from slime.types import Sample
+from slime.user_code import is_cancelled, remedy, slow_is_logged
 
 Reward = float | dict[str, Any]
 

@@ -1,0 +1,136 @@
+"""Reads config.json of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from slime.checkpoints.checkpoint_dir import HF_INDEX
+from slime.checkpoints.hub import is_hub_name
+from slime.models import family_for
+
+MAPPED_BYTES = 64 * 2**20
+"""Loading closes its files when so many bytes were read from them. Pages of open files count as memory of a process."""
+
+
+def read_hf_config(checkpoint: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face checkpoint directory. ValueError if it is missing or not a JSON object.
+
+    The settings of a multimodal model's text model (`text_config`) are put at the top level, where other models have
+    them. `model_type` stays that of the whole model.
+    """
+    content = read_config_json(checkpoint)
+    text = content.get("text_config")
+    return {**text, **content, "text_config": None} if isinstance(text, dict) else content
+
+
+def read_config_json(checkpoint: str | Path) -> dict[str, Any]:
+    """config.json as it is written."""
+    path = Path(checkpoint) / "config.json"
+    if not path.is_file():
+        what = "check the path"
+        if is_hub_name(str(checkpoint)):
+            what = f"if that is a name on the Hugging Face hub: hf download {checkpoint} (vime train does so by itself)"
+        raise ValueError(f"--hf-checkpoint must be a directory with a config.json, got {checkpoint}; {what}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--hf-checkpoint must hold a valid config.json, got {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"--hf-checkpoint must hold a JSON object in config.json, got {type(content).__name__}"
+        )
+    return content
+
+
+def require_readable(file: Path) -> None:
+    """ValueError if the file exists and this user may not read it."""
+    if file.exists() and not os.access(file, os.R_OK):
+        mode = stat.S_IMODE(file.stat().st_mode)
+        raise ValueError(
+            f"{file} must be readable for the user of the run, got mode {mode:04o} for user id {os.getuid()}; let its "
+            f"owner run: chmod a+r {file}"
+        )
+
+
+def open_weights(file: Path, framework: str) -> Any:
+    """`safetensors.safe_open`. ValueError with the file if it is missing, cut off or not a safetensors file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework=framework)
+    except (SafetensorError, OSError) as error:
+        require_readable(file)  # of a file that may not be read, safetensors says that there is none
+        got = f"{file.stat().st_size} bytes: {error}" if file.is_file() else "no such file"
+        raise ValueError(
+            f"{file} must be a whole safetensors file, got {got}; download or copy the checkpoint again"
+        ) from error
+
+
+def tensor_of(weights: Any, name: str, file: Path) -> Any:
+    """The slices of one tensor of an open file. ValueError if the file does not have it, as its index says."""
+    from safetensors import SafetensorError
+
+    try:
+        return weights.get_slice(name)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} must have the tensor {name} as {HF_INDEX} says, got {error}; download the checkpoint again"
+        ) from error
+
+
+def read_index(checkpoint: Path) -> dict[str, str] | None:
+    """HF tensor name -> name of its file, from the index of a checkpoint in several files. None without an index."""
+    if not (index := checkpoint / HF_INDEX).is_file():
+        return None
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        require_readable(index)
+        raise ValueError(
+            f"{index} must hold a valid weight_map, got {error!r}; download or copy the checkpoint again"
+        ) from error
+    return weight_map
+
+
+def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -> None:
+    """ValueError for the first file that is missing or cut off, for the first tensor whose shape does not match
+    config.json, or for missing layers.
+
+    Reads safetensors headers only. Checks the parts that every dense decoder has (embedding, MLP, number of layers).
+    The trainer and the engine compare all tensors when they load them. A checkpoint without safetensors files is not
+    checked here.
+    """
+    family = family_for(hf_config)
+    hidden, ffn = hf_config.get("hidden_size"), hf_config.get("intermediate_size")
+    expected = {
+        "embed_tokens.weight": [hf_config.get("vocab_size"), hidden],
+        "mlp.gate_proj.weight": [ffn, hidden],
+        "mlp.down_proj.weight": [hidden, ffn],
+    }
+    layers = set()
+    folder = Path(checkpoint)
+    files = set(folder.glob("*.safetensors"))
+    if files:  # `vime plan` also works with the JSON files alone
+        files |= {folder / name for name in (read_index(folder) or {}).values()}
+    for file in sorted(files):
+        with open_weights(file, "np") as tensors:
+            names = list(tensors.keys())
+            for name in set(names).difference(family.prediction_names(names, hf_config)):
+                layers |= set(re.findall(r"\blayers\.(\d+)\.", name))
+                for suffix, shape in expected.items():
+                    got = list(tensors.get_slice(name).get_shape()) if name.endswith(suffix) else shape
+                    if got != shape:
+                        raise ValueError(
+                            f"{name} in {file} must have shape {shape}, as config.json says, got {got}; "
+                            "the weights and the config of --hf-checkpoint are not of one model"
+                        )
+    if files and len(layers) != hf_config.get("num_hidden_layers"):
+        raise ValueError(
+            f"--hf-checkpoint must hold {hf_config.get('num_hidden_layers')} layers, as its config.json says, got "
+            f"{len(layers)} in {checkpoint}"
+        )

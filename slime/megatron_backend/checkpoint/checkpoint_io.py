@@ -1,0 +1,165 @@
+"""Writes the tensor files of a checkpoint with their checksums, and names the file when a checkpoint does not load."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from slime.checkpoints.checkpoint_dir import COMPLETE, existing
+from slime.checkpoints.checkpoint_files import FileSum, SummedFile, advice, damage, read_sums, write_sums
+from slime.disk_space import Room, require_room
+from slime.megatron_versions import common_records
+
+logger = logging.getLogger(__name__)
+
+COMMON_FILE = "common.pt"
+"""The records without tensors of our checkpoints."""
+
+_FILES = (COMPLETE, COMMON_FILE, ".metadata")
+
+
+class _SummingFiles(FileSystem):
+    """Opens files for writing as SummedFile. `written` has the checksum of each tensor file that was closed."""
+
+    def __init__(self, flag: str) -> None:
+        self._flag = flag
+        self.written: dict[str, FileSum] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        file = Path(path)
+        with (
+            Room(self._flag, file.parent.parent, file.name),
+            BufferedWriter(raw := SummedFile(file)) as stream,
+        ):
+            yield stream
+        self.written[file.name] = raw.sum
+
+
+class DirectSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
+    """Writes Megatron's torch_dist format in the calling process, and computes the checksums while it writes.
+
+    ValueError if the disk has no room for the tensors of all ranks.
+
+    Megatron's own writer starts a manager and forks a process per file, even for a synchronous save. That is not safe
+    in a Ray actor with many threads. The files are the same.
+    """
+
+    def __init__(self, flag: str = "--save") -> None:
+        super().__init__("torch_dist", 1)
+        self._flag, self._files = flag, _SummingFiles(flag)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        common = common_records(sharded_state_dict)
+        if common is not None and dist.get_rank() == 0:
+            torch.save(common, Path(checkpoint_dir) / COMMON_FILE)
+        shards = defaultdict(list)
+        for item in nested_values(sharded_state_dict):
+            if is_main_replica(item.replica_id):
+                shards[item.unique_key if isinstance(item, ShardedObject) else item.key].append(item)
+        tensors = [
+            item.data for items in shards.values() for item in items if isinstance(item, ShardedTensor)
+        ]
+        of_ranks = [0] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, sum(tensor.nbytes for tensor in tensors))
+        require_room(self._flag, Path(checkpoint_dir).parent, sum(of_ranks), "the tensors of a checkpoint")
+        writer = dcp.FileSystemWriter(checkpoint_dir)
+        writer.fs = self._files
+        dcp.save(
+            mcore_to_pyt_state_dict(shards),
+            storage_writer=writer,
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+    def write_checksums(self, path: Path) -> None:
+        """Write checksums.json for the files of all ranks under `path`. Collective. Rank 0 writes."""
+        of_ranks: list[Mapping[str, FileSum]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, self._files.written)
+        if dist.get_rank() == 0:
+            write_sums(path, {name: FileSum(*s) for written in of_ranks for name, s in written.items()})
+
+
+def verify(directory: Path, iteration: int, choose: str) -> None:
+    """Compare the iteration's files with their checksums. Collective: the ranks share out the files.
+
+    ValueError on all ranks for the first damaged file, with the newest older iteration that is whole. `choose`: see
+    `advice`. A checkpoint of an earlier version has no checksums, which is logged.
+    """
+    path, found = existing(directory, iteration), None
+    try:
+        if (sums := read_sums(path)) is None:
+            logger.warning("%s has no checksums: an earlier version saved it, so nothing is verified", path)
+            return
+        largest_first = sorted(sums.items(), key=lambda item: -item[1].bytes)
+        found = damage(path, dict(largest_first[dist.get_rank() :: dist.get_world_size()]))
+    except (ValueError, OSError) as error:
+        found = str(error)
+    of_ranks: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    if first := next((text for text in of_ranks if text), None):
+        said = [advice(directory, iteration, choose) if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(said)
+        text = f"{first}; {said[0]}"
+        raise ValueError(text)
+
+
+@contextmanager
+def explained_reading(directory: Path, iteration: int, choose: str) -> Iterator[None]:
+    """ValueError with the damaged file in place of what Megatron and torch raise in the block.
+
+    For checkpoints without checksums, whose damage shows up only when they are read.
+    """
+    path = existing(directory, iteration)
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        if (file := unreadable(path, dcp.FileSystemReader(path), _FILES)) is not None:
+            text = f"{file}; {advice(directory, iteration, choose)}"
+            raise ValueError(text) from error
+        if isinstance(error, CheckpointException | CheckpointingException | KeyError):
+            text = f"{path} must hold the tensors of this model and optimizer: {error}"
+            raise ValueError(text) from error
+        raise
+
+
+def unreadable(path: Path, reader: dcp.FileSystemReader, files: tuple[str, ...]) -> str | None:
+    """The first file of a checkpoint that is missing, too short or no longer readable. None if all can be read. `files`
+    are those to look at before the tensor files, the last of them `.metadata`. `reader` reads it."""
+    file = path
+    try:
+        for file in (path / name for name in files):
+            if file.name == COMPLETE:
+                json.loads(file.read_text(encoding="utf-8"))
+            elif file.name == COMMON_FILE:
+                torch.load(file, map_location="cpu", weights_only=True)  # ok: runs no code
+        ends: dict[str, int] = {}
+        for stored in reader.read_metadata().storage_data.values():
+            end = stored.offset + stored.length
+            ends[stored.relative_path] = max(end, ends.get(stored.relative_path, 0))
+    except Exception as error:  # border: damaged pickles can raise any error
+        said = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        return f"{file} must be there as it was saved, got {said}"
+    return damage(path, {name: FileSum(end, 0) for name, end in ends.items()}, until=0.0)

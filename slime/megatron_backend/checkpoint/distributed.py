@@ -1,0 +1,348 @@
+"""Megatron distributed checkpoints: model, optimizer, schedule, random generators and a record of the caller.
+
+Layout (Megatron's own): DIR/iter_0000010/ and DIR/latest_checkpointed_iteration.txt. A checkpoint is written under a
+temporary name, renamed when complete, and only then recorded as the latest. So the latest checkpoint always loads, even
+if the process is killed. Tensors have global shapes, so another layout of ranks (tensor, context, data or pipeline
+parallel) can load them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from slime.checkpoints.checkpoint_dir import COMPLETE, LATEST, existing, hidden, iteration_path, latest
+from slime.disk_space import Room
+from slime.megatron_backend.checkpoint.checkpoint_io import DirectSave, explained_reading, verify
+from slime.megatron_backend.checkpoint.torch_dist import StoredParts, is_foreign, load_torch_dist, sharding
+from slime.megatron_backend.model.gpt import HiddenGPTModel, unwrapped
+from slime.megatron_backend.model.optimizer import fuse_adam
+
+logger = logging.getLogger(__name__)
+
+_SHAPE = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+)
+
+
+def save_checkpoint(
+    directory: str | Path,
+    iteration: int,
+    model: nn.Module,
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: OptimizerParamScheduler | None = None,
+    *,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """Write one checkpoint, make it the latest and return its path. Collective over all ranks.
+
+    Without `optimizer` (--no-save-optim), the next run starts with new moments and main weights. `extra` is a record
+    of plain values that `load_checkpoint` returns. Rank 0's record is saved. ValueError if the disk has no room. The
+    checkpoints before are untouched then, and what was written is removed.
+    """
+    path = iteration_path(Path(directory), iteration)
+    partial = hidden(path, "partial")
+    parts = unwrapped(model)
+    try:
+        with Room("--save", directory, f"checkpoint {iteration}"):
+            _make(partial)
+            state = _sharded_state(parts, optimizer, is_loading=False)
+            state |= {
+                "iteration": iteration,
+                "extra": extra or {},
+                "shape": _shape(parts[0]),
+                "ranks": _ranks(),
+                "scheduler": scheduler.state_dict() if scheduler else None,
+                "has_optimizer": optimizer is not None,
+                "rng": _rng_object(_rng_state()),
+            }
+            writer = DirectSave()
+            dist_checkpointing.save(state, str(partial), sharded_strategy=writer)
+            writer.write_checksums(partial)
+            if dist.get_rank() == 0:
+                _publish(partial, path)
+                _write_text(path.parent / LATEST, str(iteration))
+            dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # what a save that failed has left
+    return path
+
+
+def _make(partial: Path) -> None:
+    """The folder of a new checkpoint. What saves that were killed have left is removed. Collective."""
+    if dist.get_rank() == 0:
+        for left in partial.parent.glob(hidden(Path("iter_*"), "partial").name):
+            shutil.rmtree(left)
+        partial.mkdir(parents=True)
+    dist.barrier()
+
+
+def _publish(partial: Path, path: Path) -> None:
+    old = hidden(path, "old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    partial.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    staged = hidden(path, "partial")
+    staged.write_text(text, encoding="utf-8")
+    os.replace(staged, path)
+
+
+def trained_predictions(directory: str | Path, iteration: int | None) -> bool:
+    """Whether checkpoint `iteration` under `directory` has layers of multi-token prediction, which
+    --enable-mtp-training trained. False for what slime converted, whose layers nobody trained."""
+    if iteration is None:
+        return False
+    tensors = dist_checkpointing.load_tensors_metadata(str(iteration_path(Path(directory), iteration)))
+    return any(name.startswith("mtp.") for name in tensors)
+
+
+@torch.no_grad()
+def stored_parts(
+    directory: str | Path, model: nn.Module, *, iteration: int | None = None, choose: str = "--ckpt-step {}"
+) -> StoredParts:
+    """The weights of a checkpoint, to be read parameter by parameter. Checks and errors as in `load_checkpoint`."""
+    iteration, path = _complete(Path(directory), iteration)
+    if not is_foreign(path):
+        verify(Path(directory), iteration, choose)
+        with explained_reading(Path(directory), iteration, choose):
+            common = dist_checkpointing.load_common_state_dict(str(path))
+        _check_shape(common["shape"], _shape(unwrapped(model)[0]), path)
+    return StoredParts(model, path)
+
+
+def load_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: OptimizerParamScheduler | None = None,
+    *,
+    iteration: int | None = None,
+    choose: str = "--ckpt-step {}",
+    optim: bool = True,
+    rng: bool = True,
+) -> dict[str, Any]:
+    """Load the latest checkpoint under `directory`, or checkpoint `iteration`, in place. Returns its `extra`.
+
+    Collective over all ranks. Settings such as learning rate and decay stay as the optimizer and scheduler were built.
+    The checkpoint supplies moments, step counts and the position in the schedule. On the same layout of ranks, training
+    continues bitwise, with the random generators. On another layout, the generators keep their seeds. ValueError if the
+    checkpoint does not exist, is damaged, or belongs to a model of another shape. `choose` says how the user names an
+    iteration: the error for a damaged one names an older one that is whole. Of a checkpoint that slime or Megatron
+    saved, only weights and iteration are taken. Without `optim`, optimizer and schedule start anew; without `rng`, the
+    random generators stay as they are.
+    """
+    directory = Path(directory)
+    iteration, path = _complete(directory, iteration)
+    if is_foreign(path):
+        return _load_foreign(path, iteration, model, optimizer)
+    verify(directory, iteration, choose)
+    parts = unwrapped(model)
+    with explained_reading(directory, iteration, choose):
+        common = dist_checkpointing.load_common_state_dict(str(path))
+    _check_shape(common["shape"], _shape(parts[0]), path)
+    if not optim:
+        scheduler = None
+    elif optimizer is not None and not common["has_optimizer"]:
+        logger.warning(
+            "%s holds no optimizer (--no-save-optim): moments and step counts start from zero", path
+        )
+    loads_optimizer = optim and optimizer is not None and common["has_optimizer"]
+    same_ranks = rng and common["ranks"] == _ranks()
+    wanted = _sharded_state(parts, optimizer if loads_optimizer else None, is_loading=True)
+    if same_ranks:
+        wanted["rng"] = _rng_object(None)
+    with explained_reading(directory, iteration, choose):
+        state = dist_checkpointing.load(wanted, str(path))
+    for i, inner in enumerate(parts):
+        inner.load_state_dict(state[_part(i)])
+    if loads_optimizer:
+        _load_optimizer(optimizer, state["optimizer"])
+    elif optimizer is not None:
+        optimizer.reload_model_params()
+    if scheduler is not None and common["scheduler"] is not None:
+        scheduler.load_state_dict(common["scheduler"])
+    if same_ranks:
+        _set_rng_state(state["rng"])
+    extra: dict[str, Any] = common["extra"]
+    return extra
+
+
+def _complete(directory: Path, iteration: int | None) -> tuple[int, Path]:
+    """The iteration to load (None: the latest) and its folder. ValueError if it is not complete."""
+    iteration = latest(directory) if iteration is None else iteration
+    if iteration is None:
+        raise ValueError(
+            f"--load must hold {LATEST}, got {directory} without it; nothing was ever saved there"
+        )
+    path = existing(directory, iteration)
+    if not (path / COMPLETE).is_file():
+        raise ValueError(f"iteration {iteration} must be a complete checkpoint, but {path} is not one")
+    return iteration, path
+
+
+def _load_foreign(
+    path: Path, iteration: int, model: nn.Module, optimizer: MegatronOptimizer | None
+) -> dict[str, Any]:
+    """Weights of an iteration that slime or Megatron saved. Its optimizer depends on the layout of its ranks."""
+    load_torch_dist(model, path)
+    if optimizer is not None:
+        optimizer.reload_model_params()
+        if dist.get_rank() == 0:
+            logger.warning(
+                "%s was saved by slime or Megatron: its weights are taken. Moments, step counts, the learning rate "
+                "schedule and the random generators start anew",
+                path,
+            )
+    return {"rollout_id": iteration}
+
+
+def _sharded_state(
+    parts: list[HiddenGPTModel], optimizer: MegatronOptimizer | None, *, is_loading: bool
+) -> dict[str, Any]:
+    metadata = sharding() | {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+    models = {_part(i): inner.sharded_state_dict(metadata=metadata) for i, inner in enumerate(parts)}
+    state: dict[str, Any] = dict(models)
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    return state
+
+
+def _part(number: int) -> str:
+    """The key of a part of the model in a rank's state. Tensors have the names of their layers, whatever their key."""
+    return f"model{number or ''}"
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    """Load moments, main weights and step counts from `state`. Other settings of the groups stay as they were built.
+
+    Experts that are split over ranks have a separate optimizer. Then `state` has a numbered record per optimizer. The
+    step count is not sharded, so it is loaded as it was saved.
+    """
+    settings = [
+        {k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups
+    ]
+    parts = optimizer.chained_optimizers
+    other_count = len({isinstance(key, int) for key in state}) > 1  # records of both kinds: saved and wanted
+    states = [state] if len(parts) == 1 else [state[i] for i in range(len(parts))]
+    for part, of_part in zip(parts, states, strict=True):
+        if isinstance(part, DistributedOptimizer):
+            _load_distributed(part, of_part["param_state"], _saved_step(state))
+        elif other_count:
+            raise ValueError(
+                "--expert-model-parallel-size must be above 1 where it was when the optimizer of --load was saved, and "
+                f"only there, got {len(parts)} optimizers a rank; use --use-distributed-optimizer, whose state fits any"
+            )
+        else:
+            part.load_state_dict(of_part)
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group.update(kept)
+    fuse_adam(optimizer)
+
+
+def _saved_step(state: dict[Any, Any]) -> float:
+    """Number of optimizer steps. All groups of a distributed optimizer's state have the same count."""
+    part = state if "optimizer" in state else state[0]
+    step: float = part["optimizer"]["param_groups"][0]["step"]
+    return step
+
+
+def _load_distributed(optimizer: DistributedOptimizer, tensors: dict[str, Any], step: float) -> None:
+    """`DistributedOptimizer.load_state_dict` in two parts, because of torch's step count per parameter.
+
+    megatron-core looks for this count among the tensors of the reshardable format. That format has no count,
+    because Megatron's own fused optimizers count per group. megatron-core also gives all parameters one shared tensor
+    as their count.
+    """
+    own = optimizer.state_dict()
+    for group in own["optimizer"]["param_groups"]:
+        group["step"] = step
+    optimizer.load_state_dict(own)
+    inner = optimizer.optimizer
+    for values in inner.state.values():
+        values.pop("step", None)
+    optimizer.load_parameter_state_from_fully_reshardable(tensors)
+    if isinstance(inner, torch.optim.Adam):
+        for group in inner.param_groups:
+            for p in group["params"]:
+                inner.state[p]["step"] = torch.tensor(float(step))
+
+
+def _shape(inner: HiddenGPTModel) -> dict[str, Any]:
+    return {key: inner.hf_config.get(key) for key in _SHAPE}
+
+
+def _check_shape(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    for key, value in wanted.items():
+        if saved.get(key) != value:
+            raise ValueError(
+                f"{key} of the checkpoint must be {value} as in --hf-checkpoint, got {saved.get(key)} in {path}; "
+                "load the checkpoint with the model it was saved from"
+            )
+
+
+def _ranks() -> list[int]:
+    sizes = [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    ]
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    return sizes if experts == 1 else [*sizes, experts]
+
+
+def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _rng_state() -> dict[str, Any]:
+    name, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

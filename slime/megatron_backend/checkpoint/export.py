@@ -1,0 +1,105 @@
+"""A checkpoint of any kind and parallel layout -> a Hugging Face directory or a torch_dist folder, on one rank."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from slime.checkpoints.checkpoint_dir import latest, released
+from slime.checkpoints.hf_config import MAPPED_BYTES
+from slime.config import Config
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint, stored_parts, trained_predictions
+from slime.megatron_backend.checkpoint.torch_dist import StoredParts, load_torch_dist
+from slime.megatron_backend.checkpoint.torch_dist_save import save_torch_dist
+from slime.megatron_backend.checkpoint.weights import MAX_SHARD_BYTES, Read, load_hf, save_hf
+from slime.megatron_backend.model.gpt import build_model
+from slime.megatron_backend.model.model_config import load_hf_config
+from slime.megatron_backend.parallel import destroy_parallel, init_parallel
+
+Kind = Literal["hf", "torch_dist"]
+OUT, CHOOSE = "--output-dir", "vime export --iteration {}"
+"""Flags in messages."""
+
+
+def export_checkpoint(
+    config: Config,
+    iteration: int | None,
+    out_dir: Path,
+    to: Kind = "hf",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> str:
+    """Write the weights of a checkpoint to `out_dir`. Returns what was read: "checkpoint 4 of FOLDER".
+
+    The checkpoint is `iteration` (None: the newest, or the release) of `config.load`, or `config.hf_checkpoint` if
+    there is no `load`. Names, shapes and tokenizer come from `config.hf_checkpoint`, the checkpoint that training
+    started from. `config` describes one rank. "hf" reads and writes parameter by parameter, so host memory is one file
+    of `max_shard_bytes` and one tensor; "torch_dist" holds the whole model. ValueError if the checkpoint does not exist
+    or its shapes differ from config.json.
+    """
+    load, source = config.checkpoint.load, config.rollout.hf_checkpoint
+    assert source is not None  # the command requires it
+    if load is None:
+        assert to != "hf"  # the command requires --load
+    elif iteration is None:
+        iteration = latest(load)
+        if iteration is None and released(load) is None:
+            raise ValueError(f"--load must hold a checkpoint, got none in {load}; check the path")
+    hf_config = load_hf_config(source)
+    with tempfile.TemporaryDirectory() as rendezvous:
+        init_parallel(0, 1, config, init_method=f"file://{rendezvous}/store")
+        try:
+            predicts = load is not None and trained_predictions(load, iteration)
+            model = build_model(hf_config, config, ddp=False, predicts=predicts)
+            path = None if load is None or iteration is not None else released(load)
+            read = source if load is None else str(path) if path else f"checkpoint {iteration} of {load}"
+            if to == "hf":
+                assert load is not None
+                parts = (
+                    StoredParts(model, path)
+                    if path
+                    else stored_parts(load, model, iteration=iteration, choose=CHOOSE)
+                )
+                save_hf(
+                    model, source, out_dir, max_shard_bytes=max_shard_bytes, flag=OUT, read=one_by_one(parts)
+                )
+            else:
+                if load is None:
+                    load_hf(model, source)
+                elif path:
+                    load_torch_dist(model, path)
+                else:
+                    load_checkpoint(load, model, iteration=iteration, choose=CHOOSE)
+                save_torch_dist(model, out_dir, source)
+        finally:
+            destroy_parallel()
+    return read
+
+
+def one_by_one(parts: StoredParts) -> Read:
+    """Reads a parameter when it is written, and lets its memory go at the next one. On a CPU, memory that was never
+    written takes no place, so the model is never whole."""
+    before: list[Tensor] = []
+    freed = 0
+
+    def read(parameter: Tensor) -> Tensor:
+        nonlocal freed
+        for tensor in before:
+            freed += tensor.nbytes
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        before[:] = [parameter]
+        if freed > MAPPED_BYTES:
+            freed = 0
+            give_back_memory()
+        return parts.take(parameter)
+
+    return read
+
+
+def give_back_memory() -> None:
+    """glibc keeps freed blocks below 32 MiB, such as a layer's experts, unless it is told to return them."""
+    ctypes.CDLL(None).malloc_trim(0)

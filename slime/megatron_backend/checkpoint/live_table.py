@@ -1,0 +1,95 @@
+"""The tensors of the live model on this rank, with their rows of the family's table and their HF names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slime.megatron_backend.model.gpt import HiddenGPTModel
+from slime.megatron_versions import stored_name
+from slime.models import family_for
+from slime.models.layouts import Row
+
+_LAYER = re.compile(r"^(decoder\.layers\.)(\d+)")
+_PREDICTION = re.compile(r"^(mtp\.layers\.)(\d+)")
+_EXPERT = re.compile(r"(\.local_experts\.)(\d+)")
+
+_TIED = ("output_layer.weight", "embedding.word_embeddings.weight")
+"""A tied head is the embedding. A last stage without the embedding has a copy of it."""
+
+
+def named(inner: HiddenGPTModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters in model order. A router's weight is followed by its frozen bias, which is a buffer."""
+    for name, parameter in inner.named_parameters():
+        yield name, parameter
+        path, router, _ = name.rpartition(".router.weight")
+        if router and (bias := inner.get_submodule(f"{path}.router").expert_bias) is not None:
+            yield f"{path}.router.expert_bias", bias
+
+
+def parameters(
+    inner: HiddenGPTModel, expert_rank: int | None = None
+) -> Iterator[tuple[Tensor, Row, tuple[str, ...]]]:
+    """Every tensor of this stage with its row of the family's table and its HF names, in model order. With
+    `expert_rank`, experts have their names on that expert-parallel rank."""
+    rank, ranks = rank_and_size(parallel_state.get_expert_model_parallel_group())
+    experts_before = (
+        (inner.config.num_moe_experts or 0) // ranks * (rank if expert_rank is None else expert_rank)
+    )
+    family = family_for(inner.hf_config)
+    layers = inner.decoder.layers
+    before = (
+        layers[0].layer_number - 1 if len(layers) else 0
+    )  # number of layers of earlier stages; Megatron counts from 1
+    for name, parameter in named(inner):
+        if name == _TIED[0] and inner.share_embeddings_and_output_weights:
+            name = _TIED[1]
+        name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + before}", name)
+        if inner.mtp_process:
+            name = _PREDICTION.sub(
+                lambda m: f"{m[1]}{int(m[2]) + family.first_prediction(inner.hf_config)}", name
+            )
+        name = _EXPERT.sub(lambda m: f"{m[1]}{int(m[2]) + experts_before}", name)
+        yield parameter, *family.find(stored_name(name))
+
+
+def with_all_experts(
+    inner: HiddenGPTModel,
+) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
+    """Every parameter of this stage with its HF names. An expert's parameter has the names on all expert-parallel
+    ranks."""
+    _, ranks = rank_and_size(parallel_state.get_expert_model_parallel_group())
+    for of_ranks in zip(*(parameters(inner, rank) for rank in range(ranks)), strict=True):
+        parameter, row, _ = of_ranks[0]
+        yield parameter, row, [names for _, _, names in of_ranks[: ranks if row.of_expert else 1]]
+
+
+def exported(inner: HiddenGPTModel) -> Iterator[tuple[Tensor, Row, list[tuple[str, ...]]]]:
+    """The parameters of this stage, without the copy of the embedding for a tied head."""
+    for parameter, row, names in with_all_experts(inner):
+        if not getattr(parameter, "shared", False):  # Megatron's mark of that copy
+            yield parameter, row, names
+
+
+def hf_parts(parameter: Tensor, row: Row, inner: HiddenGPTModel) -> list[Tensor]:
+    """The HF tensors of a parameter, for their shapes. They come from splitting an empty tensor of the full size."""
+    _, size = rank_and_size(shard_group(row))
+    return row.layout.split(row.layout.merge([parameter.data.to("meta")] * size), inner.sizes)
+
+
+def shard_group(row: Row) -> dist.ProcessGroup:
+    """The group of ranks that have the shards of a row's parameter."""
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if row.of_expert
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    return group
+
+
+def rank_and_size(group: dist.ProcessGroup) -> tuple[int, int]:
+    return group.rank(), group.size()

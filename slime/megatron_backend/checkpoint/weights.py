@@ -1,0 +1,292 @@
+"""HF safetensors <-> the live Megatron model, through the family's table. Owns reading, writing and gathering.
+
+A tensor of a checkpoint that is missing, unexpected or of the wrong shape is an error that names the tensor. Loading
+and export are bitwise inverses if the dtypes agree. Layers of multi-token prediction are loaded and exported if the
+model has them. Otherwise, a written directory has a copy of them from the source directory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from slime.checkpoints.checkpoint_dir import latest, released
+from slime.checkpoints.checkpoint_files import WRITE_LATEST
+from slime.checkpoints.hf_config import read_config_json
+from slime.checkpoints.hf_files import Files, write_shards
+from slime.disk_space import Room
+from slime.megatron_backend.checkpoint.distributed import load_checkpoint
+from slime.megatron_backend.checkpoint.live_table import (
+    exported,
+    hf_parts,
+    parameters,
+    rank_and_size,
+    shard_group,
+    with_all_experts,
+)
+from slime.megatron_backend.checkpoint.torch_dist import load_torch_dist
+from slime.megatron_backend.model.gpt import HiddenGPTModel, last_part, unwrapped
+from slime.models import family_for
+from slime.models.family import Tensors
+from slime.models.layouts import Row
+from slime.models.slices import Piece, pieces
+
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+MAX_SHARD_BYTES = 2 * 2**30
+"""Bytes of one written file, which rank 0 holds in host memory."""
+
+Read = Callable[[Tensor], Tensor]
+
+
+def _live(parameter: Tensor) -> Tensor:
+    return parameter.data
+
+
+def _check_names(expected: set[str], found: set[str], inner: HiddenGPTModel, checkpoint_dir: Path) -> None:
+    family = family_for(inner.hf_config)
+    extra = {name for name in found - expected if not family.ignores(name)}
+    if inner.config.mtp_num_layers:
+        extra -= family.prediction_copies(found, inner.hf_config).keys()
+    else:
+        extra -= set(family.prediction_names(found, inner.hf_config))
+    if inner.share_embeddings_and_output_weights:
+        # Some tied checkpoints store the head again. HF ignores that tensor too.
+        extra.discard("lm_head.weight")
+    for names, kind in ((expected - found, "missing from"), (extra, "unexpected in")):
+        if names:
+            listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(
+                f"the tensors of a checkpoint must match its config.json, got {len(names)} {kind} {checkpoint_dir}: "
+                f"{listed}; check model_type, num_hidden_layers and tie_word_embeddings"
+            )
+
+
+def _names_of_all_stages(parts: list[HiddenGPTModel]) -> set[str]:
+    """Collective over the pipeline."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[list[str]] = [[]] * group.size()
+    mine = [
+        name
+        for inner in parts
+        for _, _, of_ranks in with_all_experts(inner)
+        for names in of_ranks
+        for name in names
+    ]
+    dist.all_gather_object(stages, mine, group=group)
+    return {name for stage in stages for name in stage}
+
+
+@torch.no_grad()
+def load_hf(model: nn.Module, checkpoint_dir: str | Path) -> int:
+    """Fill the model's parameters in place from a single-file or sharded safetensors checkpoint. Returns the number of
+    bytes that were read. Collective over the stages of a pipeline.
+
+    Each rank reads only its tensor-parallel slices, its experts and its layers. Host memory beyond the parameters is
+    at most one tensor's slices and 64 MiB. Quantised tensors are read whole, one at a time. Values are cast to the
+    model's dtype. Vocabulary padding is zero. Call it before `build_optimizer`, which copies its fp32 main weights from
+    the parameters (or call `reload_model_params` later). ValueError with the tensors that are missing, unexpected or of
+    another shape than in config.json, or with the damaged file.
+    """
+    parts, files = unwrapped(model), Files(Path(checkpoint_dir))
+    described = parts[0].hf_config
+    tensors = family_for(described).stored(files, described)
+    _check_names(_names_of_all_stages(parts), tensors.names(), parts[0], Path(checkpoint_dir))
+    for inner in parts:
+        for parameter, row, names in parameters(inner):
+            _fill(parameter, row, names, inner, tensors)
+    return files.read_bytes
+
+
+def _fill(
+    parameter: Tensor, row: Row, names: tuple[str, ...], inner: HiddenGPTModel, tensors: Tensors
+) -> None:
+    """Copy this rank's slices of the HF tensors `names` to `parameter`."""
+    shapes = tuple(tuple(part.shape) for part in hf_parts(parameter, row, inner))
+    wanted = pieces(row.layout, shapes, inner.sizes, *rank_and_size(shard_group(row)))
+    for part in range(len(names)):
+        _fill_from(tensors, names[part], shapes[part], [x for x in wanted if x.part == part], parameter, row)
+    for padding in (piece for piece in wanted if piece.part is None):
+        padding.of(parameter.data).zero_()
+
+
+def _fill_from(
+    tensors: Tensors,
+    name: str,
+    shape: tuple[int, ...],
+    wanted: list[Piece],
+    parameter: Tensor,
+    row: Row,
+) -> None:
+    stored = tensors.get(name)
+    if tuple(stored.shape) != shape:
+        raise ValueError(
+            f"{name} must have shape {list(shape)} as config.json says, got {list(stored.shape)} in "
+            f"{tensors.place(name)}"
+        )
+    for piece in wanted:
+        piece.of(parameter.data).copy_(row.layout.columns(stored[piece.where]))
+
+
+def load_weights(model: Any, directory: str, iteration: int | None = None) -> None:
+    """Load weights from an HF directory, a Megatron checkpoint or what slime converted. The files in the directory
+    decide which. `iteration` is one of a Megatron checkpoint. None: the newest."""
+    if iteration is not None or latest(directory) is not None:
+        load_checkpoint(directory, model, iteration=iteration, choose=WRITE_LATEST)
+    elif (path := released(directory)) is not None:
+        load_torch_dist(model, path)
+    else:
+        load_hf(model, directory)
+
+
+@torch.no_grad()
+def export_hf(model: nn.Module, read: Read = _live) -> Iterator[tuple[str, Tensor]]:
+    """All weights under their HF names: full tensors on every rank, in the model's dtype (a router's bias in fp32).
+
+    `read` returns the values of a parameter on any device (slime.megatron_backend.step.residence). With one rank, the
+    tensors stay on that device. Several ranks exchange them on their own devices.
+
+    Collective over tensor- and pipeline-parallel ranks: every rank must exhaust the iterator. A tied head is left out.
+    Tensors may share memory with the live parameters, so copy a tensor that is needed after the next optimizer step.
+    """
+    described = unwrapped(model)[0].hf_config
+    yield from family_for(described).written(_export_parts(model, read), described)
+
+
+def _export_parts(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the weight table, of all stages."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    for inner in unwrapped(model):  # virtual stage by virtual stage: the order of the layers
+        if group.size() == 1:
+            yield from _export_stage(inner, read)
+        else:
+            yield from _export_stages(inner, read, group)
+
+
+def _export_stages(
+    inner: HiddenGPTModel, read: Read, group: dist.ProcessGroup
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `inner` of each rank of the pipeline, in rank order."""
+    for stage in range(group.size()):
+        mine = _export_stage(inner, read) if stage == group.rank() else None
+        box = [_shapes_of_stage(inner) if mine else []]
+        dist.broadcast_object_list(box, group=group, group_src=stage)
+        for name, shape, dtype in box[0]:
+            if mine:
+                tensor = next(mine)[1].contiguous().to(torch.cuda.current_device())
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+            dist.broadcast(tensor, group=group, group_src=stage)
+            yield name, tensor
+
+
+def _export_stage(inner: HiddenGPTModel, read: Read) -> Iterator[tuple[str, Tensor]]:
+    """HF names and full tensors of this stage. Collective over tensor- and expert-parallel ranks."""
+    for parameter, row, names_of_ranks in exported(inner):
+        full, shards = read(parameter), shard_group(row)
+        if shards.size() > 1 and getattr(parameter, "tensor_model_parallel", False):
+            full = row.layout.merge(_gathered(full, shards))
+        of_ranks = [full]
+        if len(names_of_ranks) > 1:
+            of_ranks = _gathered(full, parallel_state.get_expert_model_parallel_group())
+        for names, tensor in zip(names_of_ranks, of_ranks, strict=True):
+            yield from zip(names, row.layout.split(tensor, inner.sizes), strict=True)
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The tensors of all ranks of `group`, in rank order."""
+    mine = tensor.contiguous().to(torch.cuda.current_device())
+    tensors = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(tensors, mine, group=group)
+    return tensors
+
+
+def _shapes_of_stage(inner: HiddenGPTModel) -> list[tuple[str, torch.Size, torch.dtype]]:
+    """Names, shapes and dtypes of the tensors of `_export_stage`."""
+    return [
+        (name, part.shape, part.dtype)
+        for parameter, row, names_of_ranks in exported(inner)
+        for names in names_of_ranks
+        for name, part in zip(names, hf_parts(parameter, row, inner), strict=True)
+    ]
+
+
+def save_hf(
+    model: nn.Module,
+    source_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    flag: str = "--save-hf",
+    read: Read = _live,
+) -> None:
+    """Write an HF directory that transformers loads with the same logits. Collective. Rank 0 writes.
+
+    The tokenizer, other small files and config.json (with the saved dtype) come from `source_dir`. Weights go to
+    safetensors files of at most `max_shard_bytes` each (a single tensor may exceed it). Rank 0 holds one file in host
+    memory; the other ranks hold one tensor beyond their shard. `read` is that of `export_hf`. The layers of multi-token
+    prediction in `source_dir` are copied unchanged if the model has none. config.json is written last, so a directory
+    with a config.json is complete. ValueError that names `flag` if the disk has no room.
+    """
+    source_dir, out_dir = Path(source_dir), Path(out_dir)
+    tensors = _with_copies(last_part(model), export_hf(model, read), source_dir)
+    if dist.get_rank() != 0:
+        for _ in tensors:
+            pass
+    else:
+        with Room(flag, out_dir, "a Hugging Face checkpoint"):
+            out_dir.mkdir(parents=True, exist_ok=True)
+            written = read_config_json(source_dir)  # it may be the file that goes away now
+            (out_dir / "config.json").unlink(missing_ok=True)
+            carried = _prediction_tensors(last_part(model), source_dir)
+            write_shards(chain(tensors, carried), out_dir, max_shard_bytes)
+            _copy_config(last_part(model), written, source_dir, out_dir)
+    dist.barrier()
+
+
+def _prediction_tensors(inner: HiddenGPTModel, source_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the layers of multi-token prediction in `source_dir`, if the model does not train them. This call
+    opens the files, so they may be replaced before the tensors are read."""
+    family = family_for(inner.hf_config)
+    if inner.config.mtp_num_layers or not family.predicted(inner.hf_config):
+        return iter(())
+    files = Files(source_dir)
+    stored = family.stored(files, inner.hf_config)
+    names = family.prediction_names(sorted(stored.names()), inner.hf_config)
+    files.open(family.prediction_names(files.names(), inner.hf_config))
+    return ((name, stored.get(name)[...]) for name in names)
+
+
+def _with_copies(
+    inner: HiddenGPTModel, tensors: Iterator[tuple[str, Tensor]], source_dir: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """`tensors`, and where a checkpoint with trained layers of multi-token prediction has embedding or head again in
+    them, these copies."""
+    copies: dict[str, str] = {}
+    if inner.config.mtp_num_layers:
+        copies = family_for(inner.hf_config).prediction_copies(Files(source_dir).names(), inner.hf_config)
+    for name, tensor in tensors:
+        yield name, tensor
+        yield from ((copy, tensor.clone()) for copy, source in copies.items() if source == name)
+
+
+def _copy_config(inner: HiddenGPTModel, written: dict[str, Any], source_dir: Path, out_dir: Path) -> None:
+    if source_dir.resolve() != out_dir.resolve():
+        for file in source_dir.iterdir():
+            if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name != "config.json":
+                shutil.copyfile(file, out_dir / file.name)
+    dtype = str(inner.config.params_dtype).removeprefix("torch.")
+    for part in (written, written.get("text_config")):
+        if part is not None:
+            part.pop("quantization_config", None)
+            part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
+    (out_dir / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,390 @@
+"""Core attention over packed sequences, and the layout of a packed micro-batch.
+
+The rotary embedding is applied here and not by Megatron. Megatron's packed form slices the frequency table once per
+sequence and layer, which for a thousand short sequences costs more than the attention.
+
+Shapes: T packed tokens, n tokens of this rank, P rows that it computes (n and padding), S sequences, A query heads,
+G key/value heads, D head size, R rotated dimensions of a head, L padded length of a bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from rl_kernel import rotary
+from slime.data.token_slice import Run, TokenSlice, ranges
+from slime.megatron_backend.model.attention_scores import SinkAttention, plain_attention
+from slime.megatron_backend.model.rows import Rows, take
+
+# Longest divided by shortest sequence of a bucket. It limits the padding and the number of buckets.
+_BUCKET_RATIO = 1.5
+
+# Of a bucket's mask. With more, queries that nobody reads cost less than the mask's memory.
+_MASK_ELEMENTS = 2**24
+
+
+class Bucket(NamedTuple):
+    """A padded batch of runs: `runs` S, `queries` and `keys` per run with padding. `mask` [S, 1, queries, keys]: which
+    keys a query sees. None for a causal mask over as many queries as keys."""
+
+    runs: int
+    queries: int
+    keys: int
+    mask: Tensor | None = None
+
+
+class Rotary(NamedTuple):
+    """cos and sin of one rotary embedding, fp32 [P, 1, R/2]. `interleaved`: dimension 2 k is paired with 2 k + 1, and
+    not with the other half of R."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+    """The positions of the sequences of one micro-batch, and the tokens that this rank computes. `packed_layout` makes
+    it, and all layers share it.
+
+    `places` [T] int64 are the positions of the row's tokens, and `bounds` [S+1] int32 bounds sequences of `lengths`.
+    `positions` [P] int64 are the positions of this rank's tokens in their sequences. The last P - `own` rows are
+    padding, 0. `rotary` are the model's rotary embeddings, which it sets before its layers run. `cu_seqlens_q`
+    bounds the rank's runs of queries, and `cu_seqlens_kv` the keys that each run may see. The padded batches of
+    `buckets` follow each other in one buffer of queries and one of keys. `query_slots` [n] and `key_slots` [K] int64
+    are the rows of the queries and of the keys of every run in these buffers.
+
+    `context_group` are the ranks that share the row, or None. With it, and where sequences share a prompt, `keys` reads
+    the K keys of every run, one run after the other, from the concatenated rows of all ranks. Otherwise `keys` is None
+    and the keys are those of the rank's tokens. `gathered` [T] int64 is the row of each of the row's tokens in the
+    concatenated rows of the group. `routing`: the experts of the tokens, see
+    `slime.megatron_backend.step.routing_replay`. None if the routers choose.
+    """
+
+    own: int = 0
+    lengths: tuple[int, ...] = ()
+    places: Tensor = field(kw_only=True)
+    bounds: Tensor = field(kw_only=True)
+    positions: Tensor = field(kw_only=True)
+    rotary: Sequence[Rotary] = ()
+    buckets: list[Bucket] = field(default_factory=list)
+    query_slots: Tensor = field(kw_only=True)
+    key_slots: Tensor = field(kw_only=True)
+    context_group: Any = None
+    gathered: Tensor | None = None
+    keys: Rows | None = None
+    routing: Any = None
+
+    @functools.cached_property
+    def sequences(self) -> tuple[Tensor, list[Bucket]]:
+        """Padded batches of whole sequences, for layers that have a state: the buffer row of each of the row's tokens
+        [T], and the buckets."""
+        slots, _, buckets = _buckets([Run(i, 0, length) for i, length in enumerate(self.lengths)])
+        return slots.to(self.places.device), buckets
+
+
+def packed_layout(part: TokenSlice, device: torch.device | str, context_group: Any = None) -> PackedLayout:
+    """Layout of a rank's part of a packed row. `context_group`: the ranks that share the row."""
+    sizes = torch.tensor(part.lengths, dtype=torch.int64)
+    starts = sizes.cumsum(0) - sizes
+    place = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
+    positions = torch.zeros(part.rows, dtype=torch.int64)
+    positions[: len(part.tokens)] = place[part.tokens]
+    query_slots, key_slots, buckets = _buckets(part.runs)
+    queries = [run.stop - run.start for run in part.runs]
+    seen = [run.stop for run in part.runs]
+    layout = PackedLayout(
+        qkv_format="thd",
+        cu_seqlens_q=_cumulative(queries).to(device),
+        cu_seqlens_kv=_cumulative(seen).to(device),
+        max_seqlen_q=max(queries, default=0),
+        max_seqlen_kv=max(seen, default=0),
+        own=len(part.tokens),
+        lengths=tuple(part.lengths),
+        places=place.to(device),
+        bounds=_cumulative(list(part.lengths)).to(device),
+        positions=positions.to(device),
+        buckets=[b if b.mask is None else b._replace(mask=b.mask.to(device)) for b in buckets],
+        query_slots=query_slots.to(device),
+        key_slots=key_slots.to(device),
+    )
+    if part.size > 1 or part.shares:
+        first = starts.tolist()
+        keys = part.gathered[ranges([first[run.sequence] for run in part.runs], seen)]
+        total = part.size * part.rows if part.size > 1 else len(part.tokens)
+        layout.keys = Rows.of(keys, total).to(device)
+        if part.size > 1:
+            layout.context_group, layout.gathered = context_group, part.gathered.to(device)
+    return layout
+
+
+def _cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
+
+
+def _buckets(runs: Sequence[Run]) -> tuple[Tensor, Tensor, list[Bucket]]:
+    """Group runs of similar length. Returns the buffer rows of all queries, those of all keys, and the buckets in
+    buffer order.
+
+    A run that begins late, such as a response after a shared prompt, has few queries and many keys. A bucket of such
+    runs has a mask. In other buckets a query has the place of its key, after queries that nobody reads.
+    """
+    members: dict[tuple[int, int], list[int]] = {}
+    for i, run in enumerate(runs):
+        late = 2 * (run.stop - run.start) <= run.stop
+        size = _size(run.stop - run.start) if late else 0
+        members.setdefault((size, _size(run.stop)), []).append(i)
+    queries, keys = [0] * len(runs), [0] * len(runs)
+    buckets, query_row, key_row = [], 0, 0
+    for (size, _), of_bucket in sorted(members.items()):
+        most = max(runs[i].stop for i in of_bucket)
+        few = max(runs[i].stop - runs[i].start for i in of_bucket)
+        masked = size > 0 and 2 * few <= most and len(of_bucket) * few * most <= _MASK_ELEMENTS
+        bucket = Bucket(len(of_bucket), few if masked else most, most)
+        if masked:
+            start = torch.tensor([runs[i].start for i in of_bucket]).view(-1, 1, 1, 1)
+            bucket = bucket._replace(mask=start + torch.arange(few)[:, None] >= torch.arange(most))
+        for place, i in enumerate(of_bucket):
+            queries[i] = query_row + place * bucket.queries + (0 if masked else runs[i].start)
+            keys[i] = key_row + place * bucket.keys
+        query_row += bucket.runs * bucket.queries
+        key_row += bucket.runs * bucket.keys
+        buckets.append(bucket)
+    query_slots = ranges(queries, [run.stop - run.start for run in runs])
+    return query_slots, ranges(keys, [run.stop for run in runs]), buckets
+
+
+def _size(length: int) -> int:
+    """1 for a length of 1, and more for lengths that differ by more than `_BUCKET_RATIO`."""
+    return 1 + math.ceil(math.log(length, _BUCKET_RATIO))
+
+
+def gather_keys(key: Tensor, value: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+    """The keys and values of this rank's tokens [n, G, D] -> those of every run, one run after the other [K, G, D].
+
+    Backward: each token gets the sum of the gradients of all ranks and of all sequences that read it. Collective if
+    several ranks share the row.
+    """
+    if layout.keys is None:
+        return key, value
+    both = torch.cat([key, value], dim=1)
+    if layout.context_group is not None:
+        both = gather_from_sequence_parallel_region(padded_rows(both, layout), group=layout.context_group)
+    keys, values = take(both, layout.keys).chunk(2, dim=1)
+    return keys, values
+
+
+def padded_rows(x: Tensor, layout: PackedLayout) -> Tensor:
+    """[n, ...] -> [P, ...] with zeros in the padding rows."""
+    padding = layout.positions.numel() - layout.own
+    return pad(x, (0, 0) * (x.dim() - 1) + (0, padding)) if padding else x
+
+
+def rotated(x: Tensor, layout: PackedLayout, number: int | None = 0) -> Tensor:
+    """x [P, heads, D] with the first R dimensions of every head rotated by the token's position. `number` is that of
+    the rotary embedding in the layout (None: no rotation).
+
+    Interleaved pairs leave as two halves. Queries and keys do so alike, and a dot product does not see the order.
+    """
+    if number is None:
+        return x
+    cos, sin, interleaved = layout.rotary[number]
+    size = 2 * cos.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        turned = turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    turned = rotary(turned, cos, sin)
+    return turned if size == x.shape[-1] else torch.cat((turned, rest), dim=-1)
+
+
+def padded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each sequence: one padded batch of scaled_dot_product_attention per bucket, or of
+    `plain_attention` with `cap` or `sinks`. A token sees the newest `window` tokens up to itself (None: all).
+
+    query [n, A, D] of this rank's tokens, key and value [K, G, D] of every run -> [n, A, D]. Padding rows follow a
+    run's keys, so the causal mask excludes them. Deterministic on the CPU.
+    """
+    if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
+        return query + (key.sum() + value.sum())
+    queries, keys = ([b.runs * b.queries for b in layout.buckets], [b.runs * b.keys for b in layout.buckets])
+    places = (
+        (query, layout.query_slots, queries),
+        (key, layout.key_slots, keys),
+        (value, layout.key_slots, keys),
+    )
+    buffers = [
+        x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, at, x).split(sizes) for x, at, sizes in places
+    ]
+    outputs = []
+    for bucket, *qkv in zip(layout.buckets, *buffers, strict=True):
+        q, k, v = (x.unflatten(0, (bucket.runs, -1)).transpose(1, 2) for x in qkv)
+        mask = _mask(bucket, window, q.device)
+        if cap is not None or sinks is not None:
+            seen = _band(bucket.keys, bucket.keys, q.device) if mask is None else mask
+            out = plain_attention(q, k, v, seen, scale, cap, sinks)
+        else:
+            out = _bucket_attention(q, k, v, mask, scale)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, layout.query_slots)
+
+
+def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """q [S, A, queries, D], k and v [S, G, keys, D] -> [S, A, queries, D]. Without a mask it is causal."""
+    shared = q.shape[1] // k.shape[1]
+    if mask is None or mask.dim() == 2:
+        return scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=shared > 1
+        )
+    # The heads of a group as more queries: on CPUs a third faster than `enable_gqa` for few queries.
+    folded = q.unflatten(1, (-1, shared)).flatten(2, 3)
+    out = scaled_dot_product_attention(folded, k, v, mask.repeat(1, 1, shared, 1), scale=scale)
+    unfolded: Tensor = out.unflatten(2, (shared, -1))
+    return unfolded.flatten(1, 2)
+
+
+def _mask(bucket: Bucket, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys the queries of a bucket see: [S, 1, queries, keys], or [keys, keys] if the bucket has none of its own.
+    None for a causal mask."""
+    if window is None or window >= bucket.keys:
+        return bucket.mask
+    if bucket.mask is None:
+        return _band(bucket.keys, window, device)
+    place = bucket.mask.sum(-1, keepdim=True) - 1  # of a query among its keys: it sees all keys up to its own
+    near: Tensor = torch.arange(bucket.keys, device=device) > place - window
+    return bucket.mask & near
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """Mask [L, L]: query i sees keys i - window + 1 to i."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+@functools.cache
+def _varlen_attention() -> Callable[..., Any]:
+    """torch's variable-length kernel with grouped heads. Imported where it is called: it imports the compiler."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 groups heads without this argument; later releases need it
+    needs_it = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if needs_it else varlen_attn
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`padded_attention` without a cap, with torch's variable-length kernel. A run of queries sees the keys up to its
+    last token.
+
+    key and value [K, G, D]: the keys and values of every run, one run after the other. The kernel's causal mask aligns
+    the last query with the last key, also if their numbers differ.
+    """
+    if not layout.own:  # keep the dependency on keys and values, because their backward is a collective
+        return query + (key.sum() + value.sum())
+    bounds = (layout.cu_seqlens_q, layout.cu_seqlens_kv, layout.max_seqlen_q, layout.max_seqlen_kv)
+    if sinks is not None:
+        with_sinks: Tensor = SinkAttention.apply(
+            query, key.contiguous(), value.contiguous(), sinks, bounds, scale, window
+        )
+        return with_sinks
+    out = _varlen_attention()(
+        *(query, key.contiguous(), value.contiguous()),
+        *bounds,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    return cast(Tensor, out)  # a pair only where `return_aux` asks for one
+
+
+class PackedAttention(nn.Module):
+    """Megatron's core-attention slot: rotary embedding, then causal attention over each packed sequence.
+
+    Half precision on CUDA uses torch's variable-length flash attention. Other dtypes and devices use the padded form.
+    Grouped key/value heads, sliding windows and sinks are supported, and capped scores in the padded form. Dropout is
+    not supported. With context
+    parallelism, each rank keeps its queries and gathers the keys and values of all ranks (Llama 3, 2407.21783, part
+    3.3.2): two collectives per layer, and as much memory for keys and values as without context parallelism.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        *,
+        rope: int | None = 0,
+        window: int | None = None,
+        scale: float | None = None,
+        cap: float | None = None,
+        sinks: bool = False,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        self.rope, self.window, self.cap = rope, window, cap
+        self.scale = scale or softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.sinks: nn.Parameter | None = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = nn.Parameter(torch.empty(heads))
+            split: Any = self.sinks  # the marks are Megatron's
+            split.tensor_model_parallel, split.partition_dim, split.partition_stride = True, 0, 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedLayout | None = None,
+    ) -> Tensor:
+        """query [P, A, D], key and value [P, G, D] -> [P, A * D], zeros in padding rows. `packed_seq_params` must be a
+        PackedLayout."""
+        layout = packed_seq_params
+        assert layout is not None
+        query, key = rotated(query, layout, self.rope), rotated(key, layout, self.rope)
+        query, key, value = (x[: layout.own] for x in (query, key, value))
+        flash = query.is_cuda and query.dtype != torch.float32 and self.cap is None
+        key, value = gather_keys(key, value, layout)
+        if flash:
+            out = flash_attention(query, key, value, layout, self.scale, self.window, self.sinks)
+        else:
+            out = padded_attention(query, key, value, layout, self.scale, self.window, self.cap, self.sinks)
+        return padded_rows(out.flatten(1), layout)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            sinks, prefix, {"sinks": 0}, sharded_offsets
+        )
+        return shards

@@ -1,0 +1,78 @@
+"""Kinds of attention: what stands in the attention slot of a decoder layer.
+
+A family names the kind of each layer (`slime.models.Layer.kind`). A new kind is a function here, or in a file of its
+own with a line in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime.megatron_backend.model.attention import PackedAttention
+from slime.megatron_backend.model.gated_delta_net import GatedDeltaNet
+from slime.megatron_backend.model.latent_attention import latent_attention
+from slime.megatron_backend.model.layers import NormedLinear
+from slime.megatron_backend.model.norms import ProjectionNorm, RMSNorm
+from slime.models import Decoder, Layer
+
+
+class BiasedOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
+    """The projection after the attention with a bias. Megatron's setting for it would give the MLP one too."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class GatedAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's attention with its output gate, which Megatron would compile at the first token."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * gate.reshape(x.shape).float().sigmoid()).to(x.dtype)
+
+
+def full_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
+    """Softmax attention with grouped heads over all tokens before, or over a sliding window."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization).submodules.self_attention
+    modules = spec.submodules
+    modules.core_attention = functools.partial(
+        PackedAttention,
+        rope=layer.rope,
+        window=layer.window,
+        scale=decoder.attention_scale,
+        cap=decoder.attention_cap,
+        sinks=decoder.sinks,
+    )
+    modules.linear_qkv = NormedLinear
+    if decoder.output_gate:
+        spec.module = GatedAttention
+    if decoder.output_bias:
+        modules.linear_proj = BiasedOutput
+    if decoder.qk_norm == "head":
+        modules.q_layernorm = modules.k_layernorm = RMSNorm
+    elif decoder.qk_norm == "projection":
+        modules.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": decoder.heads})
+        modules.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": decoder.groups})
+    else:
+        modules.q_layernorm = modules.k_layernorm = None
+    return spec
+
+
+def gated_delta_net(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
+    return ModuleSpec(GatedDeltaNet, params={"sizes": decoder.delta})
+
+
+KINDS: dict[str, Callable[[TransformerConfig, Decoder, Layer], ModuleSpec]] = {
+    "full": full_attention,
+    "latent": latent_attention,
+    "gated_delta_net": gated_delta_net,
+}
+"""`Layer.kind` -> the module of the attention slot."""

@@ -1,0 +1,238 @@
+"""Layers with routed experts: their Megatron settings from config.json, and their part of the layer spec.
+
+    tokens -> router -> top-k experts of each token -> sum over them of weight x expert(token) [+ shared expert(token)]
+
+Scores are a softmax over the experts (Qwen) or a sigmoid per expert (GLM; DeepSeek-V3, 2412.19437, part 2.1.2). GLM
+adds a correction bias to the scores that choose experts, but not to the weights of the sum. The bias stays frozen: no
+gradient reaches it, and an update by load, as in pre-training, would change the policy that the engine sampled from for
+no reason in the loss.
+
+The router computes in fp32 for every dtype of the model. No token is dropped and there is no auxiliary loss, because
+reinforcement learning must train the policy that the engine sampled from.
+
+Shapes: T tokens, H hidden, F width of an expert, C (token, expert) pairs, sorted by expert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+)
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from slime.config import Config
+from slime.config.fields import spelled
+from slime.megatron_backend.model.activations import Gated
+from slime.megatron_backend.model.grouped_product import GroupedProduct, expert_ends
+from slime.models import Decoder, Experts
+from slime.rules.experts import check_expert_layout, check_expert_settings, check_expert_width
+
+_FREE = {"moe_token_dispatcher_type", "moe_router_load_balancing_type"}
+"""Settings of `expert_fields` that a flag may change."""
+
+
+def expert_fields(decoder: Decoder, config: Config, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Fields of TransformerConfig for the experts of a model. `config` has the layout of the ranks, and `overrides` the
+    user's settings.
+
+    `Experts.normalised` selects the weights of a token's experts: a softmax over the logits of the chosen experts, or
+    the softmax over all experts without normalisation. ValueError for a shape that Megatron cannot compute, or an
+    override that would change the model.
+    """
+    experts = decoder.experts
+    assert experts is not None
+    if experts.topk == 1 and experts.normalised:
+        raise ValueError(
+            "norm_topk_prob in config.json must be False with num_experts_per_tok 1, got True; one expert's weight "
+            "would always be 1, which megatron-core does not compute"
+        )
+    check_expert_layout(config, experts.count)
+    check_expert_width(config, decoder)
+    fields = {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.topk,
+        "moe_ffn_hidden_size": experts.width,
+        "moe_layer_freq": [int(sparse) for sparse in decoder.sparse],
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": config.megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.megatron.expert_tensor_parallel,
+        "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_shared_expert_gate": experts.shared_gate,
+        **_router_fields(experts),
+    }
+    check_expert_settings(overrides)
+    for name, value in overrides.items():
+        if name in fields and name not in _FREE and value != fields[name]:
+            raise ValueError(
+                f"{spelled(name)} must be {fields[name]}, as the checkpoint has it, got {value}; leave it out"
+            )
+    return fields
+
+
+def _router_fields(experts: Experts) -> dict[str, Any]:
+    """Fields for the scores. With sigmoid scores, the router takes the best experts by score + bias within the best
+    groups. Their weights are score / (sum of their scores) * scale."""
+    sigmoid = experts.score == "sigmoid"
+    if sigmoid and experts.topk > 1 and not experts.normalised:
+        raise ValueError(
+            "norm_topk_prob in config.json must be True with sigmoid scores, got False; megatron-core always "
+            "normalises them"
+        )
+    groups, of_token = experts.groups or (None, None)
+    if groups is not None and of_token is not None and experts.topk != 2 * of_token:
+        raise ValueError(
+            f"num_experts_per_tok in config.json must be twice topk_group where n_group is above 1, got {experts.topk} "
+            f"and {of_token}; megatron-core ranks a group by its best {experts.topk // of_token} experts, the "
+            "checkpoint by 2"
+        )
+    fields = {
+        "moe_router_score_function": experts.score,
+        # Megatron reads it for softmax only; launch scripts of models with sigmoid scores set it
+        "moe_router_pre_softmax": sigmoid or not experts.normalised,
+        "moe_router_enable_expert_bias": experts.bias,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": of_token,
+        "moe_router_topk_scaling_factor": experts.scale,
+    }
+    return fields | ({"moe_router_bias_update_rate": 0.0} if experts.bias else {})
+
+
+class RouterLogits(torch.autograd.Function):
+    """`x.float() @ weight.float().T` for x [T, H] and weight [E, H]. Autograd keeps both in their own dtypes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.float() @ weight.float().T
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return (upstream @ weight.float()).to(x.dtype), (upstream.T @ x.float()).to(weight.dtype)
+
+
+class Router(TopKRouter):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's router without two parts that megatron-core cannot run here. Its product calls a function of
+    Transformer Engine, which may not be installed. Its count of tokens per expert, which only an update of the bias
+    needs, is compiled at the first token."""
+
+    expert_bias: Tensor | None
+
+    def __init__(self, *args: Any, biases: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if biases:
+            self.bias = nn.Parameter(torch.empty(self.num_experts, dtype=self.weight.dtype))
+            bias: Any = self.bias  # the mark is Megatron's: each rank has a part of the tokens
+            bias.sequence_parallel = self.config.sequence_parallel
+
+    def gating(self, input: Tensor) -> Tensor:
+        """[..., H] -> fp32 logits [..., E]."""
+        logits = RouterLogits.apply(input.flatten(0, -2), self.weight)
+        if self.bias is not None:
+            logits = logits + self.bias.float()
+        unflattened: Tensor = logits.unflatten(0, input.shape[:-1])
+        return unflattened
+
+    def replay(self, routing: Any) -> None:
+        """Set the `slime.megatron_backend.step.routing_replay.Routing` of the next micro-batch, or None."""
+        self.router_replay = None if routing is None else routing.of_layer(self.layer_number - 1)
+
+    def _apply_expert_bias(self, *unused: Any, **also_unused: Any) -> None: ...
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Keep the bias in fp32 when the model is cast, because a rounded bias would choose other experts."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(cast(Tensor, self.expert_bias).device)
+        return self
+
+
+class BiasedFirst(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core has no types
+    """The first product of an expert with a bias."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class BiasedSecond(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no types
+    """The second product of an expert with a bias."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+        # `GatedExperts` sums its gradient: the tensor-parallel ranks of the rest of the model have other experts
+        self.bias.sequence_parallel = False
+
+
+class GatedExperts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's experts with separate weights, computed together in two grouped products.
+
+    The formula is Megatron's without fusion: `fc2((gated(fc1(x)) * weight).to(x.dtype))`, weights in fp32. If tensor
+    parallelism splits experts, Megatron's dispatcher gathers their tokens and sums their outputs. Biases of fc2 are
+    added in `weight * bias`, by the first of these ranks.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *args: Any, gated: Gated, **kwargs: Any
+    ) -> None:
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        self.gated = gated
+        if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+            # Megatron sets this mark only where EP is above 1: the gradients are summed over the expert's own replicas
+            for parameter in self.parameters():
+                mark: Any = parameter
+                mark.allreduce = False
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """Tokens [C, H] sorted by expert, number of tokens per expert [E] on any device, weights [C] -> [C, H]."""
+        tokens = permuted_local_hidden_states
+        ends = expert_ends(tokens_per_expert, tokens.device)
+        gate_and_up = GroupedProduct.apply(tokens, ends, *(e.linear_fc1.weight for e in self.local_experts))
+        biased = self.local_experts[0].linear_fc2.bias is not None
+        if biased:
+            expert_of = torch.bucketize(torch.arange(len(tokens), device=ends.device), ends, right=True)
+            gate_and_up = (
+                gate_and_up + torch.stack([e.linear_fc1.bias for e in self.local_experts])[expert_of]
+            )
+        gated = (self.gated(gate_and_up) * permuted_probs[:, None]).to(tokens.dtype)
+        output = GroupedProduct.apply(gated, ends, *(e.linear_fc2.weight for e in self.local_experts))
+        if biased:
+            bias = copy_to_tensor_model_parallel_region(
+                torch.stack([e.linear_fc2.bias for e in self.local_experts]), group=self.tp_group
+            )
+            first = float(self.tp_group.rank() == 0)
+            output = output + (bias[expert_of] * (permuted_probs[:, None] * first)).to(output.dtype)
+        return output, None
+
+
+def experts_spec(shared: type, gated: Gated, *, biases: bool) -> ModuleSpec:
+    """The MLP slot of a layer with experts: Megatron's layer and dispatcher, `Router`, `GatedExperts`, and `shared` as
+    the shared expert if the model has one. `gated` is the experts' activation."""
+    first, second = (BiasedFirst, BiasedSecond) if biases else (ColumnParallelLinear, RowParallelLinear)
+    products = MLPSubmodules(linear_fc1=first, linear_fc2=second)
+    router = functools.partial(Router, biases=biases)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=GatedExperts, submodules=products, params={"gated": gated}),
+            router=router,
+            shared_experts=shared,
+        ),
+    )

@@ -1,0 +1,252 @@
+"""Gated delta net: linear attention whose state decays and forgets what a key held before (Yang et al. 2412.06464).
+
+    x -> in_proj -> causal convolution of q, k, v -> delta rule -> norm x silu(gate) -> out_proj
+
+The state S [K, V] of a value head starts at zero with each sequence:
+`S = exp(decay) * S; S = S + beta * outer(k, v - k @ S); out = q @ S`.
+
+A packed row keeps its sequences apart in the convolution and in the state. On CUDA, both are kernels of fla-core. On
+other devices, they are the plain PyTorch functions of this file. megatron-core's own module has no packed sequences.
+
+With context parallelism, a rank has a part of the tokens, but a state runs through all tokens of a sequence. So the
+ranks exchange: each computes all tokens for its part of the heads (DeepSpeed Ulysses, 2309.14509).
+
+Shapes: P rows, n tokens of this rank (P without padding), H heads of keys and A of values on this tensor-parallel
+rank, K and V their sizes, C channels, W taps, B sequences of a bucket, L their padded length, T tokens of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import RowParallelLinear, all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn.functional import pad, rms_norm, silu, softplus
+
+from slime.megatron_backend.model.attention import PackedLayout, padded_rows
+from slime.megatron_backend.model.layers import NormedLinear
+from slime.models import DeltaNet
+
+CHUNK = 64
+"""Tokens that the plain delta rule computes with one triangular system."""
+
+
+class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    """The attention slot of a gated delta net layer. Tensor-parallel ranks share the key heads, each with its value
+    heads, and rows of all parameters are in the order of key heads (slime.models.hybrid.ByKeyHead).
+
+    `A_log` is fp32 for every dtype of the model, as in vLLM.
+    """
+
+    def __init__(self, config: TransformerConfig, *, sizes: DeltaNet, **unused: Any) -> None:
+        super().__init__(config)
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        self.sizes, self.heads = sizes, sizes.keys // ranks
+        values, common = sizes.values // ranks, {"config": config, "bias": False, "skip_bias_add": False}
+        self.in_proj = NormedLinear(
+            *(config.hidden_size, sizes.keys * sum(sizes.widths)),
+            **common,
+            init_method=config.init_method,
+            gather_output=False,
+        )
+        self.out_proj = RowParallelLinear(
+            *(sizes.values * sizes.value_dim, config.hidden_size),
+            **common,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+        )
+        self.conv_weight = _split_over_ranks(self.heads * sum(sizes.widths[:3]), 1, sizes.taps)
+        self.dt_bias = _split_over_ranks(values)
+        self.A_log = _split_over_ranks(values)
+        self.norm_weight = nn.Parameter(torch.empty(sizes.value_dim))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GatedDeltaNet:
+        """Keep A_log in fp32 when the model is cast: its exponential is the rate of the decay."""
+        exact = self.A_log.data
+        super()._apply(fn, recurse)
+        self.A_log.data = exact.to(self.A_log.device)
+        return self
+
+    def forward(
+        self, hidden_states: Tensor, *unused: Any, packed_seq_params: PackedLayout, **also_unused: Any
+    ) -> tuple[Tensor, None]:
+        """[P, 1, hidden] (or this rank's part with sequence parallelism) -> the same shape. Padding rows get zeros from
+        the delta rule."""
+        layout = packed_seq_params
+        mixed = whole_sequences(self.in_proj(hidden_states)[0].squeeze(1), layout)
+        conv_weight, a_log, dt_bias = (
+            share_of(x, layout) for x in (self.conv_weight, self.A_log, self.dt_bias)
+        )
+        key, _, value, _, gates, _ = self.sizes.widths
+        mixed = mixed.unflatten(-1, (-1, sum(self.sizes.widths)))
+        qkv, gate, beta, decay = mixed.split([2 * key + value, value, gates, gates], dim=-1)
+        convolve, delta_rule, norm = (
+            _kernels() if mixed.is_cuda else (convolved, padded_delta_rule, gated_norm)
+        )
+        qkv = convolve(qkv.flatten(1), conv_weight, layout).unflatten(-1, (-1, 2 * key + value))
+        query, keys, values = qkv.split([key, key, value], dim=-1)
+        out = delta_rule(
+            *(query, keys, self._by_value(values)),
+            -a_log.exp() * softplus(decay.flatten(1).float() + dt_bias),
+            beta.flatten(1).sigmoid(),
+            layout,
+        )
+        # every rank has the whole weight, and its gradient is a sum over all heads
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight)
+        out = norm(out, self._by_value(gate), weight, self.config.layernorm_epsilon)
+        made: Tensor = self.out_proj(own_rows(out.flatten(1), layout).unsqueeze(1))[0]
+        return made, None
+
+    def _by_value(self, x: Tensor) -> Tensor:
+        """[T, H, value heads per key head * V] -> [T, A, V]."""
+        heads: Tensor = x.unflatten(-1, (-1, self.sizes.value_dim))
+        return heads.flatten(1, 2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        split = {name: getattr(self, name) for name in ("conv_weight", "dt_bias", "A_log")}
+        state |= make_sharded_tensors_for_checkpoint(split, prefix, dict.fromkeys(split, 0), sharded_offsets)
+        return state
+
+
+def _split_over_ranks(*shape: int) -> nn.Parameter:
+    """A parameter whose first dimension tensor-parallel ranks share."""
+    parameter: Any = nn.Parameter(torch.empty(shape))  # the marks are Megatron's
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+    return parameter  # type: ignore[no-any-return]
+
+
+def whole_sequences(x: Tensor, layout: PackedLayout) -> Tensor:
+    """[P, C] of this rank's tokens -> [T, C / ranks] of the row's tokens: this context-parallel rank's part of the
+    channels. Collective if several ranks share the row."""
+    if (group := layout.context_group) is None:
+        return x[: layout.own]
+    parts = x.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    received: Tensor = all_to_all(group, parts.contiguous())
+    return received.flatten(0, 1).index_select(0, cast(Tensor, layout.gathered))
+
+
+def own_rows(x: Tensor, layout: PackedLayout) -> Tensor:
+    """The way back: [T, C / ranks] -> [P, C], zeros in padding rows."""
+    if (group := layout.context_group) is None:
+        return padded_rows(x, layout)
+    rows = x.new_zeros(group.size() * layout.positions.numel(), x.shape[1])
+    received: Tensor = all_to_all(group, rows.index_copy(0, cast(Tensor, layout.gathered), x))
+    parts: Tensor = received.unflatten(0, (group.size(), -1))
+    return parts.transpose(0, 1).flatten(1)
+
+
+def share_of(parameter: Tensor, layout: PackedLayout) -> Tensor:
+    """The rows of a parameter for the heads that this context-parallel rank computes."""
+    group = layout.context_group
+    return parameter if group is None else parameter.chunk(group.size())[group.rank()]
+
+
+def convolved(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
+    """`silu(sum(weight[:, 0, W - 1 - i] * x[t - i] for i in range(W)))` within each sequence: x [T, C], weight
+    [C, 1, W] -> [T, C]. In fp32."""
+    taps = weight[:, 0].float().unbind(-1)[::-1]
+    wide, place = x.float(), layout.places[:, None]
+    total = wide * taps[0]
+    for back, tap in enumerate(taps[1:], 1):
+        earlier = pad(wide, (0, 0, back, 0))[: len(x)]
+        total = total + torch.where(place >= back, earlier, 0) * tap
+    return silu(total).to(x.dtype)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm(x) * weight * silu(gate)` over the last dimension, in fp32."""
+    normed = rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normed * silu(gate.float())).to(x.dtype)
+
+
+def padded_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout
+) -> Tensor:
+    """The gated delta rule within each sequence, one padded batch per bucket of the layout, in fp32.
+
+    query and key [T, H, K], value [T, A, V], decay (logarithm) and beta [T, A] -> [T, A, V]. Queries and keys are
+    normalised to length 1, and queries divided by sqrt(K). Deterministic. Padding follows a sequence's tokens, so no
+    token reads it.
+    """
+    share = value.shape[1] // key.shape[1]
+    query, key = (_unit(x.float()).repeat_interleave(share, dim=1) for x in (query, key))
+    columns = query * query.shape[-1] ** -0.5, key, value.float(), decay[..., None], beta.float()[..., None]
+    slots, buckets = layout.sequences
+    sizes = [bucket.runs * bucket.keys for bucket in buckets]
+    buffers = [x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, slots, x).split(sizes) for x in columns]
+    outputs = [
+        chunked_delta_rule(*(x.unflatten(0, (bucket.runs, -1)).transpose(1, 2) for x in of_bucket))
+        for bucket, *of_bucket in zip(buckets, *buffers, strict=True)
+    ]
+    rows = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outputs])
+    return rows.index_select(0, slots).to(value.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def chunked_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """query and key [B, A, L, K], value [B, A, L, V], decay and beta [B, A, L, 1] -> [B, A, L, V].
+
+    In a chunk, let U have what each token adds to the state. A token removes what its key holds, from the state at the
+    start of the chunk and from the tokens before: a unit lower triangular system for U.
+    """
+    state = value.new_zeros(*value.shape[:2], key.shape[-1], value.shape[-1])
+    outputs = []
+    for q, k, v, g, b in zip(*(x.split(CHUNK, dim=2) for x in (query, key, value, decay, beta)), strict=True):
+        since = g.cumsum(2)  # logarithm of the decay since the start of the chunk
+        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        between = (since - since.mT).masked_fill(later, -torch.inf).exp()
+        # the solver reads the part below the diagonal only
+        added = torch.linalg.solve_triangular(
+            b * (k @ k.mT) * between, b * (v - since.exp() * (k @ state)), upper=False, unitriangular=True
+        )
+        outputs.append(since.exp() * (q @ state) + ((q @ k.mT) * between) @ added)
+        last = since[:, :, -1:]
+        state = last.exp() * state + ((last - since).exp() * k).mT @ added
+    return torch.cat(outputs, dim=2)
+
+
+def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
+    """`convolved`, `padded_delta_rule` and `gated_norm` as kernels of fla-core. ValueError if it is not installed."""
+    try:
+        from fla.modules.convolution import causal_conv1d
+        from fla.modules.fused_norm_gate import rms_norm_gated
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        raise ValueError(
+            f"the package fla-core must be installed to train gated delta net layers on GPUs, got {error}; "
+            "pip install fla-core"
+        ) from error
+
+    def convolve(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
+        out: Tensor = causal_conv1d(
+            x[None].contiguous(), weight.squeeze(1), activation="silu", cu_seqlens=layout.bounds
+        )[0]
+        return out[0]
+
+    def delta_rule(*columns: Any) -> Tensor:
+        *tensors, layout = columns
+        query, key, value, decay, beta = (x[None].contiguous() for x in tensors)
+        out: Tensor = chunk_gated_delta_rule(
+            *(query, key, value, decay, beta),
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=layout.bounds,
+        )[0]
+        return out[0]
+
+    def norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out: Tensor = rms_norm_gated(x, gate.contiguous(), weight, None, activation="swish", eps=eps)
+        return out
+
+    return convolve, delta_rule, norm

@@ -1,0 +1,268 @@
+"""The GPT model of a checkpoint, or this rank's pipeline stage of it. The output is hidden states. `logits_of` computes
+logits.
+
+    tokens, layout -> stage_output -> [last stage] hidden_of, or logits_of
+
+Shapes: P rows of packed tokens, H hidden, V_local vocabulary rows of this tensor-parallel rank (padding included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from slime.config import Config
+from slime.megatron_backend.model import transformer_engine
+from slime.megatron_backend.model.attention import PackedLayout, Rotary
+from slime.megatron_backend.model.layer_spec import layer_spec
+from slime.megatron_backend.model.model_config import padded_vocab_size, transformer_config
+from slime.megatron_backend.model.norms import RMSNorm
+from slime.megatron_backend.model.prediction_layer import prediction_spec
+from slime.megatron_backend.parallel import built
+from slime.models import Decoder, decoder_of
+from slime.models.layouts import Sizes
+
+
+class HiddenGPTModel(GPTModel):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's GPTModel, but `forward` stops before the output layer: hidden states after the final norm.
+
+    `build_model` builds it. `hf_config` is the checkpoint's config.json, `described` is what it says, and `sizes` are
+    the sizes for weight layouts. `virtual`: which virtual stage of this rank it is. None if the rank has one stage.
+    `mtp` has the layers of multi-token prediction, in a model that trains them. `forward` does not run them,
+    `slime.megatron_backend.step.prediction` does.
+    """
+
+    def __init__(
+        self, hf_config: dict[str, Any], core: TransformerConfig, sizes: Sizes, virtual: int | None = None
+    ) -> None:
+        described = decoder_of(hf_config)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual)
+        super().__init__(
+            core,
+            _block_spec(core, described, virtual),
+            vocab_size=sizes.padded_vocab,
+            max_sequence_length=described.context,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+            post_process=last,
+            share_embeddings_and_output_weights=described.tied,
+            position_embedding_type="none",  # PackedAttention applies it
+            vp_stage=virtual,
+            mtp_block_spec=prediction_spec(core, described) if core.mtp_num_layers and last else None,
+        )
+        if self.mtp_process and not self.pre_process and described.tied:
+            # the head is this stage's copy of the embedding, and Megatron leaves a second matrix here that nobody uses
+            self.output_layer.register_parameter("weight", None)
+        self.hf_config, self.sizes, self.described = hf_config, sizes, described
+        if self.pre_process and described.embedding_scale != 1:
+            self.embedding.register_forward_hook(_scaled(described.embedding_scale))
+        # Megatron moves its own matrices to the device, but leaves torch's norms on the host in fp32
+        self.to(torch.cuda.current_device(), core.params_dtype)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedLayout,
+    ) -> Tensor:
+        """input_ids [1, P] -> hidden states [P, 1, H] of this stage, or this rank's [P / TP, 1, H] with sequence
+        parallelism. Stages after the first read their input from `set_input_tensor`, not from `input_ids`."""
+        packed_seq_params.rotary = self.rotary(packed_seq_params.positions)
+        hidden: Tensor = super().forward(
+            input_ids, position_ids, attention_mask, packed_seq_params=packed_seq_params
+        )
+        return hidden
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def rotary(self, positions: Tensor) -> list[Rotary]:
+        """cos and sin of each rotary embedding of the model for positions [P]. `Layer.rope` is a number in the list."""
+        return [
+            Rotary(*rope.angles(positions), interleaved=rope.interleaved) for rope in self.described.ropes
+        ]
+
+
+def _scaled(factor: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """A hook that multiplies a module's output by `factor`, rounded to the output's dtype as checkpoints expect."""
+    return lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
+
+
+def _block_spec(
+    core: TransformerConfig, described: Decoder, virtual: int | None
+) -> TransformerBlockSubmodules:
+    if core.transformer_impl == "transformer_engine":
+        return transformer_engine.block_spec(core, described, virtual)
+    first, count = get_transformer_layer_offset(core, virtual), get_num_layers_to_build(core, virtual)
+    layers = [layer_spec(core, described, layer) for layer in described.layers[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def build_model(
+    hf_config: dict[str, Any], config: Config, *, ddp: bool = True, predicts: bool = False
+) -> nn.Module:
+    """The model of a checkpoint on this rank, with uninitialised parameters. Fill them with `load_hf` or
+    `load_checkpoint`.
+
+    `config` gives the parallel layout, precision and Megatron flags. With `ddp`, the model is wrapped in Megatron's
+    DistributedDataParallel, which sums (and does not average) its fp32 gradient buffers over data-parallel ranks.
+    Without `ddp`, the model has no gradients (reference model). `predicts`: with its layers of multi-token prediction.
+    With virtual stages, the result is `Parts`, and each part has its own wrapper. Call `init_parallel` first;
+    `destroy_parallel` empties the model.
+    """
+    core = transformer_config(hf_config, config, predicts=predicts)
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    vocab = hf_config["vocab_size"]
+    padded = padded_vocab_size(vocab, config.megatron.make_vocab_size_divisible_by, tp)
+    delta = decoder_of(hf_config).delta
+    sizes = Sizes(core.num_query_groups, core.kv_channels, vocab=vocab, padded_vocab=padded, delta=delta)
+    stages = core.virtual_pipeline_model_parallel_size
+    # Megatron's schedule reads the number of virtual stages here. Only the model's layers tell it.
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
+    parts: list[nn.Module] = [
+        HiddenGPTModel(hf_config, core, sizes, virtual) for virtual in (range(stages) if stages else (None,))
+    ]
+    if ddp:
+        settings = _ddp_config(config)
+        # as in Megatron: the later parts' gradients are complete early enough to be reduced in one piece
+        parts = [
+            DistributedDataParallel(core, settings, part, disable_bucketing=i > 0)
+            for i, part in enumerate(parts)
+        ]
+    model = built(Parts(parts) if stages else parts[0])
+    return model if ddp else model.requires_grad_(False).eval()
+
+
+def _ddp_config(config: Config) -> DistributedDataParallelConfig:
+    fields: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": config.megatron.use_distributed_optimizer,
+        "check_for_nan_in_grad": False,  # the optimizer step checks that the gradient norm is finite
+    }
+    fields |= config.megatron.core_overrides(DistributedDataParallelConfig)
+    return DistributedDataParallelConfig(**fields)
+
+
+class Parts(nn.ModuleList):
+    """The model of a rank with several virtual stages: one part per stage, in the order of their layers."""
+
+    def zero_grad_buffer(self) -> None:
+        parts: list[Any] = list(self)  # in their data-parallel wrappers
+        for part in parts:
+            part.zero_grad_buffer()
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The parts of `Parts`, or the model itself: what Megatron and slime's hooks call the model's chunks."""
+    return list(model) if isinstance(model, Parts) else [model]
+
+
+def unwrap(model: nn.Module) -> HiddenGPTModel:
+    """The model inside its data-parallel wrapper, or the model itself. A rank with virtual stages has several."""
+    assert not isinstance(model, Parts), "call this for each of parts_of(model)"
+    return cast(HiddenGPTModel, model.module if isinstance(model, DistributedDataParallel) else model)
+
+
+def unwrapped(model: nn.Module) -> list[HiddenGPTModel]:
+    """The parts of a rank's model without their wrappers, in the order of their layers."""
+    return [unwrap(part) for part in parts_of(model)]
+
+
+def last_part(model: nn.Module) -> HiddenGPTModel:
+    """The part of a rank's model with its last layers. On the last pipeline rank, it has the head."""
+    return unwrap(parts_of(model)[-1])
+
+
+def stage_output(model: nn.Module, tokens: Tensor, layout: PackedLayout) -> Tensor:
+    """tokens [P] int64 -> output of this stage's last layer: [P, 1, H] in the model's dtype, or this rank's
+    [P / TP, 1, H] with sequence parallelism.
+
+    ValueError if P does not fit the layout or, with sequence parallelism, the number of tensor-parallel ranks.
+    """
+    if tokens.shape != layout.positions.shape:
+        raise ValueError(
+            f"tokens must be [{layout.positions.numel()}] as the layout says, got {list(tokens.shape)}"
+        )
+    core = unwrap(model).config
+    tp = core.tensor_model_parallel_size
+    if core.sequence_parallel and tokens.numel() % tp:
+        raise ValueError(
+            f"packed tokens must be a multiple of --tensor-model-parallel-size {tp} with --sequence-parallel, "
+            f"got {tokens.numel()}; pad the row"
+        )
+    output: Tensor = model(tokens[None], packed_seq_params=layout)
+    return output
+
+
+def hidden_of(model: nn.Module, output: Tensor) -> Tensor:
+    """The last stage's output -> hidden states [P, H], equal on all tensor-parallel ranks.
+
+    The backward needs the full gradient, equal on all tensor-parallel ranks, as `rl_kernel.linear_logp` returns it.
+    """
+    if last_part(model).config.sequence_parallel:
+        # every rank has the head's full gradient, so take this rank's rows and do not sum over ranks
+        output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
+    return output.squeeze(1)
+
+
+def logits_of(model: nn.Module, output: Tensor) -> Tensor:
+    """The last stage's output -> logits [P, V_local] of Megatron's output layer in the model's dtype, with padding
+    columns. Capped, if the model has a soft cap."""
+    inner = last_part(model)
+    tied = inner.share_embeddings_and_output_weights
+    weight = inner.shared_embedding_or_output_weight() if tied else None
+    logits: Tensor = inner.output_layer(output, weight=weight)[0]
+    return capped(logits.squeeze(1), logit_cap(model))
+
+
+def logit_cap(model: nn.Module) -> float | None:
+    """The soft cap of the model's logits, None for none."""
+    return last_part(model).described.logit_cap
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """`cap * tanh(logits / cap)` in the dtype of the logits, as engines compute it. None: no cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def output_weight(model: nn.Module) -> Tensor:
+    """The head's weight on this rank, [V_local, H]: the output layer's weight, or the embedding if they are tied. Only
+    on the last stage."""
+    inner = last_part(model)
+    weight: Tensor = (
+        inner.shared_embedding_or_output_weight()
+        if inner.share_embeddings_and_output_weights
+        else inner.output_layer.weight
+    )
+    return weight
+
+
+def head_main_grad(model: nn.Module) -> Tensor | None:
+    """The fp32 buffer [V_local, H] that sums the head's weight gradient over micro-batches. An operator may add to it.
+
+    None if the gradient must pass through autograd: --overlap-grad-reduce counts the gradients that arrive there.
+    """
+    weight: Any = output_weight(model)  # the buffer is Megatron's
+    wrapper: Any = parts_of(model)[-1]
+    settings: DistributedDataParallelConfig = wrapper.ddp_config
+    if settings.overlap_grad_reduce or not settings.grad_reduce_in_fp32:
+        return None
+    main_grad: Tensor = weight.main_grad
+    return main_grad
+
+
+def vocab_range(model: nn.Module) -> tuple[int, int]:
+    """(first vocabulary row of this rank, real vocabulary size), for `vocab_start` and `vocab_size` of linear_logp."""
+    start = parallel_state.get_tensor_model_parallel_rank() * output_weight(model).shape[0]
+    return start, last_part(model).sizes.vocab

@@ -1,0 +1,163 @@
+"""Multi-head latent attention over packed sequences (DeepSeek-V2, 2405.04434, part 2.1).
+
+    hidden -> latent of queries -> norm -> queries of all heads
+    hidden -> latent of keys and values -> norm -> keys and values of all heads
+           -> one rotated key, shared by all heads
+
+Each tensor-parallel rank has the whole matrices that make latent vectors, and its part of the heads. megatron-core's
+module needs Transformer Engine for such matrices, and rotates each sequence alone. The parameters have its names.
+
+Shapes: T tokens of the rank's sequence-parallel part, P rows of the micro-batch, A heads of the rank, K and V the sizes
+of a head of keys and of values, R its rotated part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from slime.megatron_backend.model.attention import PackedAttention, PackedLayout, rotated
+from slime.megatron_backend.model.layers import NormedLinear, defer
+from slime.megatron_backend.model.norms import RMSNorm
+from slime.models import Decoder, Layer
+from slime.models.latent import Latent
+
+
+def latent_attention(core: TransformerConfig, decoder: Decoder, layer: Layer) -> ModuleSpec:
+    """The module of the attention slot."""
+    assert isinstance(layer.attention, Latent)
+    # Megatron's layer of multi-token prediction asks for the mask, which PackedAttention makes itself
+    mask = {"attn_mask_type": AttnMaskType.causal}
+    return ModuleSpec(LatentAttention, params={"sizes": layer.attention, "rope": layer.rope, **mask})
+
+
+class WholeLinear(nn.Linear):
+    """A product whose weight each tensor-parallel rank has. With sequence parallelism, each rank has a part of the
+    tokens, and Megatron sums the marked gradients over the ranks."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        for parameter in self.parameters():
+            marked: Any = parameter  # the mark is Megatron's
+            marked.sequence_parallel = config.sequence_parallel
+
+
+class LatentAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's attention slot for `slime.models.latent.Latent`. Prompt sharing and context parallelism are those of
+    `PackedAttention`, which gets the keys and values of all heads.
+
+    With tensor parallelism it needs sequence parallelism, as the experts of every such model do.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        sizes: Latent,
+        rope: int | None,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config)
+        assert config.sequence_parallel or config.tensor_model_parallel_size == 1
+        self.layer_number, self.sizes, self.rope = layer_number, sizes, rope
+        heads = config.num_attention_heads
+        if sizes.q_rank is None:
+            self.linear_q_proj = self._product(config.hidden_size, heads * sizes.key)
+        else:
+            self.linear_q_down_proj = WholeLinear(config, config.hidden_size, sizes.q_rank, sizes.bias)
+            self.q_layernorm, self.linear_q_up_proj = self._normed(sizes.q_rank, heads * sizes.key)
+        width = sizes.kv_rank + sizes.turned
+        self.linear_kv_down_proj = WholeLinear(config, config.hidden_size, width, sizes.bias)
+        self.kv_layernorm, self.linear_kv_up_proj = self._normed(
+            sizes.kv_rank, heads * (sizes.plain + sizes.value)
+        )
+        self.core_attention = PackedAttention(config, sizes.scale, rope=None)
+        self.linear_proj = RowParallelLinear(
+            heads * sizes.value,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=sizes.bias,
+            input_is_parallel=True,
+            skip_bias_add=True,
+        )
+
+    def _product(self, inputs: int, outputs: int) -> NormedLinear:
+        """A product that gives the rank its heads of all tokens."""
+        return NormedLinear(
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=False,
+        )
+
+    def _normed(self, latent: int, outputs: int) -> tuple[RMSNorm, NormedLinear]:
+        """The norm of a latent vector and the product after it."""
+        norm = RMSNorm(self.config, latent, self.config.layernorm_epsilon)
+        product = self._product(latent, outputs)
+        if self.config.recompute_granularity != "full":
+            defer(norm, product)
+        return norm, product
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedLayout,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [T, 1, H] -> output [T, 1, H], and the bias that Megatron adds or None."""
+        sizes, layout = self.sizes, packed_seq_params
+        query = self._queries(hidden_states).squeeze(1).unflatten(-1, (-1, sizes.key))
+        key, value = self._keys_and_values(hidden_states, layout)
+        plain, turned = query.split([sizes.plain, sizes.turned], dim=-1)
+        query = torch.cat((plain, rotated(turned, layout, self.rope)), dim=-1)
+        out = self._attend(query, key, value, layout)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(out.unsqueeze(1))
+        return output
+
+    def _queries(self, hidden: Tensor) -> Tensor:
+        """[P, 1, A * K]."""
+        if self.sizes.q_rank is None:
+            whole: Tensor = self.linear_q_proj(hidden)[0]
+            return whole
+        made: Tensor = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
+        return made
+
+    def _keys_and_values(self, hidden: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        """[P, A, K] with the rotated part last, as in the queries, and [P, A, V]."""
+        sizes = self.sizes
+        latent, turned = self.linear_kv_down_proj(hidden).split([sizes.kv_rank, sizes.turned], dim=-1)
+        made = self.linear_kv_up_proj(self.kv_layernorm(latent.contiguous()))[0]
+        if self.config.sequence_parallel:
+            # the heads of all ranks read this key, so the backward sums their gradients
+            turned = gather_from_sequence_parallel_region(turned)
+        turned = rotated(turned, layout, self.rope)
+        made = made.squeeze(1).unflatten(-1, (-1, sizes.plain + sizes.value))
+        plain, value = made.split([sizes.plain, sizes.value], dim=-1)
+        return torch.cat((plain, turned.expand(-1, plain.shape[1], -1)), dim=-1), value
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        """[P, A * V]. The kernels for packed sequences need heads of one size, so the smaller heads get zeros."""
+        width = max(self.sizes.key, self.sizes.value)
+        query, key, value = (_widened(x, width) for x in (query, key, value))
+        out: Tensor = self.core_attention(query, key, value, None, packed_seq_params=layout)
+        values: Tensor = out.unflatten(-1, (-1, width))[..., : self.sizes.value]
+        return values.flatten(1)
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """[P, A, size] -> [P, A, width] with zeros at the end of each head."""
+    return pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x

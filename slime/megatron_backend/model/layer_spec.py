@@ -1,0 +1,30 @@
+"""The module of each decoder layer, from the family's record."""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slime.megatron_backend.model.activations import ACTIVATIONS
+from slime.megatron_backend.model.attention_kinds import KINDS
+from slime.megatron_backend.model.experts import experts_spec
+from slime.megatron_backend.model.layers import MLPS, Layer, SharedExpert
+from slime.megatron_backend.model.norms import RMSNorm
+from slime.models import Decoder
+from slime.models import Layer as LayerRecord
+
+
+def layer_spec(core: TransformerConfig, decoder: Decoder, layer: LayerRecord) -> ModuleSpec:
+    """The spec of one layer. Modules that are not replaced are Megatron's local modules."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(normalization=core.normalization)
+    spec.module, spec.params = Layer, {"post_norms": decoder.post_norms}
+    modules = spec.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    modules.self_attention = KINDS[layer.kind](core, decoder, layer)
+    if layer.sparse and decoder.experts:
+        gated = ACTIVATIONS[decoder.activation]
+        modules.mlp = experts_spec(SharedExpert, gated, biases=decoder.experts.biases)
+    else:
+        modules.mlp = MLPS[decoder.activation]
+    return spec

@@ -1,0 +1,181 @@
+"""Megatron's transformer layer with rl_kernel's fused operators. It recomputes values that are cheap to recompute.
+
+The outputs of the norms and of the gated activation are functions of tensors that autograd keeps anyway. The next
+matrix product would keep these outputs too. Here, their memory is freed after the forward and filled again in the
+backward. That saves 2 H + F elements per token and layer, and no matrix product is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from slime.megatron_backend.model.activations import Gated, geglu, swiglu
+from slime.megatron_backend.model.norms import RMSNorm
+
+
+class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's column-parallel product. It also computes the norm that was deferred to it."""
+
+    norm: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if self.norm is None:
+            plain: tuple[Tensor, Tensor | None] = super().forward(x, *args, **kwargs)
+            return plain
+        product = super().forward
+        return without_keeping(self.norm, x, lambda normed: product(normed, *args, **kwargs))
+
+
+class GatedMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's MLP with the gated activation `gated` between its products."""
+
+    gated: Gated = staticmethod(swiglu)
+
+    def __init__(self, config: TransformerConfig, **unused: Any) -> None:
+        super().__init__(config, MLPSubmodules(linear_fc1=NormedLinear, linear_fc2=RowParallelLinear))
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        gate_and_up, _ = self.linear_fc1(hidden_states)
+        if self.config.recompute_granularity == "full":
+            output: tuple[Tensor, Tensor | None] = self.linear_fc2(self.gated(gate_and_up))
+            return output
+        return without_keeping(self.gated, gate_and_up, self.linear_fc2)
+
+
+class GeluMLP(GatedMLP):
+    """`GatedMLP` with GELU in place of SiLU."""
+
+    gated = staticmethod(geglu)
+
+
+MLPS: dict[str, type[GatedMLP]] = {"swiglu": GatedMLP, "geglu": GeluMLP}
+"""`Decoder.activation` -> the MLP of a layer without experts."""
+
+
+class SharedExpert(GatedMLP):
+    """The shared expert of a sparse layer, with the interface that Megatron's layer needs. With `gate`, a sigmoid of
+    the token weighs its output."""
+
+    def __init__(self, config: TransformerConfig, *, gate: bool, **unused: Any) -> None:
+        narrow = copy(config)
+        narrow.ffn_hidden_size = config.moe_shared_expert_intermediate_size
+        super().__init__(narrow)
+        self.gate_weight: nn.Parameter | None = None
+        if gate:
+            self.gate_weight = nn.Parameter(torch.empty(1, config.hidden_size))
+            weight: Any = self.gate_weight  # the mark is Megatron's: each rank has a part of the tokens
+            weight.sequence_parallel = config.sequence_parallel
+
+    # Megatron's layer needs the tensor alone from a shared expert, and the pair from any other MLP
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        output: Tensor = super().forward(hidden_states)[0]
+        if self.gate_weight is None:
+            return output
+        return output * linear(hidden_states, self.gate_weight).sigmoid()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.gate_weight is not None:
+            gate = {"gate_weight": self.gate_weight}
+            state |= make_sharded_tensors_for_checkpoint(gate, prefix, {}, sharded_offsets)
+        return state
+
+
+class Layer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no types
+    """Megatron's layer. With full recomputation, it keeps nothing inside and stays unchanged.
+
+    `post_norms`: the outputs of attention and MLP have norms too, before they are added to the residual stream.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, post_norms: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        if post_norms:
+            self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            own: Any = self  # Megatron's attributes have no types
+            own.self_attn_bda = after(self.post_self_attn_layernorm, own.self_attn_bda)
+            own.mlp_bda = after(self.post_mlp_layernorm, own.mlp_bda)
+        # this class does what --recompute-modules layernorm does; Megatron's own code needs Transformer Engine
+        self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
+        if config.recompute_granularity != "full":
+            for name in ("linear_qkv", "in_proj"):
+                if isinstance(first := getattr(self.self_attention, name, None), NormedLinear):
+                    defer(self.input_layernorm, first)
+            if (
+                not self.is_moe_layer
+            ):  # the router and every expert read that norm, so no single product can compute it
+                defer(self.pre_mlp_layernorm, self.mlp.linear_fc1)
+
+    def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
+        """A recomputed layer calls this in the backward too, with its own micro-batch."""
+        if self.is_moe_layer:
+            self.mlp.router.replay(packed_seq_params.routing)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
+def after(norm: RMSNorm, add: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's addition of an output to the residual stream, with `norm` of the output before it."""
+
+    def normed(*switches: Any) -> Callable[..., Tensor]:
+        def added(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            value, bias = output
+            value = norm(value if bias is None else value + bias)
+            total: Tensor = add(*switches)((value, None), residual, dropout)
+            return total
+
+        return added
+
+    return normed
+
+
+def defer(norm: RMSNorm, linear: NormedLinear) -> None:
+    """Let `linear` compute `norm`. The norm's parameters stay in the norm."""
+    norm.deferred, linear.norm = True, norm.normalise
+
+
+def without_keeping(
+    make: Callable[[Tensor], Tensor], x: Tensor, product: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None]:
+    """`product(make(x))`, but autograd keeps only `x`. The backward computes `make(x)` again, with the same bits.
+
+    The backward of `make` must not need the output of `make`, and only `product` may use that output. The output's
+    memory is freed, and filled again when the gradient of the product's output arrives. If the graph is retained, the
+    memory stays filled for the next backward. Other tensors that `make` saves stay saved: the kernel of
+    rl_kernel.swiglu saves its input only, but the plain PyTorch form also saves silu(gate), F elements per token.
+    """
+    made = make(x)
+    output = product(made)
+    if not output[0].requires_grad:
+        return output
+    storage = made.untyped_storage()
+    # The first use clears this list. A hook lives until the whole graph is dropped, after the last layer's backward,
+    # and its tensors would live as long.
+    emptied = [(x, storage, storage.size())]
+    storage.resize_(0)
+
+    def fill(_: Tensor) -> None:
+        if not emptied:
+            return
+        source, storage, size = emptied.pop()
+        with torch.no_grad():
+            again = make(source)
+        storage.resize_(size)
+        storage.copy_(again.untyped_storage())
+
+    output[0].register_hook(fill)
+    return output

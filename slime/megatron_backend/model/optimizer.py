@@ -1,0 +1,132 @@
+"""Megatron's optimizer and learning-rate schedule for a model, and the gradient reduction before a step.
+
+One step: `model.zero_grad_buffer(); optimizer.zero_grad()`, forward and backward of every micro-batch,
+`finish_grads(model)`, `updated, grad_norm, _ = optimizer.step()`, `scheduler.step(increment=global_batch_size)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+
+from slime.config import Config
+from slime.megatron_backend.model.gpt import parts_of
+from slime.megatron_backend.model.model_config import params_dtype
+
+
+def build_optimizer(
+    model: nn.Module, config: Config, *, total_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Optimizer of the data-parallel-wrapped `model`, and its schedule. Load the model's weights before this call.
+
+    The state is sharded over data-parallel ranks unless --no-use-distributed-optimizer. Main weights and moments are
+    fp32. Gradients are clipped to --clip-grad by their global norm. The schedule counts samples. It covers
+    --lr-decay-iters (default: `total_steps`) steps of --global-batch-size samples: --lr-warmup-iters steps, or
+    --lr-warmup-fraction of the steps, of linear warm-up from --lr-warmup-init, then --lr-decay-style down to --min-lr.
+
+    ValueError for another --optimizer than adam, a warm-up as long as the schedule, --lr-warmup-init or --min-lr above
+    --lr.
+    """
+    if config.megatron.optimizer != "adam":
+        raise ValueError(
+            f"--optimizer must be adam, got {config.megatron.optimizer}; megatron-core cannot checkpoint any other"
+        )
+    dtype = params_dtype(config)
+    fields: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": config.megatron.lr,
+        "min_lr": config.megatron.min_lr,
+        "weight_decay": config.megatron.weight_decay,
+        "adam_beta1": config.megatron.adam_beta1,
+        "adam_beta2": config.megatron.adam_beta2,
+        "adam_eps": config.megatron.adam_eps,
+        "clip_grad": config.megatron.clip_grad,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": config.megatron.use_distributed_optimizer,
+    }
+    fields |= config.megatron.core_overrides(OptimizerConfig)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**fields), parts_of(model), use_gloo_process_groups=False
+    )
+    _start_adam(optimizer)
+    fuse_adam(optimizer)
+    return optimizer, _schedule(optimizer, config, total_steps)
+
+
+def _start_adam(optimizer: MegatronOptimizer) -> None:
+    """Create torch's Adam state (zero moments, step 0) before the first step.
+
+    megatron-core reads the step count when it saves or loads a distributed optimizer, even a new one.
+    """
+    for chained in optimizer.chained_optimizers:
+        inner = chained.optimizer
+        if isinstance(inner, torch.optim.Adam):  # AdamW too; fused Adams of other libraries need no change
+            for group in inner.param_groups:
+                for p in group["params"]:
+                    moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+                    inner.state[p] = {"step": torch.tensor(0.0), **moments}
+
+
+def fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """Make torch's Adam update in one kernel, which allocates nothing. Call it after the state was created or loaded.
+
+    megatron-core leaves the choice to torch. torch then uses many kernels and allocates the square root of the second
+    moments: 4 bytes per parameter, at the peak of a step. The single kernel needs the step counts on the parameters'
+    device.
+    """
+    for chained in optimizer.chained_optimizers:
+        inner = chained.optimizer
+        if isinstance(inner, torch.optim.Adam):
+            for group in inner.param_groups:
+                group["fused"] = True
+                for p in group["params"]:
+                    inner.state[p]["step"] = inner.state[p]["step"].to(p.device)
+
+
+def _schedule(optimizer: MegatronOptimizer, config: Config, total_steps: int) -> OptimizerParamScheduler:
+    # --num-rollout 0 takes no step: any schedule does.
+    steps = config.megatron.lr_decay_iters or total_steps or config.megatron.lr_warmup_iters + 1
+    if config.megatron.lr_warmup_init > config.megatron.lr:
+        raise ValueError(
+            f"--lr-warmup-init must be at most --lr {config.megatron.lr}, got {config.megatron.lr_warmup_init}"
+        )
+    if not 0 <= config.megatron.lr_warmup_iters < steps:
+        raise ValueError(
+            f"--lr-warmup-iters must lie in [0, {steps}), the optimizer steps of the schedule, "
+            f"got {config.megatron.lr_warmup_iters}; raise --lr-decay-iters or --num-rollout"
+        )
+    if not 0 <= config.megatron.min_lr <= config.megatron.lr:
+        raise ValueError(f"--min-lr must lie in [0, --lr {config.megatron.lr}], got {config.megatron.min_lr}")
+    samples, fraction = config.data.global_batch_size, config.megatron.lr_warmup_fraction
+    assert samples is not None  # slime.config resolves it
+    warm_up = config.megatron.lr_warmup_iters if fraction is None else fraction * steps
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=config.megatron.lr_warmup_init,
+        max_lr=config.megatron.lr,
+        min_lr=config.megatron.min_lr,
+        lr_warmup_steps=int(warm_up * samples),
+        lr_decay_steps=steps * samples,
+        lr_decay_style=config.megatron.lr_decay_style,
+        start_wd=config.megatron.weight_decay,
+        end_wd=config.megatron.weight_decay,
+        wd_incr_steps=steps * samples,
+        wd_incr_style="constant",
+        # a resumed run uses its current flags; the checkpoint gives the position in the schedule
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def finish_grads(model: nn.Module) -> None:
+    """Complete the gradients of a step: sum over data-parallel ranks, and over tensor-parallel ranks for parameters
+    whose ranks had only a part of the tokens or heads. Collective. Call it once, after the last micro-batch's
+    backward.
+    """
+    finalize_model_grads(parts_of(model))

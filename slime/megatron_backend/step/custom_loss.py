@@ -1,0 +1,86 @@
+"""What custom losses and advantage functions call: log-probs from their logits, and slime's advantages.
+
+Shapes: r response tokens of this context-parallel rank in a micro-batch, r_i of them in sample i, V_local vocabulary
+rows of this tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from slime.algo import ppo
+from slime.megatron_backend.step.context_parallel import response_bounds
+from slime.types import TrainData
+
+
+def get_responses(
+    logits: Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    **_: Any,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits [r_i, V_local], their tokens [r_i]) of each sample. `logits` are those that a custom loss gets.
+
+    The logits are divided by the temperature already. `args` and further arguments are not read.
+    """
+    bounds = [
+        response_bounds(total, response)
+        for total, response in zip(total_lengths, response_lengths, strict=True)
+    ]
+    rows = [sum(stop - start for start, stop in of_sample) for of_sample in bounds]
+    if len(logits) != sum(rows):
+        raise ValueError(
+            f"logits must have one row per response token of this rank, got {len(logits)} for {sum(rows)}; pass the "
+            "logits that --custom-loss-function-path gets"
+        )
+    parts = zip(logits.split(rows), bounds, unconcat_tokens, response_lengths, strict=True)
+    for of_sample, (of_logits, runs, tokens, response) in enumerate(parts):
+        answer = tokens[len(tokens) - response :]
+        assert total_lengths[of_sample] == len(tokens), "tokens are those of the sample"
+        yield of_logits, torch.cat([answer[start:stop] for start, stop in runs]).to(logits.device)
+
+
+def get_log_probs_and_entropy(
+    logits: Tensor,
+    *,
+    args: Any,
+    unconcat_tokens: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    with_entropy: bool = False,
+    **_: Any,
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """(an empty tensor, {"log_probs": [r_i] per sample, "entropy": the same if asked for}), fp32 nats.
+
+    The first value is slime's place for a loss. Arguments as in `get_responses`.
+    """
+    chunks = list(
+        get_responses(
+            logits,
+            args=args,
+            unconcat_tokens=unconcat_tokens,
+            total_lengths=total_lengths,
+            response_lengths=response_lengths,
+        )
+    )
+    tokens = torch.cat([of_sample for _, of_sample in chunks])
+    group = parallel_state.get_tensor_model_parallel_group()
+    log_probs, entropy = ppo.calculate_log_probs_and_entropy(logits, tokens, group, with_entropy=with_entropy)
+    rows = [len(of_sample) for _, of_sample in chunks]
+    out = {"log_probs": list(log_probs.split(rows))}
+    if entropy is not None:
+        out["entropy"] = list(entropy.split(rows))
+    return logits.new_empty(0), out
+
+
+def compute_advantages_and_returns(args: Any, rollout_data: TrainData) -> None:
+    """Set `advantages`, `returns` and `kl` of `rollout_data` by --advantage-estimator, as without a hook."""
+    ppo.compute_advantages_and_returns(args, rollout_data, dp_group=parallel_state.get_data_parallel_group())

@@ -1,0 +1,310 @@
+"""The LM head: the last stage's output -> log-probs, entropy and loss. The only place where hidden states meet the
+output layer's weight.
+
+`lm_head` builds the class of a kind that `slime.operators` chose. Only response positions reach the head: hidden [P, H]
+-> hidden[rows] [r, H] -> rl_kernel, or logits [r, V_local] for an operator or a hook that reads logits. The native
+kind alone computes logits [P, V_local] of all positions.
+
+Shapes: P packed tokens, H hidden, V_local vocabulary rows of this tensor-parallel rank, R response tokens of the
+micro-batch, r response tokens of this context-parallel rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypedDict
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from torch import Tensor, nn
+
+import rl_kernel
+from slime import operators
+from slime.algo.token_columns import Losses
+from slime.data.packing import MicroBatch
+from slime.megatron_backend.model.gpt import (
+    capped,
+    head_main_grad,
+    hidden_of,
+    logit_cap,
+    logits_of,
+    output_weight,
+    vocab_range,
+)
+from slime.megatron_backend.model.rows import Rows, take
+from slime.megatron_backend.parallel import ParallelInfo
+from slime.megatron_backend.step import native
+from slime.megatron_backend.step.native import EntropyUse
+from slime.tracking.timers import Timers
+
+Objective = Callable[[Tensor, Tensor | None, slice], Losses]
+"""(log_probs, entropy or None, rows) -> the losses of these rows of the response tokens."""
+
+
+@dataclass
+class MicroBatchLoss:
+    """Loss and metrics of one micro-batch, as this rank computed them.
+
+    The loss and `sums` of a step are sums over micro-batches and over the ranks of `LmHead.loss_group`; of `maxima`
+    the step keeps the largest. `log_probs` are the trainer's, detached, of the rows that `LmHead.loss_rows` gives; None
+    where a hook computed the loss.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+    log_probs: Tensor | None = None
+
+
+class Vocabulary(TypedDict):
+    """The arguments about the model's head that rl_kernel's log-prob operators share."""
+
+    tp_group: dist.ProcessGroup | None
+    vocab_start: int
+    vocab_size: int
+    logit_cap: float | None
+
+
+class LmHead(ABC):
+    """Log-probs, entropy and loss of one model on this rank. Every rank may build one; the last stage calls it.
+
+    Log-probs and entropies are `log_softmax(hidden @ weight.T / temperature)[target]` and the entropy of that softmax,
+    in nats, fp32, equal on all tensor-parallel ranks. If the model has a soft cap, it caps the logits first.
+    """
+
+    kind: ClassVar[operators.Head]
+
+    def __init__(
+        self, model: nn.Module, ranks: ParallelInfo, *, temperature: float, workspace_bytes: int
+    ) -> None:
+        self.model, self.ranks = model, ranks
+        self.temperature, self.workspace_bytes = temperature, workspace_bytes
+
+    @abstractmethod
+    def local_log_probs(
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs [r] of this context-parallel rank's response tokens and, unless `entropy` is "none", their
+        entropies [r]. Differentiable."""
+
+    def log_probs(
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
+    ) -> tuple[Tensor, Tensor | None]:
+        """`local_log_probs` of all response tokens [R], in the order of the samples, on every context-parallel rank.
+
+        Collective over context-parallel ranks. Differentiable as `whole` says.
+        """
+        log_probs, values = self.local_log_probs(batch, output, entropy)
+        return whole(log_probs, batch, self.ranks), None if values is None else whole(
+            values, batch, self.ranks
+        )
+
+    def loss(
+        self, batch: MicroBatch, output: Tensor, objective: Objective, entropy: EntropyUse, timers: Timers
+    ) -> MicroBatchLoss:
+        """`objective` of the micro-batch, from its log-probs. The columns that the objective reads must have the rows
+        of `loss_rows`."""
+        with timers.measure("forward"):
+            log_probs, values = self.log_probs(batch, output, entropy)
+        with timers.measure("policy_loss"):
+            loss, sums, maxima = objective(log_probs, values, slice(None))
+        # Detached: a metric that carries a graph would keep the logits of its micro-batch until the step has ended.
+        sums = {name: value.detach() for name, value in sums.items()}
+        return MicroBatchLoss(loss, sums, maxima, log_probs.detach())
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """The ranks whose losses add up to the step's loss. Every context-parallel rank computes the loss of all
+        tokens, so that only data-parallel ranks add up."""
+        return self.ranks.dp_group
+
+    def loss_rows(self, batch: MicroBatch, column: Tensor) -> Tensor:
+        """The rows of a column [R] that the loss of this rank reads: all of them."""
+        return column
+
+    def all_rows(self, batch: MicroBatch, log_probs: Tensor) -> Tensor:
+        """[R] on every context-parallel rank from the log-probs of a MicroBatchLoss. Collective over these ranks."""
+        return log_probs
+
+    def logits(self, batch: MicroBatch, output: Tensor) -> Tensor:
+        """Logits [r, V_local] fp32 of this rank's response positions, divided by the temperature, for a loss that reads
+        logits.
+
+        Columns that pad the vocabulary hold -1e30 or less and so have probability 0. Differentiable.
+        """
+        logits = capped(self._response_logits(batch, output), logit_cap(self.model)).float()
+        return native.mask_padding(logits, *vocab_range(self.model)) / self.temperature
+
+    def _hidden(self, batch: MicroBatch, output: Tensor) -> Tensor:
+        """Hidden states that predict the response tokens: [r, H], model dtype, equal on all tensor-parallel ranks."""
+        hidden = hidden_of(self.model, output)
+        return take(hidden, Rows.of(batch.rows, len(hidden)))
+
+    def _response_logits(self, batch: MicroBatch, output: Tensor) -> Tensor:
+        """Logits [r, V_local] of the response positions in the model's dtype, with the columns that pad the vocabulary.
+        No prompt token and no padding token reaches the head."""
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(self._hidden(batch, output))
+        return torch.nn.functional.linear(hidden, output_weight(self.model))
+
+    def vocabulary(self) -> Vocabulary:
+        """The part of the vocabulary that this rank has."""
+        vocab_start, vocab_size = vocab_range(self.model)
+        group = self.ranks.tp_group if self.ranks.tp_size > 1 else None
+        cap = logit_cap(self.model)
+        return {"tp_group": group, "vocab_start": vocab_start, "vocab_size": vocab_size, "logit_cap": cap}
+
+
+class LinearHead(LmHead):
+    """rl_kernel.linear_logp: no logits of all rows exist at any time."""
+
+    kind = operators.LINEAR
+
+    def local_log_probs(
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
+    ) -> tuple[Tensor, Tensor | None]:
+        return _pair(
+            rl_kernel.linear_logp(
+                self._hidden(batch, output),
+                output_weight(self.model),
+                batch.targets,
+                workspace_bytes=self.workspace_bytes,
+                temperature=self.temperature,
+                return_entropy=entropy != "none",
+                **self.vocabulary(),
+            )
+        )
+
+
+class OnePassHead(LinearHead):
+    """rl_kernel.linear_token_loss: the objective runs inside the operator, block by block of tokens.
+
+    The logits of a block become their gradient at once, and the head's weight gradient goes straight into Megatron's
+    fp32 `main_grad`. Each context-parallel rank computes the loss of its own tokens.
+    """
+
+    kind = operators.ONE_PASS
+
+    def loss(
+        self, batch: MicroBatch, output: Tensor, objective: Objective, entropy: EntropyUse, timers: Timers
+    ) -> MicroBatchLoss:
+        sums: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
+
+        def token_loss(
+            log_probs: Tensor, values: Tensor | None, rows: slice
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, added, largest = objective(log_probs, values, rows)
+            for name, value in added.items():
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+            for name, value in largest.items():
+                maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+            return loss, {}
+
+        with timers.measure("forward"):
+            hidden = self._hidden(batch, output)
+        with timers.measure("policy_loss"):
+            result = rl_kernel.linear_token_loss(
+                hidden,
+                output_weight(self.model),
+                batch.targets,
+                token_loss,
+                temperature=self.temperature,
+                return_entropy=entropy != "none",
+                workspace_bytes=self.workspace_bytes,
+                weight_grad=head_main_grad(self.model),
+                **self.vocabulary(),
+            )
+        return MicroBatchLoss(result.loss, sums, maxima, result.log_probs)
+
+    @property
+    def loss_group(self) -> dist.ProcessGroup:
+        """Each context-parallel rank has the loss of its own tokens: they add up too."""
+        return self.ranks.dp_cp_group
+
+    def loss_rows(self, batch: MicroBatch, column: Tensor) -> Tensor:
+        """The rows [r] of this context-parallel rank's tokens."""
+        return batch.local(column)
+
+    def all_rows(self, batch: MicroBatch, log_probs: Tensor) -> Tensor:
+        return whole(log_probs, batch, self.ranks)
+
+
+class LogitsHead(LmHead):
+    """rl_kernel.logp over the logits [r, V_local] of the response positions."""
+
+    kind = operators.LOGITS
+
+    def local_log_probs(
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
+    ) -> tuple[Tensor, Tensor | None]:
+        return _pair(
+            rl_kernel.logp(
+                self._response_logits(batch, output),
+                batch.targets,
+                temperature=self.temperature,
+                return_entropy=entropy != "none",
+                **self.vocabulary(),
+            )
+        )
+
+
+class NativeHead(LmHead):
+    """Megatron's output layer and plain PyTorch (`slime.megatron_backend.step.native`), without rl_kernel."""
+
+    kind = operators.NATIVE
+
+    def local_log_probs(
+        self, batch: MicroBatch, output: Tensor, entropy: EntropyUse
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = logits_of(self.model, output)
+        logits = take(logits, Rows.of(batch.rows, len(logits))).float()
+        logits = native.mask_padding(logits, *vocab_range(self.model))
+        return native.log_probs_and_entropy(
+            logits, batch.targets, temperature=self.temperature, entropy=entropy
+        )
+
+
+_CLASSES = {head.kind: head for head in (OnePassHead, LinearHead, LogitsHead, NativeHead)}
+
+
+def lm_head(
+    kind: operators.Head, model: nn.Module, ranks: ParallelInfo, *, temperature: float, workspace_bytes: int
+) -> LmHead:
+    """The head of `model` that computes as `kind` says. `temperature` divides the logits; `workspace_bytes` bounds the
+    memory of the kinds without logits."""
+    return _CLASSES[kind](model, ranks, temperature=temperature, workspace_bytes=workspace_bytes)
+
+
+def _pair(out: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """(log-probs, entropy or None) of an operator that returns the entropy only if it was asked for."""
+    return (out, None) if isinstance(out, Tensor) else out
+
+
+def whole(per_token: Tensor, batch: MicroBatch, ranks: ParallelInfo) -> Tensor:
+    """[r, ...] of each context-parallel rank -> [R, ...] of the micro-batch on all of them. Collective over them.
+
+    Each rank must compute the same loss from the result: the backward gives every rank the gradient of its own rows.
+    """
+    if batch.mine is None:
+        return per_token
+    gathered: Tensor = _Whole.apply(per_token, batch.mine, len(batch.sample_of_row), ranks.cp_group)
+    return gathered
+
+
+class _Whole(torch.autograd.Function):
+    """`zeros(R).index_copy(0, mine, x)`, summed over ranks. Each row comes from one rank: the sums are exact."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mine: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(mine)
+        out = x.new_zeros(rows, *x.shape[1:]).index_copy_(0, mine, x)
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        (mine,) = ctx.saved_tensors
+        return upstream.index_select(0, mine), None, None, None

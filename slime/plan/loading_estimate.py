@@ -1,0 +1,57 @@
+"""What a trainer rank reads when it loads a Hugging Face checkpoint, and the host memory that this takes, from shapes.
+
+slime.megatron_backend.checkpoint.weights.load_hf reads as this file computes. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slime.algo.needs import needs_reference
+from slime.checkpoints.hf_config import MAPPED_BYTES
+from slime.config import Config
+from slime.plan.memory_estimate import BYTES, Item, amount, count, rank_params
+from slime.plan.model_shape import Shape
+
+
+def loading(c: Config, hf: dict[str, Any]) -> Iterator[Item]:
+    """The bytes that a rank of the pipeline stage with the most parameters reads, and its host memory at the peak.
+
+    Nothing is read for a quantised checkpoint here: its tensors are read whole, and their size depends on the files.
+    """
+    shape, stored = Shape.of(hf), stored_bytes(c, hf)
+    models = 2 if needs_reference(c) else 1
+    twice = ", for the reference too" if models > 1 else ""
+    kinds = list(rank_params(c, shape))
+    if not hf.get("quantization_config"):
+        for kind, params, share, ranks, _ in kinds:
+            how = f"{share} x {stored} B{ranks}{twice}"
+            yield Item(f"{kind}weights read", models * params * stored, how)
+    size = BYTES[c.megatron.params_dtype]
+    elements, name = largest_slice(c, shape, whole=bool(hf.get("quantization_config")))
+    weights = sum(params for _, params, _, _, _ in kinds) * size * models
+    on_host = weights if c.cluster.device == "cpu" else 0.0
+    how = f"{amount(on_host)} of weights + " if on_host else "weights go to the GPU; "
+    yield Item(
+        "host memory",
+        on_host + elements * stored + MAPPED_BYTES,
+        f"{how}one tensor, {name} x {stored} B + {amount(MAPPED_BYTES)} of mapped files",
+    )
+
+
+def stored_bytes(c: Config, hf: dict[str, Any]) -> int:
+    """Bytes per element in the files: the dtype in config.json, else that of the trainer. Quantised tensors are in
+    bfloat16 when they are read."""
+    said = hf.get("dtype") or hf.get("torch_dtype")
+    return BYTES.get(str(said), BYTES[c.megatron.params_dtype])
+
+
+def largest_slice(c: Config, shape: Shape, *, whole: bool) -> tuple[float, str]:
+    """Elements of the largest part of a tensor that a rank reads at once, and its arithmetic. `whole`: tensors are not
+    cut."""
+    tp = 1 if whole else c.megatron.tensor_model_parallel_size
+    etp = 1 if whole else c.megatron.expert_tensor_parallel
+    found = [(shape.vocab, tp), (shape.ffn, tp), (shape.shared_ffn, tp), (shape.expert_ffn, etp)]
+    rows, ranks = max(found, key=lambda pair: pair[0] / pair[1])
+    return rows * shape.hidden / ranks, f"{count(rows * shape.hidden)}{f' / {ranks}' if ranks > 1 else ''}"

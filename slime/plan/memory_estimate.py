@@ -1,0 +1,326 @@
+"""Memory of a trainer rank, computed from shapes: the state that it keeps, and the memory that a step adds.
+
+The estimate adds up tensors as the trainer allocates them. `vime plan` prints it, and a run logs its measured peaks
+next to it. slime.plan.memory_decision decides from it. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime.algo.losses import loss_of
+from slime.algo.needs import needs_reference
+from slime.config import Config
+from slime.config.problems import given
+from slime.models import Layer
+from slime.operators import NATIVE, loss_head
+from slime.plan.model_shape import Params, Shape
+from slime.plan.stages import micro_batch_group, stages_of
+from slime.weight_sync.registry import CHANNELS
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of an estimate: bytes and how they are computed. `part`: the name in --offload-train-parts."""
+
+    name: str
+    bytes: float
+    arithmetic: str
+    part: str | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`kept` stays while the trainer runs. One item of `work` at a time is added to it. `shape` is the model's."""
+
+    shape: Shape
+    kept: tuple[Item, ...]
+    work: tuple[Item, ...]
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the peak of a step."""
+        return sum(item.bytes for item in self.kept) + max((item.bytes for item in self.work), default=0.0)
+
+    def of_part(self, part: str) -> float:
+        return sum(item.bytes for item in self.kept if item.part == part)
+
+    def compared(self, perf: dict[str, float]) -> dict[str, float]:
+        """The estimate next to the measured peak in a step's `perf`. Empty if no peak was measured."""
+        if (peak := perf.get("perf/trainer_peak_gib")) is None:
+            return {}
+        expected = self.peak / GIB
+        return {"perf/memory/estimate_gib": expected, "perf/memory/peak_of_estimate": peak / expected}
+
+    def left(self, leaving: Collection[str]) -> float:
+        """Bytes on the device between two training steps, with the parts `leaving` on the host."""
+        return sum(item.bytes for item in self.kept if item.part not in leaving)
+
+
+def estimate(c: Config, hf_config: dict[str, Any]) -> Estimate:
+    """Bytes on one trainer rank, of the pipeline stage with the most parameters."""
+    shape = Shape.of(hf_config)
+    return Estimate(shape, tuple(kept_memory(c, shape)), tuple(work_memory(c, shape)))
+
+
+def kept_memory(c: Config, shape: Shape) -> Iterator[Item]:
+    """The state. Mixed precision keeps fp32 main weights and Adam's two fp32 moments."""
+    size, grad = BYTES[c.megatron.params_dtype], _grad_bytes(c)
+    main = 0 if c.megatron.params_dtype == "float32" else 4
+    kinds = list(rank_params(c, shape))
+    for kind, params, share, ranks, _ in kinds:
+        yield Item(f"{kind}weights", params * size, f"{share} x {size} B{ranks}", "parameters")
+    for kind, params, share, ranks, _ in kinds:
+        yield Item(f"{kind}gradients", params * grad, f"{share} x {grad} B{ranks}", "gradients")
+    for kind, params, share, ranks, shards in kinds:
+        how = f"{share} x {main + 8} B{ranks} / {shards} shards"
+        yield Item(f"{kind}optimizer", params * (main + 8) / shards, how, "optimizer")
+    if needs_reference(c):
+        for kind, params, share, ranks, _ in rank_params(c, shape, predicts=False):
+            yield Item(f"{kind}reference", params * size, f"{share} x {size} B{ranks}", "parameters")
+    if CHANNELS[given(c.weight_update.update_weight_transport)].buckets and c.num_engines:
+        largest = shape.vocab * shape.hidden * size
+        bucket = max(c.weight_update.update_weight_buffer_size, largest)
+        how = "2, each --update-weight-buffer-size or the embedding"
+        yield Item("update buckets", 2 * bucket, how)
+
+
+def work_memory(c: Config, shape: Shape) -> Iterator[Item]:
+    """Memory in addition to the state, at each moment of a step that may be the peak."""
+    size, tp = BYTES[c.megatron.params_dtype], c.megatron.tensor_model_parallel_size
+    if (tokens := micro_batch_tokens(c)) is not None:
+        kept, one = activation_memory(c, shape, tokens)
+        split = tp if c.megatron.sequence_parallel else 1
+        # Backward of the MLP: the gradients of its two halves, of the layer, and of one weight before it is added.
+        flight = tokens * (2 * shape.ffn / tp + 2 * shape.hidden / split) + 2 * shape.hidden * shape.ffn / tp
+        evenly = ""
+        sparse = [kind.sparse for kind in shape.kinds]
+        if any(sparse):
+            flight = max(flight * (not all(sparse)), expert_flight(c, shape, tokens))
+            evenly = " and stacked weights, if tokens spread evenly over experts"
+        back = f"{kept.arithmetic} + {amount(one)} of one layer + {amount(flight * size)} of its gradients{evenly}"
+        yield Item("layers, backward", kept.bytes + one + flight * size, back)
+        head, how = head_memory(c, shape, tokens)
+        # Recomputation of layers starts only after the head.
+        yield Item("head and loss", kept.bytes + head, f"{amount(kept.bytes)} of {kept.name} + {how}")
+    rows = shape.vocab * shape.hidden
+    yield Item("embedding gradient", rows * size / tp, f"{count(rows)} x {size} B / TP {tp}")
+    if _grad_bytes(c) < 4:
+        kinds = list(rank_params(c, shape))
+        how = " + ".join(f"{share} x 4 B{ranks} / {shards} shards" for _, _, share, ranks, shards in kinds)
+        step = sum(params * 4 / shards for _, params, _, _, shards in kinds)
+        yield Item("optimizer step", step, f"{how}, gradients in fp32")
+
+
+def _grad_bytes(c: Config) -> int:
+    return 4 if c.megatron.overrides.get("grad_reduce_in_fp32", True) else BYTES[c.megatron.params_dtype]
+
+
+def expert_copies(c: Config, shape: Shape) -> float:
+    """Number of (token, expert) pairs that a rank computes per token of its micro-batch, if the tokens spread evenly.
+    If experts are not split, a rank sends its own part of the tokens to experts, as sequence parallelism split them.
+    """
+    return shape.topk * c.megatron.expert_tensor_parallel / c.megatron.tensor_model_parallel_size
+
+
+def expert_flight(c: Config, shape: Shape, tokens: int) -> float:
+    """Elements at the peak of the backward of a layer's experts. The peak is either the gradients of the tokens'
+    copies (their weighted halves are in float32), or fewer of these gradients and the stacked weights of the first
+    product or their gradient."""
+    copies, etp = expert_copies(c, shape), c.megatron.expert_tensor_parallel
+    width, split = (
+        shape.expert_ffn / etp,
+        c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
+    )
+    weighted = copies * (4 * width + 2 * shape.hidden)
+    product = copies * (2 * width + shape.hidden)
+    stack = shape.experts / c.megatron.expert_model_parallel_size * 2 * width * shape.hidden
+    return tokens * 2 * shape.hidden / split + max(tokens * weighted, tokens * product + stack)
+
+
+def rank_params(
+    c: Config, shape: Shape, *, predicts: bool | None = None
+) -> Iterator[tuple[str, float, str, str, int]]:
+    """For the stage with the most parameters on a rank, first for all but experts, then for experts: (prefix of the
+    items' names, parameters on a rank, all parameters, how they are split, ranks that share their optimizer state).
+    `predicts`: whether with layers of multi-token prediction (default: if the run trains them)."""
+    params, stage = stage_params(c, shape, c.algorithm.enable_mtp_training if predicts is None else predicts)
+    tp, ep, etp = (
+        c.megatron.tensor_model_parallel_size,
+        c.megatron.expert_model_parallel_size,
+        c.megatron.expert_tensor_parallel,
+    )
+    replicas = c.data_parallel_size * c.megatron.context_parallel_size
+    whole = f" / TP {tp} (+ {count(params.whole)} of routers)" if params.whole else f" / TP {tp}"
+    shards = replicas if c.megatron.use_distributed_optimizer else 1
+    yield "", params.split / tp + params.whole, f"{count(params.split)}{stage}", whole, shards
+    if params.experts:
+        shards = replicas * tp // (ep * etp) if c.megatron.use_distributed_optimizer else 1
+        ranks = f" / EP {ep} / ETP {etp}"
+        yield "expert ", params.experts / (ep * etp), f"{count(params.experts)}{stage}", ranks, shards
+
+
+def stage_layers(c: Config, shape: Shape) -> list[tuple[Layer, ...]]:
+    """The layers of each pipeline rank, those of all its virtual stages."""
+    stages = stages_of(c.megatron, shape.layers)
+    return [tuple(shape.kinds[i] for i in stages.layers(rank)) for rank in range(stages.ranks)]
+
+
+def stage_params(c: Config, shape: Shape, predicts: bool) -> tuple[Params, str]:
+    """Parameters of the largest pipeline stage, and its description. A tied head is a copy on the last stage. With
+    `predicts`, the last stage has the layers of multi-token prediction, and an embedding for them."""
+    stages = stage_layers(c, shape)
+    if len(stages) == 1:
+        whole = shape.params_of(shape.kinds, 1 if shape.tied else 2)
+        return (whole + shape.predicting, "") if predicts else (whole, "")
+    tp, experts = (
+        c.megatron.tensor_model_parallel_size,
+        c.megatron.expert_model_parallel_size * c.megatron.expert_tensor_parallel,
+    )
+    sizes = [shape.params_of(layers, int(i in (0, len(stages) - 1))) for i, layers in enumerate(stages)]
+    if predicts:
+        sizes[-1] += shape.predicting + shape.params_of((), 0 if shape.tied else 1)
+    on_rank = [size.split / tp + size.whole + size.experts / experts for size in sizes]
+    largest = max(range(len(stages)), key=on_rank.__getitem__)
+    return sizes[largest], f" of stage {largest}"
+
+
+def kept_layers(c: Config, shape: Shape, width: Callable[[Layer], float]) -> tuple[float, float]:
+    """For the pipeline rank that keeps the most: the number of (micro-batch, layer) pairs whose activations it keeps,
+    and the mean over its layers of `width`, the elements per token that a layer keeps."""
+    stages = stages_of(c.megatron, shape.layers)
+    group = micro_batch_group(c.megatron, shape.layers)
+    found = [(0.0, 0.0)]
+    for rank, layers in enumerate(stage_layers(c, shape)):
+        if rank == stages.ranks - 1 and c.algorithm.enable_mtp_training:
+            layers += shape.predictions
+        if layers:
+            mean = sum(map(width, layers)) / len(layers)
+            found.append((len(layers) * stages.passes(rank, group) / stages.virtual, mean))
+    return max(found, key=lambda pair: pair[0] * pair[1])
+
+
+def micro_batch_tokens(c: Config) -> int | None:
+    """The most tokens of one micro-batch on one rank, or None if no length has a limit."""
+    if c.data.use_dynamic_batch_size:
+        return c.data.max_tokens_per_gpu
+    prompt, response = c.rollout.rollout_max_prompt_len, c.rollout.rollout_max_response_len
+    both = None if prompt is None or response is None else prompt + response
+    longest = c.rollout.rollout_max_context_len or both
+    return None if longest is None else longest * c.data.micro_batch_size // c.megatron.context_parallel_size
+
+
+def activation_memory(c: Config, shape: Shape, tokens: int) -> tuple[Item, float]:
+    """Activations that the forward keeps for the backward, and bytes of the one layer that full recomputation
+    rebuilds.
+
+    Elements per token. Norm inputs: 2 H, and 2 H more for norms of the outputs. Attention (q, k, v, what norm and
+    rotation keep, the output): 4 q + 4 kv. Gated MLP: 2 F, and F more for silu(gate) if rl_kernel's kernel does not
+    compute it. Attention and MLP are split over tensor parallelism; the norm inputs too with --sequence-parallel.
+    Outputs of norms and of the MLP's activation are computed again (slime.megatron_backend.model.layers), except by
+    Transformer Engine, and in the layer that full recomputation runs again.
+
+    A sparse layer keeps the output of the second norm, and for a shared expert the same as for an MLP. For each copy
+    of a token that goes to an expert it keeps the copy (H), and gate, up, activation and weighted activation (4 F or 5
+    F of the expert's width). With full recomputation, only the layer inputs stay. The first of P pipeline stages keeps
+    P micro-batches of its layers, and more with virtual stages (`Stages.passes`). A layer of multi-token prediction
+    counts as one more layer of the last stage. Each of C
+    context-parallel ranks keeps the keys and values that its two runs of a sequence see: on average, all of the
+    sequence and half a rank's share more. A prompt that samples share counts for each of them: the estimate is for
+    samples that share none.
+    """
+    size, split = (
+        BYTES[c.megatron.params_dtype],
+        c.megatron.tensor_model_parallel_size if c.megatron.sequence_parallel else 1,
+    )
+    full = c.megatron.overrides.get("recompute_granularity") == "full"
+    layers, width = kept_layers(
+        c, shape, lambda kind: shape.hidden / split if full else layer_width(c, shape, kind)
+    )
+    how = f"{count(tokens)} tokens x {size} B x {layers:.4g} layers x {width:.0f}"
+    one = tokens * size * max(layer_width(c, shape, kind) for kind in shape.kinds) if full else 0.0
+    kept = Item("activations", tokens * size * layers * width, how)
+    if (
+        c.off_policy.use_rollout_routing_replay
+    ):  # int16, of all layers on every stage (slime.data.routed_experts)
+        stages, group = stages_of(c.megatron, shape.layers), micro_batch_group(c.megatron, shape.layers)
+        ids = tokens * shape.layers * shape.topk * 2 * stages.micro_batches(0, group)
+        kept = Item(
+            "activations and experts' ids", kept.bytes + ids, f"{how} + {amount(ids)} of experts' ids"
+        )
+    return kept, one
+
+
+def layer_width(c: Config, shape: Shape, kind: Layer) -> float:
+    """Elements that a layer keeps per token of the micro-batch."""
+    tp, cp = c.megatron.tensor_model_parallel_size, c.megatron.context_parallel_size
+    split = tp if c.megatron.sequence_parallel else 1
+    gathered = kind.attention.context * (cp + 0.5) if cp > 1 else 0
+    full = c.megatron.overrides.get("recompute_granularity") == "full"
+    keeps_outputs = full or c.megatron.overrides.get("transformer_impl") == "transformer_engine"
+    kernel = (
+        c.cluster.device == "cuda"
+        and c.kernels.rlk_fast != "off"
+        and "swiglu" in given(c.kernels.rl_kernel_ops)
+    )
+    attention = (kind.attention.kept + gathered) / tp
+    post = 2 * shape.post_norms  # their inputs
+    if kind.sparse:
+        shared = (3 if full or not kernel else 2) * shape.shared_ffn / tp
+        norms = 4 if keeps_outputs else 3
+        expert = shape.hidden + (4 if kernel else 5) * shape.expert_ffn / c.megatron.expert_tensor_parallel
+        return (norms + post) * shape.hidden / split + attention + shared + expert_copies(c, shape) * expert
+    norms, mlp = (4, 3) if keeps_outputs else (2, 2 if kernel else 3)
+    return (norms + post) * shape.hidden / split + attention + mlp * shape.ffn / tp
+
+
+def head_memory(c: Config, shape: Shape, tokens: int) -> tuple[float, str]:
+    """Bytes of the output layer and the loss if all tokens are responses: logits with their gradients, or the
+    workspace limit of the linear operators and their rows of the hidden states, forward and backward."""
+    size, columns = BYTES[c.megatron.params_dtype], shape.vocab / c.megatron.tensor_model_parallel_size
+    head, _ = loss_head(c)
+    if not head.has_logits:
+        rows = 2 * tokens * shape.hidden * size
+        if c.cluster.device != "cuda":  # the references work in one block of float32
+            how = f"{count(tokens)} tokens x {columns:.0f} columns x 8 B, references"
+            return rows + tokens * columns * 8, how
+        workspace = c.kernels.rl_kernel_workspace_mib * 2**20
+        return workspace + rows, f"--rl-kernel-workspace-mib + {amount(rows)} of hidden states"
+    each = native_logit_bytes(c) if head == NATIVE else 2 * size  # logits and their gradient
+    return tokens * columns * each, f"{count(tokens)} tokens x {columns:.0f} columns x {each} B"
+
+
+def native_logit_bytes(c: Config) -> int:
+    """Bytes per logit of a response in plain PyTorch (slime.megatron_backend.step.native), at the peak.
+
+    Conversion to float32: Megatron's logits and the responses' rows of them in the model's dtype, and the rows in
+    float32. Then the float32 logits z stay, and with a temperature also the logits before the division. The entropy
+    adds `z - max`, its exp, and their product: 4 + 12 B. Cross entropy works in place. If the loss has the entropy,
+    its softmax and log-probs stay, and its gradient (the product of two temporaries) exists together with the cross
+    entropy's: 2 x 4 + 3 x 4 + 4 B. The memory of a --custom-loss-function-path is not known.
+    """
+    size = BYTES[c.megatron.params_dtype]
+    if not loss_of(c.algorithm).entropy:
+        return 2 * size + (4 if size < 4 else 0)
+    return max(16 + (4 if c.rollout.rollout_temperature != 1 else 0), 24 if c.algorithm.entropy_coef else 0)
+
+
+def count(number: float) -> str:
+    """1234567 -> "1.23 M"."""
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:g}"
+
+
+def amount(size: float) -> str:
+    """Bytes in binary units."""
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size:.0f} B"

@@ -1,0 +1,203 @@
+"""Engines and routers that were started apart from the run: their addresses, their key, and the checks before a run.
+
+`vime serve engine` and `vime serve router` start them with the flags of the run. They keep running after the run. Both
+sides read the run's key from VIME_RUN_KEY, so it is never on a command line.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.config import Config
+from vime.pool.control import ControlError, EngineControl, answers, request
+from vime.pool.member import MakeControl
+from vime.pool.process import accepts
+from vime.vllm.server import EngineSpec
+from vime.vllm.worker.middleware import KEY_VARIABLE
+
+ENGINES, ROUTER = "--rollout-external-engine-addrs", "--vllm-router-ip and --vllm-router-port"
+LEAST_KEY = 32
+_ANSWER_S = 5.0
+_POLL_S = 0.5
+
+
+def uses(config: Config) -> bool:
+    """Whether a server of the run was started apart."""
+    return bool(config.rollout.rollout_external_engine_addrs or config.engine.router_ip)
+
+
+def given_key() -> str:
+    """The run's key for servers started apart. ValueError if there is none."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    if len(key) < LEAST_KEY:
+        raise ValueError(
+            f"{KEY_VARIABLE} must hold the key of the servers that were started apart, at least {LEAST_KEY} "
+            f"characters, got {len(key)}; export {KEY_VARIABLE}=$(openssl rand -hex 32) for them and for the run"
+        )
+    return key
+
+
+def split(address: str, typed: str) -> dict[str, Any]:
+    """HOST:PORT or http://HOST:PORT as the `host` and `port` of a server."""
+    parts = urlsplit(address if "://" in address else f"http://{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if parts.scheme != "http" or not host or not port or parts.path.strip("/"):
+        raise ValueError(
+            f"{typed} must be HOST:PORT, got {address}; give the address that the server listens at"
+        )
+    return {"host": host, "port": port}
+
+
+def addresses(config: Config) -> list[dict[str, Any]]:
+    """`host` and `port` of each engine that was started apart."""
+    return [split(each, ENGINES) for each in config.rollout.rollout_external_engine_addrs or []]
+
+
+def router_settings(config: Config) -> dict[str, Any]:
+    """Fields of a RouterSpec that the flags of its address decide."""
+    ip, port = config.engine.router_ip, config.engine.router_port
+    if ip is None:
+        return {} if port is None else {"door_port": port}
+    return {"host": ip, "port": port, "apart": True}
+
+
+def check_addresses(config: Config) -> None:
+    """Each server that was started apart has one address of its own."""
+    engines = addresses(config)
+    for index, each in enumerate(engines):
+        if each in engines[:index]:
+            raise ValueError(
+                f"{ENGINES} must name each engine once, got {each['host']}:{each['port']} twice; leave one out"
+            )
+    if config.engine.router_ip is not None and config.engine.router_port is None:
+        raise ValueError(
+            f"--vllm-router-port must be given with --vllm-router-ip, got none beside {config.engine.router_ip}; give "
+            "the port of the router"
+        )
+
+
+def check_weights(config: Config) -> None:
+    """Engines that were started apart have their own devices, and read weights from a folder that they know."""
+    if not config.rollout.rollout_external_engine_addrs:
+        return
+    if config.cluster.colocate:
+        raise ValueError(f"{ENGINES} must go without --colocate, got both; such engines have their own GPUs")
+    transport = config.weight_update.update_weight_transport
+    if transport != "disk":
+        raise ValueError(
+            f"--update-weight-transport must be disk with {ENGINES}, got {transport}; leave the flag out"
+        )
+    if config.weight_update.weight_dir is None:
+        raise ValueError(
+            f"--weight-dir must be given with {ENGINES}, got none; name a folder that trainer and engines share, the "
+            "same one for `vime serve engine`"
+        )
+
+
+def require_reachable(config: Config, path: str = "/health") -> None:
+    """Ask every server that was started apart: an engine at `path`, which must need the key. One ValueError with all
+    that do not answer, within 15 s."""
+    if not uses(config) or not config.num_engines:
+        return
+    key = given_key()
+    checks: list[Callable[[], str | None]] = []
+    for each in addresses(config):
+        url = f"http://{each['host']}:{each['port']}"
+        checks.append(lambda url=url: _problem(url, key, path, f"the engine of {ENGINES}"))  # type: ignore[misc]
+    if (ip := config.engine.router_ip) is not None:
+        url = f"http://{ip}:{config.engine.router_port}"
+        checks.append(lambda: _router_problem(url, ip, key))
+    with ThreadPoolExecutor(len(checks)) as threads:
+        found = list(filter(None, threads.map(lambda check: check(), checks)))
+    if found:
+        raise ValueError("; ".join(found))
+
+
+def _problem(url: str, key: str, path: str, what: str) -> str | None:
+    try:
+        request(url, key, "GET", path, timeout_s=_ANSWER_S)
+    except ControlError as error:
+        return f"{what} must take the key in {KEY_VARIABLE}, got: {error}; start both with the same key"
+    except (OSError, http.client.HTTPException) as error:
+        said = getattr(error, "strerror", None) or error
+        return (
+            f"{what} must answer at {urlsplit(url).netloc}, got: {said}; check the address and that it runs"
+        )
+    return None
+
+
+def _router_problem(url: str, ip: str, key: str) -> str | None:
+    what = f"the router of {ROUTER}"
+    if (problem := _problem(url, key, "/workers", what)) is not None:
+        return problem
+    workers = json.loads(request(url, key, "GET", "/workers", timeout_s=_ANSWER_S)[1])["workers"]
+    if workers:
+        return (
+            f"{what} must have no engines yet, got {len(workers)}; start one for this run, as it would send requests "
+            "to engines with another key"
+        )
+    if not _is_loopback(ip) and answers(url, "", "/workers", timeout_s=_ANSWER_S):
+        return (
+            f"{what} must ask for the key, got one at {url} that anyone can add engines to; start it with "
+            "`vime serve router`"
+        )
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class EngineApart:
+    """A `vime.pool.member.EngineHandle` of a server that this run neither starts nor ends.
+
+    If the server ends, the pool waits here for a new one at the same address, up to --engine-start-timeout-s. vLLM
+    takes seconds to start, so the pool, which looks several times a second, sees each restart.
+    """
+
+    def __init__(self, spec: EngineSpec, control: MakeControl = EngineControl) -> None:
+        self.spec = spec
+        self._control = control
+
+    def start(self) -> str:
+        return self.spec.url
+
+    def open_gate(self) -> None: ...
+
+    def wait_ready(self) -> None:
+        """Return once it serves. A run before this one may have left it paused."""
+        end = time.monotonic() + self.spec.start_timeout_s
+        while not answers(self.spec.url, self.spec.run_key, "/health", timeout_s=5):
+            if time.monotonic() >= end:
+                raise RuntimeError(
+                    f"the engine at {self.spec.host}:{self.spec.port} must serve within --engine-start-timeout-s "
+                    f"{self.spec.start_timeout_s:g}, got no answer; it was started apart: start it there again"
+                )
+            time.sleep(_POLL_S)
+        self._control(self.spec.url, self.spec.run_key).resume()
+
+    def poll(self) -> int | None:
+        """None while something listens at the address."""
+        return None if accepts(self.spec.host, self.spec.port) else 1
+
+    def whereabouts(self) -> tuple[str, bool]:
+        return f"a server that was started apart, at {self.spec.host}:{self.spec.port}", False
+
+    def tail_log(self) -> str:
+        return f"(the engine at {self.spec.host}:{self.spec.port} was started apart; its log is there)"
+
+    def stop(self) -> None: ...

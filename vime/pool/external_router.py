@@ -1,0 +1,54 @@
+"""A vllm-router that was started apart from the run. The run adds and removes its engines there, and starts its own
+process for plug-ins (vime.sglang_api.gateway) in front of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import sys
+
+from vime.pool.control import answers
+from vime.pool.process import SupervisedProcess, accepts, require_free_port
+from vime.pool.router import Router
+
+
+class RouterApart(Router):
+    """The process of this object is the door. If the router ends, `start` and `wait_ready` wait for a new one."""
+
+    name = "the router that was started apart, or its door,"
+
+    def command(self) -> list[str]:
+        spec = self.spec
+        return [
+            sys.executable,
+            "-m",
+            "vime.sglang_api.gateway",
+            spec.door_host,
+            str(spec.door_port),
+            spec.url,
+        ]
+
+    def start(self) -> str:
+        require_free_port(self.spec.door_host, self.spec.door_port, "the door to the router")
+        self._process = SupervisedProcess(self.command(), self.environment(), self.spec.log_path)
+        return self.spec.url
+
+    def is_ready(self) -> bool:
+        """Whether the router answers through the door."""
+        return answers(self.spec.door_url, self.spec.run_key, self.ready_path, timeout_s=5)
+
+    def poll(self) -> int | None:
+        """None while the door runs and the router listens."""
+        status = super().poll()
+        return status if status is not None or accepts(self.spec.host, self.spec.port) else 1
+
+    def remove_all(self) -> None:
+        """Take out every engine, for the router outlives this run."""
+        with contextlib.suppress(RuntimeError, OSError, http.client.HTTPException):
+            for url in self.engines():
+                self.remove(url)
+
+    def stop(self) -> None:
+        self.remove_all()
+        super().stop()

@@ -1,0 +1,65 @@
+"""Logs which engine has not answered for a while, and what the pool will do.
+
+The port of a stopped process (SIGSTOP) still accepts connections, so only a missing answer shows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from vime.pool.member import Member
+
+logger = logging.getLogger(__name__)
+SAY_AFTER_S = 15.0
+_LOOK_EVERY_S, _ANSWER_S = 2.0, 2.0
+
+
+class Silence:
+    """The thread that asks every serving engine for /health, and for processes that a signal has stopped."""
+
+    def __init__(self, members: Sequence[Member], stopping: threading.Event, patience_s: float) -> None:
+        """`patience_s`: the pool replaces an engine that is silent for that long."""
+        self._members, self._stopping, self._patience_s = members, stopping, patience_s
+        self._good: dict[str, float] = {}
+        self._told: set[str] = set()
+        self._thread = threading.Thread(target=self._watch, name="engine-silence", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_LOOK_EVERY_S):
+            for member in self._members:
+                if member.serving:
+                    self._look(member)
+
+    def _look(self, member: Member) -> None:
+        name, handle = member.name, member.handle
+        assert handle is not None
+        answers = member.control.is_healthy(_ANSWER_S)
+        where, stopped = handle.whereabouts()
+        now = time.monotonic()
+        since = self._good.setdefault(name, now)
+        if answers and not stopped:
+            self._good[name] = now
+            if name in self._told:
+                self._told.remove(name)
+                logger.warning(
+                    "engine %s at %s works again after %.0f s", name, member.control.url, now - since
+                )
+        elif now - since >= SAY_AFTER_S and name not in self._told and member.serving:
+            self._told.add(name)
+            what = "is stopped" if answers else "has not answered"
+            then = (
+                "requests wait until --rollout-deadline-s"
+                if answers
+                else f"it is replaced after about {self._patience_s:.0f} s without an answer "
+                "(--rollout-health-check-interval, --rollout-health-check-timeout)"
+            )
+            logger.warning(
+                "engine %s at %s %s for %.0f s: %s; the run waits, and %s",
+                *(name, member.control.url, what, now - since, where, then),
+            )

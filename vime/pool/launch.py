@@ -1,0 +1,94 @@
+"""Builds the engine pool of a run from its configuration and placement, for every backend. Does not start it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from slime.cluster import placement
+from slime.config import Config
+from slime.protocols import WeightSource
+from vime.pool import external as apart
+from vime.pool.pool import ServerPool
+from vime.pool.ray_server import Seat, make_servers
+from vime.pool.router import RouterSpec
+from vime.vllm.server import EngineSpec
+
+if TYPE_CHECKING:
+    from slime.cluster.placement import Placement
+
+
+def make_pool(
+    pool: type[ServerPool],
+    config: Config,
+    placed: Placement,
+    source: WeightSource | None,
+    make_spec: Callable[..., EngineSpec],
+    **settings: Any,
+) -> ServerPool:
+    """The engines of `config` and their router. `make_spec` gets the fields of an engine's spec that every engine has;
+    `settings` go to the pool."""
+    run_key = apart.given_key() if apart.uses(config) else secrets.token_hex(32)
+    assert config.logging.run_dir is not None
+    logs = Path(config.logging.run_dir).resolve() / "logs"
+    # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
+    joined = bool(os.environ.get("RAY_ADDRESS"))
+    node_address: Callable[[], str] = ray.util.get_node_ip_address
+    host = node_address() if joined else "127.0.0.1"
+    specs = [
+        make_spec(
+            run_key=run_key,
+            host=host,
+            cpu_threads=placement.cpu_threads(config)[1] if config.cluster.device == "cpu" else None,
+            numa_binding=config.cluster.numa_binding,
+            # An engine on a trainer's GPU measures what memory is left.
+            waits=source is not None and config.cluster.colocate and config.cluster.device == "cuda",
+            index=i,
+            log_path=str(logs / f"engine-{i}.log"),
+        )
+        for i in range(config.num_engines)
+    ]
+    seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles]
+    elsewhere = apart.addresses(config)
+    router = RouterSpec(
+        run_key=run_key,
+        log_path=str(logs / "router.log"),
+        door_host=host,
+        argv=tuple(config.engine.router_argv),
+        request_timeout_s=config.rollout.rollout_deadline_s,
+        **({"host": host} | apart.router_settings(config)),
+    )
+    parts = pool.kind
+    return pool(
+        specs,
+        router,
+        spawn=lambda spec: (
+            apart.EngineApart(replace(spec, **elsewhere[spec.index]), parts.control)
+            if elsewhere
+            else make_servers(spec, seats[spec.index], here=not joined, server=parts.server)
+        ),
+        source=source,
+        health_check_interval_s=config.fault_tolerance.rollout_health_check_interval,
+        health_check_timeout_s=config.fault_tolerance.rollout_health_check_timeout,
+        health_check_first_wait_s=config.fault_tolerance.rollout_health_check_first_wait,
+        **settings,
+    )
+
+
+def _seats(placed: Placement, bundles: Sequence[int], joined: bool) -> list[Seat]:
+    """Where the server processes of the engine on `bundles` run, one per node."""
+    return [
+        Seat(
+            placed.nodes[part[0]].address if joined else "127.0.0.1",
+            placed.visible(part),
+            placed.buses(part),
+            placed.options(part[0]),
+        )
+        for part in placed.by_node(bundles)
+    ]

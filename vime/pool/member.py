@@ -1,0 +1,123 @@
+"""One entry of the engine pool: its server, which may be replaced, and the commands that the server gets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+from slime.weight_sync.variables import ENGINE_VARIABLE
+from vime.pool.control import PauseMode
+from vime.vllm.server import EngineSpec
+
+
+class EngineHandle(Protocol):
+    """What the pool needs of an engine server, wherever it runs (EngineServer, RayEngineServer)."""
+
+    def start(self) -> str: ...
+    def open_gate(self) -> None: ...
+    def wait_ready(self) -> None: ...
+    def poll(self) -> int | None: ...
+    def whereabouts(self) -> tuple[str, bool]: ...
+    def tail_log(self) -> str: ...
+    def stop(self) -> None: ...
+
+
+class Control(Protocol):
+    """The control routes of one engine server, whatever engine it is (EngineControl, SglangControl)."""
+
+    url: str
+
+    def pause(self, mode: PauseMode = "keep") -> None: ...
+    def resume(self) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+    def finish_weight_update(self, version: int) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
+    def sleep(self, level: int, mode: PauseMode = "keep") -> None: ...
+    def wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ()) -> None: ...
+    def weight_version(self) -> int: ...
+    def is_healthy(self, timeout_s: float) -> bool: ...
+
+
+MakeControl = Callable[[str, str], Control]
+"""The control of the server at a URL, with the run's key."""
+
+
+class Spawn(Protocol):
+    """Makes a server that is not started yet."""
+
+    def __call__(self, spec: EngineSpec, /) -> EngineHandle: ...
+
+
+class Member:
+    """A `slime.weight_sync.transfer.Engine`. The spec stays when the server is replaced."""
+
+    def __init__(self, spec: EngineSpec, place: int, pause_mode: PauseMode, control: MakeControl) -> None:
+        self.spec = spec
+        self.place = place
+        self.starts = 0
+        self.handle: EngineHandle | None = None
+        self._control = control
+        self.control = control("", spec.run_key)
+        self.serving = False
+        self.starting = False
+        self.doomed = False  # a control call failed: the server is replaced even if it answers again
+        self.restarts = 0
+        self.last_health_check = time.monotonic()
+        self._pause_mode: PauseMode = pause_mode
+
+    @property
+    def name(self) -> str:
+        """The name of the server that is in this place now."""
+        return f"engine-{self.place}-{self.starts}"
+
+    @property
+    def workers(self) -> int:
+        return self.spec.tensor_parallel_size
+
+    def launch(self, spawn: Spawn) -> None:
+        """Start a server under a new name."""
+        self.starts += 1
+        env = {**self.spec.env, ENGINE_VARIABLE: self.name}
+        waits = self.spec.waits and self.starts == 1
+        self.handle = spawn(replace(self.spec, env=env, waits=waits))
+        self.control = self._control(self.handle.start(), self.spec.run_key)
+
+    def stop(self) -> None:
+        """End the server, if one was started."""
+        if self.handle is not None:
+            self.handle.stop()
+
+    def is_alive(self, timeout_s: float) -> bool:
+        """Whether the server runs and answers within `timeout_s`."""
+        assert self.handle is not None
+        return self.handle.poll() is None and self.control.is_healthy(timeout_s)
+
+    def pause(self) -> None:
+        self.control.pause(self._pause_mode)
+
+    def resume(self) -> None:
+        self.control.resume()
+
+    def free_memory(self) -> None:
+        self.control.sleep(2, "wait")  # running requests would lose their keys and values
+
+    def take_weight_memory(self) -> None:
+        self.control.wake(["weights"])
+
+    def take_cache_memory(self) -> None:
+        self.control.wake(["kv_cache"])
+
+    def start_weight_update(self) -> None:
+        self.control.start_weight_update()
+
+    def update_weights(self, message: dict[str, Any]) -> None:
+        self.control.update_weights(message)
+
+    def finish_weight_update(self, version: int) -> None:
+        self.control.finish_weight_update(version)
+
+    def reset_prefix_cache(self) -> None:
+        self.control.reset_prefix_cache()

@@ -1,0 +1,340 @@
+"""The running engines behind one router, as the driver sees them: slime's EnginePool over servers of one backend.
+
+Owns start-up and the thread that replaces dead engines. Weights, sleep and wake-up are slime.weight_sync.transfer's: an
+engine that restarts gets the last published weights before the router may send it anything. Knows no Ray: `spawn` makes
+the handles. `Kind` is what backends differ in.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from slime.protocols import RolloutEngine, WeightSource
+from slime.weight_sync.transfer import Engine, WeightTransfer
+from vime.pool.control import ControlError, EngineControl, PauseMode
+from vime.pool.external_router import RouterApart
+from vime.pool.health_watch import Silence
+from vime.pool.member import MakeControl, Member, Spawn
+from vime.pool.process import Started, require_running
+from vime.pool.router import Router, RouterSpec
+from vime.vllm.client import VllmEngineClient
+from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.worker.middleware import health_prefix
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the engines of one backend are made of. `workers`: route of the router that lists the engines.
+    `worker_path`: what the paths of their URLs there begin with, by the run's key."""
+
+    control: MakeControl
+    client: Callable[[str, str], RolloutEngine]
+    router: Callable[[RouterSpec], Router]
+    server: type[EngineServer]
+    workers: str
+    worker_path: Callable[[str], str]
+
+
+class ServerPool:
+    """EnginePool over the servers of a subclass. Call `start` first; any thread of the driver may call every method.
+
+    `pause_mode`: what happens to running requests while weights change. With "keep" they continue afterwards on the new
+    weights, with keys and values computed again. `gives_memory`: `sleep` frees the device's memory (vLLM's level 2,
+    which needs --enable-sleep-mode). Weights, keys and values are dropped; after `wake` the engine waits for an update;
+    no server starts while the others sleep. Otherwise `sleep` only pauses, which is all that vLLM can do on CPU.
+    `source` is the trainer. `dtype`: what engines compute in, for those who compare their log-probs. `max_restarts`
+    bounds the restarts of one engine between two weight updates; 0 turns restarts off.
+    """
+
+    kind: ClassVar[Kind]
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        router: RouterSpec,
+        *,
+        spawn: Spawn | None = None,
+        dtype: str = "",
+        pause_mode: PauseMode = "keep",
+        gives_memory: bool = False,
+        source: WeightSource | None = None,
+        max_restarts: int = 3,
+        health_check_interval_s: float = 30.0,
+        health_check_timeout_s: float = 30.0,
+        health_check_first_wait_s: float = 0.0,
+    ) -> None:
+        if not specs:
+            raise ValueError("an engine pool must have engines, got none; check --rollout-num-gpus")
+        self._members = [
+            Member(spec, place, pause_mode, self.kind.control) for place, spec in enumerate(specs)
+        ]
+        self._router = self.kind.router(router)
+        self._spawn: Spawn = self.kind.server if spawn is None else spawn
+        self._dtype = dtype
+        self._max_restarts = max_restarts
+        self._interval_s, self._timeout_s = health_check_interval_s, health_check_timeout_s
+        self._first_wait_s = health_check_first_wait_s
+        self._transfer = WeightTransfer(
+            self, source, gives_memory=gives_memory
+        )  # its lock guards membership, too
+        self._lost: str | None = None
+        self._stopping = threading.Event()
+        self._silence = Silence(
+            self._members, self._stopping, health_check_interval_s + health_check_timeout_s
+        )
+        self._monitor = threading.Thread(target=self._watch, name="engine-monitor", daemon=True)
+
+    @property
+    def router_url(self) -> str:
+        return self._router.spec.url
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """The engines that serve at the moment."""
+        return [member.control.url for member in self._members if member.serving]
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What hooks find in their `args`: the address of the router (its door), and the dtype that engines compute in.
+
+        `own_servers` are the servers of the run for slime.http.OwnServers.
+        """
+        spec = self._router.spec
+        headers = {"Authorization": f"Bearer {spec.run_key}"}
+        return {
+            **{f"{engine}_router_ip": spec.door_host for engine in ("vllm", "sglang")},
+            **{f"{engine}_router_port": spec.door_port for engine in ("vllm", "sglang")},
+            "vllm_router_headers": headers,
+            "router_url": spec.door_url,
+            "own_servers": {
+                "urls": [spec.door_url, spec.url],
+                "headers": headers,
+                "workers": spec.url + self.kind.workers,
+                "worker_path": self.kind.worker_path(spec.run_key),
+            },
+            "rollout_engine_dtype": self._dtype,
+        }
+
+    def client(self) -> RolloutEngine:
+        """A RolloutEngine that talks to the router; picklable."""
+        return self.kind.client(self.router_url, self._router.spec.run_key)
+
+    def start(self, meanwhile: Callable[[Callable[[], None]], object] | None = None) -> None:
+        """Start the router and all engines; returns when they serve. `meanwhile` is called once their processes run,
+        and before those that wait (`EngineSpec.waits`) take their devices. It gets a function to call now and then,
+        which raises when one of them has ended.
+
+        On any failure everything is stopped and the failure raised: ValueError (port taken), RuntimeError with the
+        last log lines (never healthy).
+        """
+        try:
+            self._router.start()
+            for member in self._members:
+                member.launch(self._spawn)
+            if meanwhile is not None:
+                started: list[Started] = [self._router]
+                started += [member.handle for member in self._members if member.handle]
+                meanwhile(functools.partial(require_running, started))
+            self._each(self._members, _open_gate)
+            self._router.wait_ready()
+            # One after the other and in this thread, so that Ctrl-C ends the wait; the servers start side by side.
+            for member in self._members:
+                self._wait_ready(member)
+                self._router.add(member.control.url)
+                member.serving = True
+        except BaseException:
+            self.stop()
+            raise
+        self._monitor.start()
+        self._silence.start()
+
+    def publish(self, version: int) -> None:
+        """Load the trainer's weights as `version` on every serving engine, see slime.weight_sync.transfer.
+
+        The monitor restarts an engine that dies meanwhile. An engine that refuses the weights, or has other weights
+        afterwards (--check-weight-update-equal), raises ControlError.
+        """
+        with self._transfer.lock:
+            self._transfer.publish(version)
+            for member in self._serving():
+                member.restarts = 0
+
+    def sleep(self) -> None:
+        """Give the machine to the trainer: engines stop computing and, with `gives_memory`, free the device's."""
+        self._transfer.sleep()
+
+    def wake(self) -> bool:
+        """Undo `sleep`. True: the weights were dropped, and engines serve again after the next update."""
+        return self._transfer.wake()
+
+    def check_health(self) -> None:
+        """RuntimeError, with its last log lines, when an engine or the router is lost for good."""
+        if self._lost is not None:
+            raise RuntimeError(self._lost)
+
+    def stop(self) -> None:
+        """End everything that was started. May be called again."""
+        self._stopping.set()
+        self._stop_servers()
+        while self._monitor.is_alive():  # it may be starting a server just now
+            self._monitor.join(timeout=1)
+            self._stop_servers()
+
+    def _stop_servers(self) -> None:
+        self._each(self._members, Member.stop)
+        self._router.stop()
+
+    def _serving(self) -> list[Member]:
+        return [member for member in self._members if member.serving]
+
+    def serving(self) -> list[Engine]:
+        """The engines that serve at the moment, for the transfer."""
+        return [*self._serving()]
+
+    def on_serving(self, act: Callable[[Engine], None]) -> None:
+        """`act` on all serving engines at the same time. An engine that no longer runs or answers is given up, and the
+        monitor replaces it, even if it answers later: how much of the call it has done is not known."""
+
+        def acted(member: Member) -> None:
+            try:
+                act(member)
+            except (ControlError, OSError, http.client.HTTPException):
+                if member.is_alive(self._timeout_s):
+                    raise
+                member.serving, member.doomed = False, True
+                logger.warning("engine %s died during a control call", member.control.url)
+
+        self._each(self._serving(), acted)
+
+    def stop_starting(self) -> None:
+        """Stop the servers that are starting: they have the device's memory. They start again after the wake-up."""
+        self._each([member for member in self._members if member.starting], Member.stop)
+
+    def _wait_ready(self, member: Member) -> None:
+        assert member.handle is not None
+        member.handle.wait_ready()
+        member.last_health_check = time.monotonic() + self._first_wait_s
+
+    def _watch(self) -> None:
+        """The monitor thread: restarts what died, until the pool stops or something is lost for good."""
+        try:
+            while not self._stopping.wait(_POLL_S):
+                if self._router.poll() is not None:
+                    self._restart_router()
+                for member in self._members:
+                    if not self._transfer.is_trainers_turn and self._is_due_and_dead(member):
+                        self._restart(member)
+        except Exception as error:  # the border of this thread: the driver sees it at check_health
+            if not self._stopping.is_set():
+                self._lost = f"{type(error).__name__}: {error}"
+                logger.exception("an engine is lost")
+
+    def _is_due_and_dead(self, member: Member) -> bool:
+        assert member.handle is not None
+        if member.doomed or member.handle.poll() is not None:
+            return True
+        now = time.monotonic()
+        if now - member.last_health_check < self._interval_s:
+            return False
+        member.last_health_check = now
+        return not member.control.is_healthy(self._timeout_s)
+
+    def _restart(self, member: Member) -> None:
+        """Replace a dead server; a replacement that dies before it serves counts as the next death."""
+        while not self._stopping.is_set():
+            tail = self._take_out(member)
+            member.restarts += 1
+            if member.restarts > self._max_restarts:
+                raise RuntimeError(
+                    f"engine {member.control.url} died and was restarted {self._max_restarts} times since the last "
+                    f"weight update, which is the limit; its last log lines:\n{tail}"
+                )
+            logger.warning(
+                "engine %s died and is restarted; its last log lines:\n%s", member.control.url, tail
+            )
+            try:
+                self._bring_back(member)
+            except (RuntimeError, OSError, http.client.HTTPException) as error:
+                if (
+                    self._transfer.is_trainers_turn
+                ):  # ended by `sleep`, and no death; `_watch` comes back to it
+                    member.doomed, member.restarts = True, member.restarts - 1
+                    return
+                logger.warning("the replacement of engine %s failed: %s", member.control.url, error)
+            else:
+                logger.warning("engine %s serves again", member.control.url)
+                return
+
+    def _take_out(self, member: Member) -> str:
+        """Out of the router, process ended; the last lines of its log."""
+        assert member.handle is not None
+        with self._transfer.lock:
+            member.serving = False
+            try:
+                self._router.remove(member.control.url)
+            except (RuntimeError, OSError, http.client.HTTPException) as error:
+                logger.warning("the router keeps engine %s on its list: %s", member.control.url, error)
+        tail = member.handle.tail_log()
+        member.handle.stop()
+        return tail
+
+    def _bring_back(self, member: Member) -> None:
+        """A new server on a fresh port gets the last weights, and only then does the router hear of it."""
+        member.spec = replace(member.spec, port=0)
+        try:
+            with self._transfer.lock:
+                if self._transfer.is_trainers_turn:
+                    raise RuntimeError("no engine may start while the trainer has the memory")
+                member.starting = True
+                member.launch(self._spawn)
+            self._wait_ready(member)
+            self._transfer.join(member, functools.partial(self._admit, member))
+        finally:
+            member.starting = False
+
+    def _admit(self, member: Member) -> None:
+        self._router.add(member.control.url)
+        member.doomed, member.serving = False, True
+
+    def _restart_router(self) -> None:
+        logger.warning("the router died and is restarted; its last log lines:\n%s", self._router.tail_log())
+        with self._transfer.lock:
+            self._router.stop()
+            self._router.start()
+            self._router.wait_ready()
+            for member in self._serving():
+                self._router.add(member.control.url)
+
+    @staticmethod
+    def _each(members: Sequence[Member], act: Callable[[Member], None]) -> None:
+        """`act` on all of them at the same time; raises the first failure when all are done."""
+        if not members:
+            return
+        with ThreadPoolExecutor(len(members)) as threads:
+            list(threads.map(act, members))
+
+
+def _vllm_router(spec: RouterSpec) -> Router:
+    return RouterApart(spec) if spec.apart else Router(spec)
+
+
+class VllmEnginePool(ServerPool):
+    """EnginePool over vLLM servers behind vllm-router."""
+
+    kind = Kind(EngineControl, VllmEngineClient, _vllm_router, EngineServer, "/list_workers", health_prefix)
+
+
+def _open_gate(member: Member) -> None:
+    assert member.handle is not None
+    member.handle.open_gate()

@@ -1,0 +1,98 @@
+"""`python -m vime.pool.router_main ARGS`: vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
+
+vllm-router's --api-key must not be used: the router sends that key to the workers also for callers without a key. The
+router's own routes are guarded by a list of URLs that it asks once per new key (`api_key_validation_urls`, which has no
+option on its command line). This file starts the router with one such URL, which a child process on loopback answers.
+Without a key, it does not start. A second child process takes the requests of plug-ins (see vime.sglang_api.gateway).
+
+The router's Prometheus counters cannot be turned off. They are read-only, on loopback at a free port. They show the
+workers and so their health path, and never the key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hmac
+import os
+import sys
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import vllm_router_rs
+from vllm_router.router import policy_from_str
+from vllm_router.router_args import RouterArgs
+
+from vime.pool.process import hold_port
+from vime.pool.supervise import die_with_parent
+from vime.sglang_api import gateway as door
+from vime.vllm.worker.middleware import KEY_VARIABLE
+
+
+class _KeyServer(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+
+def start_key_server(run_key: str) -> str:
+    """Fork a process that answers GET with 200 for the right key and 401 otherwise; returns its URL.
+
+    A process, because the router holds Python's interpreter lock while it serves. It ends with the caller's.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given = self.headers.get("Authorization", "").encode("latin-1")
+            self.send_response(200 if hmac.compare_digest(given, b"Bearer " + run_key.encode()) else 401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Requests are not logged: they hold keys."""
+
+    server = _KeyServer(("127.0.0.1", 0), Handler)
+    if os.fork() == 0:
+        die_with_parent()
+        server.serve_forever()
+    server.socket.close()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def start_door(host: str, port: int, router_port: int) -> None:
+    """Fork the process of vime.sglang_api.gateway. It ends with the caller's."""
+    listening = door.listen(host, port)
+    if os.fork() == 0:
+        die_with_parent()
+        door.serve(f"http://{host}:{router_port}", listening)
+        os._exit(0)
+    listening.close()
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve until terminated. `argv` is what vllm-router's own command line takes."""
+    run_key = os.environ[KEY_VARIABLE]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--door-port", type=int, required=True)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False)
+    given = parser.parse_args(argv)
+    args = RouterArgs.from_cli_args(given, use_router_prefix=False)
+    args._validate_router_args()
+    prometheus = hold_port("127.0.0.1")
+    settings = {
+        **vars(args),
+        "policy": policy_from_str(args.policy),
+        "prefill_policy": policy_from_str(args.prefill_policy),
+        "decode_policy": policy_from_str(args.decode_policy),
+        "prefill_urls": None,
+        "decode_urls": None,
+        "prometheus_host": "127.0.0.1",
+        "prometheus_port": prometheus.getsockname()[1],
+        "api_key": None,
+        "api_key_validation_urls": [start_key_server(run_key)],
+    }
+    del settings["mini_lb"]
+    start_door(args.host, given.door_port, args.port)
+    vllm_router_rs.Router(**settings).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,138 @@
+"""`python -m vime.pool.supervise GRACE_S COMMAND...`: runs a command that must end with its parent.
+
+The parent holds the write end of this process's standard input. When that end closes (on purpose, or because the parent
+was killed, also with kill -9), or on TERM or INT, the command gets SIGTERM. After GRACE_S seconds, all processes that
+are left, grandchildren included, get SIGKILL. The exit status is that of the command. This file uses the standard
+library only, so it starts in tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from slime.cluster.guard import is_tracker
+
+_TRACKER_S = 2.0
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent's calling thread ends. Linux only."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@functools.cache
+def forks_die_with_parent() -> None:
+    """Tie what this process forks to it, too: the kernel forgets `die_with_parent` in a fork. Forks of the main thread
+    alone, as a child is tied to the thread that forked it, and other threads may end before it. Once a process.
+
+    They also close the TCP sockets that they got with it: a server's port would listen until its engine has ended, too.
+    """
+    by_main = False
+
+    def before() -> None:
+        nonlocal by_main
+        by_main = threading.current_thread() is threading.main_thread()
+
+    def in_child() -> None:
+        if by_main:
+            die_with_parent()
+            _close_tcp_sockets()
+
+    os.register_at_fork(before=before, after_in_child=in_child)
+
+
+def _close_tcp_sockets() -> None:
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own is closed by now, and others are no sockets
+            found = socket.socket(fileno=int(entry))
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                found.close()
+            else:
+                found.detach()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `argv[1:]`; `argv[0]` is the grace in seconds. Returns its exit status (128 + signal when killed by one)."""
+    grace_s, command = float(argv[0]), list(argv[1:])
+    # Orphans of the command become children of this process, so that they can be found and ended.
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, _noted)
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    while child.poll() is None:
+        ready, _, _ = select.select([sys.stdin.fileno(), wake_read], [], [])
+        if sys.stdin.fileno() in ready or _ended_by_signal(os.read(wake_read, 64)):
+            child.terminate()
+            _wait(child, grace_s)
+            break
+    if child.poll() is None:
+        child.kill()
+    status = child.wait()
+    _end_descendants()
+    return status if status >= 0 else 128 - status
+
+
+def _noted(number: int, frame: object) -> None:
+    """The signal is read from the wake-up pipe."""
+
+
+def _ended_by_signal(numbers: bytes) -> bool:
+    return bool({signal.SIGTERM, signal.SIGINT} & set(numbers))
+
+
+def _wait(child: subprocess.Popen[bytes], grace_s: float) -> None:
+    end = time.monotonic() + grace_s
+    while child.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _end_descendants() -> None:
+    """SIGKILL every process below this one, until none is left: what is killed hands its children up to here.
+
+    Python's resource trackers get time to end by themselves, because they remove semaphores from /dev/shm.
+    """
+    began = time.monotonic()
+    while below := _children(os.getpid()):
+        patient = time.monotonic() - began < _TRACKER_S
+        spared = {pid for pid in below if patient and is_tracker(pid)}
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                if pid not in spared:
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG if pid in spared else 0)
+        if spared:
+            time.sleep(0.02)
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            # The second field, a name in brackets, may hold anything; the parent is the second one after it.
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file,
+            ):
+                if int(file.read().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,37 @@
+"""Whether a run has room for its published weights and its checkpoints. Asked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slime.checkpoints.hf_config import read_hf_config
+from slime.config import Config
+from slime.config.problems import given
+from slime.disk_space import require_room
+from slime.plan.memory_estimate import BYTES
+from slime.plan.model_shape import Shape
+from slime.weight_sync.registry import CHANNELS
+
+
+def require_room_to_run(c: Config) -> None:
+    """ValueError unless the published weights of a run fit in --weight-dir, and a checkpoint fits in --save.
+
+    The sizes come from config.json, so the rest of the run is not waited for. Each save asks again.
+    """
+    if c.debug.debug_rollout_only:
+        return
+    params = Shape.of(read_hf_config(given(c.rollout.hf_checkpoint))).params
+    weights_bytes = params * BYTES[c.megatron.params_dtype]
+    copies = min(
+        CHANNELS[given(c.weight_update.update_weight_transport)].copies, given(c.data.num_rollout) + 1
+    )
+    if c.num_engines and copies:
+        weight_dir = given(c.weight_update.weight_dir)
+        left = sum(file.stat().st_size for file in Path(weight_dir).glob("**/*.safetensors"))
+        what = f"{copies} versions of the weights"
+        require_room("--weight-dir", weight_dir, copies * weights_bytes - left, what)
+    if c.checkpoint.save is not None:
+        moments_bytes = (
+            0 if c.checkpoint.no_save_optim else 12 * params
+        )  # main weights and two moments in fp32
+        require_room("--save", c.checkpoint.save, weights_bytes + moments_bytes, "a checkpoint")

@@ -1,0 +1,174 @@
+"""The flags of SGLang and sglang-router, and what a configuration with SGLang's engines must hold.
+
+`--sglang-NAME` goes to SGLang as `--NAME`, unchecked: SGLang checks its flags when it starts. sglang-router's parser
+checks `--router-*`. A flag for a setting that this project makes itself is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+from typing import Any
+
+from slime.config import Config, FlagGroup
+from slime.config.fields import FlagSpec
+from slime.config.problems import Problems
+from slime.config.unsupported import Unsupported
+from vime.sglang.control import CHANNEL
+from vime.vllm.backend import UNSUPPORTED as OF_SLIMES_ROUTER
+from vime.vllm.backend import WITHOUT_ROUTER
+from vime.vllm.server_flags import ROUTER_RESERVED, PrefixOwner, RaisingParser
+
+_ADDRESS = "engines listen where the engine pool places them"
+_KEY = "every server of a run gets the run's own key"
+_MODEL = "engines serve --hf-checkpoint"
+_SIZE = "an engine splits each layer over its --rollout-num-gpus-per-engine GPUs, and has no other parallelism here"
+RESERVED = {
+    **dict.fromkeys(("host", "port", "nccl_port", "grpc_mode", "smg_grpc_mode"), _ADDRESS),
+    **dict.fromkeys(("api_key", "admin_api_key"), _KEY),
+    **dict.fromkeys(("model_path", "model", "weight_version"), _MODEL),
+    **dict.fromkeys(("tp_size", "tp", "tensor_parallel_size", "pp_size", "pipeline_parallel_size"), _SIZE),
+    **dict.fromkeys(("dp_size", "dp", "data_parallel_size", "nnodes", "node_rank", "dist_init_addr"), _SIZE),
+    "config": "slime's file of several models has no counterpart here; give the flags themselves",
+    "device": "use --device",
+    "trust_remote_code": "use --trust-remote-code",
+    "skip_tokenizer_init": "the answers must have their text",
+}
+CONCURRENCY = FlagSpec(
+    "sglang_server_concurrency", int, 512, "maximum number of requests in flight per engine"
+)
+ROUTER_PORT = FlagSpec("sglang_router_port", int, None, "port of the run's own sglang-router")
+UNSUPPORTED = {
+    "sglang_router_ip": Unsupported(
+        None, "with --rollout-backend sglang, the run starts its own sglang-router"
+    ),
+    **OF_SLIMES_ROUTER,
+}
+NO_EFFECT = {
+    "sglang_router_request_timeout_secs": FlagSpec(
+        "sglang_router_request_timeout_secs", str, None, "one request may take --rollout-deadline-s"
+    ),
+    **WITHOUT_ROUTER,
+}
+RENAMED = {"sglang_router_policy": "router_policy"}
+
+
+@functools.cache
+def router_parser() -> argparse.ArgumentParser:
+    """sglang-router's parser without address and workers. ValueError when sglang-router is not installed."""
+    try:
+        from sglang_router.router_args import RouterArgs
+    except ImportError as error:
+        raise ValueError(
+            f"sglang-router must be installed to check --router-* flags, got {error}; pip install sglang-router"
+        ) from error
+    parser = RaisingParser(allow_abbrev=False, add_help=False)
+    RouterArgs.add_cli_args(parser, use_router_prefix=False, exclude_host_port=True)
+    return parser
+
+
+ROUTER = PrefixOwner("router_", "sglang-router", "router", ROUTER_RESERVED, router_parser)
+
+
+class _AsTheyStand:
+    """The owner of `--sglang-*`: `backend_args` has the values as typed (True for a switch), `backend_argv` the flags
+    without their prefix."""
+
+    prefix = "sglang_"
+
+    def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
+        args: dict[str, Any] = {}
+        argv: dict[str, list[str]] = {}
+        problems = Problems()
+        for group in groups:
+            problems.check(self._take, group, args, argv, origin=group.origin)
+        problems.report()
+        return {"backend_args": args, "backend_argv": [token for tokens in argv.values() for token in tokens]}
+
+    def _take(self, group: FlagGroup, args: dict[str, Any], argv: dict[str, list[str]]) -> None:
+        name = group.name.removeprefix(self.prefix)
+        if name in RESERVED:
+            raise ValueError(f"{group.typed} must be left out; {RESERVED[name]}")
+        args[name] = group.values[0] if len(group.values) == 1 else group.values or True
+        argv[name] = [f"--{name.replace('_', '-')}", *group.values]
+
+
+SGLANG = _AsTheyStand()
+
+
+def translate(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
+    """slime's flags of the router under the router's own names. ValueError for flags of vLLM."""
+    problems = Problems()
+    made = [group for group in groups if not group.name.startswith("vllm_")]
+    for group in groups:
+        if group not in made:
+            problems.add(
+                f"{group.typed} must be left out with --rollout-backend sglang; it is a flag of vLLM: use --sglang-*"
+            )
+    problems.report()
+    notes = []
+    for place, group in enumerate(made):
+        if group.name in RENAMED:
+            typed = "--" + RENAMED[group.name].replace("_", "-")
+            made[place] = FlagGroup(typed, RENAMED[group.name], group.values)
+            notes.append(f"{group.typed} becomes {typed}")
+    return made, notes
+
+
+def check_concurrency(config: Config) -> None:
+    """--sglang-server-concurrency is a number of requests."""
+    if config.engine.server_concurrency <= 0:
+        raise ValueError(
+            f"--sglang-server-concurrency must be above 0, got {config.engine.server_concurrency}; give the number of "
+            "requests that an engine may have"
+        )
+
+
+def check_weights(config: Config) -> None:
+    """Weights reach SGLang through files only, and only while the trainer has other GPUs."""
+    if not config.num_engines:
+        return
+    transport = config.weight_update.update_weight_transport
+    if transport != CHANNEL:
+        raise ValueError(
+            f"--update-weight-transport must be {CHANNEL} with --rollout-backend sglang, got {transport}; add "
+            f"--update-weight-transport {CHANNEL}"
+        )
+    if config.cluster.colocate and config.cluster.device == "cuda":
+        raise ValueError(
+            "--colocate on GPUs must go with --rollout-backend vllm, got sglang; give the engines their own GPUs"
+        )
+    if config.weight_update.check_weight_update_equal:
+        raise ValueError(
+            "--check-weight-update-equal must go with --rollout-backend vllm, got sglang; leave the flag out"
+        )
+
+
+def check_engines(config: Config) -> None:
+    """What SGLang's engines do not give here."""
+    if config.off_policy.use_rollout_routing_replay:
+        raise ValueError(
+            "--use-rollout-routing-replay must go with --rollout-backend vllm, got sglang; sglang-router drops the "
+            "request for experts: use --use-routing-replay"
+        )
+    if config.num_engines and config.nodes_per_engine > 1:
+        raise ValueError(
+            f"--rollout-num-gpus-per-engine must be at most --num-gpus-per-node with --rollout-backend sglang, got "
+            f"{config.cluster.rollout_num_gpus_per_engine} and {config.cluster.num_gpus_per_node}; take smaller engines"
+        )
+
+
+def require_installed(config: Config) -> None:
+    """ValueError unless SGLang, for engines that the run starts, and sglang-router are installed."""
+    if not config.num_engines:
+        return
+    needed = {"sglang_router": "sglang-router"}
+    if not config.rollout.rollout_external_engine_addrs:
+        needed["sglang"] = "sglang"
+    for module, package in needed.items():
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(
+                f"--rollout-backend sglang must find {package}, got none installed; pip install {package}"
+                + (", or name engines by --rollout-external-engine-addrs" if module == "sglang" else "")
+            )

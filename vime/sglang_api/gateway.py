@@ -1,0 +1,179 @@
+"""The process in front of vllm-router that plug-ins call, with SGLang's routes and with vLLM's.
+
+vllm-router 0.1.17 cannot take these calls: it drops fields of POST /generate that its own record lacks, sends
+/abort_request to one engine only, and sends /flush_cache without the key. It keeps all fields of
+/inference/v1/generate. So this process
+
+- puts a body of /generate into one field of /inference/v1/generate, and the router balances the request;
+- sends /abort_request and /flush_cache to every engine;
+- passes every other request to the router.
+
+It has no key: the router and the engines check the key of the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import sys
+from collections.abc import Mapping
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from vime.sglang_api.request import WRAPPED, parse
+
+_TO_ALL = ("/abort_request", "/abort_requests", "/flush_cache")
+_OLDER_NAMES = {"/model_info": "/get_model_info", "/server_info": "/get_server_info"}
+"""Paths that vllm-router forwards without the caller's key -> older names, which it forwards with the key."""
+_OF_CONNECTION = {"connection", "content-length", "expect", "host", "keep-alive", "transfer-encoding"}
+_SGLANGS_SESSION = "x-smg-routing-key"
+"""The header that sglang-router's sticky policies read. vllm-router's policies read x-session-id."""
+_LARGEST_BODY_BYTES = 1 << 30
+_ALL_S = 60.0
+_BEFORE_KEY = {400, 413, 415, 422}
+"""What a malformed body gets from vllm-router, which reads the body before it looks at the key."""
+
+
+class _Peek(msgspec.Struct):
+    stream: bool | None = None
+    input_ids: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def wrap(body: bytes) -> bytes:
+    """A body of /inference/v1/generate that contains a body of /generate. ValueError that names a malformed field.
+
+    The token ids are also outside, for the router's policies that read the prompt, and so is `stream`, which the router
+    must know.
+    """
+    try:
+        peek = msgspec.json.decode(body, type=_Peek)
+    except msgspec.DecodeError as error:
+        parse(body)
+        raise ValueError(f"the body must be a JSON object of /generate, got {body[:80]!r}: {error}") from None
+    try:
+        msgspec.json.decode(peek.input_ids, type=list[int])
+        ids = bytes(peek.input_ids)
+    except msgspec.DecodeError:  # text, or a batch
+        ids = b"[0]"
+    stream = b"true" if peek.stream else b"false"
+    return b'{"token_ids":%b,"sampling_params":{},"stream":%b,"%b":%b}' % (
+        ids,
+        stream,
+        WRAPPED.encode(),
+        body,
+    )
+
+
+class Door:
+    """The HTTP handlers in front of the router at `router_url`."""
+
+    def __init__(self, router_url: str) -> None:
+        self._url = router_url
+
+    async def serve(self, listening: socket.socket) -> None:
+        """Serve until cancelled."""
+        app = web.Application(client_max_size=_LARGEST_BODY_BYTES)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_route("*", "/{path:.*}", self.other)
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            trust_env=False,
+        ) as self._session:
+            runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+            await runner.setup()
+            await web.SockSite(runner, listening).start()
+            await asyncio.Event().wait()
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        try:
+            body = wrap(await request.read())
+        except ValueError as error:
+            if (refusal := await self._refusal(request)) is not None:
+                return refusal
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        return await self._pass(request, "/inference/v1/generate", body)
+
+    async def other(self, request: web.Request) -> web.StreamResponse:
+        if request.path in _TO_ALL:
+            return await self._to_all(request)
+        path = _OLDER_NAMES.get(request.path, request.path)
+        return await self._pass(request, path + request.rel_url.raw_path_qs[len(request.rel_url.raw_path) :])
+
+    async def _pass(self, request: web.Request, path: str, body: bytes | None = None) -> web.StreamResponse:
+        """The router's answer: at once if it has a length, otherwise as a stream."""
+        data = await request.read() if body is None else body
+        headers = _kept(request.headers)
+        if _SGLANGS_SESSION in headers:
+            headers.setdefault("x-session-id", headers[_SGLANGS_SESSION])
+        async with self._session.request(
+            request.method, self._url + path, data=data or None, headers=headers
+        ) as answer:
+            if answer.status in _BEFORE_KEY and (refusal := await self._refusal(request)) is not None:
+                return refusal
+            headers = _kept(answer.headers)
+            if answer.content_length is not None:
+                return web.Response(status=answer.status, body=await answer.read(), headers=headers)
+            response = web.StreamResponse(status=answer.status, headers=headers)
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+            await response.write_eof()
+            return response
+
+    async def _refusal(self, request: web.Request) -> web.Response | None:
+        """The router's 401 if the caller has not the key. Without it, nobody learns what is wrong with a body."""
+        async with self._session.get(f"{self._url}/list_workers", headers=_kept(request.headers)) as answer:
+            return web.Response(status=401, text=await answer.text()) if answer.status == 401 else None
+
+    async def _to_all(self, request: web.Request) -> web.StreamResponse:
+        """Call every engine. The status is the worst one. An engine that has died counts as done."""
+        headers, data = _kept(request.headers), await request.read()
+        limit = aiohttp.ClientTimeout(total=_ALL_S)
+
+        async def ask(url: str) -> tuple[int, str]:
+            async with self._session.request(
+                request.method, url + request.path, data=data or None, headers=headers, timeout=limit
+            ) as answer:
+                return answer.status, await answer.text()
+
+        async with self._session.get(f"{self._url}/list_workers", headers=_kept(request.headers)) as listed:
+            if listed.status != 200:
+                return web.Response(status=listed.status, text=await listed.text())
+            urls = (await listed.json(content_type=None))["urls"]
+        said = await asyncio.gather(*map(ask, urls), return_exceptions=True)
+        answers = [one for one in said if not isinstance(one, BaseException)]
+        for one in said:
+            if isinstance(one, BaseException) and not isinstance(one, aiohttp.ClientError | OSError):
+                raise one
+        status, text = max(answers, default=(503, '{"error": {"message": "no engine answers"}}'))
+        return web.Response(status=status, text=text, content_type="application/json")
+
+
+def _kept(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _OF_CONNECTION)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at once, so that early callers wait until the process serves."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family, backlog=1024)
+    listening.setblocking(False)
+    return listening
+
+
+def serve(router_url: str, listening: socket.socket) -> None:
+    """Serve until the process ends."""
+    import uvloop  # vLLM brings it
+
+    gc.freeze()
+    uvloop.run(Door(router_url).serve(listening))
+
+
+if __name__ == "__main__":  # in front of a router that was started apart
+    serve(sys.argv[3], listen(sys.argv[1], int(sys.argv[2])))

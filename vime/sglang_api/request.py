@@ -1,0 +1,270 @@
+"""A request to SGLang's POST /generate, read and translated into vLLM's sampling parameters. Imports no vLLM.
+
+Every field is served, or is an error that names it: a dropped field would change the samples. Defaults are SGLang's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from vime.sglang_api import control as sglang_control
+from vime.vllm.group_wire import NAMES
+
+WRAPPED = "vime_generate"
+"""The field of /inference/v1/generate that holds a body of /generate on its way through vllm-router."""
+ROUTES = {
+    ("POST", "/generate"),
+    ("POST", "/abort_request"),
+    *((method, "/flush_cache") for method in ("GET", "POST")),
+    *(("GET", path) for path in ("/health_generate", "/get_model_info", "/model_info")),
+    *(("GET", path) for path in ("/get_server_info", "/server_info")),
+    *sglang_control.ROUTES,
+}
+
+MAX_NEW_TOKENS = 128
+"""SGLang's default. A null asks for as many tokens as fit the engine's context."""
+
+_Above0 = Annotated[float, msgspec.Meta(gt=0)]
+_From0 = Annotated[float, msgspec.Meta(ge=0)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Token = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
+    """`sampling_params` of a request. None: SGLang's default."""
+
+    temperature: _From0 | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: _Share | None = None
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = MAX_NEW_TOKENS
+    min_new_tokens: _Count | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[_Token] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    repetition_penalty: _Above0 | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[str, float] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
+    seed: _Seed | None = None
+    sampling_seed: _Seed | None = None
+    # Not served; `_refuse` names them.
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    stop_regex: Any = None
+    custom_params: Any = None
+
+
+class GenerateFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a request."""
+
+    text: str | list[str] | None = None
+    input_ids: list[_Token | list[_Token]] | None = None
+    sampling_params: SamplingFields | list[SamplingFields] | None = None
+    rid: str | list[str] | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    top_logprobs_num: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_routed_experts: bool | None = None
+    # They change nothing in the answer.
+    log_metrics: Any = None
+    priority: Any = None
+    routing_key: Any = None
+    model: Any = None
+    no_logs: Any = None
+    # Not served; `_refuse` names them.
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    modalities: Any = None
+    input_embeds: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    token_ids_logprob: Any = None
+    return_hidden_states: Any = None
+    custom_logit_processor: Any = None
+    background: Any = None
+    return_bytes: Any = None
+    return_entropy: Any = None
+
+
+_NO_IMAGES = "this engine takes text only"
+_REFUSED = {
+    "image_data": _NO_IMAGES,
+    "video_data": _NO_IMAGES,
+    "audio_data": _NO_IMAGES,
+    "modalities": _NO_IMAGES,
+    "input_embeds": "send text or input_ids",
+    "lora_path": "this engine has no adapters",
+    "session_params": "send the whole prompt; the engine caches prefixes",
+    "token_ids_logprob": "use top_logprobs_num",
+    "return_hidden_states": "vLLM does not return them",
+    "custom_logit_processor": "use logit_bias",
+    "background": "the answer comes with the request",
+    "return_bytes": _NO_IMAGES,
+    "return_entropy": "use top_logprobs_num",
+}
+_REFUSED_SAMPLING = {
+    "json_schema": "generation is not constrained here",
+    "regex": "generation is not constrained here",
+    "ebnf": "generation is not constrained here",
+    "structural_tag": "generation is not constrained here",
+    "stop_regex": "use stop",
+    "custom_params": "use logit_bias",
+}
+
+
+@dataclass(frozen=True)
+class OneRequest:
+    """One sample to generate. `params`: vLLM's, of which a missing `max_tokens` means what fits the context."""
+
+    prompt: str | list[int]
+    params: dict[str, Any]
+    rid: str | None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the answers shall hold. `prompt_from`: log-probs of the prompt from that token on; None: of no token."""
+
+    log_probs: bool = False
+    prompt_from: int | None = None
+    top: int = 0
+    texts: bool = False
+    experts: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A parsed request. `batched`: the answer is a list."""
+
+    each: list[OneRequest]
+    wanted: Wanted
+    stream: bool
+    batched: bool
+
+
+_decoder = msgspec.json.Decoder(GenerateFields)
+
+
+def parse(body: bytes) -> GenerateRequest:
+    """The samples that a body asks for, `n` of each prompt side by side. ValueError that names the field."""
+    try:
+        fields = _decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise ValueError(_named(error, body)) from None
+    _refuse(fields, _REFUSED, "")
+    prompts, is_list = _prompts(fields)
+    sampling = _one_each("sampling_params", fields.sampling_params or SamplingFields(), len(prompts))
+    names = _one_each("rid", fields.rid, len(prompts))
+    each = []
+    batched = is_list
+    for prompt, given, name in zip(prompts, sampling, names, strict=True):
+        _refuse(given, _REFUSED_SAMPLING, "sampling_params.")
+        params = translate(given)
+        count = given.n or 1
+        batched = batched or count > 1
+        for copy in range(count):
+            own = params if copy == 0 or "seed" not in params else {**params, "seed": params["seed"] + copy}
+            each.append(OneRequest(prompt, own, name if name is None or count == 1 else f"{name}-{copy}"))
+    return GenerateRequest(each, _wanted(fields), bool(fields.stream), batched)
+
+
+def translate(given: SamplingFields) -> dict[str, Any]:
+    """vLLM's sampling parameters. ValueError for two different seeds."""
+    params = {
+        theirs: value for name, theirs in NAMES.items() if (value := getattr(given, name)) not in (None, [])
+    }
+    if given.seed is not None and given.sampling_seed not in (None, given.seed):
+        raise ValueError(
+            f"sampling_params.seed must equal sampling_params.sampling_seed, got {given.seed} and "
+            f"{given.sampling_seed}; send one of them"
+        )
+    seed = given.seed if given.seed is not None else given.sampling_seed
+    return params if seed is None else {**params, "seed": seed}
+
+
+def _prompts(fields: GenerateFields) -> tuple[list[str | list[int]], bool]:
+    text, ids = fields.text, fields.input_ids
+    if (text is None) == (ids is None):
+        got = "none" if text is None else "both"
+        raise ValueError(f"a request must have one of text and input_ids, got {got}; send one of them")
+    name, given = ("text", text) if ids is None else ("input_ids", ids)
+    nested = isinstance(text, list) or (ids is not None and any(isinstance(one, list) for one in ids))
+    if ids is not None and nested and not all(isinstance(one, list) for one in ids):
+        raise ValueError("input_ids must be token ids or a list of such lists, got a mixture; send one form")
+    prompts: list[Any] = list(given) if nested else [given]  # type: ignore[arg-type]
+    if not prompts or not all(prompts):
+        raise ValueError(f"{name} must not be empty, got {json.dumps(given)[:80]}; send a prompt")
+    return prompts, nested
+
+
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    if not isinstance(given, list):
+        if count > 1 and isinstance(given, str):
+            return [f"{given}-{place}" for place in range(count)]
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(
+            f"{name} must have one entry per prompt, got {len(given)} for {count} prompts; send one for all or "
+            "one for each"
+        )
+    return given
+
+
+def _wanted(fields: GenerateFields) -> Wanted:
+    start = fields.logprob_start_len
+    asked = bool(fields.return_logprob)
+    return Wanted(
+        log_probs=asked,
+        prompt_from=start if asked and start is not None and start >= 0 else None,
+        top=(fields.top_logprobs_num or 0) if asked else 0,
+        texts=bool(fields.return_text_in_logprobs),
+        experts=bool(fields.return_routed_experts),
+    )
+
+
+def _refuse(fields: msgspec.Struct, names: dict[str, str], where: str) -> None:
+    for name, why in names.items():
+        if value := getattr(fields, name):
+            raise ValueError(
+                f"{where}{name} must be left out, got {type(value).__name__} {str(value)[:40]!r}; {why}"
+            )
+
+
+def _named(error: msgspec.DecodeError, body: bytes) -> str:
+    """msgspec's message with the field first: "Expected `int`, got `str` - at `$.a.b`" -> "a.b must be int"."""
+    said = str(error)
+    if found := re.fullmatch(r"Object contains unknown field `(.+?)`(?: - at `\$\.?(.*)`)?", said):
+        name = ".".join(filter(None, (found[2], found[1])))
+        return f"{name} must be left out, got it; it is no field of /generate that this engine knows"
+    if found := re.fullmatch(r"Expected (.+?)(?:, got (.+?))?(?: - at `\$\.?(.*)`)?", said):
+        what, path = found[1].replace("`", ""), found[3] or ""
+        return f"{path or 'the body'} must be {what}, got {_value_at(body, path)}"
+    return f"the body must be a JSON object of /generate, got {body[:80]!r}: {said}"
+
+
+def _value_at(body: bytes, path: str) -> str:
+    """The JSON of what `path` ("a.b[1]") leads to, shortened."""
+    value = json.loads(body)
+    for name, place in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
+        if name == "...":  # msgspec's name of a key of a dict
+            break
+        value = value[int(place)] if place.isdigit() else value[name] if name else value
+    return json.dumps(value)[:80]

@@ -1,0 +1,373 @@
+"""SGLang's HTTP routes on an engine server: what plug-ins of slime post to (see sglang_request for the fields).
+
+`POST /generate` goes straight to vLLM's engine client, as requests for a group do (group_route). Log-probs are those of
+the distribution that the token was sampled from, as our own client gets them. vllm-router drops fields of /generate, so
+vime.sglang_api.gateway sends the body through the router inside a field of /inference/v1/generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+
+from vime.sglang_api import control as sglang_control
+from vime.sglang_api.request import GenerateRequest, OneRequest, Wanted, parse
+from vime.vllm.versions import installed, refusals
+from vime.vllm.worker import routed_experts
+from vime.vllm.worker.group_route import LOWEST
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.tokenizers import TokenizerLike
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_HEALTH_S = 20.0
+
+Send = Callable[[Any], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What answers a request: vLLM's AsyncLLM, the weight versions live since the request arrived, the `rid` of each
+    running request by its name in vLLM, and what makes a version the live one."""
+
+    llm: AsyncLLM
+    versions: Callable[[], list[int]]
+    running: dict[str, str]
+    set_version: Callable[[int], None]
+
+
+async def answer(
+    engine: Engine, route: tuple[str, str], body: bytes, receive: Receive, send: Send, *, routed: bool
+) -> None:
+    """Answer a request to one of `ROUTES`, or one that wraps /generate. 400 with the reason for what cannot be served.
+
+    `route`: method and path. `routed`: whether it came by the URL that vllm-router has of this engine.
+    """
+    path = route[1]
+    try:
+        if path == "/inference/v1/generate":
+            await _generate(engine, unwrapped(body), receive, send)
+        elif path == "/generate":
+            if routed:
+                require_whole(body)
+            await _generate(engine, body, receive, send)
+        elif path == "/abort_request":
+            await _abort(engine, body)
+            await _json(send, 200, {"success": True})
+        elif path == "/flush_cache":
+            flushed = await engine.llm.reset_prefix_cache()
+            await _json(send, 200 if flushed else 400, {"success": bool(flushed)})
+        elif path in sglang_control.PATHS:
+            await _json(send, *await sglang_control.answer(_controlled(engine), path, body))
+        elif path == "/health_generate":
+            await _json(send, *await _health(engine))
+        else:
+            await _json(send, 200, _info(engine, server="server" in path))
+    except refusals() as error:
+        await _json(send, 400, _error(error))
+
+
+class _Wrapped(msgspec.Struct):
+    vime_generate: msgspec.Raw
+
+
+def unwrapped(body: bytes) -> bytes:
+    """The body of /generate inside one of /inference/v1/generate. ValueError where it has none."""
+    return bytes(msgspec.json.decode(body, type=_Wrapped).vime_generate)
+
+
+def _controlled(engine: Engine) -> sglang_control.Controlled:
+    return sglang_control.Controlled(
+        engine.llm, lambda: engine.versions()[-1], engine.set_version, lambda: _abort_all(engine)
+    )
+
+
+def require_whole(body: bytes) -> None:
+    """ValueError for a body of /generate that vllm-router has written anew: its own record of it lacks fields, such as
+    sampling_seed. The record of sglang-router has them; it alone has a field no_logs."""
+    if b'"return_hidden_states":' not in body or b'"no_logs":' in body:
+        return
+    raise ValueError(
+        "POST /generate must go to args.sglang_router_ip and args.sglang_router_port, got one that vllm-router "
+        "passed on without the fields that it does not know; post there, or to an engine itself"
+    )
+
+
+class _Ask(msgspec.Struct):
+    rid: str | list[str] = ""
+    abort_all: bool = False
+
+
+async def _abort(engine: Engine, body: bytes) -> None:
+    """Abort every request of this engine, or those whose `rid` begins with the given one, as SGLang does."""
+    try:
+        ask = msgspec.json.decode(body or b"{}", type=_Ask)
+    except msgspec.DecodeError as error:
+        raise ValueError(
+            f"the body of /abort_request must have rid or abort_all, got {body[:80]!r}: {error}"
+        ) from None
+    if ask.abort_all:
+        await _abort_all(engine)
+        return
+    names = tuple(filter(None, [ask.rid] if isinstance(ask.rid, str) else ask.rid))
+    if not names:
+        raise ValueError(f"rid must not be empty, got {body[:80]!r}; set abort_all to abort every request")
+    await engine.llm.abort([name for name, rid in engine.running.items() if rid.startswith(names)])
+
+
+async def _abort_all(engine: Engine) -> None:
+    known = engine.llm.output_processor
+    await engine.llm.abort([*known.request_states, *known.parent_requests], internal=True)
+
+
+async def _health(engine: Engine) -> tuple[int, Any]:
+    """Whether the engine generates a token in time."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+
+    outputs = engine.llm.generate(tokens_input([0]), SamplingParams(max_tokens=1), f"health-{uuid4().hex}")
+    try:
+        async with asyncio.timeout(_HEALTH_S):
+            async for _ in outputs:
+                pass
+    except TimeoutError:
+        return 503, _error(f"the engine must generate a token within {_HEALTH_S:g} s, got none")
+    return 200, {"success": True}
+
+
+def _info(engine: Engine, *, server: bool) -> dict[str, Any]:
+    config = engine.llm.model_config
+    info = {
+        "model_path": config.model,
+        "tokenizer_path": config.tokenizer,
+        "is_generation": True,
+        "weight_version": engine.versions()[-1],
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+    }
+    if server:
+        info |= {
+            "context_length": config.max_model_len,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "engine": f"vLLM {installed()}",
+            "status": "ready",
+        }
+    return info
+
+
+async def _generate(engine: Engine, body: bytes, receive: Receive, send: Send) -> None:
+    request = parse(body)
+    jobs = [_Job(engine, one, request) for one in request.each]
+    gone = asyncio.create_task(_gone(receive))
+    work = asyncio.create_task(
+        _stream(jobs, request, send) if request.stream else _whole(jobs, request, send)
+    )
+    try:
+        await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()
+    finally:
+        gone.cancel()
+        work.cancel()  # a client that went away: the engine stops computing
+
+
+async def _whole(jobs: list[_Job], request: GenerateRequest, send: Send) -> None:
+    async def last(job: _Job) -> dict[str, Any]:
+        answers = [answer async for answer in job.answers()]
+        return answers[-1]
+
+    if len(jobs) == 1:
+        made = [await last(jobs[0])]
+    else:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(last(job)) for job in jobs]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        made = [task.result() for task in tasks]
+    await _json(send, 200, made if request.batched else made[0])
+
+
+async def _stream(jobs: list[_Job], request: GenerateRequest, send: Send) -> None:
+    """Server-sent events, each with all of a sample's text and tokens so far, then [DONE]."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")],
+        }
+    )
+
+    async def events(place: int, job: _Job) -> None:
+        try:
+            async for answer in job.answers():
+                await _event(send, {**answer, "index": place} if request.batched else answer)
+        except refusals() as error:
+            await _event(send, _error(error))
+
+    async with asyncio.TaskGroup() as group:
+        for place, job in enumerate(jobs):
+            group.create_task(events(place, job))
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+class _Job:
+    """One sample: vLLM's parameters of it, and SGLang's form of what the engine says."""
+
+    def __init__(self, engine: Engine, one: OneRequest, request: GenerateRequest) -> None:
+        self.engine, self.wanted = engine, request.wanted
+        self.tokenizer = engine.llm.get_tokenizer()
+        prompt = one.prompt
+        self.prompt: list[int] = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self.rid = one.rid or uuid4().hex
+        self.name = f"{self.rid}-{uuid4().hex}"
+        self.params = _sampling(engine, one.params, self.prompt, self.wanted, stream=request.stream)
+        self.began = time.perf_counter()
+
+    async def answers(self) -> AsyncIterator[dict[str, Any]]:
+        from vllm.inputs.engine import tokens_input
+
+        self.engine.running[self.name] = self.rid
+        try:
+            async for output in self.engine.llm.generate(tokens_input(self.prompt), self.params, self.name):
+                yield self.of(output)
+        finally:
+            del self.engine.running[self.name]
+
+    def of(self, output: RequestOutput) -> dict[str, Any]:
+        completion = output.outputs[0]
+        ids = list(completion.token_ids)
+        live = self.engine.versions()
+        meta: dict[str, Any] = {
+            "id": self.rid,
+            "finish_reason": _finish(completion, ids),
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": len(ids),
+            "cached_tokens": output.num_cached_tokens or 0,
+            "weight_version": live[-1],
+            "weight_versions": live,
+            "e2e_latency": time.perf_counter() - self.began,
+        }
+        wanted = self.wanted
+        if wanted.log_probs:
+            meta |= _log_probs(completion, wanted, self.tokenizer)
+        if wanted.prompt_from is not None and output.prompt_logprobs is not None:
+            meta["input_token_logprobs"] = _of_prompt(
+                cast("FlatLogprobs", output.prompt_logprobs), self.prompt, wanted, self.tokenizer
+            )
+        if wanted.experts and completion.routed_experts is not None:
+            rows = np.ascontiguousarray(completion.routed_experts, np.int32)
+            meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+        return {"text": completion.text, "output_ids": ids, "meta_info": meta}
+
+
+def _sampling(
+    engine: Engine, given: dict[str, Any], prompt: list[int], wanted: Wanted, *, stream: bool
+) -> SamplingParams:
+    """vLLM's parameters. ValueError for what does not fit the context, or needs an engine of another kind."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    room = engine.llm.model_config.max_model_len - len(prompt)
+    most = given.get("max_tokens", max(room, 1))
+    if most > room:
+        raise ValueError(
+            f"sampling_params.max_new_tokens must fit the engine's context of {room + len(prompt)} tokens, got "
+            f"{len(prompt)} tokens of input_ids or text and up to {most} new ones"
+        )
+    if wanted.experts and routed_experts.VARIABLE not in os.environ:
+        raise ValueError(
+            "return_routed_experts must be left out, got true; only a run with --use-rollout-routing-replay has them"
+        )
+    kind = RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY
+    params = {**given, "max_tokens": most, "output_kind": kind, "skip_clone": True}
+    if wanted.log_probs:
+        params["logprobs"] = wanted.top
+    if wanted.prompt_from is not None:
+        params["prompt_logprobs"] = 0
+    made = SamplingParams.from_optional(**params)
+    made.routed_experts_prompt_start = 0
+    made.flat_logprobs = True  # numbers alone, see compact_log_probs
+    return made
+
+
+def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, Any] | None:
+    reason = completion.finish_reason
+    if reason is None:
+        return None
+    if reason == "length":
+        return {"type": "length", "length": len(ids)}
+    if reason == "stop":
+        matched = completion.stop_reason
+        return {"type": "stop", "matched": ids[-1] if matched is None and ids else matched}
+    return {"type": "abort", "message": "the request was aborted"}
+
+
+def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: TokenizerLike) -> dict[str, Any]:
+    """`output_token_logprobs` and, where asked for, `output_top_logprobs`: rows [log-prob, token id, text or null]."""
+    flat = cast("FlatLogprobs | None", completion.logprobs)
+    if flat is None:
+        return {"output_token_logprobs": []}
+    firsts = flat.start_indices
+    values, ids = flat.logprobs, flat.token_ids
+    texts = _texts(tokenizer, ids) if wanted.texts else [None] * len(ids)
+    rows = [[max(value, LOWEST), token, text] for value, token, text in zip(values, ids, texts, strict=True)]
+    made: dict[str, Any] = {"output_token_logprobs": [rows[first] for first in firsts]}
+    if wanted.top:
+        # after the sampled token come the most likely ones, in order
+        ends = flat.end_indices
+        made["output_top_logprobs"] = [
+            rows[first + 1 : min(end, first + 1 + wanted.top)]
+            for first, end in zip(firsts, ends, strict=True)
+        ]
+    return made
+
+
+def _of_prompt(
+    flat: FlatLogprobs, prompt: list[int], wanted: Wanted, tokenizer: TokenizerLike
+) -> list[list[Any]]:
+    """[log-prob, token id, text or null] of each token of the prompt from the wanted one on. The first has null."""
+    start = min(wanted.prompt_from or 0, len(prompt) - 1)
+    texts = _texts(tokenizer, prompt[start:]) if wanted.texts else [None] * (len(prompt) - start)
+    values: list[float | None] = [None]
+    for place in range(start + 1, len(prompt)):
+        values.append(max(flat.logprobs[flat.start_indices[place]], LOWEST))
+    return [list(row) for row in zip(values, prompt[start:], texts, strict=True)]
+
+
+def _texts(tokenizer: TokenizerLike, ids: list[int]) -> list[str | None]:
+    return [tokenizer.decode([token]) for token in ids]
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(error: object) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": "BadRequestError"}}
+
+
+async def _event(send: Send, record: Any) -> None:
+    piece = b"data: " + msgspec.json.encode(record) + b"\n\n"
+    await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+async def _json(send: Send, status: int, record: Any) -> None:
+    body = msgspec.json.encode(record)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

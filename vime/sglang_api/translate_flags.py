@@ -1,0 +1,225 @@
+"""`--sglang-*` flags of existing launch scripts -> their `--vllm-*` counterparts, each with a remark.
+
+A flag is translated, or accepted with the reason why the answers are the same without it, or an error that names the
+reason. The tables are in sglang_tables.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from slime.config.config_file import FlagGroup
+from slime.config.fields import nearest
+from slime.config.problems import Problems
+from slime.config.sections.cluster import ClusterConfig
+from slime.hardware import HARDWARE
+from vime.sglang_api import config_file as sglang_config
+from vime.sglang_api.tables import ANY, ENGINE_DECIDES, MAPPED, REFUSED, RENAMED
+
+PREFIX = "sglang_"
+SPECULATIVE = ("algorithm", "num_steps", "num_draft_tokens", "eagle_topk", "draft_model_path")
+_METHODS = {"NEXTN": "mtp", "EAGLE": "eagle", "EAGLE3": "eagle3"}
+
+
+def translate_sglang(groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
+    """Every `--sglang-*` group as flags that have an owner, with a remark. ValueError names the others."""
+    out: list[FlagGroup] = []
+    notes: list[str] = []
+    speculative: dict[str, FlagGroup] = {}
+    problems = Problems()
+    if (expanded := problems.check(sglang_config.expand, groups)) is not None:
+        groups, notes = expanded
+    else:
+        groups = [group for group in groups if group.name != sglang_config.FLAG]
+    spread = _spread(groups)
+    for group in groups:
+        if not group.name.startswith(PREFIX):
+            out.append(group)
+            continue
+        name = group.name.removeprefix(PREFIX)
+        if name.startswith("speculative_") and name.removeprefix("speculative_") in SPECULATIVE:
+            speculative[name.removeprefix("speculative_")] = group
+            continue
+        rule: Callable[..., tuple[list[FlagGroup], str]] = _translate
+        if name in REPLICAS and spread:
+            rule = _one_group
+        if (translated := problems.check(rule, name, group, origin=group.origin)) is not None:
+            new, why = translated
+            out += new
+            notes.append(_remark(group, new, why))
+    if speculative and (joined := problems.check(_speculative_config, speculative)) is not None:
+        out.append(joined)
+        notes.append(
+            _remark(next(iter(speculative.values())), [joined], "the --sglang-speculative-* flags together")
+        )
+    problems.report()
+    return out, notes
+
+
+def targets() -> dict[str, str]:
+    """SGLang flag name (no prefix, underscores) -> what it becomes, in words; for `vime flags`."""
+    rows = {name: "--" + target.replace("_", "-") for name, target in RENAMED.items()}
+    rows |= {name: "--" + target.replace("_", "-") for name, (target, _) in MAPPED.items()}
+    rows |= {name: f"nothing: {why}" for name, why in ENGINE_DECIDES.items()}
+    rows |= {name: doc for name, (_, doc) in SPECIAL.items()}
+    rows["config"] = "the flags of one model in equal groups"
+    rows |= {f"speculative_{name}": "an entry of --vllm-speculative-config" for name in SPECULATIVE}
+    return rows
+
+
+def _group(name: str, *values: str) -> FlagGroup:
+    return FlagGroup("--" + name.replace("_", "-"), name, list(values))
+
+
+def _remark(old: FlagGroup, new: list[FlagGroup], why: str) -> str:
+    became = " ".join(" ".join([g.typed, *g.values]) for g in new) or "nothing"
+    return f"{' '.join([old.typed, *old.values])} becomes {became}" + (f" ({why})" if why else "")
+
+
+def _translate(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    """The flags one SGLang flag becomes, and the reason where it is not a plain renaming."""
+    if name in RENAMED:
+        return [_group(RENAMED[name], *group.values)], ""
+    if name in MAPPED:
+        target, values = MAPPED[name]
+        value = _one(group)
+        if value not in values:
+            raise ValueError(
+                f"{group.typed} must be one of {', '.join(values)} to have a vLLM counterpart, got {value}; choose one "
+                f"of them, or leave it out and give --{target.replace('_', '-')}"
+            )
+        return (
+            ([_group(target, values[value])], "") if values[value] != ANY else ([], "vLLM chooses it itself")
+        )
+    if name in ENGINE_DECIDES:
+        return [], ENGINE_DECIDES[name]
+    if name in SPECIAL:
+        return SPECIAL[name][0](group)
+    if name in REFUSED:
+        instead = REFUSED[name].format(" ".join(group.values)).rstrip()
+        raise ValueError(f"{group.typed} must be left out; {instead}")
+    near = nearest(name, targets(), prefix="--sglang-")
+    raise ValueError(
+        f"{group.typed} must be left out: no flag of SGLang with this name is known here{near}; `vime flags sglang` "
+        "lists them"
+    )
+
+
+def _one(group: FlagGroup) -> str:
+    if len(group.values) != 1:
+        raise ValueError(
+            f"{group.typed} must be followed by one value, got {' '.join(group.values) or 'none'}"
+        )
+    return group.values[0]
+
+
+def _number(group: FlagGroup) -> int:
+    try:
+        return int(_one(group))
+    except ValueError as error:
+        raise ValueError(
+            f"{group.typed} must be an integer, got {' '.join(group.values) or 'none'}"
+        ) from error
+
+
+def _memory(group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    """SGLang's fraction covers weights and KV cache; vLLM's covers activations too.
+
+    The same number can therefore not use more memory than it did, only a smaller KV cache.
+    """
+    why = "vLLM counts activations in, so the KV cache is smaller than SGLang's at the same number"
+    return [_group("vllm_gpu_memory_utilization", _one(group))], why
+
+
+def _expert_parallel(group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    """vLLM spreads experts over all GPUs of an engine, or not at all."""
+    if _number(group) > 1:
+        return [_group("vllm_enable_expert_parallel")], "over all GPUs of an engine"
+    return [], "one rank is no expert parallelism"
+
+
+REPLICAS = ("dp_size", "data_parallel_size")
+
+
+def _replicas(group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    return [_group("vllm_data_parallel_size", _one(group))], ""
+
+
+def _one_group(name: str, group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    """An engine of several nodes has no replicas of its attention: every layer is split over all its GPUs."""
+    _number(group)
+    return [], "an engine of several nodes splits its layers over all its GPUs, with the same answers"
+
+
+def _spread(groups: list[FlagGroup]) -> bool:
+    """Whether an engine needs several nodes. Other checks report values that are no numbers."""
+    typed = {group.name: group.values[0] for group in groups if group.values}
+    defaults = ClusterConfig()
+    nodes = (
+        HARDWARE[typed["gpu"]].gpus_per_node if typed.get("gpu") in HARDWARE else defaults.num_gpus_per_node
+    )
+    try:
+        engine = int(typed.get("rollout_num_gpus_per_engine", defaults.rollout_num_gpus_per_engine))
+        return engine > int(typed.get("num_gpus_per_node", nodes))
+    except ValueError:
+        return False
+
+
+def _invariant(group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    return [_group("vllm_batch_invariant")], "an answer does not depend on the other requests of its batch"
+
+
+def _chunked_prefill(group: FlagGroup) -> tuple[list[FlagGroup], str]:
+    if _number(group) > 0:
+        return [_group("vllm_max_num_batched_tokens", _one(group))], ""
+    return [_group("vllm_no_enable_chunked_prefill")], ""
+
+
+SPECIAL: dict[str, tuple[Callable[[FlagGroup], tuple[list[FlagGroup], str]], str]] = {
+    "mem_fraction_static": (_memory, "--vllm-gpu-memory-utilization"),
+    "dp_size": (_replicas, "--vllm-data-parallel-size, or nothing for an engine of several nodes"),
+    "data_parallel_size": (_replicas, "--vllm-data-parallel-size, or nothing for an engine of several nodes"),
+    "enable_deterministic_inference": (_invariant, "--vllm-batch-invariant"),
+    "ep_size": (_expert_parallel, "--vllm-enable-expert-parallel when above 1"),
+    "expert_parallel_size": (_expert_parallel, "--vllm-enable-expert-parallel when above 1"),
+    "chunked_prefill_size": (
+        _chunked_prefill,
+        "--vllm-max-num-batched-tokens, or --vllm-no-enable-chunked-prefill when not above 0",
+    ),
+}
+"""Not a renaming: (function, what it becomes in words)."""
+
+
+def _speculative_config(given: dict[str, FlagGroup]) -> FlagGroup:
+    """SGLang's chain speculation as vLLM's JSON. Tree speculation (eagle-topk above 1) has no counterpart."""
+    typed = next(iter(given.values())).typed
+    for needed in ("algorithm", "num_steps"):
+        if needed not in given:
+            raise ValueError(
+                f"--sglang-speculative-{needed.replace('_', '-')} must be given with {typed}, got none"
+            )
+    steps = _number(given["num_steps"])
+    if "eagle_topk" in given and _number(given["eagle_topk"]) != 1:
+        got = _one(given["eagle_topk"])
+        raise ValueError(
+            f"--sglang-speculative-eagle-topk must be 1, got {got}; vLLM drafts one chain, not a tree"
+        )
+    if "num_draft_tokens" in given and _number(given["num_draft_tokens"]) != steps + 1:
+        got = _one(given["num_draft_tokens"])
+        raise ValueError(
+            f"--sglang-speculative-num-draft-tokens must be num-steps + 1 = {steps + 1}, got {got}; "
+            "vLLM drafts one chain"
+        )
+    algorithm = _one(given["algorithm"])
+    if algorithm not in _METHODS:
+        raise ValueError(
+            f"--sglang-speculative-algorithm must be one of {', '.join(_METHODS)}, got {algorithm}"
+        )
+    config: dict[str, str | int] = {"method": _METHODS[algorithm], "num_speculative_tokens": steps}
+    if "draft_model_path" in given:
+        config["model"] = _one(given["draft_model_path"])
+    elif algorithm == "EAGLE":
+        # Without a draft model SGLang's EAGLE runs the checkpoint's own multi-token-prediction layers.
+        config["method"] = "mtp"
+    return _group("vllm_speculative_config", json.dumps(config))

@@ -1,0 +1,203 @@
+"""vLLM behind vllm-router, as one object: its flags, what slime must know about its engines, and their start.
+
+Light to import: vLLM, Ray and torch are loaded by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from slime.config import Config, FlagGroup
+from slime.config.fields import FlagSpec
+from slime.config.sections.engine import EngineFacts
+from slime.config.unsupported import Unsupported
+from slime.protocols import WeightSource
+from slime.rules.listing import Row
+from vime.pool import external as apart
+from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
+from vime.vllm import fp8
+from vime.vllm import server_flags as flags
+from vime.vllm.server import EngineServer, EngineSpec, option, pair_up
+
+if TYPE_CHECKING:
+    from slime.cluster.placement import Placement
+    from slime.protocols import EnginePool
+
+ENGINE_SHARE = 0.92
+"""vLLM's own --gpu-memory-utilization."""
+CONCURRENCY = FlagSpec("vllm_server_concurrency", int, 512, "maximum number of requests in flight per engine")
+INVARIANT = FlagSpec(
+    "vllm_batch_invariant",
+    bool,
+    False,
+    "answers that do not depend on the other requests of a batch (slower)",
+)
+ROUTER_IP = FlagSpec("vllm_router_ip", str, None, "address of a router that was started apart")
+ROUTER_PORT = FlagSpec(
+    "vllm_router_port",
+    int,
+    None,
+    "port of that router; without --vllm-router-ip, port of the run's own router",
+)
+_DEADLINE = "one request may take --rollout-deadline-s"
+UNSUPPORTED = {
+    "slime_router_middleware_paths": Unsupported(
+        None, "the router runs no middleware; write a --custom-generate-function-path"
+    ),
+    "slime_router_health_check_failure_threshold": Unsupported(3, "use --router-health-failure-threshold"),
+}
+"""Flags of slime's own router, for every backend."""
+WITHOUT_ROUTER = {
+    "slime_router_timeout": FlagSpec("slime_router_timeout", str, None, _DEADLINE),
+    "slime_router_max_connections": FlagSpec(
+        "slime_router_max_connections",
+        str,
+        None,
+        "requests in flight are bounded by --vllm-server-concurrency or --sglang-server-concurrency",
+    ),
+    "use_slime_router": FlagSpec(
+        "use_slime_router",
+        bool,
+        False,
+        "the engine's own router is always used; tokens and log-probs pass through it",
+    ),
+}
+"""The same, without effect."""
+NO_EFFECT = {
+    "vllm_router_request_timeout_secs": FlagSpec("vllm_router_request_timeout_secs", str, None, _DEADLINE),
+    "vllm_weight_sync_mode": FlagSpec(
+        "vllm_weight_sync_mode", str, None, "--update-weight-transport chooses how weights reach the engines"
+    ),
+    **WITHOUT_ROUTER,
+}
+FLAG_OF = {
+    "memory_share": "--vllm-gpu-memory-utilization",
+    "cache_bytes": "--vllm-kv-cache-memory-bytes",
+    "data_parallel_size": "--vllm-data-parallel-size",
+    "pipeline_parallel_size": "--vllm-pipeline-parallel-size",
+}
+
+
+def engine_facts(args: dict[str, Any]) -> EngineFacts:
+    """What slime must know about engines with these arguments, which have vLLM's names."""
+    return EngineFacts(
+        project="vLLM",
+        router="vllm-router",
+        memory_share=args.get("gpu_memory_utilization", ENGINE_SHARE),
+        cache_bytes=args.get("kv_cache_memory_bytes"),
+        dtype=args.get("dtype"),
+        weight_bytes=fp8.WEIGHT_BYTES if fp8.quantises(args) else None,
+        drafts=(args.get("speculative_config") or {}).get("method") == "mtp",
+        data_parallel_size=args.get("data_parallel_size") or 1,
+        pipeline_parallel_size=args.get("pipeline_parallel_size") or 1,
+        flag_of=FLAG_OF,
+    )
+
+
+def check_concurrency(config: Config) -> None:
+    """--vllm-server-concurrency is a number of requests."""
+    if config.engine.server_concurrency <= 0:
+        raise ValueError(f"--vllm-server-concurrency must be above 0, got {config.engine.server_concurrency}")
+
+
+class VllmBackend:
+    """A `slime.rollout_backend.RolloutBackend`."""
+
+    name = "vllm"
+    specs = {spec.name: spec for spec in (CONCURRENCY, INVARIANT, ROUTER_IP, ROUTER_PORT)}
+    owners = (flags.VLLM, flags.ROUTER)
+    unsupported = UNSUPPORTED
+    no_effect = NO_EFFECT
+    foreign = PREFIX
+    rules = (
+        check_concurrency,
+        flags.check_engine_size,
+        flags.check_engine_nodes,
+        flags.check_engine_heads,
+        flags.check_weight_channel,
+        flags.check_context_length,
+        fp8.check_quantisation,
+        apart.check_addresses,
+        apart.check_weights,
+    )
+
+    def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
+        """SGLang's flags become vLLM's."""
+        return translate_sglang(groups)
+
+    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """The engine section. Hooks find vLLM's arguments in their `args` as vllm_NAME."""
+        args = given.get("backend_args", {})
+        concurrency = own.get(CONCURRENCY.name, CONCURRENCY.default)
+        hooks = {name: entry.default for name, entry in UNSUPPORTED.items()}
+        hooks |= {name: spec.default for name, spec in NO_EFFECT.items() if spec.default is not None}
+        hooks |= {
+            CONCURRENCY.name: concurrency,
+            INVARIANT.name: own.get(INVARIANT.name, INVARIANT.default),
+            ROUTER_IP.name: own.get(ROUTER_IP.name),
+            ROUTER_PORT.name: own.get(ROUTER_PORT.name),
+            "vllm_args": args,
+            "vllm_argv": given.get("backend_argv", []),
+        }
+        hooks |= {f"vllm_{name}": value for name, value in args.items()}
+        return {
+            **given,
+            "server_concurrency": concurrency,
+            "router_ip": own.get(ROUTER_IP.name),
+            "router_port": own.get(ROUTER_PORT.name),
+            "backend_env": {"VLLM_BATCH_INVARIANT": "1"} if own.get(INVARIANT.name) else {},
+            "engine_facts": engine_facts(args),
+            "hook_args": hooks,
+        }
+
+    def remarks(self, config: Config) -> Iterator[str]:
+        """Notes on engines. ValueError for a vLLM that is too old."""
+        return flags.remarks(config)
+
+    def rows(self) -> Iterator[Row]:
+        """Every flag of vLLM and vllm-router (imports both), and the flags of SGLang that are translated."""
+        yield from flags.list_flags()
+        for name, target in targets().items():
+            yield {
+                "flag": "--sglang-" + name.replace("_", "-"),
+                "owner": "translated",
+                "default": None,
+                "help": f"becomes {target}",
+                "choices": None,
+                "translated_to": target,
+            }
+
+    def command_lines(self, config: Config) -> Iterator[str]:
+        """The server's own command-line option for each engine and router flag."""
+        for tokens in pair_up(config.engine.backend_argv):
+            yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
+        spec = EngineSpec(**flags.engine_settings(config), run_key="", log_path="")
+        server = EngineServer(spec).command()[4:]  # after "python -m vime.vllm.serve MODULE"
+        for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
+            if option(tokens) not in ("host", "port"):  # the address is known when the server starts
+                yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"
+        for tokens in pair_up(config.engine.router_argv):
+            yield f"{'--router-' + tokens[0][2:]:<40} vllm-router {' '.join(tokens)}"
+
+    def require_reachable(self, config: Config) -> None:
+        """The engines and the router that were started apart answer, and the router is for this run alone. Engines on
+        CPUs can compute the model."""
+        fp8.check_on_cpu(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
+        apart.require_reachable(config)
+
+    def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
+        """The engines and their router, not started yet."""
+        from vime.pool.launch import make_pool
+        from vime.pool.pool import VllmEnginePool
+
+        return make_pool(
+            VllmEnginePool,
+            config,
+            placed,
+            source,
+            functools.partial(EngineSpec, **flags.engine_settings(config)),
+            dtype=flags.engine_dtype(config),
+            gives_memory=flags.gives_memory(config),
+        )

@@ -1,0 +1,185 @@
+"""Requests completions through the router: slime's RolloutEngine over /v1/completions of our servers (group_wire).
+
+Owns the translation of sampling parameters, and the check that every token has a log-prob. Samples that are asked for
+at the same moment with the same prompt travel in one request: a group costs one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from slime.protocols import FinishReason, GenerateResult
+from slime.rollout.sampling import checked
+from vime.pool.router_client import RouterClient, Transient, require_finite, require_ok
+from vime.vllm.group_wire import NAMES, SAMPLES, Frames, SampleAnswer, Samples
+from vime.vllm.server import SERVED_MODEL_NAME
+from vime.vllm.worker import routed_experts
+
+_OWN = ("max_tokens",)
+"""Parameters, beside the seed, that samples of one request may differ in."""
+_FINISH: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class VllmEngineClient(RouterClient):
+    """RolloutEngine over vllm-router at `router_url`, e.g. "http://127.0.0.1:3000"."""
+
+    def __init__(self, router_url: str, run_key: str) -> None:
+        super().__init__(router_url, run_key)
+        self._waiting: dict[bytes, _Request] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_waiting": {}, "_sending": set()}
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        sampling_params: dict[str, Any],
+        *,
+        seed: int,
+        deadline_s: float,
+        experts_from: int | None = None,
+    ) -> GenerateResult:
+        """Sample one completion of `token_ids`.
+
+        The log-probs are in nats. They belong to the distribution that the tokens were sampled from: after temperature,
+        and after top-k, top-p, min-p and penalties if these are set. The same seed gives the same sample on the same
+        weights, if the engine's numbers do not depend on its batch. The text keeps the stop string unless
+        `no_stop_trim` is False.
+
+        Connection faults and HTTP 5xx, 408, 425 and 429 are retried. TimeoutError when `deadline_s` seconds
+        (--rollout-deadline-s) end without a completion. ValueError, with the engine's answer, for any other status.
+        """
+        shared, own = request_fields(sampling_params, seed)
+        if experts_from is not None:
+            shared[routed_experts.START_FIELD] = experts_from
+        answer = await self._until(
+            deadline_s, lambda: self._join(token_ids, shared, own), prompt_tokens=len(token_ids)
+        )
+        return result_of(answer, len(token_ids), experts_from)
+
+    async def abort_all(self) -> None:
+        """Abort every running request on every engine of the router. Each request returns the tokens that it has."""
+        await self._on_all("/abort_requests", {})
+
+    def _join(
+        self, token_ids: list[int], shared: dict[str, Any], own: dict[str, Any]
+    ) -> asyncio.Future[SampleAnswer]:
+        """Add a sample to the request that leaves when the tasks that are ready now have run."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._send_waiting)
+        key = msgspec.json.encode((token_ids, shared))
+        request = self._waiting.setdefault(key, _Request(token_ids, Samples(shared, [])))
+        future: asyncio.Future[SampleAnswer] = loop.create_future()
+        request.samples.each.append(own)
+        request.futures.append(future)
+        return future
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for request in waiting.values():
+            task = asyncio.create_task(self._send(request))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+            for future in request.futures:
+                future.add_done_callback(partial(_end_with, task, request.futures))
+
+    async def _send(self, request: _Request) -> None:
+        """Hand each sample's answer, or what went wrong, to the one who waits for it."""
+        try:
+            await self._exchange(request)
+            missing = sum(not future.done() for future in request.futures)
+            refusal = None
+            said = f"the answer lacks {missing} of {len(request.futures)} samples"
+        except (Transient, aiohttp.ClientError, msgspec.DecodeError, OSError) as error:
+            refusal, said = None, f"{type(error).__name__}: {error}"
+        except ValueError as error:
+            refusal, said = ValueError, str(error)
+        for future in request.futures:
+            if not future.done():
+                future.set_exception((refusal or Transient)(said))
+
+    async def _exchange(self, request: _Request) -> None:
+        url = f"{self.router_url}/v1/completions"
+        # vllm-router passes the pieces of a stream on as they come
+        body = {
+            "model": SERVED_MODEL_NAME,
+            "prompt": request.token_ids,
+            "stream": True,
+            SAMPLES: request.samples,
+        }
+        headers = {"Content-Type": "application/json"}
+        async with self._connections().post(url, data=msgspec.json.encode(body), headers=headers) as response:
+            await require_ok(response)
+            frames = Frames()
+            async for piece in response.content.iter_any():
+                for answer in frames.feed(piece):
+                    if not request.futures[answer.place].done():
+                        request.futures[answer.place].set_result(answer)
+
+
+@dataclass
+class _Request:
+    """One request to be: its prompt, its samples, and who waits for each of them."""
+
+    token_ids: list[int]
+    samples: Samples
+    futures: list[asyncio.Future[SampleAnswer]] = field(default_factory=list)
+
+
+def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswer]], _: object) -> None:
+    """End a request that nobody waits for any longer: the engine stops computing it."""
+    if all(future.done() for future in futures) and any(future.cancelled() for future in futures):
+        task.cancel()
+
+
+def request_fields(sampling_params: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the samples of a request share, and what one sample has of its own, under vLLM's names. For a parameter that
+    is None, the engine uses its neutral default."""
+    given = {NAMES[name]: value for name, value in checked(sampling_params).items()}
+    own = {"seed": seed} | {name: given.pop(name) for name in _OWN if name in given}
+    return {"include_stop_str_in_output": True, **given}, own
+
+
+def result_of(answer: SampleAnswer, prompt_tokens: int, experts_from: int | None) -> GenerateResult:
+    """Convert an engine's answer. ValueError when the engine refused the sample, when a token has no log-prob, or when
+    the finish reason is unknown. DivergedError when a log-prob is NaN."""
+    if answer.error is not None:
+        raise ValueError(f"the engine must accept the request, got {answer.error}")
+    token_ids = np.frombuffer(answer.token_ids, np.int32)
+    log_probs = np.frombuffer(answer.log_probs, np.float32)
+    if len(token_ids) != len(log_probs):
+        raise ValueError(
+            f"the engine must give one log-prob per token, got {len(log_probs)} for {len(token_ids)} tokens; "
+            f"check that it runs with --logprobs-mode processed_logprobs"
+        )
+    live = answer.weight_versions
+    require_finite(log_probs, live[-1])
+    if answer.finish_reason not in _FINISH:
+        raise ValueError(f"finish_reason must be one of {list(_FINISH)}, got {answer.finish_reason!r}")
+    rows = None
+    if experts_from is not None and len(token_ids):  # no tokens: the request was aborted in the queue
+        rows = routed_experts.decode(
+            answer.experts, tokens=prompt_tokens + len(token_ids), start=experts_from
+        )
+    return GenerateResult(
+        token_ids=token_ids.tolist(),
+        log_probs=log_probs.tolist(),
+        text=answer.text,
+        finish_reason=_FINISH[answer.finish_reason],
+        weight_versions=live,
+        prompt_tokens=answer.prompt_tokens,
+        cached_tokens=answer.cached_tokens,
+        queue_s=answer.queue_s,
+        decode_tokens_per_s=answer.decode_tokens_per_s,
+        routed_experts=rows,
+        speculation=answer.speculation,
+    )

@@ -1,0 +1,97 @@
+"""`--vllm-quantization`: engines that keep the weights of their linear layers and experts in blocks of fp8, beside a
+trainer of plain weights.
+
+Updates bring plain weights. vLLM quantises them as they arrive, as it does when it starts (online quantisation). Owns
+the flag's values, its rules, and the bytes of such a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from slime.checkpoints.hf_config import read_hf_config
+from slime.config import Config
+from slime.models import decoder_of
+
+_FLAG = "--quantization"
+_BLOCKS = "fp8_per_block"
+VALUES = ("fp8", _BLOCKS)
+"""Both mean 128 x 128 blocks. vLLM itself takes "fp8" for a checkpoint that is stored in fp8."""
+WEIGHT_BYTES = 1 + 4 / 128**2
+"""Of one fp8 value, with its share of the block's scale in float32."""
+_DTYPES = ("bfloat16", "float16", "half", "auto")
+
+
+def quantises(args: dict[str, Any]) -> bool:
+    """Whether engines with these arguments, which have vLLM's names, quantise."""
+    return args.get("quantization") is not None
+
+
+def in_blocks(argv: Sequence[str]) -> list[str]:
+    """Engine flags with vLLM's name of the quantisation in blocks."""
+    return [
+        _BLOCKS if before == _FLAG and token in VALUES else token
+        for before, token in zip(["", *argv], argv, strict=False)
+    ]
+
+
+def check_quantisation(config: Config) -> None:
+    """The value, the dtype of activations, and what is compared."""
+    given = config.engine.backend_args.get("quantization")
+    if given is None or not config.num_engines:
+        return
+    if given not in VALUES:
+        raise ValueError(
+            f"--vllm-quantization must be one of {', '.join(VALUES)}, got {given}; updates bring plain weights, and "
+            "vLLM quantises these in blocks of fp8"
+        )
+    dtype = config.engine.backend_args.get("dtype") or config.megatron.params_dtype
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"--vllm-dtype must be bfloat16 or float16 with --vllm-quantization {given}, got {dtype}; vLLM has no "
+            "other activations beside fp8 weights"
+        )
+    if config.kernels.rlk_consistency == "strict":
+        raise ValueError(
+            f"--rlk-consistency must be off or audit with --vllm-quantization {given}, got strict; the weights of "
+            "trainer and engine differ by their rounding to fp8"
+        )
+    _check_model(config, given)
+
+
+def _check_model(config: Config, given: str) -> None:
+    assert config.rollout.hf_checkpoint is not None
+    decoder = decoder_of(read_hf_config(config.rollout.hf_checkpoint))
+    latent = any(layer.attention.cache_whole for layer in decoder.layers)
+    if config.weight_update.check_weight_update_equal and (decoder.experts or latent):
+        raise ValueError(
+            f"--check-weight-update-equal must be left out with --vllm-quantization {given} for a model with experts "
+            "or latent attention, got it; vLLM keeps such weights in forms that are not compared in fp8"
+        )
+
+
+def check_on_cpu(config: Config) -> None:
+    """vLLM's kernels for experts in fp8 on CPUs need AMX instructions."""
+    if not config.num_engines or config.cluster.device != "cpu" or not quantises(config.engine.backend_args):
+        return
+    assert config.rollout.hf_checkpoint is not None
+    if decoder_of(read_hf_config(config.rollout.hf_checkpoint)).experts:
+        raise ValueError(
+            "--vllm-quantization must be left out with --device cpu for a model with experts, got "
+            f"{config.engine.backend_args['quantization']}; experts in fp8 need a GPU"
+        )
+
+
+def remarks(config: Config) -> Iterator[str]:
+    """What quantised engines cost, and the correction for it."""
+    given = config.engine.backend_args.get("quantization")
+    if given is None or not config.num_engines:
+        return
+    text = f"--vllm-quantization {given}: engines sample with weights rounded to fp8, so their log-probs differ from "
+    text += "the trainer's, as vime audit measures"
+    if not config.off_policy.use_tis:
+        text += (
+            "; --use-tis weights the loss by the ratio, and --custom-tis-function-path can also mask tokens"
+        )
+    yield text

@@ -1,0 +1,29 @@
+"""`python -m vime.vllm.headless FLAGS`: the server process of an engine on its second and further nodes.
+
+It takes the flags of vLLM's server. vLLM's server module always serves HTTP. `vllm serve --headless` runs workers only,
+but its command line asks for a distribution that is called "vllm", which the CPU build is not. So this file calls what
+`--headless` calls.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run this node's workers until the first of them ends."""
+    from vllm.entrypoints.cli.serve import run_headless
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vime.vllm.versions import make_arg_parser
+
+    make_parser: Callable[[], FlexibleArgumentParser] = FlexibleArgumentParser
+    args = make_arg_parser(make_parser()).parse_args(list(argv))
+    args.api_server_count = 0
+    run_headless(args)
+    return 1  # its workers run as long as the engine does
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

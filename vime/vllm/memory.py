@@ -1,0 +1,127 @@
+"""Memory of an engine, per GPU, from shapes: weights, KV cache of requests, and whether a GPU of some size is enough.
+
+What it takes beside a trainer is in slime.plan.memory_decision. Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.config import Config
+from slime.plan.memory_decision import (
+    BESIDES_GENERATING,
+    BESIDES_TRAINER,
+    TOO_SMALL,
+    engine_weights,
+    gpu,
+)
+from slime.plan.memory_estimate import BYTES, Item, amount
+from slime.plan.model_shape import Shape
+
+
+def engine_memory(c: Config, shape: Shape) -> list[Item]:
+    """Bytes on one GPU of an engine: weights, and the KV cache of the requests that may run at once."""
+    token, state, length = _token(c, shape), _state(c, shape), _length(c)
+    items = [engine_weights(c, shape), token, *([state] if state.bytes else [])]
+    if length is not None:
+        how = f"{_requests(c)} requests x {length} tokens, prompts left out, if all ran to the end at once"
+        how += ", with their states" if state.bytes else ""
+        items.append(Item("KV cache", (token.bytes * length + state.bytes) * _requests(c), how))
+    return items
+
+
+def engine_verdict(c: Config, hf: dict[str, Any], device_bytes: float) -> str:
+    """Whether an engine fits a GPU of `device_bytes`, and how many requests it has room for there at a time.
+
+    Its share of the GPU - weights = bytes for KV cache, where these are not given. Fewer requests than may run is no
+    fault, the others wait; but vLLM does not start without room for one sequence of --vllm-max-model-len.
+    """
+    shape = Shape.of(hf)
+    weights, token, state = engine_weights(c, shape).bytes, _token(c, shape).bytes, _state(c, shape).bytes
+    more_gpus = f"--rollout-num-gpus-per-engine (now {c.cluster.rollout_num_gpus_per_engine})"
+    if given := c.engine.engine_facts.cache_bytes:
+        besides = BESIDES_GENERATING - BESIDES_TRAINER
+        room, short = float(given), weights + given + besides - device_bytes
+        made_of = f"{amount(weights)} of weights, {amount(given)} of KV cache, {amount(besides)} besides"
+        bound = f"--vllm-kv-cache-memory-bytes (now {given})"
+        change = f"lower {bound} or raise {more_gpus}"
+    else:
+        share = c.engine.engine_facts.memory_share
+        room, short = share * device_bytes - weights, weights - share * device_bytes
+        made_of = f"{amount(weights)} of weights in {amount(share * device_bytes)}, {share:g} of it"
+        bound = f"--vllm-gpu-memory-utilization (now {share:g})"
+        change = f"raise {bound} or {more_gpus}"
+    if short > 0:
+        return f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(short)} too much; {change}"
+    sequence = c.engine.backend_args.get("max_model_len") or hf.get("max_position_embeddings") or 0
+    if token * sequence + state > room:
+        return (
+            f"{TOO_SMALL} {gpu(device_bytes)}: {made_of}, {amount(room)} for the KV cache, but one sequence of "
+            f"{sequence} tokens needs {amount(token * sequence + state)}; raise {bound} or {more_gpus}, or set a lower "
+            "--vllm-max-model-len"
+        )
+    return f"fits {gpu(device_bytes)}: {made_of}, {_at_a_time(c, room, token, state)}"
+
+
+def _at_a_time(c: Config, room: float, token: float, state: float) -> str:
+    """How many requests of full length the KV cache holds."""
+    requests, length = _requests(c), _length(c)
+    held = f"at most {amount(room)} for the KV cache"
+    if length is None:
+        return f"{held}, {room / token:.0f} tokens"
+    fitting = int(room / (token * length + state))
+    if fitting >= requests:
+        return f"{held}, enough for {requests} requests of {length} tokens"
+    return f"{held}, {fitting} of {requests} requests of {length} tokens at a time, the others wait"
+
+
+def _requests(c: Config) -> int:
+    """Requests that one engine may run at once."""
+    submitted = c.rollout.over_sampling_batch_size
+    assert submitted is not None
+    share = -(-submitted * c.data.n_samples_per_prompt // max(c.num_engines, 1))
+    return min(c.engine.server_concurrency, share)
+
+
+def _length(c: Config) -> int | None:
+    """The most tokens of a request, prompts left out where they are not bounded."""
+    return c.rollout.rollout_max_context_len or c.rollout.rollout_max_response_len
+
+
+def _token(c: Config, shape: Shape) -> Item:
+    """Keys and values of one token, which tensor-parallel ranks and pipeline stages share. Ranks beyond the heads of
+    keys and values have copies of them. Latent vectors are whole on each tensor-parallel rank."""
+    size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
+    tp, stages = min(c.engine_tensor_parallel, shape.groups), c.engine.engine_facts.pipeline_parallel_size
+    whole = shape.cache_whole
+    if whole == shape.cache:
+        tp = 1
+    split = f"TP {tp}" + (f" / PP {stages}" if stages > 1 else "")
+    ahead = shape.predictions if c.engine.engine_facts.drafts else ()
+    layers, cache = shape.layers + len(ahead), shape.cache + sum(kind.attention.cache for kind in ahead)
+    how = f"{layers} layers x {cache / layers:g} x {size} B / {split}"
+    elements = (cache - whole) / tp + whole
+    return Item("KV cache per token", elements * size / stages, how)
+
+
+def _state(c: Config, shape: Shape) -> Item:
+    """The state of a request in layers whose state has a fixed size, such as gated delta nets: that of the newest
+    token, and for the prefix cache that of an earlier token. Tensor-parallel ranks and pipeline stages share it."""
+    given = c.engine.backend_args
+    usual = c.engine.engine_facts.dtype or c.megatron.params_dtype
+    newest = _bytes(given.get("mamba_cache_dtype"), BYTES.get(usual, 2))
+    state = _bytes(given.get("mamba_ssm_cache_dtype"), BYTES.get(shape.state_dtype, newest))
+    copies = 1 if given.get("enable_prefix_caching") is False else 2
+    parts = c.engine_tensor_parallel * c.engine.engine_facts.pipeline_parallel_size
+    layers = sum(kind.attention.state > 0 for kind in shape.kinds)
+    each = max(layers, 1)
+    how = (
+        f"{copies} x {layers} layers x ({shape.state / each:g} x {state} B + {shape.newest / each:g} x {newest} B) / "
+        f"{parts} GPUs"
+    )
+    return Item("state per request", copies * (shape.state * state + shape.newest * newest) / parts, how)
+
+
+def _bytes(dtype: str | None, usual: int) -> int:
+    """Bytes of vLLM's name of a dtype; `usual` for none and for "auto"."""
+    return BYTES.get(dtype or "auto", usual)

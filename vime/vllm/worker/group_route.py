@@ -1,0 +1,206 @@
+"""The engine server's side of a request for a group of samples (see group_wire). Calls vLLM's engine client directly.
+
+vLLM's own /v1/completions validates, counts and writes JSON per request, in the one process that serves HTTP. On CPUs
+that costs more than the model (docs/design/decisions.md has the figures). A request without `vime_samples` goes to
+vLLM's route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+
+from vime.vllm.group_wire import SampleAnswer, Samples, frame
+from vime.vllm.versions import refusals
+from vime.vllm.worker.routed_experts import START_FIELD
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+LOWEST = -9999.0
+"""What stands for minus infinity, as in vLLM's own answers."""
+
+Receive = Callable[[], Any]
+Send = Callable[[Any], Any]
+
+
+class _Body(msgspec.Struct):
+    """What is read of a request's body; vllm-router adds fields of its own to it."""
+
+    prompt: list[int]
+    vime_samples: Samples
+
+
+class GroupRequest:
+    """A parsed request: the prompt and vLLM's sampling parameters of each sample.
+
+    ValueError without a prompt or a sample, and for a response that does not fit. One of `vllm_versions.refusals` for a
+    value that vLLM refuses, TypeError for a parameter that it does not know. msgspec.DecodeError for any other body.
+    """
+
+    def __init__(self, body: bytes, max_model_len: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        parsed = msgspec.json.decode(body, type=_Body)
+        shared = parsed.vime_samples.shared
+        self.prompt = parsed.prompt
+        start = shared.pop(START_FIELD, None)
+        self.wants_experts = start is not None
+        ours = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY, "skip_clone": True}
+        self.samples = [
+            SamplingParams.from_optional(**shared | own | ours) for own in parsed.vime_samples.each
+        ]
+        for params in self.samples:
+            params.flat_logprobs = True  # lists of numbers
+            params.routed_experts_prompt_start = (
+                start or 0
+            )  # no argument of `from_optional` in older versions
+        if not self.prompt or not self.samples:
+            raise ValueError(
+                f"a request must have a prompt and samples, got {len(self.prompt)} tokens and "
+                f"{len(self.samples)} samples"
+            )
+        longest = max(params.max_tokens or 1 for params in self.samples)
+        if len(self.prompt) + longest > max_model_len:
+            raise ValueError(
+                f"a prompt and its response must fit the engine's context of {max_model_len} tokens, got "
+                f"{len(self.prompt)} and up to {longest}"
+            )
+
+
+async def answer(
+    engine: AsyncLLM, body: bytes, receive: Receive, send: Send, versions: Callable[[], list[int]]
+) -> None:
+    """Sample what `body` asks for and send each sample's frame when it is finished.
+
+    `engine`: vLLM's AsyncLLM. `versions`: the weight versions live since the request arrived. The request ends when the
+    client goes away. A request that vLLM refuses is answered with 400 and the reason.
+    """
+    bad_request: tuple[type[Exception], ...] = (*refusals(), TypeError, msgspec.DecodeError)
+    try:
+        request = GroupRequest(body, engine.model_config.max_model_len)
+    except bad_request as error:
+        await _respond(send, 400, b"text/plain", str(error).encode())
+        return
+    finished: asyncio.Queue[SampleAnswer | BaseException] = asyncio.Queue()
+    name = uuid4().hex
+    tasks = [
+        asyncio.create_task(_sample(engine, request, place, f"{name}-{place}", versions, finished))
+        for place in range(len(request.samples))
+    ]
+    tasks.append(asyncio.create_task(_gone(receive, finished)))
+    try:
+        await _send_frames(finished, len(request.samples), send)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _ClientGoneError(Exception):
+    """The client closed the connection. There is nobody to answer."""
+
+
+async def _send_frames(finished: asyncio.Queue[Any], count: int, send: Send) -> None:
+    """Send `count` answers, those that finished together in one piece. Raises an exception that is in the queue."""
+    started = False
+    while count:
+        answers = [await finished.get()]
+        while not finished.empty():
+            answers.append(finished.get_nowait())
+        for one in answers:
+            if isinstance(one, _ClientGoneError):
+                return
+            if isinstance(one, BaseException):
+                raise one
+        if not started:
+            await send(_start(200, b"application/octet-stream"))
+            started = True
+        count -= len(answers)
+        piece = b"".join(map(frame, answers))
+        await send({"type": "http.response.body", "body": piece, "more_body": count > 0})
+
+
+async def _gone(receive: Receive, finished: asyncio.Queue[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    finished.put_nowait(_ClientGoneError())
+
+
+async def _sample(
+    engine: AsyncLLM,
+    request: GroupRequest,
+    place: int,
+    name: str,
+    versions: Callable[[], list[int]],
+    finished: asyncio.Queue[Any],
+) -> None:
+    from vllm.inputs.engine import tokens_input
+
+    try:
+        outputs = engine.generate(tokens_input(request.prompt), request.samples[place], name)
+        output = [one async for one in outputs][-1]  # FINAL_ONLY: there is one
+        finished.put_nowait(_answer_of(output, place, versions(), request.wants_experts))
+    except refusals() as error:
+        finished.put_nowait(SampleAnswer(place, error=str(error)))
+    except Exception as error:  # the border of a task: `_send_frames` raises it
+        finished.put_nowait(error)
+
+
+def _answer_of(output: RequestOutput, place: int, versions: list[int], wants_experts: bool) -> SampleAnswer:
+    completion, times = output.outputs[0], output.metrics
+    flat = cast("FlatLogprobs | None", completion.logprobs)
+    values = flat.logprobs if flat is not None else []
+    queue_s = speed = None
+    if times is not None:
+        if 0 < times.queued_ts <= times.scheduled_ts:
+            queue_s = times.scheduled_ts - times.queued_ts
+        decoded = len(completion.token_ids) - 1
+        if decoded > 0 and 0 < times.first_token_ts < times.last_token_ts:
+            speed = decoded / (times.last_token_ts - times.first_token_ts)
+    experts = None
+    if wants_experts and completion.routed_experts is not None:
+        file = io.BytesIO()
+        np.save(file, completion.routed_experts, allow_pickle=False)
+        experts = file.getvalue()
+    return SampleAnswer(
+        place,
+        np.asarray(completion.token_ids, np.int32).tobytes(),
+        np.maximum(np.asarray(values, np.float32), LOWEST).tobytes(),  # keeps NaN
+        completion.text,
+        completion.finish_reason,
+        versions,
+        len(output.prompt_token_ids or ()),
+        output.num_cached_tokens or 0,
+        queue_s,
+        speed,
+        experts,
+        _speculation(completion),
+    )
+
+
+def _speculation(completion: CompletionOutput) -> tuple[int, int, int] | None:
+    """Passes of the model that checked a draft, drafted tokens, accepted tokens. None without speculation, and from
+    versions of vLLM that do not count them per request."""
+    counts = getattr(completion, "spec_decode_metrics", None)
+    if counts is None:
+        return None
+    accepted = sum(number * times for number, times in enumerate(counts.histogram))
+    return sum(counts.histogram), counts.num_draft_tokens, accepted
+
+
+def _start(status: int, media_type: bytes) -> dict[str, Any]:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", media_type)]}
+
+
+async def _respond(send: Send, status: int, media_type: bytes, body: bytes) -> None:
+    await send(_start(status, media_type))
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,192 @@
+"""Reads the experts of a live vLLM layer back into HF tensors, one of each expert and projection.
+
+vLLM keeps a layer's experts in two parameters, w13 [E, 2 F, H] (gate above up) and w2 [E, H, F]. Each kernel has its
+own order of elements. This file knows the plain order and that of the CPU kernels; any other is an error. With expert
+parallelism, each rank of an engine has some of the experts and compares those.
+
+Shapes: E experts, F width of an expert on this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vime.vllm.versions import mapped_name
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+_PLAIN = ("TRITON", "BATCHED_TRITON")
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether the parameters of `module` are those of a layer's experts."""
+    return {"w13_weight", "w2_weight"} <= {name for name, _ in module.named_parameters(recurse=False)}
+
+
+def hf_path(path: str, shared: str) -> str:
+    """A module's path in the checkpoint: the router and the shared expert are parts of vLLM's experts, too, under a
+    second name, as are the projections of latent attention parts of its kernel. `shared` is the shared expert's name in
+    files, "shared_expert" or "shared_experts"."""
+    path = re.sub(r"\.self_attn(\.mla_attn)+(?=\.|$)", ".self_attn", path)
+    path = re.sub(r"\.experts\.gate$", ".gate", path)
+    path = re.sub(r"\.experts\._shared_experts\._layer(?=\.|$)", f".{shared}", path)
+    return re.sub(rf"\.{shared}\.expert_gate$", f".{shared}_gate", path)
+
+
+_SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Names of an expert's gate, up and down in files."""
+
+
+def expert_tensors(
+    path: str, module: Any, update: Collection[str], files: Mapping[str, str]
+) -> Iterator[tuple[str, object, torch.Tensor]]:
+    """(HF name, holder of tp_rank and tp_size, value on this rank) of all experts of `module`, found at `path`.
+    `update` has the HF names, which decide how a projection is spelled. `files`: vLLM's names -> HF names, for files
+    that stack the experts of a layer."""
+    w13, w2 = (_plain(module, getattr(module, name).data) for name in ("w13_weight", "w2_weight"))
+    width, padded = module.moe_config.intermediate_size_per_partition, w2.shape[2]
+    width = getattr(module.moe_config, "intermediate_size_per_partition_unpadded", None) or width
+    parent = path.removesuffix(".routed_experts")
+    if f"{parent}.w13_weight" in files:
+        if module.expert_map is not None:
+            raise ValueError(
+                "stacked experts must be whole on each rank of an engine to be compared, got some of them; leave out "
+                "--vllm-enable-expert-parallel or --check-weight-update-equal"
+            )
+        stacked = _stacked(module, w13[:, : 2 * width], w2[:, :, :width])
+        yield from ((files[f"{parent}.{name}"], holder, value) for name, holder, value in stacked)
+        return
+    for place, expert in enumerate(experts_of_rank(module, len(w13))):
+        pieces = w13[place, :width], w13[place, padded : padded + width], w2[place, :, :width]
+        for name, piece in zip(_names(path, expert, update), pieces, strict=True):
+            yield name, module.moe_config.moe_parallel_config, piece
+
+
+def experts_of_rank(module: Any, local: int) -> list[int]:
+    """The numbers of the `local` experts of this rank, in the order of its parameters."""
+    # [E]: the place of each expert on this rank, -1 for experts of other ranks
+    numbers: torch.Tensor | None = module.expert_map
+    if numbers is None:
+        return list(range(local))
+    return [int(expert) for expert in (numbers >= 0).nonzero()[:, 0][numbers[numbers >= 0].argsort()]]
+
+
+def names_of_other_ranks(path: str, module: Any, update: Collection[str]) -> Iterator[str]:
+    """HF names of the experts of `module` that other ranks of the engine have."""
+    if module.expert_map is not None:
+        for expert in (module.expert_map < 0).nonzero()[:, 0].tolist():
+            yield from _names(path, expert, update)
+
+
+def _names(path: str, expert: int, update: Collection[str]) -> list[str]:
+    """HF names of gate, up and down of an expert."""
+    parent = path.removesuffix(".routed_experts")
+    spelled = [names for names in _SPELLINGS if f"{parent}.0.{names[0]}.weight" in update]
+    return [f"{parent}.{expert}.{projection}.weight" for projection in (spelled or _SPELLINGS)[0]]
+
+
+@dataclass(frozen=True)
+class _SecondBias:
+    """The bias of the second product: the first rank adds it, and the others hold zeros."""
+
+    tp_rank: int
+
+    def piece(self, full: torch.Tensor) -> torch.Tensor:
+        return full if self.tp_rank == 0 else torch.zeros_like(full)
+
+
+def _stacked(module: Any, w13: torch.Tensor, w2: torch.Tensor) -> Iterator[tuple[str, object, torch.Tensor]]:
+    """(vLLM's name, holder, value) of the tensors that files have for all experts of a layer: weights [E, inputs,
+    outputs] and biases [E, outputs]. In w13, gate and up alternate, as in the files."""
+    ranks = module.moe_config.moe_parallel_config
+    yield "w13_weight", ranks, w13.transpose(1, 2)
+    yield "w2_weight", ranks, w2.transpose(1, 2)
+    yield "w13_bias", ranks, module.w13_bias.data[:, : w13.shape[1]]
+    yield "w2_bias", _SecondBias(ranks.tp_rank), module.w2_bias.data
+
+
+def stacks_experts(model: nn.Module) -> bool:
+    """Whether vLLM reads the experts of a layer from stacked tensors and copies them, and sinks, without a loader."""
+    mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper is not None and mapped_name(mapper, "mlp.experts.gate_up_proj") == "mlp.experts.w13_weight"
+
+
+def keep_in_place(model: nn.Module) -> None:
+    """Take modules whose tensors vLLM copies without a loader out of a layerwise reload that has begun.
+
+    vLLM's reload replaces parameters by empty ones and collects what their loaders get. A copy without a loader goes
+    into an empty one and is lost: the engine would go on with the old experts and sinks and no error.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    if not stacks_experts(model):
+        return
+    for module in model.modules():
+        if has_experts(module) or "sinks" in dict(module.named_parameters(recurse=False)):
+            info = layerwise.get_layerwise_info(module)
+            layerwise._place_kernel_tensors(module, info)
+            reset: Callable[[], None] = info.reset  # untyped in vLLM
+            reset()
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Bring experts into the layout that vLLM's CPU kernel reads.
+
+    vLLM does so at the first load only: a reload copies plain weights to where the kernel expects packed ones, and
+    the engine goes on with wrong log-probs and no error.
+    """
+    for module in model.modules():
+        if (kernel := _cpu_kernel(module)) is not None:
+            kernel.process_weights_after_loading(module)
+
+
+def _backend(module: nn.Module) -> str | None:
+    method = getattr(module, "quant_method", None)
+    return getattr(getattr(method, "unquantized_backend", None), "name", None)
+
+
+def _cpu_kernel(module: nn.Module) -> Any | None:
+    kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+    return kernel.fused_experts if _backend(module) == "CPU" and kernel is not None else None
+
+
+def _plain(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """`weight` [E, rows, columns] in the order of its shape."""
+    kernel = _cpu_kernel(module)
+    if _backend(module) in _PLAIN or getattr(kernel, "_use_zentorch", False):
+        return weight
+    if kernel is None:
+        raise ValueError(
+            f"vLLM's kernel of experts must be one of {', '.join(_PLAIN)} and CPU to be compared, got "
+            f"{_backend(module)}; choose it with --vllm-moe-backend triton, or leave out --check-weight-update-equal"
+        )
+    plain = torch.empty_like(weight).flatten(1)
+    plain[:, _order(weight.shape[1:], weight.dtype, kernel.isa)] = weight.flatten(1)
+    return plain.view_as(weight)
+
+
+@functools.cache
+def _order(shape: torch.Size, dtype: torch.dtype, isa: str) -> torch.Tensor:
+    """Where in a matrix each element of its packed form is from, [rows * columns] int64: vLLM's own packing of the
+    positions, a byte of them at a time, which every dtype holds exactly."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    return packed_positions(shape, dtype, lambda digits: cpu_prepack_moe_weight(digits[None], isa)).flatten()
+
+
+def packed_positions(shape: torch.Size, dtype: torch.dtype, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """Where in a tensor of `shape` each element of `pack(tensor)` is from, int64 in the same shape."""
+    positions = torch.arange(shape.numel()).view(shape)
+    packed = torch.zeros_like(positions)
+    for shift in range(0, shape.numel().bit_length(), 8):
+        digits = ((positions >> shift) & 255).to(dtype)
+        packed += pack(digits).view(shape).long() << shift
+    return packed

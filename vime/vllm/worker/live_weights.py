@@ -1,0 +1,257 @@
+"""Reads a live vLLM model back into HF tensors, so that it can be compared with what the trainer published.
+
+vLLM fuses projections, pads the vocabulary, shards over tensor-parallel ranks, and on CPUs replaces matrices by packed
+copies that are not parameters. This file undoes these changes for vLLM's linear and embedding layers and for plain
+parameters. vime.vllm.worker.live_experts does so for experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from vime.vllm.versions import mapped_name
+from vime.vllm.worker.live_experts import (
+    expert_tensors,
+    has_experts,
+    hf_path,
+    names_of_other_ranks,
+    packed_positions,
+)
+from vime.vllm.worker.live_quantised import Quantised, is_quantised, quantised_pieces
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+
+def differing_tensors(
+    model: nn.Module,
+    names: Iterable[str],
+    get_tensor: Callable[[str], torch.Tensor],
+    *,
+    update: Collection[str] | None = None,
+) -> list[str]:
+    """HF names whose live value on this rank differs from `get_tensor(name)`, sorted.
+
+    Values are compared exactly after a cast to the live dtype (-0.0 equals 0.0, which packed copies cannot tell
+    apart). `names` may be a part of an update; `update` then has the names of all of it. Every name must be live and
+    every live tensor must come from the update, else ValueError. Other ranks of the engine compare their own experts.
+    """
+    expected, seen, wrong = set(names), set(), set()
+    update = expected if update is None else update
+    for name, module, live in live_tensors(model, update):
+        if name.endswith("lm_head.weight") and name not in update:
+            name = next((other for other in update if other.endswith(".embed_tokens.weight")), name)
+        if name not in update:
+            raise ValueError(
+                f"every live tensor must be in the update to be compared, got {name} in the model only"
+            )
+        if name not in expected:
+            continue
+        seen.add(name)
+        if not holds(live, shard_of(get_tensor(name), module, live.shape)):
+            wrong.add(name)
+    if unseen := expected - seen - {"lm_head.weight"} - names_elsewhere(model, update):
+        raise ValueError(
+            f"every tensor of an update must be live to be compared, got {sorted(unseen)[:8]} in the file only"
+        )
+    return sorted(wrong)
+
+
+def holds(live: torch.Tensor | Quantised, want: torch.Tensor) -> bool:
+    """Whether a live value is that of the update, cast to the live dtype or quantised."""
+    if isinstance(live, Quantised):
+        return live.holds(want)
+    return torch.equal(live, want.to(live.device, live.dtype))
+
+
+def names_elsewhere(model: nn.Module, update: Collection[str]) -> set[str]:
+    """HF names of the experts that other ranks of the engine have."""
+    files = _file_names(model, update)
+    return {
+        files.get(name, name)
+        for path, module in model.named_modules()
+        if has_experts(module)
+        for name in names_of_other_ranks(path, module, {*update, *files})
+    }
+
+
+def live_tensors(
+    model: nn.Module, update: Collection[str]
+) -> Iterator[tuple[str, Any, torch.Tensor | Quantised]]:
+    """(HF name, module or what else knows its tensor-parallel rank, value on this rank) of every weight that the model
+    computes with.
+
+    `update` has the HF names, for what files spell in several ways: experts, and projections that some hold fused.
+    A matrix with several copies (CPU embeddings, latent attention) is yielded once for each. Tied modules are all
+    visited: each may have a packed copy of its own.
+    """
+    packed = getattr(model, "packed_modules_mapping", {})
+    files = _file_names(model, update)
+    known = {*update, *files}
+    shared = "shared_expert" if any(".shared_expert." in name for name in update) else "shared_experts"
+    for path, module in model.named_modules(remove_duplicate=False):
+        if has_experts(module):
+            for name, holder, value in expert_tensors(path, module, known, files):
+                yield files.get(name, name), holder, value
+            continue
+        if hasattr(module, "W_UK_T"):
+            yield hf_path(f"{path}.kv_b_proj.weight", shared), module.kv_b_proj, _of_latent_attention(module)
+        parent, _, leaf = hf_path(path, shared).rpartition(".")
+        parts = packed.get(leaf, [leaf])
+        for kind, parameter in module.named_parameters(recurse=False):
+            if kind in _OF_LATENT_ATTENTION:
+                continue
+            if len(parts) > 1 and f"{parent}.{leaf}.{kind}" in update:
+                parts = [leaf]
+            if is_quantised(module) and kind.startswith("weight"):
+                if kind == "weight":
+                    pieces = quantised_pieces(module, _rows(module, parts))
+                    for part, found in zip(parts, pieces, strict=True):
+                        name = f"{parent}.{part}.{kind}"
+                        yield files.get(name, name), module, found
+                continue
+            values = [parameter.data] if parameter.numel() else []
+            if kind == "weight" and hasattr(module, "_cpu_unpacked_conv_weight"):
+                values = [_plain_convolution(parameter.data)]
+            elif kind == "weight" and hasattr(module, "cpu_linear"):
+                values.append(_packed_matrix(module))
+            for value in values:
+                for part, (holder, piece) in zip(parts, _split(module, value, parts), strict=True):
+                    name = ".".join(filter(None, [parent, part, kind]))
+                    yield files.get(name, name), holder, piece
+
+
+def _file_names(model: nn.Module, update: Collection[str]) -> dict[str, str]:
+    """vLLM's name -> HF name, for a model whose class renames tensors while it reads them (gpt-oss, multimodal)."""
+    mapper: WeightsMapper | None = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return {}
+    return {ours: name for name in update if (ours := mapped_name(mapper, name)) not in (None, name)}
+
+
+_OF_LATENT_ATTENTION = ("W_UK_T", "W_UV")
+
+
+def _of_latent_attention(module: Any) -> torch.Tensor:
+    """The matrix kv_b_proj [A * (K + V), L] of vLLM's latent attention, from the copies that its decoding computes
+    with: W_UK_T [A, K, L] and W_UV [A, L, V]."""
+    keys, values = (getattr(module, name).data for name in _OF_LATENT_ATTENTION)
+    return torch.cat((keys, values.transpose(1, 2)), dim=1).flatten(0, 1)
+
+
+def shard_of(full: torch.Tensor, module: Any, shape: torch.Size) -> torch.Tensor:
+    """The piece of `full` that belongs on this tensor-parallel rank of `module`, given the shape it has there.
+
+    Rows or columns are dealt out in rank order; with fewer pieces than ranks (key/value heads), neighbours share one.
+    """
+    if hasattr(module, "piece"):  # what knows its own piece
+        return cast(torch.Tensor, module.piece(full))
+    if full.shape == shape:
+        return full
+    if (
+        full.dim() == 3 and full.numel() == shape.numel()
+    ):  # a convolution [channels, 1, taps], kept as a matrix
+        return full.reshape(shape)
+    if hasattr(module, "shard_indices"):  # an embedding: rows of the vocabulary
+        indices = module.shard_indices
+        return full[indices.org_vocab_start_index : indices.org_vocab_end_index]
+    sizes = getattr(module, "output_partition_sizes", ())
+    if len(sizes) > 1 and sum(sizes) == shape[0]:  # fused in the file too: a rank has its part of each
+        return Fused(tuple(sizes), module.tp_rank, module.tp_size).piece(full)
+    for dim, (whole, local) in enumerate(zip(full.shape, shape, strict=True)):
+        if whole != local:
+            pieces, (rank, ranks) = whole // local, _place(module)
+            full = full.narrow(dim, rank * pieces // ranks * local, local)
+    return full
+
+
+def _place(module: Any) -> tuple[int, int]:
+    """(tensor-parallel rank, ranks) of a module. One with plain parameters alone, such as sinks, does not know them."""
+    if hasattr(module, "tp_rank"):
+        return module.tp_rank, module.tp_size
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+
+
+def repack_tied_weights(model: nn.Module) -> None:
+    """Renew the packed copies of matrices that several modules share (a tied lm_head on CPU).
+
+    vLLM's layerwise reload renews only the copy of the module that the tensor was loaded through; the others
+    would go on computing with the weights before.
+    """
+    owners: dict[int, list[Any]] = {}  # modules of vLLM
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.numel() and hasattr(module, "cpu_linear"):
+            owners.setdefault(weight.data_ptr(), []).append(module)
+    for modules in owners.values():
+        if len(modules) > 1:
+            for module in modules:
+                module.quant_method.process_weights_after_loading(module)
+
+
+def _packed_matrix(module: Any) -> torch.Tensor:
+    """The matrix inside `module.cpu_linear`, [out, in]: what it makes of the identity. Products with 1 and sums
+    with 0 are exact, so the values are those of the packed copy to the bit (but for the sign of zeros)."""
+    names = ("input_size_per_partition", "input_size", "embedding_dim")  # of a shard, a router, an embedding
+    size = next(getattr(module, name) for name in names if getattr(module, name, None))
+    identity = torch.eye(
+        size, dtype=module.params_dtype if hasattr(module, "params_dtype") else module.weight.dtype
+    )
+    product: torch.Tensor = module.cpu_linear(identity, module.weight, None)
+    return product.T
+
+
+def _plain_convolution(packed: torch.Tensor) -> torch.Tensor:
+    """The weight [channels, taps] of a convolution that vLLM's CPU kernel keeps in another order."""
+    from vllm._custom_ops import causal_conv1d_weight_pack
+
+    plain = torch.empty_like(packed).flatten()
+    plain[packed_positions(packed.shape, packed.dtype, causal_conv1d_weight_pack).flatten()] = (
+        packed.flatten()
+    )
+    return plain.view(packed.shape)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A tensor of files whose rows are several projections. A rank has its part of each; `sizes` are their rows."""
+
+    sizes: tuple[int, ...]
+    tp_rank: int
+    tp_size: int
+
+    def piece(self, full: torch.Tensor) -> torch.Tensor:
+        wholes = full.split([size * self.tp_size for size in self.sizes])
+        parts = zip(wholes, self.sizes, strict=True)
+        return torch.cat([whole.narrow(0, self.tp_rank * size, size) for whole, size in parts])
+
+
+def _split(module: Any, value: torch.Tensor, parts: list[str]) -> Iterable[tuple[Any, torch.Tensor]]:
+    """(what knows the tensor-parallel rank, value) of each tensor in files."""
+    if hasattr(module, "shard_indices"):  # rows beyond the vocabulary are padding
+        return [(module, value[: module.shard_indices.num_org_elements])]
+    if len(parts) == 1:
+        return [(module, value)]
+    groups = _groups(module, parts)
+    holders = [module if len(g) == 1 else Fused(g, module.tp_rank, module.tp_size) for g in groups]
+    return zip(holders, value.split([sum(group) for group in groups]), strict=True)
+
+
+def _groups(module: Any, parts: list[str]) -> list[tuple[int, ...]]:
+    """The rows of each part of a fused projection on this rank. Several sizes: the part is fused in files, too, as
+    queries, keys and values of Qwen3.5's gated delta nets are."""
+    sizes = module.output_partition_sizes
+    first = len(sizes) - len(parts) + 1
+    return [tuple(sizes[:first]), *((size,) for size in sizes[first:])]
+
+
+def _rows(module: Any, parts: list[str]) -> list[int]:
+    """The rows of each part of a projection on this rank."""
+    return [module.weight.shape[0]] if len(parts) == 1 else [sum(g) for g in _groups(module, parts)]

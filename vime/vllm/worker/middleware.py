@@ -1,0 +1,148 @@
+"""Middleware of an engine server: it checks the run's key on every route, and reports the weight versions of an answer.
+
+vLLM's own --api-key leaves the control routes open, so servers are started with
+`--middleware vime.vllm.worker.middleware.RunKeyMiddleware` instead. A header of the answer has the weight versions
+that were live while the request was served. The version is kept in this process, so the server must have one API
+process.
+
+vllm-router asks for GET /health without any key. Its workers are therefore registered under a path that holds a
+secret derived from the key (`health_prefix`). Below that path, only /health answers without the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from vime.sglang_api.request import ROUTES, WRAPPED
+from vime.vllm.group_wire import SAMPLES
+
+KEY_VARIABLE = "VIME_RUN_KEY"
+VERSIONS_HEADER = "x-weight-versions"
+NEW_VERSION_HEADER = "x-new-weight-version"
+CHECKPOINT_VERSION = -1
+"""The version of a server that was given no weights yet: those of its checkpoint."""
+
+_SAMPLES = f'"{SAMPLES}":'.encode()
+_WRAPPED = f'"{WRAPPED}":'.encode()
+_READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate")}
+"""Routes whose body says whether they are ours."""
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def health_prefix(run_key: str) -> str:
+    """Path under which a router may ask for /health: "/" + the first 32 hex digits of HMAC-SHA256(key, "health")."""
+    return "/" + hmac.new(run_key.encode(), b"health", hashlib.sha256).hexdigest()[:32]
+
+
+def carries_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
+    """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time. sglang-router
+    sends the key of its worker and that of its caller: each one must be right."""
+    given = [value for name, value in headers if name == b"authorization"]
+    right = [hmac.compare_digest(each, b"Bearer " + run_key.encode()) for each in given]
+    return bool(right) and all(right)
+
+
+class RunKeyMiddleware:
+    """ASGI middleware: 401 without the run's key, on every route and websocket; adds `x-weight-versions`.
+
+    The header lists the versions live from the arrival of a request to its first response byte, oldest first; a
+    generation request answered whole (not streamed) therefore names all versions that its tokens may come from. A
+    successful POST /finish_weight_update that carries `x-new-weight-version: V` makes V the live version.
+    Raises KeyError at start-up when $VIME_RUN_KEY is not set: a server without a key must not run.
+    """
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.run_key = os.environ[KEY_VARIABLE]
+        if not self.run_key:
+            raise ValueError(f"{KEY_VARIABLE} must not be empty; the engine pool sets it")
+        self.prefix = health_prefix(self.run_key)
+        self.versions = [CHECKPOINT_VERSION]
+        self.running: dict[str, str] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        routed = scope["path"].startswith(self.prefix + "/")
+        if routed:
+            path = scope["path"].removeprefix(self.prefix)
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        is_health = routed and (scope["path"], scope.get("method")) == ("/health", "GET")
+        if not is_health and not carries_key(scope["headers"], self.run_key):
+            await _refuse(scope, send)
+        elif scope["type"] == "websocket":
+            await self.app(scope, receive, send)
+        elif (scope["method"], scope["path"]) in _READ:
+            await self._read(scope, receive, send, routed=routed)
+        else:
+            await self.app(scope, receive, self._annotate(scope, send))
+
+    async def _read(self, scope: Scope, receive: Receive, send: Send, *, routed: bool) -> None:
+        """Requests for a group of samples (group_route) and SGLang's routes (sglang_route) are ours, others vLLM's."""
+        arrived = len(self.versions) - 1
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        route = scope["method"], scope["path"]
+        if route == ("POST", "/v1/completions") and _SAMPLES in body:
+            from vime.vllm.worker import group_route
+
+            engine = scope["app"].state.engine_client
+            await group_route.answer(engine, bytes(body), receive, send, lambda: self.versions[arrived:])
+        elif route in ROUTES or _WRAPPED in body:
+            from vime.sglang_api import routes as sglang_route
+
+            llm = scope["app"].state.engine_client
+            ours = sglang_route.Engine(llm, lambda: self.versions[arrived:], self.running, self._set_version)
+            await sglang_route.answer(
+                ours, route, bytes(body), receive, self._annotate(scope, send), routed=routed
+            )
+        else:
+            whole: list[Message] = [{"type": "http.request", "body": bytes(body)}]
+
+            async def again() -> Message:
+                return whole.pop() if whole else await receive()
+
+            await self.app(scope, again, self._annotate(scope, send))
+
+    def _annotate(self, scope: Scope, send: Send) -> Send:
+        arrived = len(self.versions) - 1
+        new = [value for name, value in scope["headers"] if name == NEW_VERSION_HEADER.encode()]
+
+        async def annotated(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if new and scope["path"] == "/finish_weight_update" and message["status"] == 200:
+                    self._set_version(int(new[0]))
+                live = ",".join(str(version) for version in self.versions[arrived:])
+                message["headers"] = [*message["headers"], (VERSIONS_HEADER.encode(), live.encode())]
+            await send(message)
+
+        return annotated
+
+    def _set_version(self, version: int) -> None:
+        if version != self.versions[-1]:
+            self.versions.append(version)
+
+
+async def _refuse(scope: Scope, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    body = b'{"error": "the run\'s key is needed: Authorization: Bearer <key>"}'
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,254 @@
+"""Runs inside vLLM's workers: loads what slime's weight channels receive into the live model (backend "vime").
+
+Owns loading, and the checks before and after it; how a part arrives is its channel's business (slime.weight_sync).
+Refuses weights whose tensors are not those of the checkpoint. A part that holds all weights is checked before anything
+is loaded. Other parts are checked when the update ends; an engine that lacks some must not serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from slime.checkpoints.hf_config import read_hf_config
+from slime.weight_sync.channel import Part, Receiver, Worker
+from slime.weight_sync.registry import CHANNELS
+from vime.vllm.versions import ReceivesOnly
+from vime.vllm.worker.draft import differing_draft_tensors, predicted_names, trained_shapes
+from vime.vllm.worker.live_experts import keep_in_place, repack_experts, stacks_experts
+from vime.vllm.worker.live_weights import differing_tensors, repack_tied_weights
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """`slime.protocols.WeightUpdate.message`: one part of an update."""
+
+    channel: str
+    info: dict[str, Any]
+
+
+class VimeWeightTransferEngine(ReceivesOnly, WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's weight-transfer interface over slime's weight channels."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.worker = Worker.here(self.device, get_tensor_model_parallel_rank())
+        self.receivers: dict[str, Receiver] = {}
+        self.draft: Any = (
+            None  # the model that the engine speculates with, see vime.vllm.worker.draft.install
+        )
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        """`loaded`, `compared`: names and shapes of the tensors that parts brought so far; `finished`: vLLM has put all
+        of them in place. `series`: the parts that belong together, see `slime.weight_sync.channel.Part`."""
+        self.series: str | None = None
+        self.loaded: dict[str, list[int]] = {}
+        self.compared: dict[str, list[int]] = {}
+        self.finished = False
+
+    @torch.no_grad()
+    def finish_weight_update(self) -> None:
+        """After several parts: ValueError unless all of the checkpoint's tensors came, RuntimeError unless all of them
+        were compared, if some were."""
+        self._finish_loading()
+        if self.compared and self.compared != self.loaded:
+            raise RuntimeError(
+                f"all tensors must be compared, got {len(self.compared)} of {len(self.loaded)} "
+                "(--check-weight-update-equal)"
+            )
+
+    def shutdown(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Like the base class, which would synchronise an accelerator that a CPU machine does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load one part, compare the live weights with it, or both.
+
+        Of all weights in one part: ValueError before anything is loaded if its tensors are not the checkpoint's, or not
+        the trainer's. RuntimeError when live weights differ from the part: the engine must then not serve.
+        """
+        with self._receiver(update_info.channel).receive(update_info.info) as part:
+            if part is None:
+                return  # the same weights are sent once more
+            if part.whole:
+                self._take_all(part)
+            else:
+                self._take(part)
+            if part.lent and torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+
+    def _receiver(self, channel: str) -> Receiver:
+        if channel not in self.receivers:
+            if channel not in CHANNELS:
+                raise ValueError(f"a part must come by one of {', '.join(CHANNELS)}, got {channel}")
+            self.receivers[channel] = CHANNELS[channel].load().on_engine(self.worker)
+        return self.receivers[channel]
+
+    def _take_all(self, part: Part) -> None:
+        self._require_checkpoint(part.shapes, "the file")
+        part.verify()
+        if part.load:
+            self._begin_loading()
+            self._load(part)
+            self._put_in_place()
+        if part.compare:
+            self._compare(part, part.shapes)
+
+    def _take(self, part: Part) -> None:
+        part.verify()
+        self._begin_again_after(part.series)
+        if part.load:
+            if not self.loaded:
+                self._begin_loading()
+            self._load(part)
+            self.loaded |= part.shapes
+        if part.compare:
+            self._finish_loading()
+            self._compare(part, self.loaded)
+            self.compared |= part.shapes
+
+    def _begin_loading(self) -> None:
+        name_loaders(self.model)
+        initialize_layerwise_reload(self.model)
+        keep_in_place(self.model)
+        if self.draft is not None:
+            initialize_layerwise_reload(self.draft)
+
+    def _load(self, part: Part) -> None:
+        model: Any = self.model  # vLLM's models have the method, their base class does not
+        predicted = self._predicted(part.shapes)
+        stacked = stacks_experts(model)
+        tensors = ((name, part.get(name)) for name in part.shapes if name not in predicted)
+        # vLLM zeroes such a bias on all ranks but the first, and ranks may share the tensor
+        model.load_weights((n, x.clone() if stacked and n.endswith("_bias") else x) for n, x in tensors)
+        if self.draft is not None and predicted:
+            self.draft.load_weights((name, part.get(name)) for name in part.shapes if name in predicted)
+
+    def _predicted(self, names: dict[str, list[int]]) -> set[str]:
+        """The tensors of layers of multi-token prediction. An engine that does not speculate has no place for them."""
+        return predicted_names(names, read_hf_config(self.model_config.model))
+
+    def _finalize(self) -> None:
+        finalize: Callable[..., None] = finalize_layerwise_reload  # untyped in vLLM
+        finalize(self.model, self.model_config)
+        if self.draft is not None:  # after the model, which has embedding and head of both
+            finalize(self.draft, self.model_config)
+
+    def _compare(self, part: Part, update: dict[str, list[int]]) -> None:
+        """RuntimeError when live weights differ from the part; `update` has the tensors of all parts."""
+        predicted = self._predicted(update)
+        mine = [name for name in part.shapes if name not in predicted]
+        wrong = differing_tensors(self.model, mine, part.get, update=update.keys() - predicted)
+        if self.draft is not None and (ahead := predicted & part.shapes.keys()):
+            wrong += differing_draft_tensors(self.draft, self.model, ahead, part.get, predicted)
+        if wrong:
+            raise RuntimeError(
+                f"live weights must equal {part.origin}, got {len(wrong)} that differ: {', '.join(wrong[:8])} "
+                "(--check-weight-update-equal)"
+            )
+
+    def _begin_again_after(self, series: str | None) -> None:
+        """Parts of another series, within one update, bring all weights again."""
+        if self.series not in (None, series):
+            if self.loaded and not self.finished:
+                self._finalize()  # vLLM drops layers that came in part
+            self.loaded, self.compared, self.finished = {}, {}, False
+        self.series = series
+
+    def _finish_loading(self) -> None:
+        """Put the loaded parts in place, once; nothing is left to do after a part with all weights."""
+        if not self.loaded or self.finished:
+            return
+        self.finished = True
+        self._put_in_place()
+        self._require_checkpoint(self.loaded, "the update")
+
+    def _put_in_place(self) -> None:
+        """What vLLM does once all weights are loaded, and what it leaves out."""
+        self._finalize()
+        repack_tied_weights(self.model)
+        repack_experts(self.model)
+        if self.draft is not None:
+            repack_experts(self.draft)
+
+    def _require_checkpoint(self, given: dict[str, list[int]], where: str) -> None:
+        """ValueError unless the tensors that `where` brings, by name and shape, are the checkpoint's."""
+        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        trained = bool(self._predicted(given))
+        expected = checkpoint_shapes(self.model_config.model, trained=trained)
+        require_same_tensors(given, expected, tied=tied, where=where)
+
+
+def name_loaders(model: nn.Module) -> None:
+    """Give each loader of a parameter a name: vLLM's layerwise reload asks for it. The loaders of MiniMax-M2's norms
+    of queries and keys have none."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
+
+
+def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, list[int]] | None:
+    """HF name -> shape of every tensor of the served checkpoint that an update brings. These are all tensors, but those
+    of layers of multi-token prediction only if they are `trained`. None for a checkpoint without safetensors files."""
+    shapes = {}
+    for shard in _shards(model_path):
+        with safe_open(shard, framework="pt") as file:
+            shapes.update({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
+    if not shapes:
+        return None
+    hf_config = read_hf_config(model_path)
+    kept = shapes.keys() - predicted_names(shapes, hf_config)
+    if trained:
+        kept |= trained_shapes(shapes, hf_config).keys()
+    return {name: shape for name, shape in shapes.items() if name in kept}
+
+
+def _shards(model_path: str) -> Iterator[Path]:
+    yield from sorted(Path(model_path).glob("*.safetensors"))
+
+
+def require_same_tensors(
+    given: dict[str, list[int]], expected: dict[str, list[int]] | None, *, tied: bool, where: str
+) -> None:
+    """ValueError unless `given` are exactly the tensors of `expected`; a tied lm_head may be on one side only."""
+    optional = {"lm_head.weight"} if tied else set()
+    if expected is None:
+        return
+    for name in (given.keys() ^ expected.keys()) - optional:
+        side = "missing from" if name in expected else "not in the checkpoint but in"
+        raise ValueError(f"a weight update must hold the checkpoint's tensors, got {name} {side} {where}")
+    for name in given.keys() & expected.keys():
+        if given[name] != expected[name]:
+            raise ValueError(
+                f"{name} must have shape {expected[name]} as in the checkpoint, got {given[name]}"
+            )
