@@ -185,8 +185,8 @@ def build_eval_dataset_configs(
         where = f"dataset {entry['name']!r}"
         _require_no_typing_error(where, entry, _SETTINGS | {"name", "path"})
         settings = {}
-        for setting, names in _FALLBACKS.items():
-            values = [getattr(flags, name) for name in names]
+        for setting, named in _FALLBACKS.items():
+            values = [getattr(flags, name) for name in named]
             settings[setting] = next((value for value in values if value is not None), None)
         given = {k: v for k, v in {**defaults, **entry}.items() if v is not None or k in _NULLABLE}
         extra = {key: given.pop(key) for key in sorted(given.keys() - _SETTINGS - {"name", "path"})}
