@@ -82,7 +82,7 @@ def run() -> None:
 
 def lines_of(model_type: str) -> tuple[str, int]:
     """The file that has a family, and its lines."""
-    folder = ROOT / "slime" / "models"
+    folder = ROOT / "slime" / "models" / "families"
     (file,) = (
         file
         for file in sorted(folder.glob("*.py"))

@@ -20,5 +20,10 @@ COMMANDS = {
 WORK = {"train", "serve", "export", "audit", "plot", "bench"}
 """Subcommands whose purpose is more than what they print."""
 
-MODULES = {"bench": "vime.bench.command", "doctor": "vime.doctor.command"}
+MODULES = {
+    "bench": "vime.bench.command",
+    "config": "vime.show_config",
+    "doctor": "vime.doctor.command",
+    "flags": "vime.list_flags",
+}
 """Subcommand -> its module, if that is not vime.NAME."""

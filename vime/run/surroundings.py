@@ -9,8 +9,6 @@ import locale
 import os
 from collections.abc import Mapping, MutableMapping
 
-from slime.http import bypass_proxy
-
 _PROXIES = {"http_proxy", "https_proxy", "all_proxy"}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -18,6 +16,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def prepare(environ: MutableMapping[str, str]) -> None:
     """For the driver, before anything starts: what it starts inherits this."""
     name_user(environ)
+    from slime.http import bypass_proxy  # needs aiohttp, which commands that start nothing do without
+
     bypass_proxy(environ, _LOOPBACK)
 
 
