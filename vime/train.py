@@ -56,7 +56,9 @@ def main(argv: Sequence[str]) -> int:
     number of the signal that interrupted it; ValueError for what the user can put right before anything runs."""
     catch_signals()
     surroundings.prepare(os.environ)
-    config = with_data(parse_config(argv, (check_evaluation, check_start), download=True))
+    config = parse_config(argv, (check_evaluation, check_start), download=True)
+    with said("reading the prompts"):
+        config = with_data(config)
     run_dir = config.logging.run_dir
     assert run_dir is not None
     for note in config.notes:
@@ -164,7 +166,8 @@ def run(config: Config, argv: Sequence[str]) -> None:
             for remark in trainer.remarks:
                 print(remark)
         start = trainer.start_rollout_id if trainer is not None else config.data.start_rollout_id or 0
-        rollout.load(start)
+        with said("reading the data position of --load"):
+            rollout.load(start)
         report = Reporter(
             config, make_trackers(config, run_dir, start), StepLine(total=config.data.num_rollout)
         )
