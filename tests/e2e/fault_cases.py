@@ -96,7 +96,7 @@ class FaultyRun:
 
 def server(launch: Launch) -> int:
     """Process id of the one engine server."""
-    (found,) = launch.find(r"^\S+ -m vime\.engine\.serve vllm\.entrypoints")
+    (found,) = launch.find(r"^\S+ -m vime\.vllm\.serve vllm\.entrypoints")
     return found
 
 

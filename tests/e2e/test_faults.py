@@ -24,7 +24,7 @@ from train_fixtures import Launch, World, launched, make_world, published_weight
 
 pytestmark = pytest.mark.e2e
 
-SERVER = r"^\S+ -m vime\.engine\.serve vllm\.entrypoints"
+SERVER = r"^\S+ -m vime\.vllm\.serve vllm\.entrypoints"
 
 
 @pytest.fixture(scope="module")

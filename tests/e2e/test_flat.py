@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STEPS = 200
 PROCESSES = {"driver": None, "trainer": "^ray::TrainerActor", "manager": "^ray::RolloutActor"}
-SERVER = r"^\S+ -m vime\.engine\.serve vllm\.entrypoints"
+SERVER = r"^\S+ -m vime\.vllm\.serve vllm\.entrypoints"
 WARM = 20
 """Steps after which each thread pool is full and each part has had its first evaluation and checkpoint."""
 WINDOW = 10

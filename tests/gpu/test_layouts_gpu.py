@@ -119,7 +119,7 @@ def watch(launch: Launch) -> dict[tuple[str, str], str]:
     seen: dict[tuple[str, str], str] = {}
     end = time.monotonic() + LIMIT_S + 60
     while launch.process.poll() is None and time.monotonic() < end:
-        for pid in launch.find(r"vime\.engine\.supervise"):
+        for pid in launch.find(r"vime\.pool\.supervise"):
             try:
                 env = psutil.Process(pid).environ()
             except psutil.Error:  # it has ended meanwhile
