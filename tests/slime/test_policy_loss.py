@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.algo import ppo
+from slime.algo import ppo, surrogates
 from slime.algo.policy_loss import policy_loss, sft_loss
 from slime.algo.token_columns import TokenColumns
 
@@ -195,7 +195,7 @@ def test_hooked_and_fused_paths_agree():
     generator = torch.Generator().manual_seed(0)
     new, old, advantages = (torch.randn(3, generator=generator) for _ in range(3))
     for c in (None, 1.5):
-        mine, clipped = ppo.compute_policy_loss(old - new, advantages, 0.2, 0.3, c)
+        mine, clipped = surrogates.compute_policy_loss(old - new, advantages, 0.2, 0.3, c)
         t = columns(
             log_probs=new,
             old_log_probs=old,

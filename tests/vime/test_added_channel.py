@@ -109,7 +109,7 @@ from slime.weight_sync.registry import CHANNELS, Channel
 CHANNELS["second"] = Channel(
     "added_channel:SecondFiles", help="through files of another name", plan="second files in {weight_dir}"
 )
-from slime.config import resolve
+from slime.rules import resolve
 from slime.rules.flags import own_flags
 from vime.plan import transport
 spec = own_flags()["update_weight_transport"]
