@@ -27,6 +27,7 @@ after() { # the word behind OPTION, the last one wins
     for word in "${words[@]}"; do [[ -z "$next" ]] || found=$word; [[ "$word" == "$1" ]] && next=1 || next=""; done
     echo "$found"
 }
+[[ "$1" != -P ]] || shift
 words=("$@")
 case "$*" in
     *device_count*) echo "$GPUS ${GIB:-140}" ;;

@@ -17,7 +17,8 @@ from vime import train
 ROOT = Path(__file__).parents[2]
 COMMAND = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored, and
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup this one
 from vime import cli, commands
 commands.MODULES[sys.argv[1]] = "part"
 sys.exit(cli.main(sys.argv[1:]))

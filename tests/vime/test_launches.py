@@ -101,7 +101,11 @@ def folder(tmp_path: Path) -> Path:
         release.mkdir(parents=True)
         (release / ".metadata").touch()
         (release.parent / "latest_checkpointed_iteration.txt").write_text("release")
-    row = {"prompt": "1+1=", "label": "2", "messages": [{"role": "user", "content": "1+1="}]}
+    row = {
+        "prompt": "1+1=",
+        "label": "2",
+        "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
+    }
     (tmp_path / "prompts.jsonl").write_text((json.dumps(row) + "\n") * 256)
     (tmp_path / "hooks.yaml").write_text("max_turns: 2\n")
     return tmp_path

@@ -250,7 +250,7 @@ def test_what_it_finds_of_gpus(tmp_path, answer, given, out, err):
 
 TOLD = """#!/bin/sh
 case "$*" in
-    "-m vime plan "*) shift 3 && printf '%s\\n' "$@" ;;
+    "-P -m vime plan "*) shift 4 && printf '%s\\n' "$@" ;;
     *) exec "$REAL_PYTHON" "$@" ;;
 esac
 """

@@ -25,7 +25,7 @@ def test_a_user_id_without_a_name():
     """As under `docker --user 54321`, with no HOME: vime, torch and Triton find their names and folders."""
     code = (
         "import os, getpass; os.setuid(54321); os.environ.pop('HOME', None)\n"
-        "from vime import surroundings, temporary\n"
+        "from vime.run import surroundings, temporary\n"
         "surroundings.prepare(os.environ)\n"
         "from contextlib import ExitStack; from pathlib import Path\n"
         "with ExitStack() as stack: temporary.use_folder(temporary.make_folder(), stack)\n"
@@ -37,7 +37,7 @@ def test_a_user_id_without_a_name():
     dropped = ("LOGNAME", "USER", "USERNAME", "TORCHINDUCTOR_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     # The interpreter's own folders may be closed to other users; what it needs is imported before the change.
-    preload = "import vime.doctor.machine, vime.run.temporary, vime.run.surroundings, pwd, tempfile, shutil\n"
+    preload = "import slime.http, vime.doctor.machine, vime.run.temporary, vime.run.surroundings, pwd, tempfile, shutil\n"
     done = subprocess.run(
         [sys.executable, "-c", preload + code],
         env={**env, "PYTHONPATH": str(ROOT)},

@@ -19,9 +19,9 @@ from vllm_names import OLDEST, ROOT, copy_of, type_errors
 
 FOLDER = Path(sys.prefix, "vllm-oldest")
 LACKS = {
-    'cpu_experts.py: Cannot find implementation or library stub for module named "vllm.model_executor.layers.fused_moe'
+    'experts.py: Cannot find implementation or library stub for module named "vllm.model_executor.layers.fused_moe'
     '.router.cpu_router"',
-    'cpu_experts.py: Module "vllm.model_executor.layers.fused_moe.experts.cpu_moe" has no attribute '
+    'experts.py: Module "vllm.model_executor.layers.fused_moe.experts.cpu_moe" has no attribute '
     '"CPUUnquantizedExperts"',
     'routed_experts.py: "VllmConfig" has no attribute "aux_output_config"',
     "routed_experts.py: Cannot find implementation or library stub for module named "
@@ -69,7 +69,7 @@ TYPED = {  # in what file, what is renamed, and what the type checker says
         "vime/vllm/versions.py",
         r"mapper\.apply_list\(\[name\]\)",
         "[mapper.map_name(name)]",
-        'vllm_versions.py: "WeightsMapper" has no attribute "map_name"',
+        'versions.py: "WeightsMapper" has no attribute "map_name"',
     ),
     "a method": (
         "packages/vllm/v1/worker/gpu_worker.py",
@@ -81,7 +81,7 @@ TYPED = {  # in what file, what is renamed, and what the type checker says
         "packages/vllm/v1/engine/async_llm.py",
         "internal: bool = False",
         "inner: bool = False",
-        'sglang_route.py: Unexpected keyword argument "internal" for "abort" of "AsyncLLM"',
+        'routes.py: Unexpected keyword argument "internal" for "abort" of "AsyncLLM"',
     ),
     "a class": (
         "packages/vllm/v1/worker/worker_base.py",
@@ -111,7 +111,7 @@ TYPED = {  # in what file, what is renamed, and what the type checker says
         "packages/vllm/v1/engine/output_processor.py",
         r"self\.parent_requests\b",
         "self.parents",
-        'sglang_route.py: "OutputProcessor" has no attribute "parent_requests"',
+        'routes.py: "OutputProcessor" has no attribute "parent_requests"',
     ),
 }
 ASKED = {  # in what file, what is renamed, and the test that fails

@@ -17,6 +17,7 @@ from slime.plan.memory_decision import (
 )
 from slime.plan.memory_estimate import BYTES, Item, amount
 from slime.plan.model_shape import Shape
+from vime.vllm.server_flags import engine_tensor_parallel
 
 
 def engine_memory(c: Config, shape: Shape) -> list[Item]:
@@ -92,7 +93,7 @@ def _token(c: Config, shape: Shape) -> Item:
     """Keys and values of one token, which tensor-parallel ranks and pipeline stages share. Ranks beyond the heads of
     keys and values have copies of them. Latent vectors are whole on each tensor-parallel rank."""
     size = BYTES.get(c.engine.engine_facts.dtype or c.megatron.params_dtype, 2)
-    tp, stages = min(c.engine_tensor_parallel, shape.groups), c.engine.engine_facts.pipeline_parallel_size
+    tp, stages = min(engine_tensor_parallel(c), shape.groups), c.engine.engine_facts.pipeline_parallel_size
     whole = shape.cache_whole
     if whole == shape.cache:
         tp = 1
@@ -112,7 +113,7 @@ def _state(c: Config, shape: Shape) -> Item:
     newest = _bytes(given.get("mamba_cache_dtype"), BYTES.get(usual, 2))
     state = _bytes(given.get("mamba_ssm_cache_dtype"), BYTES.get(shape.state_dtype, newest))
     copies = 1 if given.get("enable_prefix_caching") is False else 2
-    parts = c.engine_tensor_parallel * c.engine.engine_facts.pipeline_parallel_size
+    parts = engine_tensor_parallel(c) * c.engine.engine_facts.pipeline_parallel_size
     layers = sum(kind.attention.state > 0 for kind in shape.kinds)
     each = max(layers, 1)
     how = (

@@ -231,7 +231,7 @@ def check_engine_size(config: Config) -> None:
     """The parallel sizes given to vLLM must fill --rollout-num-gpus-per-engine exactly."""
     names = ("data_parallel_size", "pipeline_parallel_size")
     data, pipeline = (_given_parallel(config, name) or 1 for name in names)
-    tensor = config.engine_tensor_parallel
+    tensor = engine_tensor_parallel(config)
     if data * pipeline * tensor != config.cluster.rollout_num_gpus_per_engine:
         raise ValueError(
             "--rollout-num-gpus-per-engine must equal the product of --vllm-tensor-parallel-size, "
@@ -269,7 +269,7 @@ def check_engine_heads(config: Config) -> None:
     heads = hf_config.get("num_attention_heads")
     if not heads:
         return
-    shared, size = hf_config.get("num_key_value_heads") or heads, config.engine_tensor_parallel
+    shared, size = hf_config.get("num_key_value_heads") or heads, engine_tensor_parallel(config)
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
     if size in fitting:
         return
@@ -328,7 +328,7 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "weight_dir": config.weight_update.weight_dir,
         "device": config.cluster.device,
         "dtype": config.megatron.params_dtype,
-        "tensor_parallel_size": config.engine_tensor_parallel,
+        "tensor_parallel_size": engine_tensor_parallel(config),
         "trust_remote_code": config.train.trust_remote_code,
         "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "env": config.engine.backend_env if config.cluster.device == "cuda" else {},
