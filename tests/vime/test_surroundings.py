@@ -37,7 +37,8 @@ def test_a_user_id_without_a_name():
     dropped = ("LOGNAME", "USER", "USERNAME", "TORCHINDUCTOR_CACHE_DIR")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
     # The interpreter's own folders may be closed to other users; what it needs is imported before the change.
-    preload = "import pwd, shutil, tempfile, slime.http, vime.doctor.machine, vime.run.surroundings, vime.run.temporary\n"
+    preload = "import pwd, shutil, tempfile, slime.http, vime.doctor.machine\n"
+    preload += "from vime.run import surroundings, temporary\n"
     done = subprocess.run(
         [sys.executable, "-c", preload + code],
         env={**env, "PYTHONPATH": str(ROOT)},

@@ -166,7 +166,8 @@ def test_a_renamed_one_is_found(copy: Path) -> None:
 def asking_tests() -> list[str]:
     """Test files of this folder that import vLLM, or read a live model."""
     uses = re.compile(
-        r"^ *(?:from|import) vllm\b|vllm_parser\(|engine\.(?:live_\w+|weight_receiver)", re.MULTILINE
+        r"^ *(?:from|import) vllm\b|vllm_parser\(|vllm\.worker(?:\.| import )(?:live_\w+|weight_receiver)",
+        re.MULTILINE,
     )
     files = sorted(Path(__file__).parent.glob("test_*.py"))
     found = [str(file) for file in files if uses.search(file.read_text()) and file != Path(__file__)]
