@@ -134,3 +134,17 @@ def check_checkpoint_shapes(checkpoint: str | Path, hf_config: dict[str, Any]) -
             f"--hf-checkpoint must hold {hf_config.get('num_hidden_layers')} layers, as its config.json says, got "
             f"{len(layers)} in {checkpoint}"
         )
+
+
+def largest_token_id(checkpoint: str) -> int | None:
+    """The highest token id in tokenizer.json, or None if the checkpoint has no such file."""
+    path = Path(checkpoint) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--hf-checkpoint must hold a valid tokenizer.json, got {path}: {error}") from error
+    vocabulary = content.get("model", {}).get("vocab", {})
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max([*ids, *(token["id"] for token in content.get("added_tokens", []))], default=None)

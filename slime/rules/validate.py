@@ -5,12 +5,11 @@ Every error gives the flag, the rule, the values found and what to do.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
+from slime.checkpoints.hf_config import check_checkpoint_shapes, largest_token_id, read_hf_config
 from slime.config.fields import spelled
 from slime.config.problems import Problems, given
 from slime.config.schema import Config
@@ -384,17 +383,3 @@ TOGETHER: tuple[Rule, ...] = (
     _with_decoder(check_heads),
     _with_decoder(lambda c, _: check_prediction(c, _model(c))),
 )
-
-
-def largest_token_id(checkpoint: str) -> int | None:
-    """The highest token id in tokenizer.json, or None if the checkpoint has no such file."""
-    path = Path(checkpoint) / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--hf-checkpoint must hold a valid tokenizer.json, got {path}: {error}") from error
-    vocabulary = content.get("model", {}).get("vocab", {})
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    return max([*ids, *(token["id"] for token in content.get("added_tokens", []))], default=None)

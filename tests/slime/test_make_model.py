@@ -26,14 +26,13 @@ from make_model import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from slime.checkpoints.hf_config import check_checkpoint_shapes, read_hf_config
+from slime.checkpoints.hf_config import check_checkpoint_shapes, largest_token_id, read_hf_config
 from slime.config.config_file import split_argv
 from slime.config.megatron_flags import MODEL_ARGS
 from slime.megatron_backend.model.model_config import check_hf_config
 from slime.models import decoder_of, family_for
 from slime.plan.model_shape import Shape
 from slime.rules.model_args import check_model_args
-from slime.rules.validate import largest_token_id
 
 ROOT = Path(__file__).resolve().parents[2]
 # Elements of all tensors of the published checkpoints, a tied head counted once. The last two were computed here.

@@ -76,9 +76,8 @@ class MegatronTrainer:
         self._hook("custom_megatron_init_path", self.args)
         self.hf_config = load_hf_config(config.rollout.hf_checkpoint)
         predicts = config.algorithm.enable_mtp_training
-        self.model: Any = build_model(
-            self.hf_config, config, predicts=predicts
-        )  # Megatron's wrapper has no types
+        # Megatron's wrapper has no types.
+        self.model: Any = build_model(self.hf_config, config, predicts=predicts)
         load = config.checkpoint.load
         resume = checkpoint_dir.resumed_iteration(config)
         if resume is None:
