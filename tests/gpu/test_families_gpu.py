@@ -27,7 +27,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_trainer_and_engine_agree_never_run(
+def test_trainer_and_engine_agree(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     check_engine(trained, name, monkeypatch, TOLERANCE, DTYPE)

@@ -35,7 +35,7 @@ def test_compiled_codes_are_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("llama", SHAPE), ("qwen2-moe", EXPERTS)])
-def test_an_engine_takes_updates_never_run(
+def test_an_engine_takes_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: dict[str, int]
 ) -> None:
     """As tests/e2e/test_engine_fp8.py on CPUs. The dense model's updates have checksums, with which the engine compares

@@ -28,7 +28,7 @@ def single_rank(tmp_path):
     destroy_parallel()
 
 
-def test_a_layer_of_the_real_shape_never_run(single_rank, capsys):
+def test_a_layer_of_the_real_shape(single_rank, capsys):
     generator = torch.Generator("cuda").manual_seed(0)
     models = {}
     for dtype in ("float32", "bfloat16"):
