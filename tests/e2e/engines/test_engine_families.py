@@ -14,14 +14,18 @@ pytestmark = pytest.mark.e2e
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
 SERVED = [name for name, case in CASES.items() if case.engine]
-SLOW = ("qwen3-5-text", "qwen3-5-moe", "qwen3-5-moe-text")
-"""Like qwen3-5, which runs on each change."""
+SLOW = {
+    *("qwen3-5-text", "qwen3-5-moe", "qwen3-5-moe-text", "llama-untied-yarn", "mistral", "kimi-k2"),
+    *("deepseek-plain-queries", "qwen2-moe", "gemma2"),
+}
+"""Their layers are those of qwen3-5, llama, deepseek, qwen3-next, gemma3 and gpt-oss, which run on each change."""
 MODELS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SERVED]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return trained_models(tmp_path_factory.mktemp("families"), SERVED)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    names = [name for name in SERVED if any(f"[{name}]" in item.name for item in request.session.items)]
+    return trained_models(tmp_path_factory.mktemp("families"), names)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -47,6 +47,7 @@ def test_a_server_that_cannot_start_shows_its_last_log_lines(tmp_path: Path) -> 
     assert psutil.Process().children(recursive=True) == before
 
 
+@pytest.mark.slow
 def test_the_cause_of_a_failed_start_comes_first(tmp_path: Path) -> None:
     """vLLM's engine core has it; the end of the log is the traceback of the API server."""
     server = EngineServer(spec(make_checkpoint(tmp_path), model_path=str(tmp_path), cache_bytes=1024))
@@ -167,6 +168,7 @@ def test_a_router_restarts_and_keeps_its_address(tmp_path: Path) -> None:
     router.stop()
 
 
+@pytest.mark.slow
 def test_an_engine_in_a_ray_actor_serves_and_ends_with_it(tmp_path: Path) -> None:
     import ray
 

@@ -28,7 +28,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_concurrency=8)  # a call that waits leaves the actor to the tests behind it
 class Rank:
     def ready(self) -> None:
         pass
@@ -44,11 +44,21 @@ class Rank:
         time.sleep(60)
 
 
+@pytest.fixture(scope="module")
+def alive(cluster: None) -> list:
+    return [Rank.remote() for _ in range(3)]
+
+
 @pytest.fixture
-def ranks() -> list:
-    ranks = [Rank.remote() for _ in range(3)]
-    ray.get([rank.ready.remote() for rank in ranks])
-    return ranks
+def ranks(alive: list) -> list:
+    """Three actors; a new one in place of each that a test killed."""
+    for i, rank in enumerate(alive):
+        try:
+            ray.get(rank.ready.remote())
+        except ray.exceptions.RayActorError:
+            alive[i] = Rank.remote()
+    ray.get([rank.ready.remote() for rank in alive])
+    return list(alive)
 
 
 def failure(tmp_path: Path, refs: list, lives: dict | None = None) -> ActorError:

@@ -28,10 +28,11 @@ from slime.rules import parse_args
 ROOT = Path(__file__).parents[3]
 TESTS = ROOT / "tests" / "slime"
 OTHER = next((version for version in RUN if version != installed()), "")
-QUICK = ("test_trainer.py", "test_prediction.py")
+QUICK = ("test_prediction.py",)
 ALL = [
     f"test_{name}.py"
     for name in [
+        "trainer",
         "families",
         "torch_dist",
         "routing_replay",

@@ -88,7 +88,7 @@ def stages(rank: int, root: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("qwen3_moe", marks=pytest.mark.slow), "glm4_moe"])
 def root(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("two")
     tiny_checkpoint(root / "moe", request.param, tie_word_embeddings=False, **KINDS[request.param])

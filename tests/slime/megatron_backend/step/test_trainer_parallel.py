@@ -103,7 +103,7 @@ RESUMED = {"pp": 2, "cp": 2, "pp-cp": 4, "pp-sp": 4}
 PLUG_INS = {"cp-sequence", "cp-mismatch"}
 """Examples of hooks that gather and slice over context parallelism (examples/plugins)."""
 
-SHORT = {"dp", "sp", "tp-custom", "cp", "cp-empty", "pp", "pp-gspo", "cp-dp", "pp-sp"} | PLUG_INS
+SHORT = {"dp", "tp-custom", "cp", "cp-empty", "pp", "pp-gspo", "pp-sp"} | PLUG_INS
 """The layouts of the short suite: every kind of parallelism, alone and with another one; the others run with --all."""
 
 
@@ -207,15 +207,20 @@ def work(rank: int, root: Path, ranks: int, chosen: set[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def one(root):
-    return {name: run(f"one-{name}", flags, root, 0, 1) for name, flags in SINGLE.items()}
+def chosen(request):
+    """The layouts that run: those of the short suite, unless a test marked slow runs."""
+    return {*TWO, *FOUR} if any(item.get_closest_marker("slow") for item in request.session.items) else SHORT
 
 
 @pytest.fixture(scope="module")
-def several(request, root, one):
+def one(root, chosen):
+    names = {same_as(layout) for layout in chosen}
+    return {name: run(f"one-{name}", flags, root, 0, 1) for name, flags in SINGLE.items() if name in names}
+
+
+@pytest.fixture(scope="module")
+def several(root, one, chosen):
     """What each rank got, by layout."""
-    everything = any(item.get_closest_marker("slow") for item in request.session.items)
-    chosen = {*TWO, *FOUR} if everything else SHORT
     found: dict[str, list[dict[str, Any]]] = {}
     for ranks in (2, 4):
         on_ranks(work, root, ranks, chosen, ranks=ranks)
