@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from rl_kernel.benchmarks.rivals import RIVALS, rival_contenders, rival_families
 from rl_kernel.benchmarks.streams import STREAMS
 from rl_kernel.benchmarks.timing import LEAST_CALLS, Plan, reason_of, trace
 from rl_kernel.checks import invalid
+from rl_kernel.host import Facts
 from rl_kernel.ops.linear_logp.cases import Case
 
 LINEAR = ("linear_logp", "linear_token_loss")
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_traces(cases, contenders, device)
         return 0
     machine = describe(device, ["-m", "rl_kernel.bench", *command], arguments.commit)
-    results: dict[str, Any] = {"schema": SCHEMA, "machine": machine}
+    results: Facts = {"schema": SCHEMA, "machine": machine}
     results |= {"rounds": plan.rounds, "linear": [], "elementwise": None}
     print("\n".join(report.machine_lines(machine)), flush=True)
     for case in cases if contenders else []:
@@ -155,7 +155,7 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def write(path: Path | None, results: dict[str, Any]) -> None:
+def write(path: Path | None, results: Facts) -> None:
     """Standard JSON: what is not finite has been made null before."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

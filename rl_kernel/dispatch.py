@@ -9,7 +9,7 @@ import importlib.util
 import os
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -109,7 +109,7 @@ def float64_refusal(*tensors: torch.Tensor | None) -> str | None:
     return "float64 inputs are computed by the reference only" if doubles else None
 
 
-def capabilities() -> dict[str, dict[str, Any]]:
+def capabilities() -> dict[str, dict[str, object]]:
     """Per operator: implementations, dtypes, hardware, parallel modes, determinism and tolerances, as plain data.
 
     `here` is "triton", or why Triton kernels cannot run on this machine.

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 10
+Facts = dict[str, Any]
+"""What a record holds, as JSON has it."""
 
 
 def output_of(*command: str) -> str | None:
@@ -23,7 +25,7 @@ def output_of(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def git_state(root: Path) -> dict[str, Any] | None:
+def git_state(root: Path) -> Facts | None:
     """Commit, whether tracked files differ from it, and the SHA-256 of the diff. None unless `root` is the top of a
     checkout."""
     top = output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
@@ -33,7 +35,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
     if commit is None:
         return None
     changes = output_of("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    found: dict[str, Any] = {"commit": commit, "modified": None if changes is None else bool(changes)}
+    found: Facts = {"commit": commit, "modified": None if changes is None else bool(changes)}
     if changes:
         difference = output_of("git", "-C", str(root), "diff", "HEAD") or ""
         found["difference"] = hashlib.sha256(difference.encode()).hexdigest()

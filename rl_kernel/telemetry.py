@@ -11,11 +11,22 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from rl_kernel.dispatch import Choice
+
+
+class OperatorCalls(TypedDict):
+    """Of one operator. implementations, variants: name -> calls. fallbacks: reason -> calls. ms: milliseconds."""
+
+    calls: int
+    tokens: int
+    implementations: dict[str, int]
+    variants: dict[str, int]
+    fallbacks: dict[str, int]
+    ms: float
 
 
 @dataclass
@@ -71,13 +82,13 @@ def timed(operator: str, device: torch.device) -> Iterator[None]:
         _counts[operator].ms += (time.perf_counter() - start) * 1e3
 
 
-def telemetry(*, reset: bool = False) -> dict[str, dict[str, Any]]:
+def telemetry(*, reset: bool = False) -> dict[str, OperatorCalls]:
     """Per operator since the last reset: calls, tokens, implementations, variants, fallbacks {reason: calls}, ms.
 
     `ms` includes the calls, and the backward of fast implementations; the backward of a reference is not timed. Waits
     for the device if there are timings to read.
     """
-    result = {}
+    result: dict[str, OperatorCalls] = {}
     for name, counts in _counts.items():
         for start, end in counts.pending:
             end.synchronize()

@@ -29,9 +29,9 @@ PAGE = Path("benchmarks/reports/families_cpu.md")
 RECORD = Path("benchmarks/results/families_cpu.json")
 COMMAND = "python scripts/docs_families.py"
 TESTS = {
-    "tests/slime/test_families.py": "compared with transformers on one rank",
-    "tests/slime/test_families_parallel.py": "compared with transformers on two ranks",
-    "tests/e2e/test_engine_families.py": "compared with vLLM, before and after an update of its weights",
+    "tests/slime/megatron_backend/model/test_families.py": "compared with transformers on one rank",
+    "tests/slime/megatron_backend/model/test_families_parallel.py": "compared with transformers on two ranks",
+    "tests/e2e/engines/test_engine_families.py": "compared with vLLM, before and after an update of its weights",
 }
 ON_ONE = ("logits", "log_probs", "gradients")
 ON_TWO = ("tp_log_probs", "ep_log_probs", "tp_gradients", "ep_gradients")

@@ -4,6 +4,7 @@ Without a GPU, tests/rl_kernel runs the Triton kernels in Triton's interpreter. 
 """
 
 import contextlib
+import logging
 import os
 import signal
 import tempfile
@@ -71,6 +72,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         with contextlib.suppress(PermissionError):  # only root may raise a priority again
             os.setpriority(os.PRIO_PROCESS, 0, 0 if RUNS in item.path.parents else 5)
+    logging.getLogger().setLevel(logging.WARNING)  # a library that vLLM's server imports sets it to ERROR
     if INTERPRET and OPERATORS in item.path.parents:
         os.environ["TRITON_INTERPRET"] = "1"
     else:

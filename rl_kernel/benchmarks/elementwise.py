@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_kernel.benchmarks.streams import CPU_SIZES, GPU_SIZES, STREAMS, Outputs, Stream
 from rl_kernel.benchmarks.timing import Entry, Plan, measure
+from rl_kernel.host import Facts
 from rl_kernel.mode import using
 
 COMPILED = ("ratio_kl", "grpo_loss", "swiglu", "rotary")
@@ -32,7 +33,7 @@ def run_elementwise(
     plan: Plan,
     only: Sequence[str],
     rivals: Sequence[str],
-) -> dict[str, Any]:
+) -> Facts:
     """Results of the named operators as plain data, with the copy bandwidth of the same run. `rivals`: families of
     which "reference" and "compile" are measured beside them."""
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
@@ -43,7 +44,7 @@ def run_elementwise(
         target.copy_(source)
 
     copied_ms: list[float] = []
-    rows: list[dict[str, Any]] = []
+    rows: list[Facts] = []
     for build in (build for name, build in STREAMS.items() if name in operators):
         # One operator at a time: the inputs of all of them together are tens of gigabytes.
         streams = [
@@ -74,7 +75,7 @@ def _entry(stream: Stream) -> Entry:
     row = {"name": stream.name, "operator": stream.operator, "moved_bytes": stream.moved_bytes}
     row |= {"against": stream.against} if stream.against is not None else {}
 
-    def error(outputs: Outputs) -> dict[str, Any]:
+    def error(outputs: Outputs) -> Facts:
         found = [_largest(actual, truth) for actual, truth in stream.truth(outputs)]
         return {"error": max(found) if all(map(math.isfinite, found)) else None}
 

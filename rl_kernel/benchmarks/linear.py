@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from rl_kernel.benchmarks.problem import Contender, Outputs, Problem
 from rl_kernel.benchmarks.timing import Entry, Plan, Samples, Step, measure
+from rl_kernel.host import Facts
 from rl_kernel.ops.linear_logp.cases import Case
 
 
-def run_case(case: Case, contenders: Sequence[Contender], device: torch.device, plan: Plan) -> dict[str, Any]:
+def run_case(case: Case, contenders: Sequence[Contender], device: torch.device, plan: Plan) -> Facts:
     """The result of one case as plain data: the yardstick, and one row per contender."""
     problem = Problem(case, device)
     problem.product()
@@ -49,7 +49,7 @@ def _entry(contender: Contender, problem: Problem) -> Entry:
             problem.main_grad.zero_()
         return contender.build(problem)
 
-    def errors(outputs: Outputs) -> dict[str, Any]:
+    def errors(outputs: Outputs) -> Facts:
         upstream = contender.upstream if contender.phase == "train" else None
         d_weight = problem.main_grad if contender.main_grad else problem.weight.grad
         return {"errors": problem.truth.errors(outputs, upstream, d_weight)}
@@ -57,7 +57,7 @@ def _entry(contender: Contender, problem: Problem) -> Entry:
     return Entry(row, build, errors, lambda outputs: [leaf.grad for leaf in problem.leaves])
 
 
-def timed(samples: Samples, products: int, product_ms: float) -> dict[str, Any]:
+def timed(samples: Samples, products: int, product_ms: float) -> Facts:
     """Time of a row, and as a multiple of `products` matrix products: median, least, largest."""
     floor_ms = products * product_ms
     return {

@@ -7,18 +7,17 @@ import importlib.metadata
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rl_kernel.host import git_state, gpu_rows
+from rl_kernel.host import Facts, git_state, gpu_rows
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GPU_FACTS = ("driver_version", "clocks.max.sm", "power.limit", "clocks.sm", "power.draw", "temperature.gpu")
 PACKAGES = ("triton", "liger-kernel", "cut-cross-entropy")
 
 
-def describe(device: torch.device, command: Sequence[str], commit: str | None = None) -> dict[str, Any]:
+def describe(device: torch.device, command: Sequence[str], commit: str | None = None) -> Facts:
     """Plain data: GPU, driver, versions, commit (and whether files differ from it), command line, date.
 
     `command`: what followed `python`: the script, or -m and the module, and its arguments. `commit` is for machines

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rl_kernel.benchmarks.pairs import Pair, Row, all_rows, linear_pairs, ran_kernel, stream_pairs
 
@@ -31,7 +30,7 @@ HOW_TO_READ = (
 )
 
 
-def result_lines(results: Mapping[str, Any]) -> Iterator[str]:
+def result_lines(results: Row) -> Iterator[str]:
     """A whole file: machine, every case, and the rows that ran no kernel."""
     yield from machine_lines(results["machine"])
     yield from ("", HOW_TO_READ)
@@ -42,7 +41,7 @@ def result_lines(results: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", *fallback_lines(results))
 
 
-def machine_lines(machine: Mapping[str, Any]) -> Iterator[str]:
+def machine_lines(machine: Row) -> Iterator[str]:
     """Where it was measured, with which versions, by which command."""
     facts = {"driver": machine["gpu_facts"].get("driver_version", "unknown"), **machine["gpu_facts"]}
     told = [f"{name} {value}" for name, value in facts.items() if name != "driver_version"]
@@ -57,7 +56,7 @@ def machine_lines(machine: Mapping[str, Any]) -> Iterator[str]:
         yield from ("", NO_GPU)
 
 
-def linear_lines(result: Mapping[str, Any]) -> Iterator[str]:
+def linear_lines(result: Row) -> Iterator[str]:
     """One case of the linear operators: every row, then every comparison."""
     case, product = result["case"], result["product_ms"]
     yield f"#### {case['name']}: {case['tokens']:,} tokens, hidden {case['hidden']:,}, vocabulary {case['vocab']:,}"
@@ -72,7 +71,7 @@ def linear_lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"- {row['name']}: keeps {row['retained_mib']} MiB after the first call"
 
 
-def stream_lines(result: Mapping[str, Any]) -> Iterator[str]:
+def stream_lines(result: Row) -> Iterator[str]:
     """The operators that move bytes: every row, then every comparison."""
     yield "#### Operators that move bytes"
     yield ""
@@ -81,7 +80,7 @@ def stream_lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield from _compared(*stream_pairs(result["rows"]))
 
 
-def fallback_lines(results: Mapping[str, Any]) -> Iterator[str]:
+def fallback_lines(results: Row) -> Iterator[str]:
     """Rows of rl_kernel that ran no kernel, by reason."""
     reasons: dict[str, list[str]] = {}
     for row in all_rows(results):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl_kernel.autograd import Context
 from rl_kernel.benchmarks.own import logp_step, token_loss_step
 from rl_kernel.benchmarks.pairs import DEFAULT_WORKSPACE_MIB
 from rl_kernel.benchmarks.problem import Contender, Outputs, Problem
@@ -43,11 +44,12 @@ def rival_families(names: str) -> list[str]:
 
 def reference(problem: Problem, *, operator: str) -> Callable[[], Outputs]:
     """The PyTorch reference of one of our operators, as a run without kernels calls it."""
-    variant: dict[str, Any] = dict(mib=DEFAULT_WORKSPACE_MIB, rounding="bf16", entropy="none")
     if operator == "linear_logp":
-        call = logp_step(problem, **variant)
+        call = logp_step(problem, mib=DEFAULT_WORKSPACE_MIB, rounding="bf16", entropy="none")
     else:
-        call = token_loss_step(problem, main_grad=False, grpo=False, **variant)
+        call = token_loss_step(
+            problem, main_grad=False, grpo=False, mib=DEFAULT_WORKSPACE_MIB, rounding="bf16", entropy="none"
+        )
 
     def step() -> Outputs:
         with using("off"):
@@ -79,7 +81,7 @@ class _NativeLogProb(torch.autograd.Function):
     vocabulary-parallel cross-entropy does on one process."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Context, logits: Tensor, targets: Tensor) -> Tensor:
         logits.sub_(logits.amax(1, keepdim=True))
         picked = logits.gather(1, targets[:, None])[:, 0]
         total = logits.exp_().sum(1)
@@ -88,7 +90,7 @@ class _NativeLogProb(torch.autograd.Function):
         return picked - total.log()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         softmax, targets = ctx.saved_tensors
         d_logits = softmax.neg_()
         rows = torch.arange(len(targets), device=targets.device)
@@ -100,7 +102,7 @@ class _NativeEntropy(torch.autograd.Function):
     """Entropy from float32 logits [N, V]; keeps them and their softmax for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
+    def forward(ctx: Context, logits: Tensor) -> Tensor:
         top = logits.amax(1, keepdim=True)
         exps = (logits - top).exp_()
         total = exps.sum(1, keepdim=True)
@@ -110,7 +112,7 @@ class _NativeEntropy(torch.autograd.Function):
         return (top + total.log() - mean)[:, 0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         softmax, logits, mean = ctx.saved_tensors
         d_logits: Tensor = (mean - logits).mul_(softmax).mul_(grad[:, None])
         return d_logits

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from rl_kernel import telemetry
+from rl_kernel.host import Facts
 
-Step = Callable[[], Any]
+Step = Callable[[], object]
+Mark = TypeVar("Mark")
+"""What a clock gives for a moment."""
 
 FILL_MS = 3.0
 """`fill_ms` of a GPU: hides the host's launches, as the model's forward does in training. A whole one-pass call takes
@@ -36,16 +39,16 @@ LEAST_CALLS = 6
 MIB = 2**20
 
 
-class Clock(Protocol):
+class Clock(Protocol[Mark]):
     """Marks on a time line, read after `finish`. `fill_ms`: yardstick work queued before each timed call."""
 
     fill_ms: float
 
-    def mark(self) -> Any: ...
+    def mark(self) -> Mark: ...
 
     def finish(self) -> None: ...
 
-    def elapsed_ms(self, start: Any, end: Any) -> float: ...
+    def elapsed_ms(self, start: Mark, end: Mark) -> float: ...
 
 
 class CudaClock:
@@ -80,7 +83,7 @@ class HostClock:
         return (end - start) * 1e3
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> Clock[Any]:
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
@@ -98,7 +101,7 @@ class Samples:
         values = {"median": self.median, "min": min(self.ms), "max": max(self.ms)}
         return {**{name: round(value, 5) for name, value in values.items()}, "calls": len(self.ms)}
 
-    def each_as_json(self) -> dict[str, Any]:
+    def each_as_json(self) -> Facts:
         """`as_json` and every call in the order of the rounds, to five digits: call k of two contenders is of one
         round, so the ratio of the two has a spread. For contenders, whose calls the rounds bound."""
         return self.as_json() | {"each": [float(f"{ms:.5g}") for ms in self.ms]}
@@ -130,9 +133,9 @@ class Entry:
     kept: the tensors that a call with these outputs has to leave behind; their memory is not extra.
     """
 
-    row: dict[str, Any]
+    row: Facts
     build: Callable[[], Step]
-    errors: Callable[[Any], dict[str, Any]]
+    errors: Callable[[Any], Facts]
     kept: Callable[[Any], Iterable[Tensor | None]]
 
 
@@ -184,7 +187,7 @@ def measure(
     return timings
 
 
-def _first_calls(entry: Entry, step: Step, device: torch.device, clock: Clock, clear: Step) -> float:
+def _first_calls(entry: Entry, step: Step, device: torch.device, clock: Clock[Mark], clear: Step) -> float:
     """A checked call (which also compiles), then one whose memory and time are read; returns its milliseconds."""
     held = _allocated(device)
     what_ran()
@@ -201,10 +204,10 @@ def _first_calls(entry: Entry, step: Step, device: torch.device, clock: Clock, c
     return one_call_ms
 
 
-def what_ran() -> dict[str, Any]:
+def what_ran() -> Facts:
     """Of the calls since the last look: which implementation each operator ran, and why no kernel where none did."""
     done = telemetry(reset=True)
-    found: dict[str, Any] = {
+    found: Facts = {
         "implementation": {name: ", ".join(facts["implementations"]) for name, facts in done.items()}
     }
     if fallbacks := sorted({reason for facts in done.values() for reason in facts["fallbacks"]}):
@@ -221,7 +224,7 @@ def take_turns(
     contenders: Mapping[str, Step],
     *,
     rounds: int,
-    clock: Clock,
+    clock: Clock[Mark],
     reset: Step,
     calls: Mapping[str, int],
 ) -> Timings:
@@ -230,8 +233,8 @@ def take_turns(
     `reset` runs before each call, outside the timed span (it drops old gradients). `calls` bounds the rounds of a
     contender. A contender that raises is out, with the reason.
     """
-    spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in contenders}
-    yardsticks: list[tuple[Any, Any]] = []
+    spans: dict[str, list[tuple[Mark, Mark]]] = {name: [] for name in contenders}
+    yardsticks: list[tuple[Mark, Mark]] = []
     failed: dict[str, str] = {}
     fill = _repeats(yardstick, clock)
     for turn in range(rounds):
@@ -254,14 +257,14 @@ def take_turns(
         reset()
         clock.finish()
 
-    def samples(marks: Iterable[tuple[Any, Any]]) -> Samples:
+    def samples(marks: Iterable[tuple[Mark, Mark]]) -> Samples:
         return Samples(tuple(clock.elapsed_ms(start, end) for start, end in marks))
 
     measured = {name: samples(marks) for name, marks in spans.items() if marks and name not in failed}
     return Timings(samples(yardsticks or [_once(yardstick, clock)]), measured, failed)
 
 
-def _once(step: Step, clock: Clock) -> tuple[Any, Any]:
+def _once(step: Step, clock: Clock[Mark]) -> tuple[Mark, Mark]:
     start = clock.mark()
     step()
     end = clock.mark()
@@ -269,14 +272,14 @@ def _once(step: Step, clock: Clock) -> tuple[Any, Any]:
     return start, end
 
 
-def _repeats(yardstick: Step, clock: Clock) -> int:
+def _repeats(yardstick: Step, clock: Clock[Mark]) -> int:
     """Yardstick calls that take the clock's `fill_ms`; at least 1, the timed one."""
     yardstick()
     one_ms = clock.elapsed_ms(*_once(yardstick, clock))
     return max(1, math.ceil(clock.fill_ms / max(one_ms, 1e-3)))
 
 
-def heat(yardstick: Step, clock: Clock, seconds: float) -> None:
+def heat(yardstick: Step, clock: Clock[Mark], seconds: float) -> None:
     """Run the yardstick until the chip has settled at the clock it can hold."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -286,7 +289,7 @@ def heat(yardstick: Step, clock: Clock, seconds: float) -> None:
 
 
 def probe(
-    step: Step, clock: Clock, kept: Callable[[Any], Iterable[Tensor | None]]
+    step: Step, clock: Clock[Mark], kept: Callable[[Any], Iterable[Tensor | None]]
 ) -> tuple[float, float | None]:
     """(ms, extra MiB) of one call; the second is None on a CPU.
 

@@ -2,7 +2,7 @@
 into README.md, docs/models.md and docs/status.md.
 
 Each family's trainer was compared with transformers on tiny models, in float32, on one rank and on two
-(`tests/slime/test_families.py`).
+(`tests/slime/megatron_backend/model/test_families.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tiny models of families on one GPU: vLLM's log-probs are the trainer's, before and after an update of live weights.
 
-As tests/e2e/test_engine_families.py on CPUs, but in bfloat16, for which trainer and engine have their kernels.
+As tests/e2e/engines/test_engine_families.py on CPUs, but in bfloat16, for which trainer and engine have their kernels.
 """
 
 from __future__ import annotations

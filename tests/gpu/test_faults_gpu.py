@@ -1,4 +1,4 @@
-"""What tests/e2e/test_faults.py does to runs on CPUs, done to runs on GPUs: weights through CUDA IPC, engines that
+"""What tests/e2e/runs/test_faults.py does to runs on CPUs, done to runs on GPUs: weights through CUDA IPC, engines that
 sleep, collectives of NCCL. A run needs about a minute to start, so each one goes through several faults.
 """
 

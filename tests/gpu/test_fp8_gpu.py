@@ -38,8 +38,8 @@ def test_compiled_codes_are_the_nearest() -> None:
 def test_an_engine_takes_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: dict[str, int]
 ) -> None:
-    """As tests/e2e/test_engine_fp8.py on CPUs. The dense model's updates have checksums, with which the engine compares
-    every live tensor. Experts in fp8 are not compared."""
+    """As tests/e2e/engines/test_engine_fp8.py on CPUs. The dense model's updates have checksums, with which the engine
+    compares every live tensor. Experts in fp8 are not compared."""
     trained = trained_models(tmp_path, [name], shape=shape, dtype="bfloat16", checksums=shape is SHAPE)
     (before, first), (after, second) = versions_of(trained, name)
     settings = {"dtype": "bfloat16", "quantization": "fp8_per_block"}

@@ -20,8 +20,8 @@ from vime import cli
 COVERED = {
     r"bash scripts/setup\.sh": "tests/house/test_setup.py",
     r"bash scripts/test\.sh.*": ".ci/run",
-    r"(OUT=\S+ )?(MODE=\S+ )?bash scripts/run-tiny-grpo\.sh.*": "tests/e2e/test_first_command.py",
-    r"PLAN=1 (NUM_GPUS=\d+ )?bash scripts/run-qwen3-4b-grpo\.sh.*": "tests/vime/test_qwen3_script.py",
+    r"(OUT=\S+ )?(MODE=\S+ )?bash scripts/run-tiny-grpo\.sh.*": "tests/e2e/runs/test_first_command.py",
+    r"PLAN=1 (NUM_GPUS=\d+ )?bash scripts/run-qwen3-4b-grpo\.sh.*": "tests/scripts/test_qwen3_script.py",
 }
 """Commands that another test runs -> its file, which names the same script."""
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]*)\")?\n(.*?)^```$", re.M | re.S)

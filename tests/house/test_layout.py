@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -160,12 +161,23 @@ def test_heavy_libraries_only_where_they_belong() -> None:
 
 
 def test_folders_hold_one_trade() -> None:
-    sizes: dict[str, int] = {}
-    for path in package_files():
-        if path.name != "__init__.py":
-            sizes[str(path.parent)] = sizes.get(str(path.parent), 0) + 1
+    counted = [path for path in files() if path.parts[0] == "tests"]
+    counted += [path for path in package_files() if path.name != "__init__.py"]
+    sizes = Counter(str(path.parent) for path in counted)
     over = {folder: n for folder, n in sizes.items() if n > MAX_FOLDER_FILES}
-    assert not over, f"folders of the packages must have at most {MAX_FOLDER_FILES} files: {over}"
+    assert not over, f"folders of packages and tests must have at most {MAX_FOLDER_FILES} files: {over}"
+
+
+def test_tests_lie_in_the_folders_of_what_they_test() -> None:
+    """Names of test files are their modules' names, so each stands once. Folders of tests/rl_kernel, tests/slime and
+    tests/vime are folders of the package. `commands` has the tests of what lies beside vime's folders: with a file in
+    tests/vime, its folders would be found as packages named vllm and sglang."""
+    tests = [path for path in files(".py") if path.parts[0] == "tests" and path.name != "conftest.py"]
+    twice = [name for name, count in Counter(path.name for path in tests).items() if count > 1]
+    assert not twice, f"a test file's name must be its own, got several of {twice}"
+    mirrored = {path.parent.relative_to("tests") for path in tests if path.parts[1] in PACKAGES}
+    assert not {str(folder) for folder in mirrored if not (ROOT / folder).is_dir()} - {"vime/commands"}
+    assert Path("vime") not in mirrored
 
 
 def test_no_import_rings() -> None:

@@ -76,7 +76,7 @@ TINY: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
     },
-    # with another rms_norm_eps, transformers and vLLM differ (tests/slime/test_latent.py)
+    # with another rms_norm_eps, transformers and vLLM differ (tests/slime/megatron_backend/model/test_latent.py)
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "rms_norm_eps": 1e-6},
     "qwen3_next": {**_SOFTMAX, "shared_expert_intermediate_size": 80, **_HYBRID},
     "qwen3_5": _HYBRID,
@@ -122,8 +122,8 @@ PREDICTION = {
 @dataclass(frozen=True)
 class Case:
     """A tiny model: its family, and how it differs from the family's entry in `TINY`. `engine`: whether
-    tests/e2e/test_engine_families.py compares it with an engine; other families have a test of their own. `dtype`: that
-    of the trainer and the engine there."""
+    tests/e2e/engines/test_engine_families.py compares it with an engine; other families have a test of their own.
+    `dtype`: that of the trainer and the engine there."""
 
     kind: str
     shape: dict[str, Any] = field(default_factory=dict)

@@ -17,9 +17,18 @@ import rl_kernel
 from slime.checkpoints.hf_config import read_hf_config
 from slime.config import Config
 from slime.data.token_slice import token_slice
+from slime.megatron_backend.checkpoint.weights import load_hf
 from slime.megatron_backend.model.attention import packed_layout
-from slime.megatron_backend.model.gpt import capped, logit_cap, output_weight, stage_output, vocab_range
+from slime.megatron_backend.model.gpt import (
+    build_model,
+    capped,
+    logit_cap,
+    output_weight,
+    stage_output,
+    vocab_range,
+)
 from slime.megatron_backend.model.gpt import hidden_of as hidden_of_output
+from slime.megatron_backend.model.model_config import load_hf_config
 from slime.megatron_backend.model.optimizer import finish_grads
 from slime.models import family_for
 
@@ -76,6 +85,13 @@ def tiny_checkpoint(directory: Path, kind: str = "qwen3", **shape: Any) -> nn.Mo
         and family_for(read_hf_config(directory)).prediction is not None
     ):
         add_prediction_layers(directory)
+    return model
+
+
+def loaded(directory: Path, *, ddp: bool = True, **config: Any) -> list[nn.Module]:
+    """The model of a checkpoint, with its weights, on the ranks of this process."""
+    model = build_model(load_hf_config(directory), make_config(**config), ddp=ddp)
+    load_hf(model, directory)
     return model
 
 

@@ -3,9 +3,9 @@ asks for a version. Light to import: the functions that need vLLM load it.
 
 Two versions were run: 0.26.0 (its CUDA build, on GPUs) and 0.32.0 (its CPU build, by the tests). The table has their
 differences in what this project uses. A version between or after the two counts as one of them. A version below 0.26 is
-an error, and one above 0.33 is noted (`check`). tests/vime/test_vllm_oldest.py compares every name that we use with the
-source of 0.26.0, and runs parser, routes, fields and plug-in of 0.26.0. The CPU build of 0.26.0 was never run with a
-model.
+an error, and one above 0.33 is noted (`check`). tests/vime/vllm/test_vllm_oldest.py compares every name that we use
+with the source of 0.26.0, and runs parser, routes, fields and plug-in of 0.26.0. The CPU build of 0.26.0 was never run
+with a model.
 
 what                    0.26.0                              0.32.0                              here
 ----------------------- ----------------------------------- ----------------------------------- -----------------------

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from rl_kernel.autograd import Context
 from rl_kernel.ops.grpo_loss import kernels
 from rl_kernel.ops.grpo_loss.reference import Columns, LossTerms
 from rl_kernel.ops.masked.blocks import flat
 from rl_kernel.telemetry import timed
+
+
+class GrpoContext(Context, Protocol):
+    """denominator: of all tokens, or None where each has its own. dtypes: of log_probs and entropy."""
+
+    denominator: float | None
+    entropy_coef: float
+    dtypes: tuple[torch.dtype, torch.dtype | None]
 
 
 class GrpoLoss(Function):
@@ -20,18 +29,18 @@ class GrpoLoss(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: GrpoContext,
         log_probs: Tensor,
         entropy: Tensor | None,
         terms: LossTerms,
         columns: Columns,
         with_slope: bool,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tensor, ...]:
         columns = columns.map(lambda name, value: flat(value))
         loss, metrics, slope = kernels.forward(terms, columns, with_slope=with_slope)
-        per_token = isinstance(columns.denominators, Tensor)
-        ctx.save_for_backward(slope, columns.mask, columns.denominators if per_token else None)
-        ctx.denominator = None if per_token else columns.denominators
+        divisor = columns.denominators
+        ctx.save_for_backward(slope, columns.mask, divisor if isinstance(divisor, Tensor) else None)
+        ctx.denominator = None if isinstance(divisor, Tensor) else divisor
         ctx.entropy_coef = terms.entropy_coef
         ctx.dtypes = (log_probs.dtype, None if entropy is None else entropy.dtype)
         ctx.set_materialize_grads(False)
@@ -40,7 +49,7 @@ class GrpoLoss(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, *metrics: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: GrpoContext, upstream: Tensor | None, *metrics: None) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None, None]
         if upstream is not None:
             slope, mask, denominators = ctx.saved_tensors

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_kernel.autograd import Context
 from rl_kernel.ops.linear_logp import exp_head
 from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.exp_head import ExpHead
@@ -56,12 +57,21 @@ def prepared(problem: Problem) -> Problem:
     return Problem(hidden, weight, problem.bias, ready)
 
 
+class LinearContext(Context, Protocol):
+    """kept: the tile of the forward; the first backward takes it. extra: the names of the head's own row tensors."""
+
+    task: Task
+    budget: Budget
+    kept: Tensor | None
+    extra: tuple[str, ...]
+
+
 class LinearLogpOnDevice(torch.autograd.Function):
     """Log-probs [N] and entropy [N] (None unless asked for)."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: LinearContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -85,7 +95,9 @@ class LinearLogpOnDevice(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: LinearContext, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         if grad is None and grad_entropy is None:
             return (None,) * 4
         hidden, weight, bias, log_probs, lse, entropy, *extra = ctx.saved_tensors

@@ -8,13 +8,14 @@ Legend: N tokens, H hidden, V columns of this process without padding, C tokens 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_kernel.autograd import Context
 from rl_kernel.checks import compute_dtype
 from rl_kernel.kept import kept_grad, kept_stats, stats_count
 from rl_kernel.ops.linear_logp.arguments import Task
@@ -48,12 +49,17 @@ def tile_logits(
     return scale_(capped(logits, task.cap).to(weight.dtype), temperature)
 
 
+class LinearContext(Context, Protocol):
+    task: Task
+    temperature: float | Tensor
+
+
 class LinearLogp(torch.autograd.Function):
     """Log-probs [N] and entropy [N] (None unless asked for) of `hidden @ weight.T + bias`."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
+        ctx: LinearContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: Task
     ) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(hidden, weight, bias)
         temperature = usable_temperature(task.temperature, dtype)
@@ -76,7 +82,7 @@ class LinearLogp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+        ctx: LinearContext, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, lse, whole_lse, entropy, *kept = ctx.saved_tensors
         if grad_log_probs is None and grad_entropy is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -14,7 +12,7 @@ from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.autograd import joined, make_head, prepared, record_head, seen_by_autograd
 from rl_kernel.ops.linear_logp.head import Problem, Sinks
 from rl_kernel.ops.linear_logp.plan import Budget, block_rows, plan
-from rl_kernel.ops.linear_token_loss.reference import TokenLoss, TokenLossResult
+from rl_kernel.ops.linear_token_loss.reference import LossContext, TokenLoss, TokenLossResult
 
 
 def linear_token_loss_on_device(
@@ -37,7 +35,7 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: LossContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -95,7 +93,7 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: LossContext, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if upstream is None:
             return (None,) * 7
         if ctx.grads is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_kernel.autograd import Context
 from rl_kernel.checks import compute_dtype
 from rl_kernel.ops.linear_logp.arguments import Task
 from rl_kernel.ops.linear_logp.reference import LinearLogp
@@ -61,12 +62,18 @@ def linear_token_loss_reference(
     return TokenLossResult(loss, log_probs.detach(), values, detached)
 
 
+class LossContext(Context, Protocol):
+    """grads: of the first arguments; the first backward takes them."""
+
+    grads: tuple[Tensor | None, ...] | None
+
+
 class _HandOver(torch.autograd.Function):
     """`loss` with the known gradients in hidden and bias. `weight_grad` has the gradient of the weight."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: LossContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -79,7 +86,7 @@ class _HandOver(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: LossContext, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("linear_token_loss must be called again for a second backward")
         grads, ctx.grads = ctx.grads, None

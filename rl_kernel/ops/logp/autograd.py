@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
+from rl_kernel.autograd import Context
 from rl_kernel.collectives import gather_stack
 from rl_kernel.ops.logp.kept_kernels import kept_logits_grad, merge_kept, no_logits, pick_
 from rl_kernel.ops.logp.kernels import logits_grad, merge, row_stats
@@ -16,11 +17,18 @@ from rl_kernel.ops.logp.reference import Task
 from rl_kernel.telemetry import timed
 
 
+class LogpContext(Context, Protocol):
+    task: Task
+    inverse: float | Tensor
+
+
 class Logp(torch.autograd.Function):
     """Log-probs [N] and entropy [N] (None unless asked for) of materialised logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, task: Task) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: LogpContext, logits: Tensor, targets: Tensor, task: Task
+    ) -> tuple[Tensor, Tensor | None]:
         shard, kept = task.shard, task.keep
         inverse = 1.0 / task.temperature
         rounding = logits.dtype if task.cap is not None else None  # each step of a cap is rounded
@@ -39,7 +47,7 @@ class Logp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+        ctx: LogpContext, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 3

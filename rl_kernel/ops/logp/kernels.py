@@ -9,8 +9,6 @@ z is a logit divided by its temperature. Exponents are in units of ln 2, because
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -286,7 +284,7 @@ def logits_grad(
     return out
 
 
-def _dense(value: Any) -> Any:
+def _dense(value: float | Tensor | None) -> float | Tensor | None:
     return value.contiguous() if isinstance(value, Tensor) else value
 
 

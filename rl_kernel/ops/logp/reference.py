@@ -8,12 +8,13 @@ Legend: N tokens, V columns of this process.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_kernel.autograd import Context
 from rl_kernel.checks import compute_dtype
 from rl_kernel.kept import KeptTokens, kept_grad, kept_stats, stats_count
 from rl_kernel.vocab import VocabShard, cap_slope_, capped, merge_stats, row_tiles, scale_, take
@@ -39,11 +40,17 @@ def tile_logits(logits: Tensor, rows: slice, task: Task) -> Tensor:
     return scale_(tile, take(task.temperature, rows))
 
 
+class LogpContext(Context, Protocol):
+    task: Task
+
+
 class Logp(torch.autograd.Function):
     """Log-probs [N] and entropy [N] (None unless asked for) of materialised logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, task: Task) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: LogpContext, logits: Tensor, targets: Tensor, task: Task
+    ) -> tuple[Tensor, Tensor | None]:
         shard, with_entropy, keep = task.shard, task.with_entropy, task.keep
         stats = logits.new_empty(stats_count(with_entropy, keep), len(logits), dtype=compute_dtype(logits))
         for rows in row_tiles(len(logits), shard.real):
@@ -58,7 +65,7 @@ class Logp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+        ctx: LogpContext, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,16 +10,25 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from rl_kernel.autograd import Context
 from rl_kernel.collectives import gather_stack, rank_sum
 from rl_kernel.ops.masked import kernels
 from rl_kernel.ops.masked.blocks import flat
+
+
+class TotalContext(Context, Protocol):
+    """Of the values: their shape and dtype. mean: whether the result is their mean."""
+
+    mean: bool
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class _Total(Function):
     """Sum or mean of the counted values. Saves the mask, the number of counted values and their sum."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, mask: Tensor, mean: bool) -> Tensor:
+    def forward(ctx: TotalContext, values: Tensor, mask: Tensor, mean: bool) -> Tensor:
         mask = flat(mask)
         stats, result = kernels.moments(flat(values), mask, spread=False, mean=mean)
         ctx.save_for_backward(mask, stats)
@@ -28,17 +37,24 @@ class _Total(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: TotalContext, upstream: Tensor) -> tuple[Tensor, None, None]:
         mask, stats = ctx.saved_tensors
         grad = kernels.spread_grad(mask, stats, upstream, ctx.dtype, mean=ctx.mean)
         return grad.view(ctx.shape), None, None
+
+
+class WhitenContext(Context, Protocol):
+    """shape: of the values. terms: eps, and whether the mean is shifted to zero."""
+
+    shape: torch.Size
+    terms: tuple[float, bool]
 
 
 class _Whiten(Function):
     """Saves its inputs and their moments."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, mask: Tensor, eps: float, shift_mean: bool) -> Tensor:
+    def forward(ctx: WhitenContext, values: Tensor, mask: Tensor, eps: float, shift_mean: bool) -> Tensor:
         ctx.shape, ctx.terms = values.shape, (eps, shift_mean)
         values, mask = flat(values), flat(mask)
         stats, _ = kernels.moments(values, mask, spread=True)
@@ -47,7 +63,7 @@ class _Whiten(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: WhitenContext, d_out: Tensor) -> tuple[Tensor, None, None, None]:
         values, mask, stats = ctx.saved_tensors
         eps, shift_mean = ctx.terms
         grad = kernels.whiten_backward(values, mask, stats, eps, shift_mean, flat(d_out))

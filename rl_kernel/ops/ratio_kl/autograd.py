@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from rl_kernel.autograd import Context
 from rl_kernel.ops.masked.blocks import flat
 from rl_kernel.ops.ratio_kl import kernels
 from rl_kernel.telemetry import timed
+
+
+class RatioContext(Context, Protocol):
+    """terms: the kind of KL, and whether its gradient is unbiased."""
+
+    terms: tuple[str, bool]
 
 
 class RatioKL(Function):
@@ -18,7 +25,7 @@ class RatioKL(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: RatioContext,
         log_probs: Tensor,
         old: Tensor,
         ref: Tensor | None,
@@ -38,7 +45,7 @@ class RatioKL(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_ratio: Tensor | None, d_kl: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: RatioContext, d_ratio: Tensor | None, d_kl: Tensor | None) -> tuple[Tensor | None, ...]:
         grad = None
         if d_ratio is not None or d_kl is not None:
             kl_type, unbiased = ctx.terms

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from rl_kernel.autograd import Context
 from rl_kernel.ops.rotary import kernels
 from rl_kernel.telemetry import timed
 
@@ -16,13 +15,13 @@ class Rotary(Function):
     """Saves cos and sin only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return kernels.rotate(x, cos, sin, back=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, upstream: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         with timed("rotary", upstream.device):
             return kernels.rotate(upstream, cos, sin, back=True), None, None

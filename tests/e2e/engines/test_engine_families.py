@@ -1,0 +1,33 @@
+"""A tiny model of each family, trained in Megatron and published to a real vLLM: their log-probs are the same before
+and after an update of live weights.
+
+One process trains all models. Then one vLLM after the other is made in this process, which has imported it once.
+"""
+
+from __future__ import annotations
+
+import pytest
+from family_cases import CASES
+from family_engine import Trained, check_engine, trained_models
+
+pytestmark = pytest.mark.e2e
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
+SERVED = [name for name, case in CASES.items() if case.engine]
+SLOW = {
+    *("qwen3-5-text", "qwen3-5-moe", "qwen3-5-moe-text", "llama-untied-yarn", "mistral", "kimi-k2"),
+    *("deepseek-plain-queries", "qwen2-moe", "gemma2"),
+}
+"""Their layers are those of qwen3-5, llama, deepseek, qwen3-next, gemma3 and gpt-oss, which run on each change."""
+MODELS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SERVED]
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    names = [name for name in SERVED if any(f"[{name}]" in item.name for item in request.session.items)]
+    return trained_models(tmp_path_factory.mktemp("families"), names)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trainer_and_engine_agree(trained: Trained, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    check_engine(trained, name, monkeypatch, TOLERANCE[CASES[name].dtype])

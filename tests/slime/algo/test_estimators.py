@@ -1,0 +1,173 @@
+"""Estimators and losses are records: one that a test adds is validated, planned and trained without other code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import docs_algorithms
+import numpy as np
+import pytest
+import torch
+import transformers
+from train_data_cases import four
+from train_data_cases import make_args as make_data_args
+from trainer_cases import hf_log_probs, make_config, make_samples, rank_data
+
+from slime import operators
+from slime.algo.advantage import compute_advantages
+from slime.algo.estimators import CLIPPED, ESTIMATORS, Estimator, Surrogate, same_for_all_tokens
+from slime.algo.losses import LOSSES, Loss
+from slime.algo.needs import needs_reference
+from slime.algo.policy_loss import policy_loss
+from slime.algo.token_columns import TokenColumns
+from slime.data.columns import COLUMNS, Column
+from slime.data.train_data import post_process_rewards
+from slime.rules.algorithm import check_algorithm, check_group_size
+
+NEW = "margin_weighted"
+
+
+def weighted(args: Any, t: TokenColumns, log_probs: torch.Tensor, ppo_kl: torch.Tensor) -> tuple:
+    """-margin A log p, with a margin that the engine gave each token."""
+    return -t["margin"] * t["advantages"] * log_probs, torch.zeros_like(log_probs)
+
+
+def half_reward(args: Any, reward: float, mask: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
+    return same_for_all_tokens(args, reward / 2, mask, kl)
+
+
+def small_clip(c: Any) -> None:
+    if c.algorithm.eps_clip > 0.5:
+        raise ValueError(
+            f"--eps-clip must be at most 0.5 with --advantage-estimator {NEW}, got {c.algorithm.eps_clip}"
+        )
+
+
+@pytest.fixture
+def record(monkeypatch) -> Estimator:
+    """The whole of a new estimator, and of a new column of the engine: these two lines in their tables."""
+    new = Estimator(
+        NEW,
+        "`A_t = r / 2`",
+        Surrogate("log-prob times margin", weighted),
+        half_reward,
+        group="mean",
+        checks=(small_clip,),
+    )
+    monkeypatch.setitem(ESTIMATORS, NEW, new)
+    monkeypatch.setitem(
+        COLUMNS,
+        "margin",
+        Column("margin", "response", "sample", np.float32, optional=True, carried="training", mean=True),
+    )
+    return new
+
+
+def test_a_new_estimator_is_trained_with_a_new_column(root, build, record):
+    """The loss of a step equals the one by hand from transformers' log-probs, and its gradient moves the weights."""
+    samples = make_samples()
+    for sample in samples:
+        sample.columns["margin"] = [1 + 0.1 * i for i in range(sample.response_length)]
+    trainer = build(advantage_estimator=NEW)
+    assert trainer.head.kind is operators.ONE_PASS
+    data = rank_data(trainer.config, samples)
+    rewards = dict(zip(data["sample_indices"], data["rewards"], strict=True))
+    result = trainer.train(0, data)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(root / "policy")
+    siblings = sum(sum(s.loss_mask) for s in samples[-2:])
+    loss, margins = 0.0, 0.0
+    for s in samples:
+        with torch.no_grad():
+            log_probs, _ = hf_log_probs(policy, s, 1.0)
+        mask = torch.tensor(s.loss_mask) * (not s.remove_sample)
+        weight = mask / (siblings if s.rollout_id else max(int(mask.sum()), 1)) / 8
+        margin = torch.tensor(s.columns["margin"])
+        loss += float((-margin * rewards[s.index] / 2 * log_probs * weight).sum())
+        margins += float((margin * mask).sum() / max(int(mask.sum()), 1)) / len(samples)
+    assert abs(loss) > 0.01
+    step = result.steps[0]
+    assert step["train/loss"] == step["train/pg_loss"] == pytest.approx(loss, abs=1e-5)
+    assert step["train/grad_norm"] > 0 and step["train/pg_clipfrac"] == 0
+    assert result.rollout["rollout/margin"] == pytest.approx(margins, abs=1e-5)
+
+
+def test_everything_else_reads_the_record(root, record, monkeypatch):
+    config = make_config(root, advantage_estimator=NEW)
+    check_algorithm(config)
+    assert "group_advantage" in operators.called(config) and "grpo_loss" not in operators.called(config)
+    assert operators.loss_head(config) == (operators.ONE_PASS, "")
+    assert not needs_reference(config)
+    one = make_config(root, advantage_estimator=NEW, global_batch_size=4, n_samples_per_prompt=1)
+    with pytest.raises(ValueError, match=f"must be above 1 with --advantage-estimator {NEW}, got 1"):
+        check_group_size(one)
+    with pytest.raises(ValueError, match=f"at most 0.5 with --advantage-estimator {NEW}, got 0.7"):
+        check_algorithm(make_config(root, advantage_estimator=NEW, eps_clip=0.7))
+    args = make_data_args(advantage_estimator=NEW)
+    assert post_process_rewards(args, four())[1] == [0.5, -0.5, -1.0, 1.0]  # centred, not divided
+    assert f"| `{NEW}` | `A_t = r / 2` | log-prob times margin |" in docs_algorithms.page()
+
+    changed = replace(record, ratio="sequence", needs_reference=True, needs_old_log_probs=True, group="none")
+    monkeypatch.setitem(ESTIMATORS, NEW, changed)
+    once = make_config(root, advantage_estimator=NEW, num_steps_per_rollout=1)
+    assert operators.loss_head(once)[1] == f"--advantage-estimator {NEW} looks at whole sequences"
+    assert operators.needs_old_log_probs(once) and needs_reference(once)
+    assert "group_advantage" not in operators.called(once)
+    check_group_size(one)
+    assert post_process_rewards(args, four())[1] == [1.0, 0.0, 3.0, 5.0]
+    monkeypatch.setitem(ESTIMATORS, NEW, replace(record, needs_values=True))
+    with pytest.raises(ValueError, match=f"must not be {NEW}, got {NEW}; it needs a critic"):
+        check_algorithm(config)
+
+
+def test_a_column_that_the_run_does_not_have_is_named(record):
+    t = TokenColumns(
+        torch.zeros(1),
+        torch.zeros(1),
+        {name: torch.ones(1) for name in ("loss_masks", "loss_denominators", "advantages")},
+        torch.zeros(1, dtype=torch.int64),
+        [2],
+        [1],
+        1.0,
+    )
+    args = make_data_args()
+    vars(args).update(
+        advantage_estimator=NEW,
+        use_opsm=False,
+        use_tis=False,
+        get_mismatch_metrics=False,
+        custom_tis_function_path=None,
+        custom_pg_loss_reducer_function_path=None,
+    )
+    with pytest.raises(ValueError, match="the loss must have the column margin, got advantages, loss_denom"):
+        policy_loss(args, t)
+
+
+def test_unknown_names_are_errors():
+    with pytest.raises(ValueError, match="--advantage-estimator must be one of grpo, .*, ppo, got grop"):
+        compute_advantages(make_data_args(advantage_estimator="grop"), [], [], [])
+
+
+def test_a_new_loss_is_a_record(root, build, monkeypatch):
+    def twice(args: Any, t: TokenColumns) -> tuple:
+        loss = -2 * t.mean(t.log_probs)
+        return loss, {"loss": loss.detach()}, {}
+
+    sft = build(loss_type="sft_loss")
+    once = sft.train(0, rank_data(sft.config, make_samples())).steps[0]["train/loss"]
+    monkeypatch.setitem(LOSSES, "twice", Loss("twice", twice, rewarded=False))
+    new = build(loss_type="twice")
+    assert new.train(0, rank_data(new.config, make_samples())).steps[0]["train/loss"] == pytest.approx(
+        2 * once
+    )
+    assert "grpo_loss" not in operators.called(new.config)
+
+
+def test_records_agree_with_themselves():
+    for name, record in ESTIMATORS.items():
+        assert record.name == name and "{" not in record.policy
+        assert (record.returns is None) == record.needs_values, "what needs no critic must be implemented"
+    assert ESTIMATORS["gspo"].whole_sequences and not ESTIMATORS["cispo"].whole_sequences
+    assert ESTIMATORS["grpo"].surrogate is CLIPPED
+    assert {name: loss.name for name, loss in LOSSES.items()} == {name: name for name in LOSSES}
+    assert [loss.objective is None for loss in LOSSES.values()] == [False, False, True]

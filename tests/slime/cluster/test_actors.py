@@ -1,0 +1,128 @@
+"""Which of several failing ranks a run names: real Ray actors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from slime.cluster.actors import ActorError, first_failure_or_all, freeze_objects
+from slime.config import Config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@ray.remote(num_cpus=0, max_concurrency=8)  # a call that waits leaves the actor to the tests behind it
+class Rank:
+    def ready(self) -> None:
+        pass
+
+    def complain(self) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    def die(self, after_s: float) -> None:
+        time.sleep(after_s)
+        os._exit(9)
+
+    def wait(self) -> None:
+        time.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def alive(cluster: None) -> list:
+    return [Rank.remote() for _ in range(3)]
+
+
+@pytest.fixture
+def ranks(alive: list) -> list:
+    """Three actors; a new one in place of each that a test killed."""
+    for i, rank in enumerate(alive):
+        try:
+            ray.get(rank.ready.remote())
+        except ray.exceptions.RayActorError:
+            alive[i] = Rank.remote()
+    ray.get([rank.ready.remote() for rank in alive])
+    return list(alive)
+
+
+def failure(tmp_path: Path, refs: list, lives: dict | None = None) -> ActorError:
+    calls = {ref: f"trainer-{i}" for i, ref in enumerate(refs)}
+    with pytest.raises(ActorError) as caught:
+        first_failure_or_all(Config.from_flat({"run_dir": str(tmp_path)}), calls, lives or {})
+    return caught.value
+
+
+def test_the_rank_that_died_is_named_and_not_those_that_lost_it(tmp_path: Path, ranks: list) -> None:
+    error = failure(
+        tmp_path, [ranks[0].complain.remote(), ranks[1].complain.remote(), ranks[2].die.remote(1)]
+    )
+    assert str(error).startswith("trainer-2 failed: its process died")
+    assert error.log.name == "trainer-2.log"
+
+
+def test_an_error_of_a_rank_is_told_though_its_peers_wait_for_it(tmp_path: Path, ranks: list) -> None:
+    began = time.monotonic()
+    error = failure(tmp_path, [ranks[0].wait.remote(), ranks[1].complain.remote(), ranks[2].wait.remote()])
+    assert str(error) == "trainer-1 failed: RuntimeError: connection closed by peer"
+    assert time.monotonic() - began < 20
+
+
+def test_a_call_is_not_waited_for_when_an_actor_that_it_will_need_has_died(
+    tmp_path: Path, ranks: list
+) -> None:
+    began = time.monotonic()
+    error = failure(tmp_path, [ranks[0].wait.remote()], {ranks[1].die.remote(0.5): "trainer-7"})
+    assert str(error).startswith("trainer-7 failed: its process died")
+    assert time.monotonic() - began < 20
+
+
+def test_a_wait_ends_with_what_its_check_raises(tmp_path: Path, ranks: list) -> None:
+    """The calls go on; that an answer comes ends the wait as ever."""
+    config = Config.from_flat({"run_dir": str(tmp_path)})
+    checks: list[float] = []
+
+    def check() -> None:
+        checks.append(time.monotonic())
+        if len(checks) == 3:
+            raise RuntimeError("an engine has ended")
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="an engine has ended"):
+        first_failure_or_all(config, {ranks[0].wait.remote(): "trainer-0"}, check=check)
+    assert 2 < time.monotonic() - began < 20
+    answered = {ranks[1].ready.remote(): "trainer-1"}
+    assert first_failure_or_all(config, answered, check=lambda: None) == [None]
+
+
+def test_a_call_that_is_answered_does_not_wait_for_lives(tmp_path: Path, ranks: list) -> None:
+    config = Config.from_flat({"run_dir": str(tmp_path)})
+    began = time.monotonic()
+    calls = {ranks[0].ready.remote(): "rollout"}
+    assert first_failure_or_all(config, calls, {ranks[1].wait.remote(): "trainer-0"}) == [None]
+    assert time.monotonic() - began < 20
+
+
+def test_what_a_process_is_made_of_is_out_of_later_collections() -> None:
+    kept = [[] for _ in range(10_000)]
+    freeze_objects()
+    try:
+        found = gc.get_objects()  # those that a full collection walks over
+        assert len(found) < len(kept) and not any(each is kept for each in found)
+    finally:
+        gc.unfreeze()

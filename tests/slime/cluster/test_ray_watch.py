@@ -1,0 +1,93 @@
+"""A driver whose Ray has died says so and ends, wherever it waits; what needs Ray is not called any more."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DRIVER = """
+import signal, subprocess, sys, threading, time
+from slime.cluster.guard import Guard
+from slime.cluster.ray_watch import Part, RayLost, RayWatch, leave
+
+LISTEN = '''
+import socket, time
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(100)
+'''
+how, folder = sys.argv[1:]
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+guard = Guard([folder])
+ray = subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], stdout=subprocess.DEVNULL)
+try:
+    with RayWatch(guard, lambda error: print("gives up:", error, flush=True)) as watch:
+        watch.watch([Part("the raylet on node 1", "127.0.0.1", int(ray.stdout.readline()))])
+        watch.callback(lambda: print("stopped in order", flush=True))
+        print(ray.pid, worker.pid, flush=True)
+        if how == "actor":
+            ray.wait()
+            raise RuntimeError("trainer-0 failed")
+        if how == "hang":
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        if how != "end":
+            time.sleep(60)
+except RayLost as lost:
+    print("lost:", lost)
+except KeyboardInterrupt:
+    print("interrupted")
+guard.dismiss()
+leave(0)
+"""
+
+
+def driven(how: str, tmp_path: Path, *, interrupt: bool = False) -> tuple[str, float]:
+    """Output of a driver that waits in the way `how` while its Ray is killed, and the seconds to its end. With
+    `interrupt`, the driver gets SIGTERM and its Ray lives."""
+    folder = tmp_path / "private"
+    folder.mkdir()
+    command = [sys.executable, "-c", DRIVER, how, str(folder)]
+    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    ray, worker = (psutil.Process(int(pid)) for pid in driver.stdout.readline().split())
+    began = time.monotonic()
+    try:
+        driver.terminate() if interrupt else ray.kill() if how != "end" else None
+        driver.wait(timeout=120)
+        output, seconds = driver.stdout.read(), time.monotonic() - began
+        runs = worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
+        assert runs == (interrupt or how == "end")
+        return output, seconds
+    finally:
+        driver.kill()
+        for process in (ray, worker):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.mark.parametrize("how", ["wait", "actor"])
+def test_a_dead_raylet_is_named_wherever_the_driver_waits(how: str, tmp_path: Path) -> None:
+    output, seconds = driven(how, tmp_path)
+    assert output.startswith("lost: the raylet on node 1 must run until the run ends, got "), output
+    assert "stopped in order" not in output and seconds < 10
+
+
+@pytest.mark.slow
+def test_a_driver_that_hangs_in_ray_is_ended(tmp_path: Path) -> None:
+    output, seconds = driven("hang", tmp_path)
+    assert output.startswith("gives up: the raylet on node 1 must run"), output
+    assert not (tmp_path / "private").exists() and seconds < 20
+
+
+def test_while_ray_lives_everything_is_stopped_in_order(tmp_path: Path) -> None:
+    assert driven("end", tmp_path)[0] == "stopped in order\n"
+    (tmp_path / "private").rmdir()
+    assert driven("wait", tmp_path, interrupt=True)[0] == "stopped in order\ninterrupted\n"

@@ -1,0 +1,113 @@
+"""The states of engines during updates, sleep and failures. tests/vime/pool/test_engine_pool.py has real servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from slime.protocols import WeightUpdate
+from slime.weight_sync.registry import CHANNELS, default_channel
+from slime.weight_sync.transfer import Engine, State, WeightTransfer
+
+
+class OneEngine:
+    """An engine, its pool and its trainer: notes every call, and fails at those in `fails`."""
+
+    name, workers = "engine", 2
+
+    def __init__(self, gives_memory: bool = False, fails: tuple[str, ...] = ()) -> None:
+        self.calls: list[str] = []
+        self.fails = fails
+        self.made = 0
+        self.transfer = WeightTransfer(self, self, gives_memory=gives_memory)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            self.calls.append(name)
+            if name in self.fails:
+                raise RuntimeError(f"told to fail at {name}")
+
+        return call
+
+    def update_weights(self, message: dict[str, Any]) -> None:
+        assert message["channel"] == "disk"
+        assert self.made == (message["info"]["part"] + 1) % 3, (
+            "the next part is made while this one is loaded"
+        )
+        self.calls.append(f"part {message['info']['part']}")
+
+    def serving(self) -> list[Engine]:
+        return [self]
+
+    def on_serving(self, act: Callable[[Engine], None]) -> None:
+        act(self)
+
+    def next_weights(self, version: int, receivers: dict[str, int]) -> Future[WeightUpdate | None]:
+        assert receivers == {"engine": 2}
+        self.made = (self.made + 1) % 3
+        future: Future[WeightUpdate | None] = Future()
+        future.set_result(
+            WeightUpdate(version, "disk", {"part": self.made}, lasting=False) if self.made else None
+        )
+        return future
+
+    def take_calls(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+PARTS = ["start_weight_update", "part 1", "part 2", "finish_weight_update", "reset_prefix_cache"]
+
+
+def test_an_update_pauses_and_resumes_engines_that_serve() -> None:
+    one = OneEngine()
+    one.transfer.publish(1)
+    assert one.take_calls() == ["pause", *PARTS, "resume"] and one.transfer.state is State.SERVING
+
+
+def test_engines_without_weights_serve_after_the_update_alone() -> None:
+    one = OneEngine(gives_memory=True)
+    one.transfer.sleep()
+    assert one.transfer.state is State.ASLEEP and one.transfer.is_trainers_turn
+    assert one.transfer.wake() and one.transfer.state is State.EMPTY
+    assert one.take_calls() == ["stop_starting", "free_memory", "take_weight_memory"]
+    one.transfer.publish(1)
+    assert one.take_calls() == [*PARTS, "take_cache_memory", "resume"]
+    assert one.transfer.state is State.SERVING
+
+
+def test_engines_that_keep_their_weights_serve_when_they_wake() -> None:
+    one = OneEngine()
+    one.transfer.sleep()
+    assert one.transfer.state is State.ASLEEP and not one.transfer.is_trainers_turn
+    assert not one.transfer.wake() and one.transfer.state is State.SERVING
+    assert one.take_calls() == ["pause", "resume"]
+
+
+def test_weights_are_not_published_to_sleeping_engines() -> None:
+    one = OneEngine(gives_memory=True)
+    one.transfer.sleep()
+    with pytest.raises(RuntimeError, match="must be published to engines that are awake"):
+        one.transfer.publish(1)
+    assert one.transfer.state is State.ASLEEP
+
+
+@pytest.mark.parametrize("step", ["start_weight_update", "finish_weight_update", "reset_prefix_cache"])
+@pytest.mark.parametrize("empty", [False, True])
+def test_nothing_serves_after_an_update_that_failed(step: str, empty: bool) -> None:
+    one = OneEngine(gives_memory=empty, fails=(step,))
+    if empty:
+        one.transfer.sleep()
+        one.transfer.wake()
+    with pytest.raises(RuntimeError, match=f"told to fail at {step}"):
+        one.transfer.publish(1)
+    assert "resume" not in one.take_calls()
+    assert one.transfer.state is (State.EMPTY if empty else State.PAUSED)
+
+
+def test_each_channel_has_its_name_and_a_default_exists_for_each_machine() -> None:
+    assert {name: channel.load().name for name, channel in CHANNELS.items()} == {n: n for n in CHANNELS}
+    assert [default_channel(gpus) for gpus in ("shared", "apart", None)] == ["ipc", "nccl", "disk"]

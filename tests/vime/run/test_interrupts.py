@@ -1,0 +1,122 @@
+"""Signals in the first seconds of a command, a reader of its output that goes, and what a failed start leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from config_cases import good_argv
+
+from slime.rules import parse_args
+from vime import train
+
+ROOT = Path(__file__).parents[3]
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored, and
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup this one
+from vime import cli, commands
+commands.MODULES[sys.argv[1]] = "part"
+sys.exit(cli.main(sys.argv[1:]))
+"""
+STRIKE = "import os, signal, time; os.kill(os.getpid(), signal.Signals[{0!r}]); time.sleep(9)\n"
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Starts a command whose module has this text."""
+
+    def start(name: str, module: str, **options) -> subprocess.Popen:
+        (tmp_path / "part.py").write_text(module, encoding="utf-8")
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8", "env": environ}
+        return subprocess.Popen([sys.executable, "-c", COMMAND, name], **pipes | options)
+
+    return start
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_while_modules_are_imported_is_one_line(command, name, code):
+    """Also where an import catches every exception."""
+    module = f"try:\n    {STRIKE.format(name)}except BaseException:\n    pass\n"
+    process = command("train", module)
+    assert process.communicate(timeout=60) == (
+        "",
+        f"vime train: interrupted by {name} before anything was started\n",
+    )
+    assert process.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "by"),
+    [("SIGINT", 130, ""), ("SIGTERM", 143, " by SIGTERM"), ("SIGHUP", 129, " by SIGHUP")],
+)
+def test_a_signal_while_the_command_reads_its_data_is_one_line(command, name, code, by):
+    process = command(
+        "train",
+        "from vime.run.interrupts import catch_signals\n"
+        f"def main(argv):\n    catch_signals()\n    {STRIKE.format(name)}",
+    )
+    assert process.communicate(timeout=60) == ("", f"vime train: interrupted{by}\n")
+    assert process.returncode == code
+
+
+PRINTS = """
+from pathlib import Path
+def main(argv):
+    for line in range(3000):
+        print("line", line, "\\u2192 \\ud800", flush=True)
+    Path(__file__).with_name("saved").touch()
+"""
+
+
+@pytest.mark.parametrize("reader", ["goes", "full", "none"])
+def test_a_command_that_works_goes_on_without_a_reader(command, tmp_path, reader):
+    """`vime train | head -1`, a log on a full disk, and `vime train >&-`."""
+    reason = ""
+    if reader == "goes":
+        process = command("train", PRINTS)
+        assert process.stdout.readline() == "line 0 \u2192 \\ud800\n"
+        process.stdout.close()
+        reason = "Broken pipe"
+    elif reader == "full":
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            process = command("train", PRINTS, stdout=full)
+        reason = "No space left on device"
+    else:
+        process = command("train", PRINTS, stdout=None, preexec_fn=lambda: os.close(1))
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(60) == 0, said
+    assert (tmp_path / "saved").exists()
+    wanted = f"note: standard output cannot be written ({reason}); the command goes on without it\n"
+    assert said == ("" if reader == "none" else wanted)
+
+
+def test_a_command_that_only_prints_ends_with_its_reader(command, tmp_path):
+    process = command("flags", PRINTS)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 0
+    process.stderr.close()
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_start_that_fails_leaves_no_temporary_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+    def no_process(*arguments):
+        raise BlockingIOError("no more processes")
+
+    config = parse_args([*good_argv(tmp_path), "--run-dir", str(tmp_path / "run")])
+    monkeypatch.setattr(train, "Guard", no_process)
+    with pytest.raises(BlockingIOError, match="no more processes"):
+        train.run(config, [])
+    assert list(folder.iterdir()) == []

