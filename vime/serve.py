@@ -13,9 +13,10 @@ from slime.config import Config
 from vime.backends import parse_config
 from vime.pool import external as apart
 from vime.pool.process import sigterm_interrupts
-from vime.pool.router import Router, RouterSpec
+from vime.pool.router import RouterSpec
 from vime.vllm import server_flags as flags
-from vime.vllm.server import EngineServer, EngineSpec
+from vime.vllm.router import VllmRouter
+from vime.vllm.server import VllmServer, VllmSpec
 
 KINDS = ("engine", "router")
 USAGE = "usage: vime serve engine|router HOST:PORT FLAGS, with the flags of vime train"
@@ -53,13 +54,13 @@ def main(argv: Sequence[str]) -> int:
             server.stop()
 
 
-def make(kind: str, config: Config, key: str, host: str, port: int) -> EngineServer | Router:
+def make(kind: str, config: Config, key: str, host: str, port: int) -> VllmServer | VllmRouter:
     """The server, not started yet."""
     assert config.logging.run_dir is not None
     log = str(Path(config.logging.run_dir).resolve() / "serve" / f"{kind}-{host}-{port}.log")
     if kind == "router":
         timeout_s = config.rollout.rollout_deadline_s
-        return Router(
+        return VllmRouter(
             RouterSpec(
                 run_key=key,
                 log_path=log,
@@ -71,6 +72,6 @@ def make(kind: str, config: Config, key: str, host: str, port: int) -> EngineSer
             )
         )
     apart.check_weights(config)
-    return EngineServer(
-        EngineSpec(**flags.engine_settings(config), run_key=key, log_path=log, host=host, port=port)
+    return VllmServer(
+        VllmSpec(**flags.engine_settings(config), run_key=key, log_path=log, host=host, port=port)
     )

@@ -19,9 +19,9 @@ from slime.data.train_data import make_rank_data
 from slime.rollout.debug_data import load_with_facts
 from slime.rollout.facts import first_difference, replay_template, sample_facts
 from slime.types import Sample
+from vime.pool.control import CHECKPOINT_VERSION
 from vime.vllm.fp8 import quantises
 from vime.vllm.server_flags import engine_dtype
-from vime.vllm.worker.middleware import CHECKPOINT_VERSION
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from vime.backends import parse_config
 from vime.bench.compare import PER_PAIR, refuse_unlike
 from vime.bench.record import BASELINE, SIDES, Repeat, Switch, flags_of
 from vime.bench.settings import ARITHMETIC, Benchmark, tokens
-from vime.vllm.server import pair_up
+from vime.pool.engine_server import pair_up
 
 ENTRY = (sys.executable, "-m", "vime", "train")
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,11 +17,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slime.config import Config
-from vime.pool.control import ControlError, EngineControl, answers, request
-from vime.pool.member import MakeControl
+from vime.pool.control import ControlError, MakeControl, answers, request
+from vime.pool.engine_server import EngineSpec
 from vime.pool.process import accepts
-from vime.vllm.server import EngineSpec
-from vime.vllm.worker.middleware import KEY_VARIABLE
+from vime.pool.run_key import KEY_VARIABLE
 
 ENGINES, ROUTER = "--rollout-external-engine-addrs", "--vllm-router-ip and --vllm-router-port"
 LEAST_KEY = 32
@@ -169,7 +168,7 @@ class EngineApart:
     takes seconds to start, so the pool, which looks several times a second, sees each restart.
     """
 
-    def __init__(self, spec: EngineSpec, control: MakeControl = EngineControl) -> None:
+    def __init__(self, spec: EngineSpec, control: MakeControl) -> None:
         self.spec = spec
         self._control = control
 

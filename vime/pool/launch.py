@@ -15,10 +15,10 @@ from slime.cluster import placement
 from slime.config import Config
 from slime.protocols import WeightSource
 from vime.pool import external as apart
+from vime.pool.engine_server import EngineSpec
 from vime.pool.pool import ServerPool
 from vime.pool.ray_server import Seat, make_servers
 from vime.pool.router import RouterSpec
-from vime.vllm.server import EngineSpec
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -45,7 +45,7 @@ def make_pool(
         make_spec(
             run_key=run_key,
             host=host,
-            cpu_threads=placement.cpu_threads(config)[1] if config.cluster.device == "cpu" else None,
+            cpu_threads=placement.cpu_threads(config)[1] if config.cluster.device == "cpu" else 0,
             numa_binding=config.cluster.numa_binding,
             # An engine on a trainer's GPU measures what memory is left.
             waits=source is not None and config.cluster.colocate and config.cluster.device == "cuda",

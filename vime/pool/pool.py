@@ -19,15 +19,12 @@ from typing import ClassVar
 
 from slime.protocols import RolloutEngine, WeightSource
 from slime.weight_sync.transfer import Engine, WeightTransfer
-from vime.pool.control import ControlError, EngineControl, PauseMode
-from vime.pool.external_router import RouterApart
+from vime.pool.control import ControlError, MakeControl, PauseMode
+from vime.pool.engine_server import EngineServer, EngineSpec
 from vime.pool.health_watch import Silence
-from vime.pool.member import MakeControl, Member, Spawn
+from vime.pool.member import Member, Spawn
 from vime.pool.process import Started, require_running
-from vime.pool.router import Router, RouterSpec
-from vime.vllm.client import VllmEngineClient
-from vime.vllm.server import EngineServer, EngineSpec
-from vime.vllm.worker.middleware import health_prefix
+from vime.pool.router import RouterServer, RouterSpec
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.25
@@ -40,7 +37,7 @@ class Kind:
 
     control: MakeControl
     client: Callable[[str, str], RolloutEngine]
-    router: Callable[[RouterSpec], Router]
+    router: Callable[[RouterSpec], RouterServer]
     server: type[EngineServer]
     workers: str
     worker_path: Callable[[str], str]
@@ -323,16 +320,6 @@ class ServerPool:
             return
         with ThreadPoolExecutor(len(members)) as threads:
             list(threads.map(act, members))
-
-
-def _vllm_router(spec: RouterSpec) -> Router:
-    return RouterApart(spec) if spec.apart else Router(spec)
-
-
-class VllmEnginePool(ServerPool):
-    """EnginePool over vLLM servers behind vllm-router."""
-
-    kind = Kind(EngineControl, VllmEngineClient, _vllm_router, EngineServer, "/list_workers", health_prefix)
 
 
 def _open_gate(member: Member) -> None:

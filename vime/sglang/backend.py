@@ -14,10 +14,10 @@ from slime.config.sections.engine import EngineFacts
 from slime.protocols import WeightSource
 from slime.rules.listing import Row
 from vime.pool import external as apart
+from vime.pool.engine_server import pair_up
 from vime.sglang import server_flags as flags
 from vime.sglang.server import SglangServer, SglangSpec
-from vime.vllm.server import pair_up
-from vime.vllm.server_flags import check_engine_heads, engine_dtype, engine_settings, rows_of
+from vime.vllm.server_flags import check_engine_heads, common_settings, engine_dtype, rows_of
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -123,5 +123,4 @@ def _share(typed: Any) -> float:
 
 
 def _spec(config: Config, **more: Any) -> SglangSpec:
-    settings = engine_settings(config) | {"vllm_argv": (), "sleeps": False}
-    return SglangSpec(**settings, sglang_argv=tuple(config.engine.backend_argv), **more)
+    return SglangSpec(**common_settings(config), sglang_argv=tuple(config.engine.backend_argv), **more)

@@ -14,8 +14,8 @@ import numpy as np
 
 from slime.protocols import FinishReason, GenerateResult
 from slime.rollout.sampling import checked
+from vime.pool.control import CHECKPOINT_VERSION
 from vime.pool.router_client import RouterClient, Transient, require_finite, require_ok
-from vime.vllm.worker.middleware import CHECKPOINT_VERSION
 
 PARAMETERS = frozenset(
     {

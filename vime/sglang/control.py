@@ -21,7 +21,7 @@ _QUICK_S, _SLOW_S = 30.0, 600.0
 
 
 class SglangControl:
-    """A `vime.pool.member.Control` of the server at `url`. Errors: as `vime.pool.control.EngineControl`."""
+    """A `vime.pool.control.Control` of the server at `url`. Errors: as `vime.vllm.control.VllmControl`."""
 
     def __init__(self, url: str, run_key: str) -> None:
         self.url = url

@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 
 from vime.pool.control import answers
 from vime.pool.process import Server
-from vime.pool.router import NEVER, REQUEST_S, Router, RouterSpec
-from vime.vllm.worker.middleware import health_prefix
+from vime.pool.router import NEVER, REQUEST_S, RouterServer, RouterSpec
+from vime.pool.run_key import health_prefix
 
 _POLL_S = 0.1
 
 
-class SglangRouter(Router):
+class SglangRouter(RouterServer):
     """One sglang-router. Its own address is that of the door, too."""
 
     name = "sglang-router"

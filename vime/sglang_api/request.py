@@ -12,18 +12,24 @@ from typing import Annotated, Any
 
 import msgspec
 
-from vime.sglang_api import control as sglang_control
-from vime.vllm.group_wire import NAMES
+from vime.sglang_api.sampling_names import NAMES
 
 WRAPPED = "vime_generate"
 """The field of /inference/v1/generate that holds a body of /generate on its way through vllm-router."""
+CONTROL_ROUTES = {
+    ("POST", "/pause_generation"),
+    ("POST", "/continue_generation"),
+    ("POST", "/update_weights_from_disk"),
+    ("GET", "/get_weight_version"),
+}
+"""What a trainer that speaks SGLang's protocol drives an engine by."""
 ROUTES = {
     ("POST", "/generate"),
     ("POST", "/abort_request"),
     *((method, "/flush_cache") for method in ("GET", "POST")),
     *(("GET", path) for path in ("/health_generate", "/get_model_info", "/model_info")),
     *(("GET", path) for path in ("/get_server_info", "/server_info")),
-    *sglang_control.ROUTES,
+    *CONTROL_ROUTES,
 }
 
 MAX_NEW_TOKENS = 128

@@ -16,10 +16,11 @@ from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
 from slime.rules.listing import Row
 from vime.pool import external as apart
+from vime.pool.engine_server import option, pair_up
 from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
 from vime.vllm import fp8
 from vime.vllm import server_flags as flags
-from vime.vllm.server import EngineServer, EngineSpec, option, pair_up
+from vime.vllm.server import VllmServer, VllmSpec
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -173,8 +174,8 @@ class VllmBackend:
         """The server's own command-line option for each engine and router flag."""
         for tokens in pair_up(config.engine.backend_argv):
             yield f"{'--vllm-' + tokens[0][2:]:<40} vLLM {' '.join(tokens)}"
-        spec = EngineSpec(**flags.engine_settings(config), run_key="", log_path="")
-        server = EngineServer(spec).command()[4:]  # after "python -m vime.vllm.serve MODULE"
+        spec = VllmSpec(**flags.engine_settings(config), run_key="", log_path="")
+        server = VllmServer(spec).command()[4:]  # after "python -m vime.vllm.serve MODULE"
         for tokens in pair_up(server[: len(server) - len(spec.vllm_argv)]):
             if option(tokens) not in ("host", "port"):  # the address is known when the server starts
                 yield f"{'(set for you)':<40} vLLM {' '.join(tokens)}"
@@ -190,14 +191,14 @@ class VllmBackend:
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
         """The engines and their router, not started yet."""
         from vime.pool.launch import make_pool
-        from vime.pool.pool import VllmEnginePool
+        from vime.vllm.pool import VllmEnginePool
 
         return make_pool(
             VllmEnginePool,
             config,
             placed,
             source,
-            functools.partial(EngineSpec, **flags.engine_settings(config)),
+            functools.partial(VllmSpec, **flags.engine_settings(config)),
             dtype=flags.engine_dtype(config),
             gives_memory=flags.gives_memory(config),
         )

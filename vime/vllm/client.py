@@ -18,7 +18,8 @@ import numpy as np
 from slime.protocols import FinishReason, GenerateResult
 from slime.rollout.sampling import checked
 from vime.pool.router_client import RouterClient, Transient, require_finite, require_ok
-from vime.vllm.group_wire import NAMES, SAMPLES, Frames, SampleAnswer, Samples
+from vime.sglang_api.sampling_names import NAMES
+from vime.vllm.group_wire import SAMPLES, Frames, SampleAnswer, Samples
 from vime.vllm.server import SERVED_MODEL_NAME
 from vime.vllm.worker import routed_experts
 

@@ -318,11 +318,8 @@ def check_context_length(config: Config) -> None:
         )
 
 
-def engine_settings(config: Config) -> dict[str, Any]:
-    """The settings of every engine server: keyword arguments of `vime.vllm.server.EngineSpec`.
-
-    The flags in `vllm_argv` override the other settings.
-    """
+def common_settings(config: Config) -> dict[str, Any]:
+    """The settings of an engine server of any backend: keyword arguments of `vime.pool.engine_server.EngineSpec`."""
     return {
         "model_path": config.rollout.hf_checkpoint,
         "weight_dir": config.weight_update.weight_dir,
@@ -330,11 +327,20 @@ def engine_settings(config: Config) -> dict[str, Any]:
         "dtype": config.megatron.params_dtype,
         "tensor_parallel_size": engine_tensor_parallel(config),
         "trust_remote_code": config.train.trust_remote_code,
-        "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
         "env": config.engine.backend_env if config.cluster.device == "cuda" else {},
         "start_timeout_s": config.fault_tolerance.engine_start_timeout_s,
-        "sleeps": gives_memory(config),
         "nodes": config.nodes_per_engine,
+    }
+
+
+def engine_settings(config: Config) -> dict[str, Any]:
+    """The settings of every vLLM server: keyword arguments of `vime.vllm.server.VllmSpec`.
+
+    The flags in `vllm_argv` override the other settings.
+    """
+    return common_settings(config) | {
+        "vllm_argv": tuple(fp8.in_blocks(config.engine.backend_argv)),
+        "sleeps": gives_memory(config),
         "tells_experts": config.off_policy.use_rollout_routing_replay,
         "cache_bytes": _cache_bytes(config),
         "stateful": decoder_of(read_hf_config(str(config.rollout.hf_checkpoint))).stateful,

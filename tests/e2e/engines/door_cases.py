@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from slime import http
 from slime.utils.http_utils import get, post
-from vime.vllm.worker.middleware import health_prefix
+from vime.pool.run_key import health_prefix
 
 KEY = Stack.key
 PROMPT = [14, 5, 8, 13, 21, 30]

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from slime.protocols import GenerateResult, WeightUpdate
 from slime.weight_sync.transfer import load
 from vime.pool.control import ControlError
-from vime.vllm.worker.middleware import health_prefix
+from vime.pool.run_key import health_prefix
 
 pytestmark = pytest.mark.e2e
 KEY = Stack.key

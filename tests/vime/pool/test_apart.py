@@ -13,9 +13,10 @@ from config_cases import good_argv
 
 from vime.backends import backend_of, parse_config
 from vime.pool import external as apart
-from vime.pool.external_router import RouterApart
 from vime.pool.process import accepts, free_port
-from vime.pool.router import Router, RouterSpec
+from vime.pool.router import RouterSpec
+from vime.vllm.external_router import RouterApart
+from vime.vllm.router import VllmRouter
 
 KEY = secrets.token_hex(32)
 ENGINES = "--rollout-external-engine-addrs"
@@ -86,8 +87,8 @@ def test_what_does_not_answer_is_one_line_within_15_s(
 
 
 @pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
-    router = Router(RouterSpec(run_key=KEY, log_path=str(tmp_path_factory.mktemp("router") / "log")))
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmRouter]:
+    router = VllmRouter(RouterSpec(run_key=KEY, log_path=str(tmp_path_factory.mktemp("router") / "log")))
     try:
         router.start()
         router.wait_ready()
@@ -97,7 +98,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
 
 
 def test_the_router_must_have_the_same_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, router: Router
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, router: VllmRouter
 ) -> None:
     at = ("--vllm-router-ip", "127.0.0.1", "--vllm-router-port", str(router.spec.port))
     c = parse_config(argv(tmp_path, *at))
@@ -108,7 +109,7 @@ def test_the_router_must_have_the_same_key(
         backend_of(c).require_reachable(c)
 
 
-def test_the_door_of_a_router_apart(tmp_path: Path, router: Router) -> None:
+def test_the_door_of_a_router_apart(tmp_path: Path, router: VllmRouter) -> None:
     """It needs the key, leads to that router, and goes away alone."""
     spec = RouterSpec(
         run_key=KEY, log_path=str(tmp_path / "door"), port=router.spec.port, apart=True, start_timeout_s=60

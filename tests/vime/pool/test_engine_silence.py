@@ -14,9 +14,9 @@ import pytest
 from engine_double import DoubleServer
 
 from vime.pool import health_watch as silence
-from vime.pool.control import EngineControl
 from vime.pool.member import Member
-from vime.vllm.server import EngineSpec
+from vime.vllm.control import VllmControl
+from vime.vllm.server import VllmSpec
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20) -> None:
@@ -32,8 +32,8 @@ def test_a_stopped_engine_is_named_while_the_run_waits_for_it(
     for name, seconds in {"SAY_AFTER_S": 1.0, "_LOOK_EVERY_S": 0.2, "_ANSWER_S": 0.5}.items():
         monkeypatch.setattr(silence, name, seconds)
     caplog.set_level(logging.WARNING)
-    spec = EngineSpec(model_path="", run_key="k", log_path=str(tmp_path / "log"), weight_dir=str(tmp_path))
-    member, stopping = Member(spec, 0, "keep", EngineControl), threading.Event()
+    spec = VllmSpec(model_path="", run_key="k", log_path=str(tmp_path / "log"), weight_dir=str(tmp_path))
+    member, stopping = Member(spec, 0, "keep", VllmControl), threading.Event()
     member.launch(DoubleServer)
     try:
         handle = member.handle

@@ -14,11 +14,11 @@ import pytest
 from aiohttp import web
 
 from vime.pool.router import RouterSpec
+from vime.pool.run_key import health_prefix
 from vime.sglang.client import PARAMETERS, SglangEngineClient
 from vime.sglang.router import SglangRouter
 from vime.sglang_api.request import parse
-from vime.sglang_api.routes import require_whole
-from vime.vllm.worker.middleware import health_prefix
+from vime.vllm.worker.sglang_routes import require_whole
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}

@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from vime.pool.router import Router, RouterSpec
+from vime.pool.router import RouterSpec
 from vime.sglang_api.gateway import wrap
 from vime.sglang_api.request import WRAPPED
+from vime.vllm.router import VllmRouter
 
 KEY = "secret"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -75,16 +76,16 @@ class Workers:
 
 
 @pytest.fixture
-def router(tmp_path: Path) -> Iterator[Router]:
+def router(tmp_path: Path) -> Iterator[VllmRouter]:
     argv = ("--policy", "consistent_hash")
-    router = Router(RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log"), argv=argv))
+    router = VllmRouter(RouterSpec(run_key=KEY, log_path=str(tmp_path / "router.log"), argv=argv))
     router.start()
     router.wait_ready()
     yield router
     router.stop()
 
 
-def test_the_door_and_the_router(router: Router) -> None:
+def test_the_door_and_the_router(router: VllmRouter) -> None:
     door = f"http://127.0.0.1:{router.spec.door_port}"
 
     async def run() -> None:

@@ -12,16 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from vime.sglang_api.request import CONTROL_ROUTES
+
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-ROUTES = {
-    ("POST", "/pause_generation"),
-    ("POST", "/continue_generation"),
-    ("POST", "/update_weights_from_disk"),
-    ("GET", "/get_weight_version"),
-}
-PATHS = {path for _, path in ROUTES}
+PATHS = {path for _, path in CONTROL_ROUTES}
 
 
 class _Pause(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,7 +60,7 @@ class Controlled:
 
 
 async def answer(engine: Controlled, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-    """Status and record for a request to one of `ROUTES`. ValueError for a body that cannot be served."""
+    """Status and record for a request to one of `CONTROL_ROUTES`. ValueError for a body that cannot be served."""
     if path == "/get_weight_version":
         return 200, {"weight_version": str(engine.version())}
     if path == "/pause_generation":

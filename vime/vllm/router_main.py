@@ -1,4 +1,4 @@
-"""`python -m vime.pool.router_main ARGS`: vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
+"""`python -m vime.vllm.router_main ARGS`: vllm-router with the run's key, from $VIME_RUN_KEY, on every route.
 
 vllm-router's --api-key must not be used: the router sends that key to the workers also for callers without a key. The
 router's own routes are guarded by a list of URLs that it asks once per new key (`api_key_validation_urls`, which has no
@@ -23,9 +23,9 @@ from vllm_router.router import policy_from_str
 from vllm_router.router_args import RouterArgs
 
 from vime.pool.process import hold_port
+from vime.pool.run_key import KEY_VARIABLE
 from vime.pool.supervise import die_with_parent
 from vime.sglang_api import gateway as door
-from vime.vllm.worker.middleware import KEY_VARIABLE
 
 
 class _KeyServer(ThreadingHTTPServer):

@@ -1,4 +1,4 @@
-"""SGLang's HTTP routes on an engine server: what plug-ins of slime post to (see sglang_request for the fields).
+"""SGLang's HTTP routes on an engine server: what plug-ins of slime post to (vime.sglang_api.request has the fields).
 
 `POST /generate` goes straight to vLLM's engine client, as requests for a group do (group_route). Log-probs are those of
 the distribution that the token was sampled from, as our own client gets them. vllm-router drops fields of /generate, so
@@ -19,10 +19,9 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from vime.sglang_api import control as sglang_control
 from vime.sglang_api.request import GenerateRequest, OneRequest, Wanted, parse
 from vime.vllm.versions import installed, refusals
-from vime.vllm.worker import routed_experts
+from vime.vllm.worker import routed_experts, sglang_control
 from vime.vllm.worker.group_route import LOWEST
 
 if TYPE_CHECKING:

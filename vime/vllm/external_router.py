@@ -10,10 +10,10 @@ import sys
 
 from vime.pool.control import answers
 from vime.pool.process import SupervisedProcess, accepts, require_free_port
-from vime.pool.router import Router
+from vime.vllm.router import VllmRouter
 
 
-class RouterApart(Router):
+class RouterApart(VllmRouter):
     """The process of this object is the door. If the router ends, `start` and `wait_ready` wait for a new one."""
 
     name = "the router that was started apart, or its door,"
