@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -59,7 +58,7 @@ def table(pairs: Sequence[Pair]) -> str:
     return "\n".join(lines)
 
 
-def as_json(pairs: Sequence[Pair], **head: Any) -> dict[str, Any]:
+def as_json(pairs: Sequence[Pair], **head: object) -> dict[str, object]:
     return {**head, "pairs": [asdict(pair) for pair in pairs]}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -90,7 +89,7 @@ def logprob_diff(record: Record, pairs: Sequence[Pair]) -> Figure | str:
 
 
 def _lines(
-    record: Record, pairs: Sequence[Pair], needed: Sequence[str], draw: Callable[[Axes, list[Run]], Any]
+    record: Record, pairs: Sequence[Pair], needed: Sequence[str], draw: Callable[[Axes, list[Run]], object]
 ) -> Figure | str:
     runs = [_mean_run(record, side, repeats) for side, repeats in sides_of(pairs).items()]
     if missing := [run.name for run in runs if not run.series.keys() >= set(needed)]:

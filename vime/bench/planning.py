@@ -171,7 +171,7 @@ def resolved(run: Planned) -> dict[str, Any]:
         return found
 
 
-def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+def refuse_unlike_runs(plan: Plan, environments: Mapping[str, Mapping[str, object]] | None = None) -> None:
     """ValueError where a report would refuse the runs of `plan`, before they take their hours: a switch that moves more
     than its field, or another machine, code or data than of runs that are kept.
 
@@ -195,5 +195,6 @@ def switch_of(switch: Switch, sides: Mapping[str, Sequence[Repeat]]) -> Switch:
     """The switch as the runs resolved it, or as the file says it where no run of a side has begun."""
     for side, repeats in sides.items():
         values = (flags_of(repeat.config)[switch.field] for repeat in repeats if repeat.config)
-        switch = replace(switch, **{side: next(values, switch.of(side))})
+        value = next(values, switch.of(side))
+        switch = replace(switch, baseline=value) if side == BASELINE else replace(switch, rl_kernel=value)
     return switch

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from slime.tracking.environment import ENVIRONMENT_FILE, collect_environment
 from vime.bench.planning import UNFINISHED, Plan, Planned, refuse_unlike_runs, resolved
@@ -72,7 +71,7 @@ def whats_missing(plan: Plan) -> list[Planned]:
     return missing
 
 
-def _refuse_unnamed_gpus(flags: Mapping[str, Any]) -> None:
+def _refuse_unnamed_gpus(flags: Mapping[str, object]) -> None:
     """ValueError for runs on GPUs that nothing names, which no report compares."""
     if flags["device"] == "cuda" and not collect_environment([], {})["gpus"]:
         raise ValueError(
@@ -80,7 +79,7 @@ def _refuse_unnamed_gpus(flags: Mapping[str, Any]) -> None:
         )
 
 
-def _check_same(run: Planned, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def _check_same(run: Planned, found: Mapping[str, object], expected: Mapping[str, object]) -> None:
     for name in sorted(
         (expected.keys() | found.keys()) - {"weight_dir"}
     ):  # which a run finds once it has begun

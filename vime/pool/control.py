@@ -12,7 +12,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 PauseMode = Literal["keep", "abort", "wait"]
@@ -30,7 +30,7 @@ def request(
     run_key: str,
     method: str,
     path: str,
-    body: Any = None,
+    body: object = None,
     *,
     headers: dict[str, str] | None = None,
     timeout_s: float,
@@ -90,7 +90,7 @@ class Control(Protocol):
     def pause(self, mode: PauseMode = "keep") -> None: ...
     def resume(self) -> None: ...
     def start_weight_update(self) -> None: ...
-    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+    def update_weights(self, update_info: dict[str, object]) -> None: ...
     def finish_weight_update(self, version: int) -> None: ...
     def reset_prefix_cache(self) -> None: ...
     def sleep(self, level: int, mode: PauseMode = "keep") -> None: ...

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
 from slime.config import Config
@@ -26,6 +26,13 @@ ENGINES, ROUTER = "--rollout-external-engine-addrs", "--vllm-router-ip and --vll
 LEAST_KEY = 32
 _ANSWER_S = 5.0
 _POLL_S = 0.5
+
+
+class Address(TypedDict):
+    """Where a server listens."""
+
+    host: str
+    port: int
 
 
 def uses(config: Config) -> bool:
@@ -44,8 +51,8 @@ def given_key() -> str:
     return key
 
 
-def split(address: str, typed: str) -> dict[str, Any]:
-    """HOST:PORT or http://HOST:PORT as the `host` and `port` of a server."""
+def split(address: str, typed: str) -> Address:
+    """HOST:PORT or http://HOST:PORT as an address."""
     parts = urlsplit(address if "://" in address else f"http://{address}")
     try:
         host, port = parts.hostname, parts.port
@@ -58,7 +65,7 @@ def split(address: str, typed: str) -> dict[str, Any]:
     return {"host": host, "port": port}
 
 
-def addresses(config: Config) -> list[dict[str, Any]]:
+def addresses(config: Config) -> list[Address]:
     """`host` and `port` of each engine that was started apart."""
     return [split(each, ENGINES) for each in config.rollout.rollout_external_engine_addrs or []]
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -30,10 +30,12 @@ def make_pool(
     placed: Placement,
     source: WeightSource | None,
     make_spec: Callable[..., EngineSpec],
-    **settings: Any,
+    *,
+    dtype: str,
+    gives_memory: bool = False,
 ) -> ServerPool:
-    """The engines of `config` and their router. `make_spec` gets the fields of an engine's spec that every engine has;
-    `settings` go to the pool."""
+    """The engines of `config` and their router. `make_spec` gets the fields of an engine's spec that every engine has.
+    `dtype` and `gives_memory`: see ServerPool."""
     run_key = apart.given_key() if apart.uses(config) else secrets.token_hex(32)
     assert config.logging.run_dir is not None
     logs = Path(config.logging.run_dir).resolve() / "logs"
@@ -77,7 +79,8 @@ def make_pool(
         health_check_interval_s=config.fault_tolerance.rollout_health_check_interval,
         health_check_timeout_s=config.fault_tolerance.rollout_health_check_timeout,
         health_check_first_wait_s=config.fault_tolerance.rollout_health_check_first_wait,
-        **settings,
+        dtype=dtype,
+        gives_memory=gives_memory,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime.weight_sync.variables import ENGINE_VARIABLE
 from vime.pool.control import MakeControl, PauseMode
@@ -91,7 +91,7 @@ class Member:
     def start_weight_update(self) -> None:
         self.control.start_weight_update()
 
-    def update_weights(self, message: dict[str, Any]) -> None:
+    def update_weights(self, message: dict[str, object]) -> None:
         self.control.update_weights(message)
 
     def finish_weight_update(self, version: int) -> None:

@@ -26,7 +26,7 @@ class RayEngineServer:
     When the driver or the actor dies, so does the server: the actor's process holds the supervisor's pipe.
     """
 
-    def __init__(self, spec: EngineSpec, options: dict[str, Any], server: type[EngineServer]) -> None:
+    def __init__(self, spec: EngineSpec, options: dict[str, object], server: type[EngineServer]) -> None:
         actor: Any = ray.remote(server)
         self._actor: Any = actor.options(max_concurrency=4, **options).remote(spec)
 
@@ -83,7 +83,7 @@ class Seat:
     host: str
     visible: Mapping[str, str]
     gpu_buses: tuple[str, ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
 
 def make_servers(

@@ -7,7 +7,6 @@ key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from vime.pool.control import request
 from vime.pool.process import Server, ServerSpec
@@ -52,5 +51,5 @@ class RouterServer(Server[RouterSpec]):
         """URLs of the engines it routes to."""
         raise NotImplementedError
 
-    def _request(self, method: str, path: str, body: Any = None) -> bytes:
+    def _request(self, method: str, path: str, body: object = None) -> bytes:
         return request(self.spec.url, self.spec.run_key, method, path, body, timeout_s=REQUEST_S)[1]

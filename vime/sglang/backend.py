@@ -46,7 +46,7 @@ class SglangBackend:
         """slime's flags of the router get the router's names."""
         return flags.translate(groups)
 
-    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def fields(self, own: dict[str, object], given: dict[str, Any]) -> dict[str, object]:
         """The engine section. Hooks find SGLang's arguments in their `args` as sglang_NAME."""
         args = given.get("backend_args", {})
         concurrency = own.get(flags.CONCURRENCY.name, flags.CONCURRENCY.default)
@@ -113,7 +113,7 @@ def _facts(args: dict[str, Any]) -> EngineFacts:
     )
 
 
-def _share(typed: Any) -> float:
+def _share(typed: str | float) -> float:
     try:
         return float(typed)
     except (TypeError, ValueError):

@@ -85,5 +85,5 @@ class SglangControl:
         """Whether /health answers 200 within `timeout_s`. SGLang generates a token for it when it is idle."""
         return answers(self.url, self._run_key, "/health", timeout_s=timeout_s)
 
-    def _post(self, path: str, body: Any, *, timeout_s: float = _QUICK_S) -> bytes:
+    def _post(self, path: str, body: object, *, timeout_s: float = _QUICK_S) -> bytes:
         return request(self.url, self._run_key, "POST", path, body, timeout_s=timeout_s)[1]

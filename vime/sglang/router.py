@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 from urllib.parse import urlsplit
 
 from vime.pool.control import answers
@@ -20,6 +20,14 @@ from vime.pool.router import NEVER, REQUEST_S, RouterServer, RouterSpec
 from vime.pool.run_key import health_prefix
 
 _POLL_S = 0.1
+
+
+class _Worker(TypedDict):
+    """An entry of sglang-router's list."""
+
+    id: str
+    url: str
+    is_healthy: bool
 
 
 class SglangRouter(RouterServer):
@@ -73,11 +81,11 @@ class SglangRouter(RouterServer):
         prefix = health_prefix(self.spec.run_key)
         return engine_url + (prefix if answers(engine_url, "", f"{prefix}/health", timeout_s=5) else "")
 
-    def _workers(self) -> list[dict[str, Any]]:
-        workers: list[dict[str, Any]] = json.loads(self._request("GET", "/workers"))["workers"]
+    def _workers(self) -> list[_Worker]:
+        workers: list[_Worker] = json.loads(self._request("GET", "/workers"))["workers"]
         return workers
 
-    def _of(self, engine_url: str) -> list[dict[str, Any]]:
+    def _of(self, engine_url: str) -> list[_Worker]:
         return [worker for worker in self._workers() if _origin(worker["url"]) == engine_url]
 
     def _wait(self, holds: Callable[[], bool], what: str) -> None:

@@ -128,7 +128,7 @@ class VllmBackend:
         """SGLang's flags become vLLM's."""
         return translate_sglang(groups)
 
-    def fields(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def fields(self, own: dict[str, object], given: dict[str, Any]) -> dict[str, object]:
         """The engine section. Hooks find vLLM's arguments in their `args` as vllm_NAME."""
         args = given.get("backend_args", {})
         concurrency = own.get(CONCURRENCY.name, CONCURRENCY.default)

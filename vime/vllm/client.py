@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -36,13 +35,13 @@ class VllmEngineClient(RouterClient):
         self._waiting: dict[bytes, _Request] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_waiting": {}, "_sending": set()}
 
     async def generate(
         self,
         token_ids: list[int],
-        sampling_params: dict[str, Any],
+        sampling_params: dict[str, object],
         *,
         seed: int,
         deadline_s: float,
@@ -71,7 +70,7 @@ class VllmEngineClient(RouterClient):
         await self._on_all("/abort_requests", {})
 
     def _join(
-        self, token_ids: list[int], shared: dict[str, Any], own: dict[str, Any]
+        self, token_ids: list[int], shared: dict[str, object], own: dict[str, object]
     ) -> asyncio.Future[SampleAnswer]:
         """Add a sample to the request that leaves when the tasks that are ready now have run."""
         loop = asyncio.get_running_loop()
@@ -142,7 +141,9 @@ def _end_with(task: asyncio.Task[None], futures: list[asyncio.Future[SampleAnswe
         task.cancel()
 
 
-def request_fields(sampling_params: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def request_fields(
+    sampling_params: dict[str, object], seed: int
+) -> tuple[dict[str, object], dict[str, object]]:
     """What the samples of a request share, and what one sample has of its own, under vLLM's names. For a parameter that
     is None, the engine uses its neutral default."""
     given = {NAMES[name]: value for name, value in checked(sampling_params).items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlencode
 
 from vime.pool.control import ControlError, PauseMode, answers, request
@@ -42,7 +42,7 @@ class VllmControl:
     def start_weight_update(self) -> None:
         self._post("/start_weight_update", timeout_s=_SLOW_S)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, object]) -> None:
         self._post("/update_weights", {"update_info": update_info}, timeout_s=_SLOW_S)
 
     def finish_weight_update(self, version: int) -> None:
@@ -80,7 +80,7 @@ class VllmControl:
     def _post(
         self,
         path: str,
-        body: Any = None,
+        body: object = None,
         *,
         query: dict[str, str] | Sequence[tuple[str, str]] | None = None,
         headers: dict[str, str] | None = None,

@@ -9,7 +9,6 @@ a stream of frames in the order in which samples finish: `MARK`, 4 bytes with th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
@@ -20,8 +19,8 @@ _HEAD_BYTES = len(MARK) + 4
 
 
 class Samples(msgspec.Struct):
-    shared: dict[str, Any]
-    each: list[dict[str, Any]]
+    shared: dict[str, object]
+    each: list[dict[str, object]]
 
 
 class SampleAnswer(msgspec.Struct, array_like=True):

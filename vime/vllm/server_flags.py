@@ -19,6 +19,7 @@ from slime.config import Config, FlagGroup
 from slime.config.fields import nearest
 from slime.config.problems import Problems
 from slime.models import decoder_of
+from slime.rules.listing import Row
 from slime.weight_sync.registry import CHANNELS
 from vime.vllm import fp8
 from vime.vllm import versions as vllm_versions
@@ -121,7 +122,7 @@ class PrefixOwner:
         actions = self.parser()._actions
         return {o[2:].replace("-", "_"): a for a in actions for o in a.option_strings if o.startswith("--")}
 
-    def parse(self, groups: list[FlagGroup]) -> dict[str, Any]:
+    def parse(self, groups: list[FlagGroup]) -> dict[str, object]:
         """Check every flag. Return `*_args` (typed values) and `*_argv` (the flags as the project spells them)."""
         argv: dict[int | str, list[str]] = {}
         given: dict[str, Any] = {}
@@ -174,7 +175,7 @@ class PrefixOwner:
         return {k: v for k, v in plain.items() if v is not None}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """The value as JSON stores it. None for objects that JSON cannot represent, such as config classes."""
     try:
         return json.loads(json.dumps(sorted(value) if isinstance(value, set) else value))
@@ -375,13 +376,13 @@ def engine_dtype(config: Config) -> str:
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
-def list_flags() -> Iterator[dict[str, Any]]:
+def list_flags() -> Iterator[Row]:
     """One row per flag that vLLM or vllm-router owns. Imports vLLM and vllm-router."""
     for owner in (VLLM, ROUTER):
         yield from rows_of(owner)
 
 
-def rows_of(owner: PrefixOwner) -> Iterator[dict[str, Any]]:
+def rows_of(owner: PrefixOwner) -> Iterator[Row]:
     """One row per flag of `owner`. Imports its project."""
     for name, action in owner.options().items():
         if action.dest in owner.reserved:

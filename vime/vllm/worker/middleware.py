@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 from vime.pool.control import CHECKPOINT_VERSION
 from vime.pool.run_key import KEY_VARIABLE, health_prefix
 from vime.sglang_api.request import ROUTES, WRAPPED
 from vime.vllm.group_wire import SAMPLES
+from vime.vllm.worker.asgi import App, Message, Receive, Scope, Send
 
 VERSIONS_HEADER = "x-weight-versions"
 NEW_VERSION_HEADER = "x-new-weight-version"
@@ -28,12 +27,6 @@ _SAMPLES = f'"{SAMPLES}":'.encode()
 _WRAPPED = f'"{WRAPPED}":'.encode()
 _READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate")}
 """Routes whose body says whether they are ours."""
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def carries_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 import base64
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
@@ -22,6 +22,7 @@ import numpy as np
 from vime.sglang_api.request import GenerateRequest, OneRequest, Wanted, parse
 from vime.vllm.versions import installed, refusals
 from vime.vllm.worker import routed_experts, sglang_control
+from vime.vllm.worker.asgi import Receive, Send
 from vime.vllm.worker.group_route import LOWEST
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _HEALTH_S = 20.0
-
-Send = Callable[[Any], Awaitable[None]]
-Receive = Callable[[], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ async def _abort_all(engine: Engine) -> None:
     await engine.llm.abort([*known.request_states, *known.parent_requests], internal=True)
 
 
-async def _health(engine: Engine) -> tuple[int, Any]:
+async def _health(engine: Engine) -> tuple[int, dict[str, object]]:
     """Whether the engine generates a token in time."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
@@ -147,9 +145,9 @@ async def _health(engine: Engine) -> tuple[int, Any]:
     return 200, {"success": True}
 
 
-def _info(engine: Engine, *, server: bool) -> dict[str, Any]:
+def _info(engine: Engine, *, server: bool) -> dict[str, object]:
     config = engine.llm.model_config
-    info = {
+    info: dict[str, object] = {
         "model_path": config.model,
         "tokenizer_path": config.tokenizer,
         "is_generation": True,
@@ -184,7 +182,7 @@ async def _generate(engine: Engine, body: bytes, receive: Receive, send: Send) -
 
 
 async def _whole(jobs: list[_Job], request: GenerateRequest, send: Send) -> None:
-    async def last(job: _Job) -> dict[str, Any]:
+    async def last(job: _Job) -> dict[str, object]:
         answers = [answer async for answer in job.answers()]
         return answers[-1]
 
@@ -236,7 +234,7 @@ class _Job:
         self.params = _sampling(engine, one.params, self.prompt, self.wanted, stream=request.stream)
         self.began = time.perf_counter()
 
-    async def answers(self) -> AsyncIterator[dict[str, Any]]:
+    async def answers(self) -> AsyncIterator[dict[str, object]]:
         from vllm.inputs.engine import tokens_input
 
         self.engine.running[self.name] = self.rid
@@ -246,11 +244,11 @@ class _Job:
         finally:
             del self.engine.running[self.name]
 
-    def of(self, output: RequestOutput) -> dict[str, Any]:
+    def of(self, output: RequestOutput) -> dict[str, object]:
         completion = output.outputs[0]
         ids = list(completion.token_ids)
         live = self.engine.versions()
-        meta: dict[str, Any] = {
+        meta: dict[str, object] = {
             "id": self.rid,
             "finish_reason": _finish(completion, ids),
             "prompt_tokens": len(self.prompt),
@@ -303,7 +301,7 @@ def _sampling(
     return made
 
 
-def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, Any] | None:
+def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, object] | None:
     reason = completion.finish_reason
     if reason is None:
         return None
@@ -315,7 +313,7 @@ def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, Any] | No
     return {"type": "abort", "message": "the request was aborted"}
 
 
-def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: TokenizerLike) -> dict[str, Any]:
+def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: TokenizerLike) -> dict[str, object]:
     """`output_token_logprobs` and, where asked for, `output_top_logprobs`: rows [log-prob, token id, text or null]."""
     flat = cast("FlatLogprobs | None", completion.logprobs)
     if flat is None:
@@ -324,7 +322,7 @@ def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: Tokenize
     values, ids = flat.logprobs, flat.token_ids
     texts = _texts(tokenizer, ids) if wanted.texts else [None] * len(ids)
     rows = [[max(value, LOWEST), token, text] for value, token, text in zip(values, ids, texts, strict=True)]
-    made: dict[str, Any] = {"output_token_logprobs": [rows[first] for first in firsts]}
+    made: dict[str, object] = {"output_token_logprobs": [rows[first] for first in firsts]}
     if wanted.top:
         # after the sampled token come the most likely ones, in order
         ends = flat.end_indices
@@ -337,7 +335,7 @@ def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: Tokenize
 
 def _of_prompt(
     flat: FlatLogprobs, prompt: list[int], wanted: Wanted, tokenizer: TokenizerLike
-) -> list[list[Any]]:
+) -> list[list[object]]:
     """[log-prob, token id, text or null] of each token of the prompt from the wanted one on. The first has null."""
     start = min(wanted.prompt_from or 0, len(prompt) - 1)
     texts = _texts(tokenizer, prompt[start:]) if wanted.texts else [None] * (len(prompt) - start)
@@ -356,16 +354,16 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _error(error: object) -> dict[str, Any]:
+def _error(error: object) -> dict[str, object]:
     return {"error": {"message": str(error), "type": "BadRequestError"}}
 
 
-async def _event(send: Send, record: Any) -> None:
+async def _event(send: Send, record: object) -> None:
     piece = b"data: " + msgspec.json.encode(record) + b"\n\n"
     await send({"type": "http.response.body", "body": piece, "more_body": True})
 
 
-async def _json(send: Send, status: int, record: Any) -> None:
+async def _json(send: Send, status: int, record: object) -> None:
     body = msgspec.json.encode(record)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
