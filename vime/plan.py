@@ -162,9 +162,9 @@ def batches(c: Config) -> Iterator[str]:
     each = size / c.data_parallel_size
     how = f"{plural(c.data.micro_batch_size, 'sample')} a micro-batch"
     if c.data.use_dynamic_batch_size:
-        room = c.data.max_tokens_per_gpu
-        assert room is not None
-        how = f"packed up to {room * c.megatron.context_parallel_size} tokens a micro-batch"
+        most = c.data.max_tokens_per_gpu
+        assert most is not None
+        how = f"packed up to {most * c.megatron.context_parallel_size} tokens a micro-batch"
     yield f"about {each:.4g} samples a data-parallel rank and step, {how}"
     if c.data.num_rollout is not None:
         yield f"{plural(c.data.num_rollout, 'rollout')} = {plural(c.total_steps, 'optimizer step')}"

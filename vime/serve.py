@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slime.config import Config
 from vime.backends import parse_config
-from vime.pool import external as apart
+from vime.pool import external
 from vime.pool.process import sigterm_interrupts
 from vime.pool.router import RouterSpec
 from vime.vllm import server_flags as flags
@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(
             f"serve must be given engine or router and HOST:PORT, got {' '.join(argv[:2]) or 'none'}; {USAGE}"
         )
-    kind, address = argv[0], apart.split(argv[1], f"the address of vime serve {argv[0]}")
-    key, config = apart.given_key(), parse_config(argv[2:], download=True)
+    kind, address = argv[0], external.split(argv[1], f"the address of vime serve {argv[0]}")
+    key, config = external.given_key(), parse_config(argv[2:], download=True)
     if config.engine.rollout_backend != "vllm":
         raise ValueError(
             f"vime serve must be given engines of --rollout-backend vllm, got {config.engine.rollout_backend}; start "
@@ -66,12 +66,12 @@ def make(kind: str, config: Config, key: str, host: str, port: int) -> VllmServe
                 log_path=log,
                 host=host,
                 port=port,
-                door_host=host,
+                gateway_host=host,
                 argv=tuple(config.engine.router_argv),
                 request_timeout_s=timeout_s,
             )
         )
-    apart.check_weights(config)
+    external.check_weights(config)
     return VllmServer(
         VllmSpec(**flags.engine_settings(config), run_key=key, log_path=log, host=host, port=port)
     )

@@ -193,6 +193,17 @@ def test_tests_lie_in_the_folders_of_what_they_test() -> None:
     assert Path("vime") not in mirrored
 
 
+def test_a_class_of_vime_has_a_name_of_its_own() -> None:
+    """No class of another file, in any of the packages, has its name."""
+    places: dict[str, set[str]] = {}
+    for path in package_files():
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, set()).add(str(path))
+    twice = {n: at for n, at in places.items() if len(at) > 1 and any(p.startswith("vime/") for p in at)}
+    assert not twice, f"one name must be one class, got {twice}; rename one"
+
+
 def test_no_import_rings() -> None:
     """No ring of files, imports inside functions and those for types only counted."""
     assert not rings(module_graph())

@@ -24,7 +24,7 @@ from vime.vllm.server_flags import engine_dtype
 
 
 @dataclass(frozen=True)
-class Source:
+class AuditSource:
     """Comparable samples, all drawn from weights `version`. `micro_batches` are the micro-batches of training.
 
     `left_out`: number of active tokens of other samples in these micro-batches, by reason
@@ -49,8 +49,8 @@ def read_config(run_dir: Path) -> Config:
 def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
     """Rollout -> path template of its file, for rollouts that the run saved or loaded, or that a stopped audit
     saved."""
-    kept = replay_template(config.with_values(run_dir=str(run_dir)))
-    given = (kept, config.debug.load_debug_rollout_data, config.debug.save_debug_rollout_data)
+    of_audit = replay_template(config.with_values(run_dir=str(run_dir)))
+    given = (of_audit, config.debug.load_debug_rollout_data, config.debug.save_debug_rollout_data)
     templates = [template for template in given if template is not None]
     found = {
         i: template
@@ -67,7 +67,7 @@ def saved_rollouts(run_dir: Path, config: Config) -> dict[int, str]:
     return dict(sorted(found.items()))
 
 
-def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int) -> Source:
+def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int) -> AuditSource:
     """The first micro-batches of a saved rollout (None: the first saved rollout): at least two, until there are `most`
     samples. ValueError if the rollout has no comparable sample."""
     checkpoint = config.rollout.hf_checkpoint
@@ -117,7 +117,7 @@ def read_source(run_dir: Path, config: Config, rollout_id: int | None, most: int
             f"rollout {rollout_id} must have samples that can be compared, got none ({reasons}); docs/audit.md says "
             "what each reason means"
         )
-    return Source(rollout_id, version, chosen, rows, left_out)
+    return AuditSource(rollout_id, version, chosen, rows, left_out)
 
 
 def micro_batches(config: Config, samples: list[Sample]) -> list[list[int]]:

@@ -74,8 +74,8 @@ def router_settings(config: Config) -> dict[str, Any]:
     """Fields of a RouterSpec that the flags of its address decide."""
     ip, port = config.engine.router_ip, config.engine.router_port
     if ip is None:
-        return {} if port is None else {"door_port": port}
-    return {"host": ip, "port": port, "apart": True}
+        return {} if port is None else {"gateway_port": port}
+    return {"host": ip, "port": port, "external": True}
 
 
 def check_addresses(config: Config) -> None:
@@ -168,7 +168,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class EngineApart:
+class ExternalEngine:
     """A `vime.pool.member.EngineHandle` of a server that this run neither starts nor ends.
 
     If the server ends, the pool waits here for a new one at the same address, up to --engine-start-timeout-s. vLLM

@@ -14,7 +14,7 @@ import ray
 from slime.cluster import placement
 from slime.config import Config
 from slime.protocols import WeightSource
-from vime.pool import external as apart
+from vime.pool import external
 from vime.pool.engine_server import EngineSpec
 from vime.pool.pool import ServerPool
 from vime.pool.ray_server import Seat, make_servers
@@ -36,7 +36,7 @@ def make_pool(
 ) -> ServerPool:
     """The engines of `config` and their router. `make_spec` gets the fields of an engine's spec that every engine has.
     `dtype` and `gives_memory`: see ServerPool."""
-    run_key = apart.given_key() if apart.uses(config) else secrets.token_hex(32)
+    run_key = external.given_key() if external.uses(config) else secrets.token_hex(32)
     assert config.logging.run_dir is not None
     logs = Path(config.logging.run_dir).resolve() / "logs"
     # Loopback, unless a cluster was joined: then engines may be on other nodes and listen at their node's address.
@@ -57,21 +57,21 @@ def make_pool(
         for i in range(config.num_engines)
     ]
     seats = [_seats(placed, bundles, joined) for bundles in placed.engine_bundles]
-    elsewhere = apart.addresses(config)
+    elsewhere = external.addresses(config)
     router = RouterSpec(
         run_key=run_key,
         log_path=str(logs / "router.log"),
-        door_host=host,
+        gateway_host=host,
         argv=tuple(config.engine.router_argv),
         request_timeout_s=config.rollout.rollout_deadline_s,
-        **({"host": host} | apart.router_settings(config)),
+        **({"host": host} | external.router_settings(config)),
     )
     parts = pool.kind
     return pool(
         specs,
         router,
         spawn=lambda spec: (
-            apart.EngineApart(replace(spec, **elsewhere[spec.index]), parts.control)
+            external.ExternalEngine(replace(spec, **elsewhere[spec.index]), parts.control)
             if elsewhere
             else make_servers(spec, seats[spec.index], here=not joined, server=parts.server)
         ),

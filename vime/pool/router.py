@@ -20,16 +20,16 @@ class RouterSpec(ServerSpec):
     """What the router is to be. `argv`: flags of the backend's router; they win over the defaults of its class."""
 
     argv: tuple[str, ...] = ()
-    door_port: int = 0
-    """Where the door for plug-ins listens, see vime.sglang_api.gateway. 0: a free port is picked at once."""
-    door_host: str = "127.0.0.1"
-    apart: bool = False
-    """Whether somebody else started the router at `host` and `port`. Then only the door is the run's own."""
+    gateway_port: int = 0
+    """Where the gateway for plug-ins listens, see vime.sglang_api.gateway. 0: a free port is picked at once."""
+    gateway_host: str = "127.0.0.1"
+    external: bool = False
+    """Whether somebody else started the router at `host` and `port`. Then only the gateway is the run's own."""
     request_timeout_s: float = 600.0
 
     @property
-    def door_url(self) -> str:
-        return f"http://{self.door_host}:{self.door_port}"
+    def gateway_url(self) -> str:
+        return f"http://{self.gateway_host}:{self.gateway_port}"
 
 
 class RouterServer(Server[RouterSpec]):

@@ -13,7 +13,7 @@ from slime.config import Config, FlagGroup
 from slime.config.sections.engine import EngineFacts
 from slime.protocols import WeightSource
 from slime.rules.listing import Row
-from vime.pool import external as apart
+from vime.pool import external
 from vime.pool.engine_server import pair_up
 from vime.sglang import server_flags as flags
 from vime.sglang.server import SglangServer, SglangSpec
@@ -38,8 +38,8 @@ class SglangBackend:
         flags.check_weights,
         flags.check_engines,
         check_engine_heads,
-        apart.check_addresses,
-        apart.check_weights,
+        external.check_addresses,
+        external.check_weights,
     )
 
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
@@ -92,7 +92,7 @@ class SglangBackend:
     def require_reachable(self, config: Config) -> None:
         """SGLang is there, or the engines that were started apart answer."""
         flags.require_installed(config)
-        apart.require_reachable(config, "/model_info")
+        external.require_reachable(config, "/model_info")
 
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
         """The engines and their router, not started yet."""

@@ -93,7 +93,7 @@ class SglangEngineClient(RouterClient):
         return result_of(answer)
 
 
-class _Span(TypedDict):
+class _VersionSpan(TypedDict):
     version: str | int
 
 
@@ -106,7 +106,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     weight_version: str | int = _UNNAMED
-    weight_versions: list[_Span | int] | None = None
+    weight_versions: list[_VersionSpan | int] | None = None
 
 
 class Answer(msgspec.Struct):
@@ -160,7 +160,7 @@ def result_of(answer: Answer) -> GenerateResult:
 
 def _versions(meta: _Meta) -> list[int]:
     """The versions that the tokens come from, oldest first."""
-    spans: list[_Span | int] = meta.weight_versions or [{"version": meta.weight_version}]
+    spans: list[_VersionSpan | int] = meta.weight_versions or [{"version": meta.weight_version}]
     return [number_of(span["version"] if isinstance(span, dict) else span) for span in spans]
 
 

@@ -146,7 +146,7 @@ class OneRequest:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedOutput:
     """What the answers shall hold. `prompt_from`: log-probs of the prompt from that token on; None: of no token."""
 
     log_probs: bool = False
@@ -161,7 +161,7 @@ class GenerateRequest:
     """A parsed request. `batched`: the answer is a list."""
 
     each: list[OneRequest]
-    wanted: Wanted
+    wanted: WantedOutput
     stream: bool
     batched: bool
 
@@ -234,10 +234,10 @@ def _one_each(name: str, given: object, count: int) -> list[Any]:
     return given
 
 
-def _wanted(fields: GenerateFields) -> Wanted:
+def _wanted(fields: GenerateFields) -> WantedOutput:
     start = fields.logprob_start_len
     asked = bool(fields.return_logprob)
-    return Wanted(
+    return WantedOutput(
         log_probs=asked,
         prompt_from=start if asked and start is not None and start >= 0 else None,
         top=(fields.top_logprobs_num or 0) if asked else 0,

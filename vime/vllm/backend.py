@@ -15,7 +15,7 @@ from slime.config.sections.engine import EngineFacts
 from slime.config.unsupported import Unsupported
 from slime.protocols import WeightSource
 from slime.rules.listing import Row
-from vime.pool import external as apart
+from vime.pool import external
 from vime.pool.engine_server import option, pair_up
 from vime.sglang_api.translate_flags import PREFIX, targets, translate_sglang
 from vime.vllm import fp8
@@ -120,8 +120,8 @@ class VllmBackend:
         flags.check_weight_channel,
         flags.check_context_length,
         fp8.check_quantisation,
-        apart.check_addresses,
-        apart.check_weights,
+        external.check_addresses,
+        external.check_weights,
     )
 
     def translate(self, groups: list[FlagGroup]) -> tuple[list[FlagGroup], list[str]]:
@@ -186,7 +186,7 @@ class VllmBackend:
         """The engines and the router that were started apart answer, and the router is for this run alone. Engines on
         CPUs can compute the model."""
         fp8.check_on_cpu(config)  # not in `rules`: a plan for GPUs is made on CPUs, too
-        apart.require_reachable(config)
+        external.require_reachable(config)
 
     def pool(self, config: Config, placed: Placement, source: WeightSource | None) -> EnginePool:
         """The engines and their router, not started yet."""

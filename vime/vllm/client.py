@@ -18,7 +18,7 @@ from slime.protocols import FinishReason, GenerateResult
 from slime.rollout.sampling import checked
 from vime.pool.router_client import RouterClient, Transient, require_finite, require_ok
 from vime.sglang_api.sampling_names import NAMES
-from vime.vllm.group_wire import SAMPLES, Frames, SampleAnswer, Samples
+from vime.vllm.group_wire import SAMPLES, Frames, GroupParams, SampleAnswer
 from vime.vllm.server import SERVED_MODEL_NAME
 from vime.vllm.worker import routed_experts
 
@@ -77,7 +77,7 @@ class VllmEngineClient(RouterClient):
         if not self._waiting:
             loop.call_soon(self._send_waiting)
         key = msgspec.json.encode((token_ids, shared))
-        request = self._waiting.setdefault(key, _Request(token_ids, Samples(shared, [])))
+        request = self._waiting.setdefault(key, _Request(token_ids, GroupParams(shared, [])))
         future: asyncio.Future[SampleAnswer] = loop.create_future()
         request.samples.each.append(own)
         request.futures.append(future)
@@ -131,7 +131,7 @@ class _Request:
     """One request to be: its prompt, its samples, and who waits for each of them."""
 
     token_ids: list[int]
-    samples: Samples
+    samples: GroupParams
     futures: list[asyncio.Future[SampleAnswer]] = field(default_factory=list)
 
 

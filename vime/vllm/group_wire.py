@@ -1,6 +1,6 @@
 """What travels between the client and an engine for a group of samples: one request, one frame per finished sample.
 
-The request is a /v1/completions body, which vllm-router balances, with the field `SAMPLES`: a `Samples` record with
+The request is a /v1/completions body, which vllm-router balances, with the field `SAMPLES`: a `GroupParams` record with
 vLLM's sampling parameters, those that all samples share and those of each sample (`seed`, `max_tokens`). The answer is
 a stream of frames in the order in which samples finish: `MARK`, 4 bytes with the length, little-endian, then a
 `SampleAnswer` in msgpack, in which token ids and log-probs are the bytes of arrays.
@@ -18,7 +18,7 @@ MARK = b"vime"
 _HEAD_BYTES = len(MARK) + 4
 
 
-class Samples(msgspec.Struct):
+class GroupParams(msgspec.Struct):
     shared: dict[str, object]
     each: list[dict[str, object]]
 

@@ -7,13 +7,13 @@ from vime.pool.router import RouterSpec
 from vime.pool.run_key import health_prefix
 from vime.vllm.client import VllmEngineClient
 from vime.vllm.control import VllmControl
-from vime.vllm.external_router import RouterApart
+from vime.vllm.external_router import ExternalRouter
 from vime.vllm.router import VllmRouter
 from vime.vllm.server import VllmServer
 
 
 def _router(spec: RouterSpec) -> VllmRouter:
-    return RouterApart(spec) if spec.apart else VllmRouter(spec)
+    return ExternalRouter(spec) if spec.external else VllmRouter(spec)
 
 
 class VllmEnginePool(ServerPool):

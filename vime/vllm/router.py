@@ -18,14 +18,14 @@ class VllmRouter(RouterServer):
         """Its address is known from now on. It keeps the port while this object lives, and starts there again."""
         super().__init__(spec)
         self.choose_port()
-        self.spec = replace(self.spec, door_port=spec.door_port or self._hold(spec.door_host))
+        self.spec = replace(self.spec, gateway_port=spec.gateway_port or self._hold(spec.gateway_host))
 
     def command(self) -> list[str]:
         spec = self.spec
         flags = {
             "host": spec.host,
             "port": spec.port,
-            "door-port": spec.door_port,
+            "gateway-port": spec.gateway_port,
             "policy": "round_robin",
             "request-timeout-secs": max(1, round(spec.request_timeout_s)),
             "worker-startup-timeout-secs": round(REQUEST_S),

@@ -30,7 +30,7 @@ from slime import http
 from slime.protocols import GenerateResult
 from slime.weight_sync.file_channel import FileChannel
 from vime.pool.control import ControlError
-from vime.pool.external import EngineApart
+from vime.pool.external import ExternalEngine
 from vime.pool.pool import ServerPool
 from vime.pool.router import RouterSpec
 from vime.sglang.control import SglangControl
@@ -110,7 +110,9 @@ def sglang_pool(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Itera
         port=at.port or 0,
     )
     router = RouterSpec(run_key=Stack.key, log_path=str(root / "router.log"))
-    pool = SglangEnginePool([spec], router, spawn=lambda spec: EngineApart(spec, SglangControl), source=stack)
+    pool = SglangEnginePool(
+        [spec], router, spawn=lambda spec: ExternalEngine(spec, SglangControl), source=stack
+    )
     pool.start()
     yield pool
     pool.stop()

@@ -62,7 +62,7 @@ def test_two_runs_with_an_engine_and_a_router_of_their_own(world: World, tmp_pat
             assert versions == {(1,)}
             assert control.is_healthy(30) and control.weight_version() == 2
         listed = VllmRouter(
-            RouterSpec(run_key=KEY, log_path="", host="127.0.0.1", port=router, door_host="127.0.0.1")
+            RouterSpec(run_key=KEY, log_path="", host="127.0.0.1", port=router, gateway_host="127.0.0.1")
         )
         assert listed.engines() == [], "the run has taken its engine out"
         first, *others = ([one["tokens"] for one in samples(world.root / f"run{n}", 0)] for n in range(3))

@@ -60,8 +60,8 @@ async def worker(seen: list[tuple[str, Any, list[str]]], *, hidden: bool) -> Asy
         await runner.cleanup()
 
 
-def test_the_address_is_the_doors_and_the_command_has_no_key(router: SglangRouter) -> None:
-    assert router.spec.door_url == router.spec.url
+def test_the_address_is_the_gateways_and_the_command_has_no_key(router: SglangRouter) -> None:
+    assert router.spec.gateway_url == router.spec.url
     assert KEY not in router.command()
 
 

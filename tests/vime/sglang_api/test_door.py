@@ -1,4 +1,4 @@
-"""The door and the real vllm-router before servers that say what reached them. Engines: e2e/engines/door_cases.py."""
+"""The gateway and the real vllm-router before servers that say what reached them. Engines: gateway_cases of e2e."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_body_travels_whole_with_what_the_router_must_know() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"stream":3}', b'{"text":"a","stream":"x"}'])
-def test_what_the_door_cannot_read_is_refused(body: bytes) -> None:
+def test_what_the_gateway_cannot_read_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError, match="must be"):
         wrap(body)
 
@@ -85,8 +85,8 @@ def router(tmp_path: Path) -> Iterator[VllmRouter]:
     router.stop()
 
 
-def test_the_door_and_the_router(router: VllmRouter) -> None:
-    door = f"http://127.0.0.1:{router.spec.door_port}"
+def test_the_gateway_and_the_router(router: VllmRouter) -> None:
+    gateway = f"http://127.0.0.1:{router.spec.gateway_port}"
 
     async def run() -> None:
         async with Workers() as workers, aiohttp.ClientSession() as session:
@@ -95,7 +95,9 @@ def test_the_door_and_the_router(router: VllmRouter) -> None:
 
             async def ask(method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
                 named = {name.replace("_", "-"): value for name, value in headers.items()}
-                async with session.request(method, door + path, json=body, headers=HEADERS | named) as answer:
+                async with session.request(
+                    method, gateway + path, json=body, headers=HEADERS | named
+                ) as answer:
                     return answer.status, await answer.json(content_type=None)
 
             body = {"text": "a", "n": 3, "image_data": ["x"]}
@@ -116,7 +118,7 @@ def test_the_door_and_the_router(router: VllmRouter) -> None:
             assert (await ask("GET", "/model_info"))[1]["path"] == "get_model_info"
             assert len((await ask("GET", "/workers"))[1]["workers"]) == 2
             async with session.post(
-                door + "/generate", json={**body, "stream": True}, headers=HEADERS
+                gateway + "/generate", json={**body, "stream": True}, headers=HEADERS
             ) as answer:
                 assert await answer.text() == "data: 1\n\ndata: [DONE]\n\n"
             workers.seen.clear()
@@ -129,13 +131,15 @@ def test_the_door_and_the_router(router: VllmRouter) -> None:
                     "/nowhere",
                 ):
                     sent = {"token_ids": [1], "sampling_params": {}}
-                    async with session.post(door + path, json=sent, headers=wrong) as answer:
+                    async with session.post(gateway + path, json=sent, headers=wrong) as answer:
                         assert answer.status == 401, path
                 for path in ("/generate", "/v1/completions", "/inference/v1/generate", "/nowhere"):
                     for data in (b"{bad", b"", b'{"a": 1}'):
-                        async with session.post(door + path, data=data, headers=wrong | JSON) as answer:
+                        async with session.post(gateway + path, data=data, headers=wrong | JSON) as answer:
                             assert answer.status == 401, (path, data)
-            async with session.post(door + "/v1/completions", data=b"{bad", headers=HEADERS | JSON) as answer:
+            async with session.post(
+                gateway + "/v1/completions", data=b"{bad", headers=HEADERS | JSON
+            ) as answer:
                 assert answer.status == 400
             assert workers.seen == []
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from vime.vllm.group_wire import SampleAnswer, Samples, frame
+from vime.vllm.group_wire import GroupParams, SampleAnswer, frame
 from vime.vllm.versions import refusals
 from vime.vllm.worker.asgi import Message, Receive, Send
 from vime.vllm.worker.routed_experts import START_FIELD
@@ -36,7 +36,7 @@ class _Body(msgspec.Struct):
     """What is read of a request's body; vllm-router adds fields of its own to it."""
 
     prompt: list[int]
-    vime_samples: Samples
+    vime_samples: GroupParams
 
 
 class GroupRequest:

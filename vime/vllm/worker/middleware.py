@@ -29,7 +29,7 @@ _READ = ROUTES | {("POST", "/v1/completions"), ("POST", "/inference/v1/generate"
 """Routes whose body says whether they are ours."""
 
 
-def carries_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
+def has_key(headers: list[tuple[bytes, bytes]], run_key: str) -> bool:
     """Whether an ASGI header list holds `Authorization: Bearer <run_key>`; compared in constant time. sglang-router
     sends the key of its worker and that of its caller: each one must be right."""
     given = [value for name, value in headers if name == b"authorization"]
@@ -64,7 +64,7 @@ class RunKeyMiddleware:
             path = scope["path"].removeprefix(self.prefix)
             scope = {**scope, "path": path, "raw_path": path.encode()}
         is_health = routed and (scope["path"], scope.get("method")) == ("/health", "GET")
-        if not is_health and not carries_key(scope["headers"], self.run_key):
+        if not is_health and not has_key(scope["headers"], self.run_key):
             await _refuse(scope, send)
         elif scope["type"] == "websocket":
             await self.app(scope, receive, send)
@@ -93,7 +93,9 @@ class RunKeyMiddleware:
             from vime.vllm.worker import sglang_routes
 
             llm = scope["app"].state.engine_client
-            ours = sglang_routes.Engine(llm, lambda: self.versions[arrived:], self.running, self._set_version)
+            ours = sglang_routes.ServedEngine(
+                llm, lambda: self.versions[arrived:], self.running, self._set_version
+            )
             await sglang_routes.answer(
                 ours, route, bytes(body), receive, self._annotate(scope, send), routed=routed
             )

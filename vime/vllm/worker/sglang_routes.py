@@ -19,7 +19,7 @@ from uuid import uuid4
 import msgspec
 import numpy as np
 
-from vime.sglang_api.request import GenerateRequest, OneRequest, Wanted, parse
+from vime.sglang_api.request import GenerateRequest, OneRequest, WantedOutput, parse
 from vime.vllm.versions import installed, refusals
 from vime.vllm.worker import routed_experts, sglang_control
 from vime.vllm.worker.asgi import Receive, Send
@@ -36,7 +36,7 @@ _HEALTH_S = 20.0
 
 
 @dataclass(frozen=True)
-class Engine:
+class ServedEngine:
     """What answers a request: vLLM's AsyncLLM, the weight versions live since the request arrived, the `rid` of each
     running request by its name in vLLM, and what makes a version the live one."""
 
@@ -47,7 +47,7 @@ class Engine:
 
 
 async def answer(
-    engine: Engine, route: tuple[str, str], body: bytes, receive: Receive, send: Send, *, routed: bool
+    engine: ServedEngine, route: tuple[str, str], body: bytes, receive: Receive, send: Send, *, routed: bool
 ) -> None:
     """Answer a request to one of `ROUTES`, or one that wraps /generate. 400 with the reason for what cannot be served.
 
@@ -86,7 +86,7 @@ def unwrapped(body: bytes) -> bytes:
     return bytes(msgspec.json.decode(body, type=_Wrapped).vime_generate)
 
 
-def _controlled(engine: Engine) -> sglang_control.Controlled:
+def _controlled(engine: ServedEngine) -> sglang_control.Controlled:
     return sglang_control.Controlled(
         engine.llm, lambda: engine.versions()[-1], engine.set_version, lambda: _abort_all(engine)
     )
@@ -108,7 +108,7 @@ class _Ask(msgspec.Struct):
     abort_all: bool = False
 
 
-async def _abort(engine: Engine, body: bytes) -> None:
+async def _abort(engine: ServedEngine, body: bytes) -> None:
     """Abort every request of this engine, or those whose `rid` begins with the given one, as SGLang does."""
     try:
         ask = msgspec.json.decode(body or b"{}", type=_Ask)
@@ -125,12 +125,12 @@ async def _abort(engine: Engine, body: bytes) -> None:
     await engine.llm.abort([name for name, rid in engine.running.items() if rid.startswith(names)])
 
 
-async def _abort_all(engine: Engine) -> None:
+async def _abort_all(engine: ServedEngine) -> None:
     known = engine.llm.output_processor
     await engine.llm.abort([*known.request_states, *known.parent_requests], internal=True)
 
 
-async def _health(engine: Engine) -> tuple[int, dict[str, object]]:
+async def _health(engine: ServedEngine) -> tuple[int, dict[str, object]]:
     """Whether the engine generates a token in time."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
@@ -145,7 +145,7 @@ async def _health(engine: Engine) -> tuple[int, dict[str, object]]:
     return 200, {"success": True}
 
 
-def _info(engine: Engine, *, server: bool) -> dict[str, object]:
+def _info(engine: ServedEngine, *, server: bool) -> dict[str, object]:
     config = engine.llm.model_config
     info: dict[str, object] = {
         "model_path": config.model,
@@ -165,7 +165,7 @@ def _info(engine: Engine, *, server: bool) -> dict[str, object]:
     return info
 
 
-async def _generate(engine: Engine, body: bytes, receive: Receive, send: Send) -> None:
+async def _generate(engine: ServedEngine, body: bytes, receive: Receive, send: Send) -> None:
     request = parse(body)
     jobs = [_Job(engine, one, request) for one in request.each]
     gone = asyncio.create_task(_gone(receive))
@@ -224,7 +224,7 @@ async def _stream(jobs: list[_Job], request: GenerateRequest, send: Send) -> Non
 class _Job:
     """One sample: vLLM's parameters of it, and SGLang's form of what the engine says."""
 
-    def __init__(self, engine: Engine, one: OneRequest, request: GenerateRequest) -> None:
+    def __init__(self, engine: ServedEngine, one: OneRequest, request: GenerateRequest) -> None:
         self.engine, self.wanted = engine, request.wanted
         self.tokenizer = engine.llm.get_tokenizer()
         prompt = one.prompt
@@ -272,17 +272,17 @@ class _Job:
 
 
 def _sampling(
-    engine: Engine, given: dict[str, Any], prompt: list[int], wanted: Wanted, *, stream: bool
+    engine: ServedEngine, given: dict[str, Any], prompt: list[int], wanted: WantedOutput, *, stream: bool
 ) -> SamplingParams:
     """vLLM's parameters. ValueError for what does not fit the context, or needs an engine of another kind."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    room = engine.llm.model_config.max_model_len - len(prompt)
-    most = given.get("max_tokens", max(room, 1))
-    if most > room:
+    left = engine.llm.model_config.max_model_len - len(prompt)
+    most = given.get("max_tokens", max(left, 1))
+    if most > left:
         raise ValueError(
-            f"sampling_params.max_new_tokens must fit the engine's context of {room + len(prompt)} tokens, got "
+            f"sampling_params.max_new_tokens must fit the engine's context of {left + len(prompt)} tokens, got "
             f"{len(prompt)} tokens of input_ids or text and up to {most} new ones"
         )
     if wanted.experts and routed_experts.VARIABLE not in os.environ:
@@ -313,7 +313,9 @@ def _finish(completion: CompletionOutput, ids: list[int]) -> dict[str, object] |
     return {"type": "abort", "message": "the request was aborted"}
 
 
-def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: TokenizerLike) -> dict[str, object]:
+def _log_probs(
+    completion: CompletionOutput, wanted: WantedOutput, tokenizer: TokenizerLike
+) -> dict[str, object]:
     """`output_token_logprobs` and, where asked for, `output_top_logprobs`: rows [log-prob, token id, text or null]."""
     flat = cast("FlatLogprobs | None", completion.logprobs)
     if flat is None:
@@ -334,7 +336,7 @@ def _log_probs(completion: CompletionOutput, wanted: Wanted, tokenizer: Tokenize
 
 
 def _of_prompt(
-    flat: FlatLogprobs, prompt: list[int], wanted: Wanted, tokenizer: TokenizerLike
+    flat: FlatLogprobs, prompt: list[int], wanted: WantedOutput, tokenizer: TokenizerLike
 ) -> list[list[object]]:
     """[log-prob, token id, text or null] of each token of the prompt from the wanted one on. The first has null."""
     start = min(wanted.prompt_from or 0, len(prompt) - 1)

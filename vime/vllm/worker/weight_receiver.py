@@ -227,10 +227,10 @@ def checkpoint_shapes(model_path: str, *, trained: bool = False) -> dict[str, li
     if not shapes:
         return None
     hf_config = read_hf_config(model_path)
-    kept = shapes.keys() - predicted_names(shapes, hf_config)
+    names = shapes.keys() - predicted_names(shapes, hf_config)
     if trained:
-        kept |= trained_shapes(shapes, hf_config).keys()
-    return {name: shape for name, shape in shapes.items() if name in kept}
+        names |= trained_shapes(shapes, hf_config).keys()
+    return {name: shape for name, shape in shapes.items() if name in names}
 
 
 def _shards(model_path: str) -> Iterator[Path]:
